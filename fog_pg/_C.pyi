@@ -702,6 +702,17 @@ def observe_as(rank: int, size: int) -> None:
 def observe(on: bool) -> None:
     """Counts operations that begin from now on in `ProcessGroupFog.traffic`, until a matching call with False."""
 
+def note_step() -> None:
+    """Counts a step of this process's training in the flight record, which `fog top` reads. Before the first group it
+    does nothing.
+    """
+
+def note_epoch(epoch: int) -> None:
+    """Shows the epoch of the membership in the flight record, as `note_step`."""
+
+def note_staleness(exchanges: Sequence[tuple[int, int]]) -> None:
+    """Shows there how many exchanges old the values of ranks are, as pairs of a rank of the job and a number."""
+
 def read_flight_record(pid: int) -> dict[str, object]:
     """Reads the record of the last operations of a process on this host; see `fogdist.flight_record`.
 

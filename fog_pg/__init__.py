@@ -34,7 +34,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _timeouts
+    from fog_pg import _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -53,6 +53,11 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
     # In groups after torch's first, group_rank is not the process's rank.
     is_first = not dist.is_initialized()
+    if is_first and options.group_size > 1 and (restarts := environment.RESTARTS.get()):
+        raise RuntimeError(
+            f"this process is rank {options.group_rank}, which was lost and started again (FOG_RESTARTS={restarts}); a "
+            "rank cannot join a running job yet. The other ranks go on without it"
+        )
     extension.observe_as(
         options.group_rank if is_first else dist.get_rank(),
         options.group_size if is_first else dist.get_world_size(),

@@ -205,6 +205,14 @@ EXCHANGE_ALONE = Variable(
     "With 1, a single rank trains in the same way as one of several ranks, with hooks, buckets and exchanges without "
     "peers, so that these can be observed and measured in one process.",
 )
+RESTARTS = Variable(
+    "FOG_RESTARTS",
+    whole(0, (1 << 31) - 1, "numbers"),
+    0,
+    "Python",
+    "Set by `fog run --keep-going --max-restarts`: how often this rank was started again. From 1 on the other ranks train "
+    "already, and the first group raises an error, because a rank cannot join a running job yet.",
+)
 LOG_LEVEL = Variable(
     "FOG_LOG_LEVEL",
     choice("debug", "info", "warning", "error"),
@@ -264,7 +272,8 @@ MASTER_ADDR = Variable(
     TEXT,
     "",
     "Python",
-    "Under mpiexec and srun: the address on which rank 0 serves the job's store. By default it is rank 0's host name.",
+    "Under mpiexec and srun: the address on which rank 0 serves the job's store. By default it is rank 0's host name. "
+    "With `fog run --keep-going` on several hosts: the address of the first host, by default its name.",
     owner="torch",
 )
 MASTER_PORT = Variable(
@@ -272,7 +281,8 @@ MASTER_PORT = Variable(
     whole(0, 65535, "port numbers"),
     0,
     "Python",
-    "Under mpiexec and srun: the store's port. By default (0) it is any free one.",
+    "Under mpiexec and srun, and with `fog run --keep-going`: the store's port. By default (0) it is any free one; with "
+    "--node-rank it is 29500.",
     owner="torch",
 )
 DISTRIBUTED_DEBUG = Variable(
@@ -356,6 +366,9 @@ SLURM_JOB = Variable(
     "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
 )
 SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of the allocation.")
+SLURM_NODE_LIST = Variable(
+    "SLURM_JOB_NODELIST", TEXT, "", "fog run", "Their names, for --keep-going.", owner="Slurm"
+)
 
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)

@@ -608,15 +608,15 @@ def test_a_signal_at_the_start_reaches_the_launcher() -> None:
 
 def test_a_process_id_that_was_given_out_anew_is_left_alone() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
-        ((pid, at),) = processes._identified([process.pid])
+        ((pid, at),) = processes.identified([process.pid])
         assert pid == process.pid and (pid, at) in processes._with_descendants(
-            processes._identified([os.getpid()])
+            processes.identified([os.getpid()])
         )
         assert processes._with_descendants([(pid, at - 1)]) == set()
-        processes._send((pid, at - 1), signal.SIGKILL)
+        processes.send((pid, at - 1), signal.SIGKILL)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.2)
-        processes._send((pid, at), signal.SIGKILL)
+        processes.send((pid, at), signal.SIGKILL)
         assert process.wait(TIMEOUT) == -signal.SIGKILL
 
 

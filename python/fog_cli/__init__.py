@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 __all__ = ["COMMANDS", "UsageError", "main", "parser"]
 
-COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "completion")
+COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "top", "completion")
 """The subcommands, in the order of `fog --help`: module NAME of `fog_cli.commands` has `add` and `run`."""
 
 

@@ -13,6 +13,7 @@ from fog_cli.hosts import Host
 
 # The program that runs a rank's command and prefixes each line of its output with the rank.
 RANK = [sys.executable, "-m", "fog_cli.programs.rank"]
+AGENT = [sys.executable, "-m", "fog_cli.programs.agent"]
 LOCAL_RANKS = [sys.executable, "-m", "fog_cli.programs.local_ranks"]
 
 # Open MPI passes on only the variables that -x names. These are left out because they describe the host or the process
@@ -34,6 +35,7 @@ class Job:
         prefix: Words to put before the launcher's command.
         flags: Additional arguments for an MPI launcher or srun.
         as_root: Whether the user is root, for which Open MPI needs a flag.
+        log_folder: The folder of files with the output of each rank; None for no files.
     """
 
     ranks: int
@@ -45,6 +47,12 @@ class Job:
     prefix: Sequence[str] = ()
     flags: Sequence[str] = ()
     as_root: bool = False
+    log_folder: str | None = None
+
+    @property
+    def rank(self) -> list[str]:
+        """The program of a rank, with the rank's command."""
+        return [*RANK, *(["--log-dir", self.log_folder] if self.log_folder else []), *self.command]
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def on_this_host(job: Job) -> Command:
         raise UsageError(
             "--extra-mpi-flags: ranks of this host are started by torchrun's machinery; add --launcher mpiexec"
         )
-    return Command([*job.prefix, *LOCAL_RANKS, str(job.ranks), *RANK, *job.command])
+    return Command([*job.prefix, *LOCAL_RANKS, str(job.ranks), *job.rank])
 
 
 def by_mpich(job: Job, mpiexec: str) -> Command:
@@ -80,7 +88,7 @@ def by_mpich(job: Job, mpiexec: str) -> Command:
         words += ["-iface", job.interface]
     # Hydra has no flag for the port.
     variables = {"HYDRA_LAUNCHER_EXTRA_ARGS": f"-p {job.ssh_port}"} if job.ssh_port else {}
-    words += [*job.flags, "-n", str(job.ranks), *RANK, *job.command]
+    words += [*job.flags, "-n", str(job.ranks), *job.rank]
     return Command([*job.prefix, *words], variables)
 
 
@@ -93,7 +101,7 @@ def by_intel_mpi(job: Job, mpiexec: str) -> Command:
     words += job.flags
     for number, host in enumerate(job.hosts):
         words += [":"] if number else []
-        words += ["-n", str(host.slots), "-host", host.name, *RANK, *job.command]
+        words += ["-n", str(host.slots), "-host", host.name, *job.rank]
     return Command([*job.prefix, *words], variables)
 
 
@@ -109,7 +117,7 @@ def by_open_mpi(job: Job, mpiexec: str) -> Command:
     for name in sorted(job.environment):
         if name.isidentifier() and not _NOT_PASSED_ON.fullmatch(name):
             words += ["-x", name]
-    return Command([*job.prefix, *words, *job.flags, *RANK, *job.command])
+    return Command([*job.prefix, *words, *job.flags, *job.rank])
 
 
 def by_srun(job: Job, hosts_are_given: bool) -> Command:
@@ -134,7 +142,37 @@ def by_srun(job: Job, hosts_are_given: bool) -> Command:
             f"--nodelist={','.join(host.name for host in job.hosts)}",
             f"--ntasks-per-node={counts.pop()}",
         ]
-    return Command([*job.prefix, *words, *job.flags, *RANK, *job.command])
+    return Command([*job.prefix, *words, *job.flags, *job.rank])
+
+
+def agent_by_ssh(job: Job, host: Host) -> Command:
+    """Returns the command for the agent of another host, see `fog_cli.programs.agent`, over ssh.
+
+    Everything else comes over its standard input, so no variable and no argument shows in lists of processes.
+    """
+    options = ("BatchMode=yes", "ConnectTimeout=60", "ServerAliveInterval=30", "ServerAliveCountMax=10")
+    words = ["ssh", *(word for option in options for word in ("-o", option))]
+    if job.ssh_port:
+        words += ["-p", str(job.ssh_port)]
+    path = job.environment.get("PYTHONPATH")
+    variables = ["env", f"PYTHONPATH={path}"] if path else []
+    return Command([*words, host.name, shlex.join(["exec", *variables, *job.prefix, *AGENT])])
+
+
+def agent_by_srun(job: Job, host: Host) -> Command:
+    """Returns the command for the agent of a host of the allocation: a step of its own, so that no other ends with it.
+
+    The allocation needs --no-kill to survive the loss of a node. The step must not have it: it is to end with its node,
+    so that its end is seen.
+    """
+    words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none"]
+    words += ["--no-kill=off", "--kill-on-bad-exit=0", "--unbuffered", "--export=ALL"]
+    return Command([*words, *job.flags, *job.prefix, *AGENT])
+
+
+def agent_on_this_host(job: Job) -> Command:
+    """Returns the command for the agent of this host."""
+    return Command([*job.prefix, *AGENT])
 
 
 MPI_KINDS = {

@@ -1,17 +1,21 @@
-"""Reads which operations the ranks of this host have in flight and which ranks they wait for.
+"""Reads which operations the ranks of this host have in flight, which ranks they wait for, and how they get on.
 
 Each process with a fog group records 256 operations, those in flight first, then the latest others, in an anonymous
 file that processes of the same user can read. Another process can read it at any time, also while the ranks hang or are
-stopped, and does not disturb them. `fog dump` prints `report`.
+stopped, and does not disturb them. `fog dump` prints `report`, and `fog top` shows it live.
+
+Beside the operations the file has a few numbers: steps, and for each other rank the time for which only its message was
+missing, how old its values are, and whether it was lost.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +62,23 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Peer:
+    """Another rank, as a process sees it.
+
+    Attributes:
+        rank: Its rank in the job.
+        waited: The seconds in which an operation waited only for its message, since the start.
+        staleness: How many exchanges old its values are, where ranks go at their own pace; -1 if unknown.
+        lost: Whether it was lost.
+    """
+
+    rank: int
+    waited: float
+    staleness: int
+    lost: bool
+
+
+@dataclass(frozen=True)
 class Process:
     """A process and its operations.
 
@@ -68,6 +89,12 @@ class Process:
         host: Name of its host.
         operations: Its recorded operations, the oldest first.
         unrecorded: The number of operations that began while 256 others were in flight and so are not recorded.
+        begun: The number of operations that it has begun.
+        failed: The number of operations that have failed.
+        steps: The steps of its training, see `count_step`.
+        step_age: Seconds since the last step ended; -1 if there was none.
+        epoch: The epoch of its membership; -1 if unknown.
+        peers: The ranks that it has numbers of.
     """
 
     pid: int
@@ -76,6 +103,12 @@ class Process:
     host: str
     operations: list[Operation]
     unrecorded: int
+    begun: int = 0
+    failed: int = 0
+    steps: int = 0
+    step_age: float = -1.0
+    epoch: int = -1
+    peers: list[Peer] = field(default_factory=list)
 
     @property
     def in_flight(self) -> list[Operation]:
@@ -93,8 +126,30 @@ def read(pid: int) -> Process:
     if not isinstance(pid, int) or isinstance(pid, bool):
         raise TypeError(f"pid must be an int, got {type(pid).__name__}")
     found: dict[str, Any] = _extension.load().read_flight_record(pid)
-    operations = [Operation(**each) for each in found["operations"]]
-    return Process(found["pid"], found["rank"], found["size"], found["host"], operations, found["unrecorded"])
+    found["operations"] = [Operation(**each) for each in found["operations"]]
+    found["peers"] = [Peer(**each) for each in found["peers"]]
+    return Process(**found)
+
+
+def count_step() -> None:
+    """Counts a step of this process, for `fog top`; optimizers and wrappers of fog do so themselves.
+
+    It writes two words of memory, and does nothing before the first group.
+    """
+    if (extension := sys.modules.get("fog_pg._C")) is not None:
+        extension.note_step()
+
+
+def note_epoch(epoch: int) -> None:
+    """Shows the epoch of this rank's membership, for `fog top`."""
+    if (extension := sys.modules.get("fog_pg._C")) is not None:
+        extension.note_epoch(epoch)
+
+
+def note_staleness(exchanges: Mapping[int, int]) -> None:
+    """Shows, for `fog top`, how many exchanges old the values of ranks of the job are."""
+    if (extension := sys.modules.get("fog_pg._C")) is not None:
+        extension.note_staleness(list(exchanges.items()))
 
 
 def read_all() -> list[Process]:
@@ -133,8 +188,8 @@ def report(found: Sequence[Process]) -> str:
             )
         if process.unrecorded:
             lines.append(f"  not recorded, as too many others were in flight: {process.unrecorded}")
-    blamed = _blamed(found)
-    return "\n".join([*lines, *([""] if blamed else []), *blamed])
+    late = blamed(found)
+    return "\n".join([*lines, *([""] if late else []), *late])
 
 
 def _waits(operation: Operation) -> str:
@@ -152,7 +207,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _blamed(found: Sequence[Process]) -> list[str]:
+def blamed(found: Sequence[Process]) -> list[str]:
     """Returns a line for each process that others wait for in an operation that it has not begun."""
     by_pid = {process.pid: process for process in found}
     waiting: dict[tuple[int, str, int], list[tuple[Process, Operation]]] = defaultdict(list)

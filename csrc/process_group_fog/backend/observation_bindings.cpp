@@ -47,6 +47,21 @@ py::dict read_flight_record(int pid) {
   result["host"] = process.host;
   result["unrecorded"] = process.unrecorded;
   result["operations"] = operations;
+  result["begun"] = process.begun;
+  result["failed"] = process.failed;
+  result["steps"] = process.steps;
+  result["step_age"] = process.step_age;
+  result["epoch"] = process.epoch;
+  py::list peers;
+  for (const auto& peer : process.peers) {
+    py::dict numbers;
+    numbers["rank"] = peer.rank;
+    numbers["waited"] = peer.waited;
+    numbers["staleness"] = peer.staleness;
+    numbers["lost"] = peer.lost;
+    peers.append(numbers);
+  }
+  result["peers"] = peers;
   return result;
 }
 
@@ -85,6 +100,16 @@ void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Bac
       py::arg("track"), py::arg("name"), py::arg("begin"), py::arg("end"));
   module.def("observe_as", &observe_as, py::arg("rank"), py::arg("size"));
   module.def("observe", [](bool on) { process_engine().observe(on); }, py::arg("on"));
+  module.def("note_step", &FlightRecord::note_step);
+  module.def("note_epoch", &FlightRecord::note_epoch, py::arg("epoch"));
+  module.def(
+      "note_staleness",
+      [](const std::vector<std::pair<int, int64_t>>& exchanges) {
+        for (const auto& [rank, count] : exchanges) {
+          FlightRecord::note_staleness(rank, count);
+        }
+      },
+      py::arg("exchanges"));
   module.def("read_flight_record", read_flight_record, py::arg("pid"));
 }
 

@@ -155,6 +155,9 @@ void Engine::tell_early_load() {
 }
 
 void Engine::lose(int peer_id, const std::string& how, bool announced) {
+  if (announced) {
+    FlightRecord::note_lost(peer_id);
+  }
   const auto closed = closed_groups_;
   for (const auto& [id, ranks] : closed) {
     forget_closed(id, peer_id);

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <cstring>
 #include <memory>
+#include <utility>
 
 #include <c10/util/Exception.h>
 
@@ -20,7 +21,7 @@ namespace fog {
 namespace {
 
 constexpr const char* kName = "fog_flight_record";
-constexpr uint64_t kMagic = 0x32646365'72676f66; // "fogrecd2"; another layout needs another number
+constexpr uint64_t kMagic = 0x33646365'72676f66; // "fogrecd3"; another layout needs another number
 constexpr int kTries = 1000; // attempts to read a slot that is being written
 
 enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
@@ -28,6 +29,15 @@ enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
 // The time of CLOCK_MONOTONIC, which is the same for all processes of a host.
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// The record of this process. Only its engine makes one, and virtual ranks have none.
+std::atomic<FlightRecord*> of_process{nullptr};
+
+// Adds to a word that one thread at a time writes, without the cost of an atomic addition.
+template <typename Number>
+void add(std::atomic<Number>& to, Number number) {
+  to.store(to.load(std::memory_order_relaxed) + number, std::memory_order_relaxed);
 }
 
 template <size_t kSize>
@@ -49,6 +59,10 @@ struct FlightRecord::Slot {
   uint64_t key;
   int64_t began;
   int64_t ended;
+  // Only for the writer: when the last message came, and the one before or the start; and the sender, -1 for none.
+  int64_t arrived;
+  int64_t arrived_before;
+  int32_t source;
   Signature signature;
   std::array<Awaited, kNamed> awaited;
   std::array<char, 48> group;
@@ -69,7 +83,19 @@ struct FlightRecord::File {
   int32_t rank;
   int32_t size;
   std::array<char, 64> host;
+  // A process that is about to be read has a file of zeros, so "unknown" is 0 here, and other values are one more.
+  struct Numbers {
+    std::atomic<int64_t> waited; // nanoseconds
+    std::atomic<int64_t> staleness_plus_one;
+    std::atomic<int64_t> lost;
+  };
   std::atomic<uint64_t> unrecorded;
+  std::atomic<uint64_t> begun;
+  std::atomic<uint64_t> failed;
+  std::atomic<uint64_t> steps;
+  std::atomic<int64_t> stepped; // the time of the last step
+  std::atomic<int64_t> epoch_plus_one;
+  std::array<Numbers, kPeers> peers;
   std::array<Slot, kSlots> slots;
 };
 
@@ -92,10 +118,12 @@ FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
   copy_text(file_->host, host);
   std::atomic_thread_fence(std::memory_order_release);
   file_->magic = kMagic;
+  of_process.store(this, std::memory_order_release);
 }
 
 FlightRecord::~FlightRecord() {
   if (file_ != nullptr) {
+    of_process.store(nullptr, std::memory_order_release);
     munmap(file_, sizeof(File));
     close(fd_);
   }
@@ -110,6 +138,7 @@ uint64_t FlightRecord::begin(const Signature& signature, const std::string& grou
   if (file_ == nullptr) {
     return 0;
   }
+  add<uint64_t>(file_->begun, 1);
   // Operations in flight keep their slots: the oldest of them is usually the cause of a hang.
   for (size_t tries = 0; tries < kSlots; ++tries) {
     const uint64_t number = next_++;
@@ -125,6 +154,8 @@ uint64_t FlightRecord::begin(const Signature& signature, const std::string& grou
       slot.sequence = sequence;
       slot.key = key;
       slot.began = now();
+      slot.arrived = slot.began;
+      slot.source = -1;
       slot.signature = signature;
       copy_text(slot.group, group);
     });
@@ -147,6 +178,9 @@ void FlightRecord::wait(uint64_t number, const std::vector<Awaited>& awaited, si
 }
 
 void FlightRecord::end(uint64_t number, bool failed) {
+  if (file_ != nullptr && failed) {
+    add<uint64_t>(file_->failed, 1);
+  }
   if (number == 0) {
     return;
   }
@@ -155,7 +189,61 @@ void FlightRecord::end(uint64_t number, bool failed) {
       slot->state = failed ? State::kFailed : State::kDone;
       slot->ended = now();
     });
+    if (slot->source >= 0 && slot->source < kPeers) {
+      add<int64_t>(file_->peers[slot->source].waited, slot->arrived - slot->arrived_before);
+    }
   }
+}
+
+void FlightRecord::note_arrival(uint64_t number, int peer) noexcept {
+  const auto* record = number == 0 ? nullptr : of_process.load(std::memory_order_acquire);
+  if (auto* slot = record == nullptr ? nullptr : record->slot_of(number)) {
+    slot->arrived_before = std::exchange(slot->arrived, now());
+    slot->source = peer;
+  }
+}
+
+void FlightRecord::note_lost(int peer) noexcept {
+  if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
+    file->peers[peer].lost.store(1, std::memory_order_relaxed);
+  }
+}
+
+void FlightRecord::note_step() noexcept {
+  if (auto* file = file_of_process()) {
+    file->steps.fetch_add(1, std::memory_order_relaxed);
+    file->stepped.store(now(), std::memory_order_relaxed);
+  }
+}
+
+void FlightRecord::note_epoch(int64_t epoch) noexcept {
+  if (auto* file = file_of_process()) {
+    file->epoch_plus_one.store(epoch + 1, std::memory_order_relaxed);
+  }
+}
+
+void FlightRecord::note_staleness(int peer, int64_t exchanges) noexcept {
+  if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
+    file->peers[peer].staleness_plus_one.store(exchanges + 1, std::memory_order_relaxed);
+  }
+}
+
+FlightRecord::File* FlightRecord::file_of_process() noexcept {
+  const auto* record = of_process.load(std::memory_order_acquire);
+  return record == nullptr ? nullptr : record->file_;
+}
+
+std::vector<FlightRecord::Peer> FlightRecord::peers_of(const File& file) {
+  std::vector<Peer> peers;
+  for (int rank = 0; rank < kPeers; ++rank) {
+    const auto& numbers = file.peers[rank];
+    const Peer peer{
+        rank, static_cast<double>(numbers.waited.load()) * 1e-9, numbers.staleness_plus_one.load() - 1, numbers.lost.load() != 0};
+    if (peer.waited > 0 || peer.staleness >= 0 || peer.lost) {
+      peers.push_back(peer);
+    }
+  }
+  return peers;
 }
 
 FlightRecord::Process FlightRecord::read(pid_t pid) {
@@ -184,7 +272,20 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       whole && file->magic == kMagic && file->slot_bytes == sizeof(Slot), "pid: got ", pid,
       "; that process runs another version of fog");
   TORCH_CHECK_VALUE(file->pid == pid, "pid: got ", pid, ", which is a fork of process ", file->pid, " and has no group of its own");
-  Process process{file->pid, file->rank, file->size, file->host.data(), file->unrecorded.load(), {}};
+  const auto steps = file->steps.load();
+  Process process{
+      file->pid,
+      file->rank,
+      file->size,
+      file->host.data(),
+      file->unrecorded.load(),
+      {},
+      file->begun.load(),
+      file->failed.load(),
+      steps,
+      steps > 0 ? static_cast<double>(now() - file->stepped.load()) * 1e-9 : -1.0,
+      file->epoch_plus_one.load() - 1,
+      peers_of(*file)};
   struct Found {
     uint64_t number;
     Operation operation;

@@ -1,9 +1,9 @@
-// A record of this process's last operations, in memory that other programs can read even while this process hangs or
-// is stopped. `fog dump` shows it.
+// A record of this process's last operations and of the progress of its training, in memory that other programs can read
+// even while this process hangs or is stopped. `fog dump` and `fog top` show it.
 //
 // The record is one anonymous file (memfd) of fixed size. The engine writes a few hundred bytes per operation under its
 // lock, without system calls. The version of a slot is odd while the slot is written, so a reader in another process
-// gets a consistent state of the slot.
+// gets a consistent state of the slot. The numbers beside the slots are single words, which need no version.
 #pragma once
 
 #include <sys/types.h>
@@ -21,6 +21,7 @@ class FlightRecord {
  public:
   static constexpr size_t kSlots = 256;
   static constexpr size_t kNamed = 16; // the most awaited ranks in a slot
+  static constexpr int kPeers = 1024; // world ranks from here on have no numbers of their own
 
   // Records nothing if the system has no memfd.
   FlightRecord(int rank, int size, const std::string& host);
@@ -40,6 +41,15 @@ class FlightRecord {
   void wait(uint64_t number, const std::vector<Awaited>& awaited, size_t count);
   void end(uint64_t number, bool failed);
 
+  // These write to the record of this process, if there is one.
+  // A message of a world rank has come for the operation; of the last one, the time since the one before is counted.
+  static void note_arrival(uint64_t number, int peer) noexcept;
+  static void note_lost(int peer) noexcept; // a world rank was lost
+  // The progress of the training; any thread may call these, without the engine's lock.
+  static void note_step() noexcept; // a step has ended
+  static void note_epoch(int64_t epoch) noexcept; // of the membership
+  static void note_staleness(int peer, int64_t exchanges) noexcept; // of a world rank's values
+
   struct Operation {
     std::string what; // "allreduce(SUM, float32[3])"
     std::string group;
@@ -52,6 +62,12 @@ class FlightRecord {
     std::vector<Awaited> awaited; // the first few; recorded after a second
     int awaited_count;
   };
+  struct Peer {
+    int rank; // in the world
+    double waited; // seconds in which only its message was missing
+    int64_t staleness; // exchanges; -1 if unknown
+    bool lost;
+  };
   struct Process {
     int pid;
     int rank;
@@ -59,6 +75,12 @@ class FlightRecord {
     std::string host;
     uint64_t unrecorded; // operations without a free slot
     std::vector<Operation> operations; // oldest first
+    uint64_t begun; // operations
+    uint64_t failed; // operations
+    uint64_t steps;
+    double step_age; // seconds since the last step ended; -1 if there was none
+    int64_t epoch; // of the membership; -1 if unknown
+    std::vector<Peer> peers; // those with numbers
   };
   // Reads the record of another process on this host. Throws ValueError if it has no record, or one of another version
   // of fog.
@@ -69,6 +91,8 @@ class FlightRecord {
   struct File;
 
   Slot* slot_of(uint64_t number) const;
+  static File* file_of_process() noexcept;
+  static std::vector<Peer> peers_of(const File& file);
 
   File* file_ = nullptr;
   int fd_ = -1;

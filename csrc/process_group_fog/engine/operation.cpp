@@ -6,6 +6,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "engine/flight_record.hpp"
 #include "engine/group.hpp"
 
 namespace fog {
@@ -180,6 +181,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
   receive.arrived = true;
   receive.peer = source;
   receive.header = header;
+  FlightRecord::note_arrival(flight, group_->members[source].peer_id);
   if (times) {
     note_arrival(source, header.bytes);
   }

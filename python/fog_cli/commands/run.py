@@ -8,13 +8,14 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, launchers, processes
+from fog_cli import UsageError, keep_going, launchers, processes
 from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
 from fog_cli.launchers import Command, Job
 
@@ -26,6 +27,7 @@ examples:
   fog run -np 8 -H a:4,b:4 train.py           4 ranks on each of two hosts, which ssh reaches without a password
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
   fog run -np 8 --launcher srun train.py      within an allocation of Slurm
+  fog run -np 8 --keep-going train.py         the other ranks go on when one dies
 
 Options come before the script; what follows it is the script's. Each line of output begins with its rank:
 "[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
@@ -45,6 +47,24 @@ def add(subparsers: Any) -> None:
         allow_abbrev=False,
     )
     add_placing(parser)
+    parser.add_argument(
+        "--keep-going", action="store_true", help="when a rank dies, let the others go on; one agent per host"
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="with --keep-going: start a rank that died again, up to N times each (default: 0)",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        metavar="K",
+        help="with --keep-going: start only the ranks of host K, as each host starts its own (Kubernetes)",
+    )
+    parser.add_argument(
+        "--log-dir", metavar="FOLDER", help="also write the output of each rank to FOLDER/rank-R.log"
+    )
     parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
@@ -116,13 +136,43 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for their end."""
+    if arguments.keep_going:
+        return _keep_going(arguments)
+    for option in ("--max-restarts", "--node-rank"):
+        if getattr(arguments, option[2:].replace("-", "_")) is not None:
+            raise UsageError(f"{option}: it is an option of --keep-going, which is missing")
     command, environment = prepare(arguments, os.environ)
+    _make_log_folder(arguments.log_dir)
     if arguments.verbose:
         print(f"fog run: {command}", file=sys.stderr, flush=True)
     try:
         return processes.run(command.words, environment | command.variables)
     except OSError as error:
         raise UsageError(f"{command.words[0]}: {error.strerror}") from error
+
+
+def _keep_going(arguments: argparse.Namespace) -> int:
+    plan = prepare_to_keep_going(arguments, os.environ)
+    _make_log_folder(arguments.log_dir)
+    if arguments.verbose:
+        for start in plan.starts:
+            if start is not None:
+                print(f"fog run: {start}", file=sys.stderr, flush=True)
+    try:
+        return keep_going.run(plan)
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from error
+
+
+def _make_log_folder(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--log-dir {folder}: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"--log-dir {folder}: Permission denied")
 
 
 def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, str]]:
@@ -138,18 +188,119 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tu
     Raises:
         UsageError: The arguments are invalid.
     """
+    given = _given_hosts(arguments)
+    job = _job(arguments, environment, given)
+    launcher = choose_launcher(arguments.launcher, job.hosts, given is not None, environment)
+    if launcher == "torchrun":
+        return launchers.on_this_host(job), dict(job.environment)
+    if launcher == "srun":
+        _check_srun("--launcher srun")
+        return launchers.by_srun(job, given is not None), dict(job.environment)
+    mpiexec = find_mpiexec(arguments.mpiexec)
+    return launchers.by_mpiexec(job, mpiexec, _version_of(mpiexec)), dict(job.environment)
+
+
+def prepare_to_keep_going(arguments: argparse.Namespace, environment: Mapping[str, str]) -> keep_going.Plan:
+    """Checks the command line of `fog run --keep-going` and builds the commands of the agents.
+
+    Args:
+        arguments: The parsed arguments.
+        environment: The variables of this process.
+
+    Raises:
+        UsageError: The arguments are invalid.
+    """
+    if arguments.launcher in ("torchrun", "mpiexec"):
+        raise UsageError(
+            f"--launcher {arguments.launcher}: it ends all ranks when one dies; --keep-going starts them by agents of "
+            "its own, on other hosts by ssh or srun"
+        )
+    restarts = arguments.max_restarts or 0
+    if restarts < 0:
+        raise UsageError(f"--max-restarts: got {restarts}; allowed are numbers from 0 on")
+    given, node = _given_hosts(arguments), arguments.node_rank
+    if node is not None and given is None:
+        raise UsageError("--node-rank: it is the number of a host; name the hosts with -H or --hostfile")
+    launcher = "torchrun"
+    if node is None:
+        hosts = given or [Host("localhost", 1)]
+        launcher = choose_launcher(arguments.launcher, hosts, given is not None, environment)
+    if launcher == "srun":
+        _check_srun("--keep-going")
+        given = given or _allocated_hosts(arguments.num_proc, environment)
+    job = _job(arguments, environment, given)
+    if node is not None and not 0 <= node < len(job.hosts):
+        raise UsageError(f"--node-rank: got {node}; the ranks fill {len(job.hosts)} hosts, from 0 on")
+    starts: list[Command | None] = []
+    for number, host in enumerate(job.hosts):
+        if node is not None:
+            starts.append(launchers.agent_on_this_host(job) if number == node else None)
+        elif launcher == "srun":
+            starts.append(launchers.agent_by_srun(job, host))
+        elif is_local(host.name):
+            starts.append(launchers.agent_on_this_host(job))
+        else:
+            if shutil.which("ssh") is None:
+                raise UsageError(
+                    "--keep-going: there is no ssh on PATH, which starts the agents of other hosts"
+                )
+            starts.append(launchers.agent_by_ssh(job, host))
+    if launcher != "srun" and job.flags:
+        raise UsageError("--extra-mpi-flags: --keep-going uses no launcher of MPI; srun takes these")
+    if len(job.hosts) == 1:
+        return keep_going.Plan(job, starts, "127.0.0.1", 0, restarts)
+    address = job.environment.get("MASTER_ADDR") or job.hosts[0].name
+    if is_local(address) and node is None:
+        address = socket.gethostname()  # "localhost" is another host there
+    port = _port(job.environment.get("MASTER_PORT", ""))
+    return keep_going.Plan(
+        job, starts, address, port or (keep_going.DEFAULT_PORT if node is not None else 0), restarts
+    )
+
+
+def _port(text: str) -> int:
+    if not text:
+        return 0
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
+        raise UsageError(f"MASTER_PORT: got {text!r}; allowed are 0 to 65535")
+    return int(text)
+
+
+def _given_hosts(arguments: argparse.Namespace) -> list[Host] | None:
+    if arguments.hostfile:
+        return read_hostfile(arguments.hostfile)
+    return parse_hosts(arguments.hosts) if arguments.hosts else None
+
+
+def _allocated_hosts(ranks: int, environment: Mapping[str, str]) -> list[Host]:
+    """Returns the hosts of an allocation of Slurm, with about the same number of ranks each."""
+    words = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UsageError(f"{shlex.join(words)}: {error}; name the hosts with -H") from error
+    names = done.stdout.split()[:ranks]
+    return [
+        Host(name, ranks // len(names) + (number < ranks % len(names))) for number, name in enumerate(names)
+    ]
+
+
+def _check_srun(option: str) -> None:
+    if shutil.which("srun") is None:
+        raise UsageError(f"{option}: there is no srun on PATH")
+
+
+def _job(arguments: argparse.Namespace, environment: Mapping[str, str], given: list[Host] | None) -> Job:
+    """Checks the arguments of all launchers."""
     if arguments.num_proc < 1:
         raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
     if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
         raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
-    given = parse_hosts(arguments.hosts) if arguments.hosts else None
-    if arguments.hostfile:
-        given = read_hostfile(arguments.hostfile)
-    hosts = place(given, arguments.num_proc) if given else [Host("localhost", arguments.num_proc)]
     variables = _variables(arguments, environment)
+    folder = getattr(arguments, "log_dir", None)
     job = Job(
         ranks=arguments.num_proc,
-        hosts=hosts,
+        hosts=place(given, arguments.num_proc) if given else [Host("localhost", arguments.num_proc)],
         command=rank_command(arguments.command, arguments.module, variables),
         environment=variables,
         ssh_port=arguments.ssh_port,
@@ -157,18 +308,11 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tu
         prefix=_words("--prefix", arguments.prefix),
         flags=_words("--extra-mpi-flags", arguments.extra_mpi_flags),
         as_root=os.geteuid() == 0,
+        log_folder=str(Path(folder).absolute()) if folder else None,
     )
     if job.prefix and shutil.which(job.prefix[0]) is None:
         raise UsageError(f"--prefix: got {job.prefix[0]!r}, which is no program")
-    launcher = choose_launcher(arguments.launcher, hosts, given is not None, environment)
-    if launcher == "torchrun":
-        return launchers.on_this_host(job), variables
-    if launcher == "srun":
-        if shutil.which("srun") is None:
-            raise UsageError("--launcher srun: there is no srun on PATH")
-        return launchers.by_srun(job, given is not None), variables
-    mpiexec = find_mpiexec(arguments.mpiexec)
-    return launchers.by_mpiexec(job, mpiexec, _version_of(mpiexec)), variables
+    return job
 
 
 def _words(option: str, text: str) -> list[str]:

@@ -1,7 +1,8 @@
-"""Runs a rank's command and prefixes each line of its output with the rank: `python -m fog_cli.programs.rank COMMAND`.
+"""Runs a rank's command and prefixes each line of its output with the rank.
 
-It starts a second process that reads both output streams, and then replaces itself with the command, so that the
-launcher sees the process ID, the exit status and the signals of the command itself.
+`python -m fog_cli.programs.rank [--log-dir FOLDER] COMMAND`. It starts a second process that reads both output streams,
+and then replaces itself with the command, so that the launcher sees the process ID, the exit status and the signals of
+the command itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import NoReturn
 
 # The variables of torchrun, of MPICH and Intel MPI, of Open MPI and of Slurm. fog_pg.environment has them too, but
@@ -60,8 +62,42 @@ class LinePrefixer:
         return [self._prefix + line + b"\n" for line in whole]
 
 
-def copy_lines(streams: Mapping[int, int], prefix: bytes) -> None:
-    """Copies each stream, from descriptor to descriptor, until all of them end."""
+class Log:
+    """A file with the output of a rank, without prefixes. If it cannot be written, the rank continues.
+
+    Args:
+        path: The file; what it has already is kept.
+        tell: Called with the reason when the file cannot be written, once.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+        self._path = path
+        self._tell: Callable[[str], None] | None = tell
+        self._descriptor = -1
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._report(error)
+
+    def write(self, data: bytes) -> None:
+        """Appends data. After an error it tries again with the next data: a full disk may have room again."""
+        if self._descriptor < 0:
+            return
+        try:
+            while data:
+                data = data[os.write(self._descriptor, data) :]
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        if self._tell is not None:
+            self._tell(f"fog run: {self._path}: {error.strerror}; the log lacks output from here on\n")
+            self._tell = None
+
+
+def copy_lines(streams: Mapping[int, int], prefix: bytes, log: Log | None = None) -> None:
+    """Copies each stream, from descriptor to descriptor, and all of them to the log, until all end."""
     selector = selectors.DefaultSelector()
     prefixers = {source: LinePrefixer(prefix) for source in streams}
     for source in streams:
@@ -74,6 +110,8 @@ def copy_lines(streams: Mapping[int, int], prefix: bytes) -> None:
                 selector.unregister(source)
             if lines := prefixers[source].lines(data):
                 write_whole(streams[source], b"".join(lines))
+                if log is not None:
+                    log.write(b"".join(line[len(prefix) :] for line in lines))
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
@@ -92,7 +130,7 @@ def write_whole(descriptor: int, data: bytes) -> None:
             fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
-def _start_copying(prefix: bytes) -> None:
+def _start_copying(prefix: bytes, log: Log | None) -> None:
     """Replaces both output streams by pipes, and starts a process to read them that is no child of this process."""
     pipes = {1: os.pipe(), 2: os.pipe()}
     child = os.fork()
@@ -106,7 +144,7 @@ def _start_copying(prefix: bytes) -> None:
             for _, writer in pipes.values():
                 os.close(writer)
             with contextlib.suppress(BaseException):
-                copy_lines({reader: stream for stream, (reader, _) in pipes.items()}, prefix)
+                copy_lines({reader: stream for stream, (reader, _) in pipes.items()}, prefix, log)
         os._exit(0)
     os.waitpid(child, 0)
     for stream, (reader, writer) in pipes.items():
@@ -119,7 +157,12 @@ def main() -> NoReturn:
     """Runs the command of the command line."""
     die_with_parent()
     words = sys.argv[1:]
-    _start_copying(f"[{rank_of(os.environ)}] ".encode())
+    rank, log = rank_of(os.environ), None
+    prefix = f"[{rank}] ".encode()
+    if words[0] == "--log-dir":
+        log = Log(Path(words[1], f"rank-{rank}.log"), lambda text: write_whole(2, prefix + text.encode()))
+        words = words[2:]
+    _start_copying(prefix, log)
     try:
         os.execvp(words[0], words)
     except OSError as error:

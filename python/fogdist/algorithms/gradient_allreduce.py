@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.context import current
+from fogdist.flight_record import count_step
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
@@ -141,6 +142,7 @@ class GradientAllreduce(DistributedOptimizer):
         if not (self._is_alone or only_makes_state(self._fog_wrapped, arguments, options)):
             self._average_if_due()
         result = self._fog_local_step(**others)
+        count_step()
         return result if closure is None else loss
 
     def synchronize(self) -> None:

@@ -21,6 +21,7 @@ from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
+from fogdist.flight_record import count_step
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
@@ -531,6 +532,7 @@ class DecentralizedDataParallel(nn.Module):
         self._has_mixed = False
         if self._is_iteration:
             self._mixing.after_step()
+        count_step()
 
     def _check_places(self) -> None:
         """Raises RuntimeError for replaced parameters, which mixing would not reach."""

@@ -15,6 +15,7 @@ from torch.optim import LBFGS, Optimizer
 from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
 from fogdist.context import Context, current
+from fogdist.flight_record import count_step
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
@@ -375,6 +376,7 @@ class Algorithm(DistributedOptimizer):
                     result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
         finally:
             self._step_options = {}  # frees a closure, which may hold a batch
+        count_step()
         return result if closure is None else loss
 
     def state_dict(self) -> dict[str, Any]:

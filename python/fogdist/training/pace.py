@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fogdist.context import Context
+from fogdist.flight_record import note_staleness
 
 # The default bound of exchanges without news of a neighbor. Ranks with their own cores do not reach it unless a
 # neighbor is about 8 times slower. Where ranks share cores, a rank that gets none for a while delays its neighbors
@@ -87,6 +88,7 @@ class Pace:
         self._made = 0
         self._last = time.monotonic()
         self._in = in_neighbors
+        self._job_ranks = dist.get_process_group_ranks(context.group)
         self._counts = dict.fromkeys(self._peers, 0)  # the neighbors' exchanges, as last seen
         self._seen = dict.fromkeys(
             self._peers, 0
@@ -125,6 +127,7 @@ class Pace:
         self._last = now
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
+        note_staleness({self._job_ranks[rank]: count for rank, count in self.staleness().items()})
         if self.is_paused:
             self._say(paused=False)
 

@@ -1,0 +1,341 @@
+"""`fog run --keep-going`: one agent per host starts the ranks, and a rank that dies ends no other.
+
+This side starts the agents (`fog_cli.programs.agent`), copies their output, passes signals on, and reports the ranks
+that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from fog_cli import processes
+from fog_cli.launchers import Command, Job
+
+# torch's own port: the agents of other hosts must know it where each host starts its own.
+DEFAULT_PORT = 29500
+# The variables by which launchers tell a process its rank. The ranks have those of torchrun.
+_OF_LAUNCHERS = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
+_OF_SLURM_TASKS = {
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NPROCS",
+    "SLURM_GTIDS",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The agents of a job.
+
+    Attributes:
+        job: The job.
+        starts: For each host, the command of its agent; None if that host starts its own.
+        address: The address of the Store.
+        port: Its port; 0 for any free one.
+        max_restarts: How often each rank is started again.
+    """
+
+    job: Job
+    starts: Sequence[Command | None]
+    address: str
+    port: int
+    max_restarts: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all agents are started here."""
+        return all(start is not None for start in self.starts)
+
+
+@dataclass
+class Fate:
+    """What happened to a rank.
+
+    Attributes:
+        host: The number of its host.
+        failures: Its processes that did not end well: how each of them ended.
+        status: The exit status of its last process, or the negative number of the signal; None while it runs.
+    """
+
+    host: int
+    failures: list[str] = field(default_factory=list)
+    status: int | None = None
+
+
+def describe(status: int) -> str:
+    """Returns how a process ended, as text."""
+    if status >= 0:
+        return f"with exit status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"by signal {-status}"
+
+
+def _signal_of(status: int) -> int:
+    """Returns the negative number of the signal if an exit status of a shell, ssh or srun stands for one."""
+    return 128 - status if 128 < status <= 128 + signal.SIGRTMAX else status
+
+
+class _Agent:
+    """The process of an agent, or the ssh or srun that started it."""
+
+    def __init__(self, number: int, token: str, command: Command, events: queue.SimpleQueue[Any]) -> None:
+        self.number = number
+        self._token = token.encode()
+        self._events = events
+        self._process = subprocess.Popen(
+            command.words,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a Ctrl-C of the terminal is for this process only, which passes it on
+        )
+        self._started = processes.identified([self._process.pid])
+        self._copies = [
+            threading.Thread(target=processes.copy_lines, args=words, daemon=True)
+            for words in ((self._process.stdout, 1, self._take), (self._process.stderr, 2))
+        ]
+        for thread in (*self._copies, threading.Thread(target=self._await_end, daemon=True)):
+            thread.start()
+
+    def write(self, value: object) -> None:
+        """Sends a line."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or the connection is closed
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Closes the connection: the agent then ends its ranks, if any live, and itself."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+
+    def kill(self) -> None:
+        """Kills the agent, or the program that connects to it, with all processes of this host below it."""
+        processes.kill_with_descendants(self._started)
+
+    def _take(self, line: bytes) -> bool:
+        token, _, text = line.partition(b" ")
+        if token != self._token:
+            return False
+        with contextlib.suppress(ValueError):  # a line that was cut as the agent was killed
+            self._events.put(("told", self.number, json.loads(text)))
+        return True
+
+    def _await_end(self) -> None:
+        status = self._process.wait()
+        # What the agent has told comes first. If only its guard was killed, it still ends the ranks.
+        for copy in self._copies:
+            copy.join(processes.STOP_TIMEOUT if status < 0 else processes.OUTPUT_TIMEOUT)
+        self._events.put(("ended", self.number, status))
+
+
+class Supervisor:
+    """Starts the agents of a plan and waits for their end."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
+        self._agents: dict[int, _Agent] = {}
+        self._started: set[int] = set()
+        self._is_done: set[int] = set()  # agents that have said so
+        self._fates: dict[int, Fate] = {}
+        self._port = plan.port
+        self._signal: int | None = None
+        self._stop_at: float | None = None
+        self._first_status = 0  # of the rank, or the agent, that failed first
+        self._run_id = str(uuid.uuid4())
+        first = 0
+        self._first_ranks = []
+        for number, (host, start) in enumerate(zip(plan.job.hosts, plan.starts, strict=True)):
+            self._first_ranks.append(first)
+            if start is not None:
+                self._fates |= {rank: Fate(number) for rank in range(first, first + host.slots)}
+            first += host.slots
+
+    def run(self) -> int:
+        """Runs the job to its end; returns the exit status of `fog run`."""
+        before = {number: signal.getsignal(number) for number in processes.SIGNALS}
+        try:
+            for number in processes.SIGNALS:
+                if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
+                    signal.signal(number, self._on_signal)
+            own = [number for number, start in enumerate(self._plan.starts) if start is not None]
+            self._start(own[0])
+            if own[0] != 0 or self._port:
+                self._start_others()
+            while self._agents:
+                self._handle()
+        finally:
+            for agent in self._agents.values():
+                agent.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        self._summarize()
+        return 128 + self._signal if self._signal is not None else self._first_status
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._events.put(("signal", number, None))
+
+    def _start(self, number: int) -> None:
+        plan, job = self._plan, self._plan.job
+        start = plan.starts[number]
+        assert start is not None
+        self._started.add(number)
+        token = f"fog-{uuid.uuid4()}"
+        agent = self._agents[number] = _Agent(number, token, start, self._events)
+        environment = {
+            name: value
+            for name, value in job.environment.items()
+            if not name.startswith(_OF_LAUNCHERS) and name not in _OF_SLURM_TASKS
+        }
+        agent.write(
+            {
+                "token": token,
+                "command": job.rank,
+                "environment": environment,
+                "folder": os.getcwd(),
+                "size": job.ranks,
+                "host": number,
+                "first": self._first_ranks[number],
+                "count": job.hosts[number].slots,
+                "address": plan.address,
+                "port": self._port,
+                "holds_store": number == 0,
+                "stays": plan.is_whole and len(plan.starts) > 1,
+                "max_restarts": plan.max_restarts,
+                "run_id": self._run_id,
+            }
+        )
+
+    def _start_others(self) -> None:
+        for number, start in enumerate(self._plan.starts):
+            if start is not None and number not in self._started and self._signal is None:
+                self._start(number)
+
+    def _handle(self) -> None:
+        """Waits for the next event, and handles it."""
+        timeout = None if self._stop_at is None else max(self._stop_at - time.monotonic(), 0.0)
+        try:
+            kind, number, value = self._events.get(timeout=timeout)
+        except queue.Empty:
+            self._stop_at = None
+            for agent in self._agents.values():
+                agent.close()
+                agent.kill()
+            return
+        if kind == "signal":
+            self._stop(number)
+        elif kind == "ended":
+            self._on_agent_end(number, value)
+        elif value["event"] == "begun":
+            if number == 0 and not self._port:
+                self._port = value["port"]
+                self._start_others()
+        elif value["event"] == "ended":
+            self._on_rank_end(number, value)
+        else:
+            self._is_done.add(number)
+            if value["failure"]:
+                _say(f"the agent{self._on(number)}: {value['failure']}")
+                self._first_status = self._first_status or 1
+
+    def _stop(self, number: int) -> None:
+        """Sends the first signal to all ranks; a second one kills them."""
+        again = self._signal is not None
+        if not again:
+            self._signal = number
+            self._stop_at = time.monotonic() + processes.STOP_TIMEOUT
+        else:
+            self._stop_at = time.monotonic() + processes.OUTPUT_TIMEOUT
+        for agent in self._agents.values():
+            agent.write({"signal": int(signal.SIGKILL) if again else number})
+
+    def _on_rank_end(self, number: int, told: dict[str, Any]) -> None:
+        rank, status, again = told["rank"], told["status"], told["again"]
+        fate = self._fates[rank]
+        fate.status = None if again is not None else status
+        if status == 0 or self._signal is not None:
+            return
+        how = f"(process {told['pid']}{self._on(number)}) ended {describe(status)} after {told['seconds']:.1f} s"
+        fate.failures.append(how)
+        if again is None:
+            self._first_status = self._first_status or (status if status > 0 else 128 - status)
+            left = sum(each.status is None for each in self._fates.values())
+            then = f"{left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on"
+        else:
+            when = f" in {again:.0f} s" if again else ""
+            then = f"it starts again{when} ({len(fate.failures)} of {self._plan.max_restarts})"
+        _say(f"rank {rank} {how}; {then}")
+
+    def _on_agent_end(self, number: int, status: int) -> None:
+        del self._agents[number]
+        if number not in self._is_done:
+            how = f"the agent{self._on(number)}, which ended {describe(_signal_of(status))}"
+            lost = [rank for rank, fate in self._fates.items() if fate.host == number and fate.status is None]
+            for rank in lost:
+                self._fates[rank].failures.append(f"was lost with {how}")
+                self._fates[rank].status = status or 1
+            listed = (
+                f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}" if lost else "nothing else"
+            )
+            _say(f"{listed} lost with {how}")
+            self._first_status = self._first_status or (status if status > 0 else 128 - status) or 1
+        elif status < 0:
+            _say(
+                f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
+            )
+        if number == 0 and not self._port:
+            for fate in self._fates.values():
+                if fate.host != 0:
+                    fate.failures.append("was not started, because there is no Store")
+                    fate.status = 1
+        if list(self._agents) == [0]:
+            self._agents[0].write({"others": "ended"})  # the Store ends with its own ranks
+
+    def _summarize(self) -> None:
+        lost = {rank: fate for rank, fate in sorted(self._fates.items()) if fate.failures}
+        if not lost:
+            return
+        well = sum(fate.status == 0 for fate in self._fates.values())
+        lines = [f"{well} of {len(self._fates)} ranks ended well"]
+        for rank, fate in lost.items():
+            rest = "; started again, and ended well" if fate.status == 0 else ""
+            lines.append(f"  rank {rank} {'; then '.join(fate.failures)}{rest}")
+        _say("\n".join(lines))
+
+    def _on(self, number: int) -> str:
+        """Names the host, if there are several."""
+        hosts = self._plan.job.hosts
+        return f" on {hosts[number].name}" if len(hosts) > 1 else ""
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):  # the reader has closed it
+        print(f"fog run: {text}", file=sys.stderr, flush=True)
+
+
+def run(plan: Plan) -> int:
+    """Runs a job; returns the exit status of the rank that failed first, or 0.
+
+    Raises:
+        OSError: An agent cannot be started.
+    """
+    return Supervisor(plan).run()

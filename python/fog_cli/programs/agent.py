@@ -1,0 +1,433 @@
+"""The agent of a host under `fog run --keep-going`: it starts the ranks of its host, and lives on when one of them dies.
+
+`python -m fog_cli.programs.agent`. Standard input is the connection to `fog run`: first a line of JSON, the `Task`, then
+lines with signals for the ranks. Its end means that `fog run` is gone, and the ranks are ended. Standard output has the
+output of the ranks, and lines with the task's token, which tell `fog run` what happened.
+
+The agent of the first host holds the job's Store, so the Store outlives every rank.
+
+Two processes watch each other. The first one is the guard. It adopts whatever the ranks leave behind, and ends it when
+the agent proper, its child, has ended for any reason. If the guard is killed, the agent gets SIGTERM and ends the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import json
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fog_cli import processes
+from fog_cli.programs.rank import die_with_parent, write_whole
+
+# The value in <sys/prctl.h>.
+_PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The seconds that ranks have to end after a signal, as under torchrun, and what they leave behind after SIGTERM.
+_STOP_TIMEOUT = 30.0
+_GRACE = 5.0
+# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
+# time, up to this number of seconds.
+_LONGEST_DELAY = 30.0
+_SHORT_LIFE = 60.0
+# The pauses of the guard between two looks at what is left, and of the agent between two looks at the Store.
+_LOOK_INTERVAL = 0.05
+_STORE_INTERVAL = 1.0
+# The seconds in which the last messages to `fog run` must be written.
+_TELL_TIMEOUT = 10.0
+# A host that has vanished leaves its connections to the Store open; the system closes them after 60 + 6 * 20 s.
+_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
+_ESTABLISHED = "01"  # a state in /proc/net/tcp
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an agent is to do.
+
+    Attributes:
+        token: The first word of the lines that are for `fog run`.
+        command: The program `fog_cli.programs.rank` with the command of a rank.
+        environment: The environment of the ranks.
+        folder: Their working directory.
+        size: The number of ranks of the job.
+        host: The number of this host.
+        first: The first rank of this host.
+        count: The number of ranks of this host.
+        address: The address of the Store.
+        port: Its port; 0 on the first host for any free one.
+        holds_store: Whether this agent holds the Store.
+        stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
+            host uses the Store.
+        max_restarts: How often each rank is started again.
+        run_id: A name of the job.
+    """
+
+    token: str
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    size: int
+    host: int
+    first: int
+    count: int
+    address: str
+    port: int
+    holds_store: bool
+    stays: bool
+    max_restarts: int
+    run_id: str
+
+
+def rank_environment(task: Task, rank: int, port: int, restarts: int) -> dict[str, str]:
+    """Returns the environment of a rank, with the variables that torchrun sets.
+
+    The restarts of a rank do not count in TORCHELASTIC_RESTART_COUNT: with another count a rank would look for the
+    others under another name of the Store. FOG_RESTARTS tells it that the others are there already.
+    """
+    local = rank - task.first
+    own = {
+        "RANK": rank,
+        "WORLD_SIZE": task.size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": task.count,
+        "GROUP_RANK": task.host,
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": task.size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": task.address,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": task.run_id,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "FOG_RESTARTS": restarts,
+    }
+    return task.environment | {name: str(value) for name, value in own.items()}
+
+
+def delay_of(short_lives: int) -> float:
+    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
+    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
+
+
+def uses_of(port: int, tables: str) -> int:
+    """Returns how many processes of other hosts are connected to a port of this host.
+
+    Args:
+        port: The port.
+        tables: The text of /proc/net/tcp and /proc/net/tcp6.
+    """
+    found = 0
+    for line in tables.splitlines():
+        words = line.split()
+        if len(words) < 4 or words[3] != _ESTABLISHED:
+            continue
+        own, (peer, _, _) = words[1].rpartition(":"), words[2].rpartition(":")
+        found += int(own[2], 16) == port and not _is_loopback(peer)
+    return found
+
+
+def _is_loopback(text: str) -> bool:
+    """Whether an address of /proc/net/tcp, whose words are in this machine's order of bytes, is of this host."""
+    words = (int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+    address = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback
+
+
+@dataclass
+class _Rank:
+    number: int
+    pid: int
+    begun: float
+
+
+class Agent:
+    """Starts ranks, waits for their ends, and tells `fog run` about them."""
+
+    def __init__(self, task: Task, connection: int) -> None:
+        self._task = task
+        self._connection = connection
+        self._unread = b""
+        self._living: dict[int, _Rank] = {}  # by process ID
+        self._restarts = dict.fromkeys(range(task.first, task.first + task.count), 0)
+        self._short_lives = dict.fromkeys(self._restarts, 0)  # in a row
+        self._due: dict[int, float] = {}  # ranks to start again, and when
+        self._left: list[
+            tuple[float, set[tuple[int, int]]]
+        ] = []  # processes of lost ranks, and when they are killed
+        self._stop_at: float | None = None  # when ranks that were told to end are killed
+        self._connected = True
+        self._stays = task.stays
+        self._port = task.port
+        self._store: Any = None
+        self._failure: str | None = None
+        self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        # A thread of its own writes, because the reader of the output may have stopped, as a terminal after Ctrl-S.
+        self._teller = threading.Thread(target=self._write_messages, daemon=True)
+        self._teller.start()
+        self._selector = selectors.DefaultSelector()
+        self._woken, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._selector.register(connection, selectors.EVENT_READ)
+        for number in (*_SIGNALS, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
+                signal.signal(number, lambda _number, _frame: None)  # `_woken` has the number
+
+    def run(self) -> int:
+        """Runs until no rank lives and nobody needs the Store; returns the exit status of this process."""
+        if self._task.holds_store:
+            listener = _listen(self._port, only_here=self._task.size == self._task.count)
+            self._port = listener.getsockname()[1]
+            # It takes seconds to import torch; the ranks do the same meanwhile, and connect when the Store is there.
+            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+        self._tell(event="begun", port=self._port)
+        for rank in self._restarts:
+            self._start(rank)
+        while self._living or self._due or self._left or self._is_needed():
+            self._wait()
+            self._reap()
+            self._keep_times()
+        self._tell(event="done", failure=self._failure)
+        self._messages.put(None)
+        self._teller.join(_TELL_TIMEOUT)
+        return 1 if self._failure else 0
+
+    def _is_needed(self) -> bool:
+        """Whether other hosts use the Store."""
+        if not self._task.holds_store or self._stop_at is not None or self._failure or not self._connected:
+            return False
+        return self._stays or uses_of(self._port, _tables()) > 0
+
+    def _serve(self, listener: socket.socket) -> None:
+        try:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore(
+                "127.0.0.1",
+                self._port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
+        except Exception as error:
+            self._failure = f"the Store cannot be served: {type(error).__name__}: {error}"
+            os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
+
+    def _start(self, rank: int) -> None:
+        environment = rank_environment(self._task, rank, self._port, self._restarts[rank])
+        program, *words = self._task.command
+        pid = os.posix_spawn(
+            program,
+            [program, *words],
+            environment,
+            file_actions=[(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+            setsid=True,  # so that its processes can be told from those of other ranks
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
+        )
+        self._living[pid] = _Rank(rank, pid, time.monotonic())
+
+    def _wait(self) -> None:
+        """Waits for a signal, a line of `fog run`, or the next time to keep."""
+        times = [*self._due.values(), *(at for at, _ in self._left)]
+        if self._stop_at is not None and self._living:
+            times.append(self._stop_at)
+        if not self._living:
+            times.append(time.monotonic() + _STORE_INTERVAL)
+        timeout = max(min(times) - time.monotonic(), 0.0) if times else None
+        for key, _ in self._selector.select(timeout):
+            if key.fd == self._connection:
+                self._read_connection()
+            else:
+                for number in os.read(self._woken, 1 << 12):
+                    if number in _SIGNALS:
+                        self._stop(number)
+
+    def _read_connection(self) -> None:
+        data = os.read(self._connection, 1 << 16)
+        if not data:
+            self._connected = False
+            self._selector.unregister(self._connection)
+            if self._stop_at is None:
+                self._stop(signal.SIGTERM)
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            told = json.loads(line)
+            if "signal" in told:
+                self._stop(int(told["signal"]))
+            else:  # the other hosts have ended
+                self._stays = False
+
+    def _stop(self, number: int) -> None:
+        """Sends a signal to all ranks; those that still live after a time are killed."""
+        self._due.clear()
+        if self._stop_at is None:
+            self._stop_at = time.monotonic() + _STOP_TIMEOUT
+        for pid in self._living:
+            os.kill(pid, number)
+        if number == signal.SIGKILL:
+            self._stop_at = time.monotonic()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if (rank := self._living.pop(pid, None)) is not None:
+                    self._on_end(rank, os.waitstatus_to_exitcode(status))
+
+    def _on_end(self, rank: _Rank, status: int) -> None:
+        again, lived = None, time.monotonic() - rank.begun
+        if status != 0:
+            # A rank that was killed could not end its own processes. One that ended well may leave some at work, as
+            # a logger that sends its last lines; the guard ends these at the end of the job.
+            if left := processes.of_session(rank.pid):
+                for process in left:
+                    processes.send(process, signal.SIGTERM)
+                self._left.append((time.monotonic() + _GRACE, left))
+            if self._stop_at is None and self._restarts[rank.number] < self._task.max_restarts:
+                short = self._short_lives[rank.number] + 1 if lived < _SHORT_LIFE else 0
+                self._short_lives[rank.number] = short
+                again = delay_of(short)
+                self._restarts[rank.number] += 1
+                self._due[rank.number] = time.monotonic() + again
+        self._tell(
+            event="ended",
+            rank=rank.number,
+            pid=rank.pid,
+            status=status,
+            seconds=lived,
+            again=again,
+        )
+
+    def _keep_times(self) -> None:
+        now = time.monotonic()
+        for rank in [rank for rank, at in self._due.items() if at <= now]:
+            del self._due[rank]
+            self._start(rank)
+        for at, left in list(self._left):
+            still = processes.living(left)
+            if not still or at <= now:
+                processes.kill_with_descendants(still)
+                self._left.remove((at, left))
+        if self._stop_at is not None and self._stop_at <= now:
+            for pid in self._living:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+            self._stop_at = now + _GRACE
+
+    def _tell(self, **values: object) -> None:
+        self._messages.put(f"{self._task.token} {json.dumps(values)}\n".encode())
+
+    def _write_messages(self) -> None:
+        while (message := self._messages.get()) is not None:
+            write_whole(1, message)
+
+
+def _listen(port: int, *, only_here: bool) -> socket.socket:
+    """Returns the socket of the Store. If all ranks are on this host, only this host reaches it."""
+    if only_here:
+        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
+    elif socket.has_dualstack_ipv6():
+        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    else:
+        listener = socket.create_server(("", port), backlog=1024)
+    # Connections that it accepts inherit these.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEP_ALIVE:
+        listener.setsockopt(socket.IPPROTO_TCP, option, value)
+    return listener
+
+
+def _tables() -> str:
+    tables = ""
+    for name in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):  # a system without IPv6
+            tables += Path(f"/proc/net/{name}").read_text()
+    return tables
+
+
+def _read_line(descriptor: int) -> bytes:
+    """Reads up to the end of a line, and nothing of what follows."""
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(descriptor, 1)):
+        line += byte
+    return line
+
+
+def _guard(agent: int) -> NoReturn:
+    """Waits for the end of the agent, and then ends all processes below this one."""
+
+    def pass_on(number: int, _frame: object) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.kill(agent, number)
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    while True:
+        pid, found = os.waitpid(-1, 0)  # also processes that it has adopted
+        if pid == agent:
+            status = os.waitstatus_to_exitcode(found)
+            break
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    _end_descendants()
+    os._exit(status if status >= 0 else 128 - status)
+
+
+def _end_descendants() -> None:
+    """Ends all descendants of this process, with SIGTERM first; processes that copy output end with the ranks."""
+    deadline = time.monotonic() + _GRACE
+    told: set[tuple[int, int]] = set()
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = processes.descendants_of(os.getpid())
+        if not left:
+            return
+        for process in left - told:
+            processes.send(process, signal.SIGTERM)
+        told |= left
+        if time.monotonic() >= deadline:
+            processes.kill_with_descendants(left)
+        time.sleep(_LOOK_INTERVAL)
+
+
+def main() -> NoReturn:
+    """Runs the guard and the agent."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    agent = os.fork()
+    if agent:
+        _guard(agent)
+    die_with_parent()
+    status = 1
+    try:
+        values: Mapping[str, Any] = json.loads(_read_line(0) or b"null") or sys.exit(1)
+        task = Task(**values)
+        os.chdir(task.folder)
+        status = Agent(task, 0).run()
+    except OSError as error:
+        print(f"fog run: the agent of this host: {error}", file=sys.stderr, flush=True)
+    finally:
+        os._exit(status)  # torch's threads may run
+
+
+if __name__ == "__main__":
+    main()
