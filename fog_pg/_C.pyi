@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -81,7 +81,14 @@ class ProcessGroupFog(Backend):
     `timeout` only applies to the work on the host. With `confirm`, the ranks first compare signatures on the host,
     by name if one is given; gathers always do. In this case the call itself waits, and raises. The first operation
     on a device waits until all ranks have called an operation on it.
+
+    Attributes:
+        lost_after: The least seconds without a sign of life after which a rank that still runs is declared lost; 0:
+            never. It holds for all groups of the process, and is FOG_LOST_AFTER at first: docs/hangs.md. Setting it to
+            a number other than 0 and 1 to 1,000,000 raises ValueError.
     """
+
+    lost_after: float
 
     class Options(Backend.Options):
         """The options of backend fog, for `pg_options` of torch.distributed.
@@ -327,6 +334,19 @@ class ProcessGroupFog(Backend):
             ValueError: `rank` is not another rank of the group.
         """
 
+    def lost_ranks(self) -> list[int]:
+        """The ranks of the group that are lost, in ascending order.
+
+        Their processes have ended without a goodbye, or do not answer, or were declared lost (docs/hangs.md). A rank
+        that has ended in good order is not lost. Takes a few microseconds.
+        """
+
+    def suspect_ranks(self) -> list[int]:
+        """The ranks that this rank waits for or shares a window with, and that show no sign of life for long.
+
+        This is half of the time after which such a rank is declared lost, if that is allowed: docs/hangs.md.
+        """
+
 class Window:
     """A tensor of each rank and a slot for each of its in-neighbors; from `create_window`.
 
@@ -566,6 +586,34 @@ def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
         addresses: Size of a process's address space in bytes.
     """
 
+def usual_gap(samples: Sequence[tuple[float, float]]) -> float:
+    """For tests: median + 6 MAD of gaps, weighted by the length of their periods.
+
+    Args:
+        samples: The longest gap of each period, and the period, in seconds.
+    """
+
+class Liveness:
+    """For tests: the judgement on peers that show no sign of life, with times that the caller chooses."""
+
+    def __init__(self, lost_after: float) -> None: ...
+    def watch(self, peer: int, end: float, program: bool) -> None:
+        """Watches a peer until `end`; with `program`, its program too."""
+
+    def judge(
+        self, now: float, paused: bool, signs: Mapping[int, tuple[int, int, bool, float, float]]
+    ) -> dict[int, str]:
+        """Returns the peers that are lost, and why.
+
+        Args:
+            now: The time.
+            paused: Whether this process's own program pauses.
+            signs: Of each peer: beats, calls, whether its program is excused, its usual gap, the age of its oldest
+                operation.
+        """
+
+    def suspects(self, peer: int) -> bool: ...
+
 class Rendezvous:
     """For tests: the meeting of ranks in a Store, which every group uses."""
 
@@ -719,6 +767,9 @@ def read_flight_record(pid: int) -> dict[str, object]:
     Raises:
         ValueError: There is no such process, or it has no record, or the record is of another version of fog.
     """
+
+def suspend_detection(on: bool) -> None:
+    """Begins a time without calls of fog that is no hang, or ends it; see `fogdist.suspend_detection`."""
 
 def shutdown() -> None:
     """Fails operations in flight, says goodbye to the other ranks and ends MPI; for interpreter exit."""

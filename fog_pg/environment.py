@@ -189,6 +189,14 @@ WARN_AFTER = Variable(
     "An operation that has waited for this time warns once and names the ranks that have not come; 0 turns the warning "
     "off.",
 )
+LOST_AFTER = Variable(
+    "FOG_LOST_AFTER",
+    whole(0, 1_000_000, "seconds"),
+    0,
+    "C++",
+    "A rank that still runs, but shows no sign of life for at least this time while others wait for it, is declared "
+    "lost; 0: never. All other times of this judgement follow from it: docs/hangs.md.",
+)
 NODES_PER_MACHINE = Variable(
     "FOG_NODES_PER_MACHINE",
     whole(1, (1 << 31) - 1, "numbers of ranks"),

@@ -19,7 +19,9 @@ from fog_pg.environment import VARIABLES, Variable
 PYTHON = [*ROOT.glob("fog_pg/*.py"), *ROOT.glob("python/fogdist/**/*.py")]
 # The command line works without fog_pg, whose import imports torch.
 COMMAND_LINE = list(ROOT.glob("python/fog_cli/**/*.py"))
-CPP = [path for path in ROOT.glob("csrc/**/*.[ch]pp") if "getenv(" in path.read_text()]
+CPP = [
+    path for path in ROOT.glob("csrc/**/*.[ch]pp") if re.search(r"getenv\(|whole_seconds\(", path.read_text())
+]
 TABLE = (ROOT / "docs" / "environment.md").read_text()
 
 # Names that the C++ code sets or removes for the start of MPI, and does not read.

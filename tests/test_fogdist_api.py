@@ -42,6 +42,7 @@ def test_every_module_imports_only_what_is_below_it():
     order = [
         "lazy",
         "warn",
+        "detection",
         "timeline",
         "flight_record",
         "legacy",

@@ -46,6 +46,7 @@ from fogdist.deprecated_optimizers import (
     DistributedHierarchicalNeighborAllreduceOptimizer,
     DistributedNeighborAllreduceOptimizer,
 )
+from fogdist.detection import suspend_detection
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -235,6 +236,7 @@ __all__ = [
     "shutdown",
     "simulate",
     "size",
+    "suspend_detection",
     "synchronize",
     "timeline",
     "timeline_context",

@@ -307,7 +307,10 @@ PYBIND11_MODULE(_C, module) {
       .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
-      .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>());
+      .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
+      .def("lost_ranks", &ProcessGroupFog::lost_ranks, py::call_guard<py::gil_scoped_release>())
+      .def("suspect_ranks", &ProcessGroupFog::suspect_ranks, py::call_guard<py::gil_scoped_release>())
+      .def_property("lost_after", &ProcessGroupFog::lost_after, &ProcessGroupFog::set_lost_after);
 
   fog::bind_windows(module, group);
   fog::bind_observation(module, group);
@@ -359,6 +362,9 @@ PYBIND11_MODULE(_C, module) {
       [](const std::string& text, GivenTimeout timeout) { return fog::Runtime::instance().broadcast(text, checked(timeout)); },
       py::arg("text"),
       py::arg("timeout"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "suspend_detection", [](bool on) { fog::process_engine().suspend_judgement(on); }, py::arg("on"),
       py::call_guard<py::gil_scoped_release>());
   module.def("shutdown", [] { fog::leave_job(); }, py::call_guard<py::gil_scoped_release>());
 }

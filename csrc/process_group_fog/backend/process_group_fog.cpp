@@ -307,6 +307,26 @@ std::string ProcessGroupFog::transport(int rank) const {
   return group_->engine.way_to(group_, rank);
 }
 
+std::vector<int> ProcessGroupFog::lost_ranks() const {
+  return group_->engine.lost_ranks(*group_);
+}
+
+std::vector<int> ProcessGroupFog::suspect_ranks() const {
+  return group_->engine.suspect_ranks(*group_);
+}
+
+double ProcessGroupFog::lost_after() const {
+  return std::chrono::duration<double>(group_->engine.lost_after()).count();
+}
+
+void ProcessGroupFog::set_lost_after(double seconds) {
+  constexpr double kMost = 1e6;
+  TORCH_CHECK_VALUE(
+      seconds == 0 || (seconds >= 1 && seconds <= kMost), "lost_after: got ", seconds,
+      "; allowed are 0, for never, and seconds from 1 to 1000000");
+  group_->engine.set_lost_after(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
+}
+
 std::unordered_map<int, PeerTraffic> ProcessGroupFog::traffic() const {
   return group_->engine.traffic(group_);
 }
@@ -343,6 +363,7 @@ WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, Cal
   }
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, call.type, call.title, call.inputs, std::move(call.outputs));
   operation->set_confirm(options.confirm.value_or(options_->confirm));
+  operation->set_patient(options.timeout && *options.timeout > options_->timeout);
   operation->set_work(work);
   const std::weak_ptr<Operation> weak = operation;
   work->set_describe([&engine, weak] {

@@ -248,6 +248,12 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> local_ranks() const;
   // Host number of every rank, in the order of first appearance.
   std::vector<int> hosts() const;
+  // See Engine.
+  std::vector<int> lost_ranks() const;
+  std::vector<int> suspect_ranks() const;
+  // Seconds, for all groups of the process, see Liveness; 0: no rank that still runs is declared lost.
+  double lost_after() const;
+  void set_lost_after(double seconds);
   // The messages that this rank's operations have sent, and the bytes of data in them.
   std::pair<uint64_t, uint64_t> sent() const;
   // The traffic with each rank while there was an observer, see Engine::observe().

@@ -15,7 +15,7 @@ namespace {
 
 // Increased with each change of the messages between processes, or of their use of each other's memory, that leaves all
 // sizes unchanged.
-constexpr int kProtocol = 4;
+constexpr int kProtocol = 5;
 
 uint32_t layout() {
   using namespace shared_memory;
@@ -31,6 +31,7 @@ uint32_t layout() {
         sizeof(Ring),
         Ring::kCapacity,
         sizeof(Doorbell),
+        sizeof(Pulse),
         Inbox::bytes_for(1),
         Inbox::bytes_for(1000),
         sizeof(Arena::Label),

@@ -12,6 +12,8 @@
 
 #include "backend/protocol.hpp"
 #include "backend/virtual_world.hpp"
+#include "engine/call_gaps.hpp"
+#include "engine/liveness.hpp"
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "job/rendezvous.hpp"
@@ -21,9 +23,67 @@
 namespace py = pybind11;
 
 namespace fog {
+namespace {
+
+using Seconds = std::chrono::duration<double>;
+
+std::chrono::nanoseconds nanoseconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(seconds));
+}
+
+Deadline at(double seconds) {
+  return Deadline(nanoseconds(seconds));
+}
+
+void bind_liveness(py::module_& module) {
+  module.def(
+      "usual_gap",
+      [](const std::vector<std::pair<double, double>>& samples) {
+        std::vector<CallGaps::Sample> converted;
+        for (const auto& [longest, period] : samples) {
+          converted.push_back({nanoseconds(longest), nanoseconds(period)});
+        }
+        return Seconds(CallGaps::usual(converted)).count();
+      },
+      py::arg("samples"));
+  using AllSigns = std::map<int, std::tuple<uint64_t, uint64_t, bool, double, double>>;
+  py::class_<Liveness>(module, "Liveness")
+      .def(
+          py::init([](double lost_after) {
+            auto liveness = std::make_unique<Liveness>();
+            liveness->set_lost_after(nanoseconds(lost_after));
+            return liveness;
+          }),
+          py::arg("lost_after"))
+      .def(
+          "watch", [](Liveness& self, int peer, double end, bool program) { self.watch(peer, at(end), program); }, py::arg("peer"),
+          py::arg("end"), py::arg("program"))
+      .def(
+          "judge",
+          [](Liveness& self, double now, bool paused, const AllSigns& all) {
+            std::map<int, std::string> verdicts;
+            const auto read = [&](PeerId peer) -> std::optional<Signs> {
+              const auto found = all.find(peer);
+              if (found == all.end()) {
+                return std::nullopt;
+              }
+              const auto& [beats, calls, excused, usual, oldest] = found->second;
+              return Signs{beats, calls, excused, nanoseconds(usual), nanoseconds(oldest)};
+            };
+            for (const auto& [peer, how] : self.judge(at(now), paused, read)) {
+              verdicts[peer] = how;
+            }
+            return verdicts;
+          },
+          py::arg("now"), py::arg("paused"), py::arg("signs"))
+      .def("suspects", &Liveness::suspects, py::arg("peer"));
+}
+
+} // namespace
 
 void bind_testing(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> release_gil;
+  bind_liveness(module);
   module.def("protocol", &protocol);
   module.def("arena_bytes", &shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
   module.def(

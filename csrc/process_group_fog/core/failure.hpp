@@ -16,6 +16,7 @@ struct Failure {
 // The states of a process that is gone, as error messages word them.
 inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
+inline constexpr const char* kNoSign = "was lost: it shows no sign of life";
 inline constexpr const char* kSilent = "was lost: its host does not answer";
 
 // Returns a torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.

@@ -30,6 +30,8 @@ void Engine::use(std::unique_ptr<Transport> transport) {
   const Lock lock(mutex_);
   transport_ = std::move(transport);
   linked_ = transport_.get();
+  transport_->pulse().suspended = early_pulse_.suspended.load();
+  pulse_ = &transport_->pulse();
   early_bell_.wake(Doorbell::kBackground); // the background thread has to listen to the transport's bell from now on
 }
 
@@ -66,6 +68,7 @@ bool Engine::progress() {
 void Engine::look_for_ended_peers() {
   Lock lock(mutex_);
   check_peers(lock);
+  unlock_and_deliver(lock);
 }
 
 Engine::Lock Engine::lock_by(Deadline deadline) {
@@ -84,6 +87,7 @@ void Engine::submit(
     const std::string& name,
     bool waits) {
   check_not_forked();
+  note_call();
   const auto deadline = deadline_after(timeout);
   if (observed()) {
     operation->times = std::make_unique<OperationTimes>(Clock::now());
@@ -199,6 +203,7 @@ bool Engine::drive(Lock& lock) {
 }
 
 bool Engine::make_progress(Lock& lock) {
+  pulse_.load(std::memory_order_relaxed)->beats.fetch_add(1, std::memory_order_relaxed);
   bool progressed = false;
   if (transport_) {
     progressed = take_messages();
@@ -237,6 +242,7 @@ bool Engine::make_progress(Lock& lock) {
       checks_left_out_ = 0;
       check_deadlines();
       check_peers(lock);
+      judge_peers(now);
     }
   }
   must_poll_ = transport_ && transport_->must_poll();

@@ -20,8 +20,10 @@
 
 #include <c10/util/SmallVector.h>
 
+#include "engine/call_gaps.hpp"
 #include "engine/completion_pool.hpp"
 #include "engine/flight_record.hpp"
+#include "engine/liveness.hpp"
 #include "engine/work.hpp"
 #include "engine/group.hpp"
 #include "transport/transport.hpp"
@@ -92,6 +94,19 @@ class Engine final : public Driver, public MessageHandler {
   // Sets where operations are recorded. Called once, before the first group.
   void record_to(std::unique_ptr<FlightRecord> record);
 
+  // --- signs of life, see Liveness ---
+  // The program calls: others see that it goes on. Also notices if others count this process as lost.
+  void note_call();
+  // The program makes no calls for a while, which is no hang; ends with a matching call with false.
+  void suspend_judgement(bool on);
+  // After how long without a sign of life a peer may be declared lost at the earliest; 0: never.
+  void set_lost_after(std::chrono::nanoseconds lost_after);
+  std::chrono::nanoseconds lost_after();
+  // The ranks of the group that are lost: their processes have ended without a goodbye, or they were declared lost.
+  std::vector<int> lost_ranks(const Group& group);
+  // The ranks that may be declared lost soon, or would be if that was allowed.
+  std::vector<int> suspect_ranks(const Group& group);
+
   // Sizes of the containers that could grow while a program runs, for tests.
   struct Bookkeeping {
     size_t names; // of operations, in all groups
@@ -145,7 +160,11 @@ class Engine final : public Driver, public MessageHandler {
   }
   // For waits of the program's threads outside of the engine.
   void check_interrupt() {
-    if (interrupt_check_ && !CompletionPool::is_current_thread()) {
+    if (CompletionPool::is_current_thread()) {
+      return;
+    }
+    note_call();
+    if (interrupt_check_) {
       interrupt_check_();
     }
   }
@@ -211,6 +230,18 @@ class Engine final : public Driver, public MessageHandler {
   void check_peers(Lock& lock);
   void on_process_end(Lock& lock, int peer, bool silent, bool departed);
   void check_deadlines();
+  // Declares the watched peers lost that show no sign of life for too long.
+  void judge_peers(Deadline now);
+  // `may_run`: its process may still write to this process's memory.
+  void declare_lost(int peer, const std::string& how, bool may_run);
+  // The process of a peer that was declared lost has ended.
+  void on_end_of_lost(int peer);
+  // Leaves the groups of peers that count this process as lost.
+  void look_for_expulsions();
+  void watch_program(const Operation& operation, int peer_id, Deadline now);
+  // The operation fails, perhaps by the news of another rank: this rank goes on to judge those that it has waited for.
+  void keep_watching(const Operation& operation);
+  std::vector<int> ranks_that(const Group& group, const std::function<bool(int peer_id)>& holds);
   // Ends the operation. Its Work completes in unlock_and_deliver(), or, while a thread is in run(), as soon as that
   // thread no longer uses the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);
@@ -281,6 +312,12 @@ class Engine final : public Driver, public MessageHandler {
   // The transport, for threads without the lock; null before use().
   std::atomic<Transport*> linked_{nullptr};
   Doorbell early_bell_ = {};
+  Pulse early_pulse_ = {};
+  std::atomic<Pulse*> pulse_{&early_pulse_}; // the transport's as soon as there is one
+  CallGaps gaps_;
+  Liveness liveness_;
+  std::chrono::steady_clock::time_point next_judgement_{};
+  std::atomic<uint32_t> lost_by_seen_{0};
   std::unique_ptr<Service> service_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   EarlyLoad early_load_;
@@ -301,7 +338,7 @@ class Engine final : public Driver, public MessageHandler {
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye, or have ended
   std::unordered_set<int> lost_; // world ranks that ended without a goodbye
-  // the ones among lost_ whose host only does not answer: they may still write to this process's memory
+  // the ones among lost_ that only do not answer: they may still write to this process's memory
   std::unordered_set<int> silent_;
   std::chrono::steady_clock::time_point last_news_; // time of the last progress
   std::chrono::steady_clock::time_point next_check_;

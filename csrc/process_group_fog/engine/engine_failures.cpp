@@ -1,6 +1,5 @@
 // The engine's handling of failures: of operations, of other processes, and of timeouts.
 #include <algorithm>
-#include <cstdio>
 
 #include <c10/util/StringUtil.h>
 
@@ -128,6 +127,7 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
     group->failure = {type, first == operations.end() ? reason : text(**first)};
   }
   for (const auto& operation : operations) {
+    keep_watching(*operation);
     complete(operation, backend_error("fog: " + text(*operation)));
   }
   if (transport_) {
@@ -196,6 +196,7 @@ void Engine::check_peers(Lock& lock) {
       released_by_.insert(peer);
       draining_.push_back({peer, silent, departed, now + drain});
     }
+    look_for_expulsions();
   }
   for (size_t i = 0; i < draining_.size();) {
     const auto ended = draining_[i];
@@ -210,6 +211,10 @@ void Engine::check_peers(Lock& lock) {
 
 void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   released_by_.insert(peer);
+  if (silent_.erase(peer) > 0) {
+    on_end_of_lost(peer);
+    return;
+  }
   if (departed_.count(peer) > 0) {
     return;
   }
@@ -230,26 +235,7 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
     lose(peer, kEnded, false);
     return;
   }
-  unhealthy_ = true;
-  lost_.insert(peer);
-  if (silent) {
-    silent_.insert(peer);
-  }
-  if (transport_) {
-    transport_->forget(peer);
-  }
-  // Print this in addition to the exception: a launcher that notices the same death may end this process before it can
-  // print a traceback.
-  for (const auto& [id, group] : groups_) {
-    const int rank = group->group_rank(peer);
-    if (rank >= 0 && !group->closed) {
-      std::fprintf(
-          stderr, "fog: rank %d of group '%s': lost %s: %s\n", group->rank, group->name.c_str(), group->describe_member(rank).c_str(),
-          silent ? "its host does not answer" : "its process ended");
-      break;
-    }
-  }
-  lose(peer, silent ? kSilent : kLost, true);
+  declare_lost(peer, silent ? kSilent : kLost, silent);
 }
 
 void Engine::watch_awaited(Operation& operation, Deadline now) {
@@ -261,7 +247,9 @@ void Engine::watch_awaited(Operation& operation, Deadline now) {
   if (transport_ && now >= operation.watched + kInterval) {
     operation.watched = now;
     for (const int peer : operation.awaited()) {
-      transport_->watch(operation.group()->members[peer].peer_id);
+      const int peer_id = operation.group()->members[peer].peer_id;
+      transport_->watch(peer_id);
+      watch_program(operation, peer_id, now);
     }
   }
 }
@@ -269,13 +257,16 @@ void Engine::watch_awaited(Operation& operation, Deadline now) {
 void Engine::check_deadlines() {
   const auto now = Clock::now();
   auto earliest = service_->check_deadlines(now);
+  auto oldest = Deadline::max(); // the begin of an operation in flight
   if (in_flight_ == 0) {
+    pulse_.load()->oldest = 0;
     watchdog_.set_deadline(earliest);
     return;
   }
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     for (const auto& operation : group->operations) {
+      oldest = std::min(oldest, operation->deadline() - operation->timeout());
       if (now < operation->deadline() || operation->computing) {
         watch_awaited(*operation, now);
         ask_early(*operation, now);
@@ -295,6 +286,7 @@ void Engine::check_deadlines() {
       break; // fail() has emptied the set
     }
   }
+  pulse_.load()->oldest = std::min(oldest, now).time_since_epoch().count();
   watchdog_.set_deadline(earliest);
 }
 

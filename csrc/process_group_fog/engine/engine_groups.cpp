@@ -47,7 +47,7 @@ std::shared_ptr<Group> Engine::add_group(
     for (int member = 0; member < group->size(); ++member) { // members that ended while the group was being created
       const int peer_id = group->members[member].peer_id;
       if (lost_.count(peer_id) > 0) {
-        group->gone.emplace(member, kLost);
+        group->gone.emplace(member, silent_.count(peer_id) > 0 ? kNoSign : kLost);
       } else if (departed_.count(peer_id) > 0) {
         group->gone.emplace(member, kEnded);
       }

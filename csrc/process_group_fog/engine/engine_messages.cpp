@@ -8,6 +8,11 @@
 namespace fog {
 
 void Engine::on_message(int source, const Header& header, const char* data) {
+  // A process that was declared lost may still run; it only has to say what memory it does not use any more.
+  if (silent_.count(source) > 0 && (header.kind != MessageKind::kWindow || static_cast<WindowOp>(header.step) != WindowOp::kLeave)) {
+    transport_->ignore(source, header);
+    return;
+  }
   if (header.kind == MessageKind::kGoodbye) {
     departed_.insert(source);
     afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });

@@ -1,12 +1,9 @@
 // The engine's records for observers: the timeline, metrics, the flight record, and warnings about long waits.
-#include <cerrno>
-#include <cstdlib>
-
 #include <ATen/record_function.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
+#include "core/whole_seconds.hpp"
 #include "engine/engine.hpp"
 #include "engine/long_wait.hpp"
 
@@ -18,20 +15,7 @@ constexpr auto kNoteInterval = std::chrono::seconds(1);
 } // namespace
 
 std::chrono::seconds long_wait() {
-  constexpr const char* kVariable = "FOG_WARN_AFTER";
-  constexpr long kDefault = 30;
-  constexpr long kMost = 1'000'000;
-  const char* text = std::getenv(kVariable);
-  if (text == nullptr || *text == '\0') {
-    return std::chrono::seconds(kDefault);
-  }
-  char* end = nullptr;
-  errno = 0;
-  const long seconds = std::strtol(text, &end, 10);
-  TORCH_CHECK_VALUE(
-      errno == 0 && *end == '\0' && seconds >= 0 && seconds <= kMost, kVariable, ": got '", text,
-      "'; allowed are whole seconds from 0, for no warning, to ", kMost);
-  return std::chrono::seconds(seconds);
+  return whole_seconds("FOG_WARN_AFTER", 30, 0, 1'000'000);
 }
 
 void Engine::record_to(std::unique_ptr<FlightRecord> record) {

@@ -42,19 +42,32 @@ constexpr auto kAnswerTime = std::chrono::milliseconds(20);
 // count, then says that the background thread listens.
 class Engine::WaiterGuard {
  public:
-  explicit WaiterGuard(Engine& engine) : engine_(engine) {
+  explicit WaiterGuard(Engine& engine) : engine_(engine), pulse_(*engine.pulse_.load()) {
+    pulse_.calls.fetch_add(1, std::memory_order_relaxed);
+    pulse_.waiting.fetch_add(1, std::memory_order_relaxed);
     if (engine_.waiting_.fetch_add(1) == 0) {
       engine_.bell().stop_listening(Doorbell::kBackground);
     }
   }
   ~WaiterGuard() {
+    if (slept_) {
+      engine_.gaps_.resume(Clock::now());
+    }
+    pulse_.calls.fetch_add(1, std::memory_order_relaxed);
+    pulse_.waiting.fetch_sub(1, std::memory_order_relaxed);
     if (engine_.waiting_.fetch_sub(1) == 1) {
       engine_.watch_in_background();
     }
   }
+  // The wait takes so long that its time counts.
+  void sleeps() {
+    slept_ = true;
+  }
 
  private:
   Engine& engine_;
+  Pulse& pulse_;
+  bool slept_ = false;
 };
 
 void Engine::watch_in_background() {
@@ -73,7 +86,7 @@ void Engine::watch_in_background() {
 
 bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
   check_not_forked();
-  const WaiterGuard guard(*this);
+  WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
   FlowPace pace;
   Clock::time_point news;
@@ -98,6 +111,7 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       return done.load(std::memory_order_acquire);
     }
     if (first) {
+      guard.sleeps();
       news = now;
       next_interrupt_check = now + kInterruptInterval;
     } else if (now >= next_interrupt_check) {
@@ -155,6 +169,7 @@ void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanose
 
 void Engine::drive_once(const std::atomic<bool>& done) {
   check_not_forked();
+  note_call();
   thread_local Clock::time_point last;
   thread_local int asked = 0; // calls in a row
   // otherwise the thread did other work, or had lost its core
@@ -208,6 +223,7 @@ void Engine::background() {
   FlowPace pace;
   while (!stopping_.load()) {
     const auto ticket = bell().listen(Doorbell::kBackground);
+    pulse_.load()->beats.fetch_add(1, std::memory_order_relaxed);
     std::chrono::nanoseconds pause = kLongestSleep;
     if (waiting_.load() > 0) {
       bell().stop_listening(Doorbell::kBackground);

@@ -54,6 +54,15 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     confirm_ = confirm;
   }
 
+  // Sets whether its caller has chosen a timeout that is longer than the group's: then it is no hang if a peer's program
+  // does not come.
+  void set_patient(bool patient) {
+    patient_ = patient;
+  }
+  bool patient() const {
+    return patient_;
+  }
+
   // --- for the engine ---
   void begin(
       const std::shared_ptr<Group>& group,
@@ -315,6 +324,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::chrono::steady_clock::time_point deadline_;
   std::chrono::milliseconds timeout_{0};
   bool confirm_ = true;
+  bool patient_ = false;
   bool has_outputs_ = false;
   c10::SmallVector<Receive, 1> receives_;
   ReceiveIndex index_; // of receives_, if there are many

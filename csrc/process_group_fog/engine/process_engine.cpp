@@ -15,6 +15,7 @@
 
 #include "core/failure.hpp"
 #include "core/timeline.hpp"
+#include "core/whole_seconds.hpp"
 #include "engine/long_wait.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
@@ -350,6 +351,22 @@ std::vector<std::string> Meeting::addresses() const {
   return addresses;
 }
 
+// Suspends the judgement on this process's program.
+class Suspended {
+ public:
+  explicit Suspended(Engine& engine) : engine_(engine) {
+    engine_.suspend_judgement(true);
+  }
+  ~Suspended() {
+    engine_.suspend_judgement(false);
+  }
+  Suspended(const Suspended&) = delete;
+  Suspended& operator=(const Suspended&) = delete;
+
+ private:
+  Engine& engine_;
+};
+
 } // namespace
 
 void observe_as(int rank, int size) {
@@ -405,6 +422,9 @@ std::shared_ptr<Group> connect(
   check_interface();
   rma_bytes();
   long_wait();
+  static std::once_flag once;
+  std::call_once(once, [&] { engine.set_lost_after(whole_seconds("FOG_LOST_AFTER", 0, 0, 1'000'000)); });
+  const Suspended suspended(engine); // other ranks may take long to come
   const auto& runtime = Runtime::instance();
   observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);
   if (size == 1 && !runtime.joined()) { // no peers, so no messages

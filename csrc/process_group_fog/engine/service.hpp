@@ -29,6 +29,10 @@ class Service {
   virtual void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) = 0;
   // `peer` takes no further part in the group.
   virtual void on_gone(const Group& group, int peer, const std::string& how) = 0;
+  // Others count this process as lost: it uses their memory no more.
+  virtual void on_expelled(const Group& group, const std::string& reason) = 0;
+  // Returns the peers that it uses, whose end or hang concerns it.
+  virtual std::vector<PeerId> watched() const = 0;
   // A group that is closed here is closed in that process as well, so it sends no more messages for the group.
   virtual void on_closed_too(uint64_t group, PeerId peer) = 0;
   // The group is about to be closed. Returns functions to call before, without the lock.

@@ -5,12 +5,11 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <utility>
 
-#include <c10/util/Exception.h>
 #include <c10/util/Logging.h>
 
+#include "core/whole_seconds.hpp"
 #include "job/network_interface.hpp"
 
 namespace fog {
@@ -38,16 +37,7 @@ PeerMonitor::~PeerMonitor() {
 }
 
 int PeerMonitor::host_timeout() {
-  const char* text = std::getenv(kTimeoutVariable);
-  if (text == nullptr || *text == '\0') {
-    return kHostTimeout;
-  }
-  char* end = nullptr;
-  const long seconds = std::strtol(text, &end, 10);
-  TORCH_CHECK_VALUE(
-      *end == '\0' && seconds >= kLeastTimeout && seconds <= kMostTimeout, kTimeoutVariable, ": got '", text,
-      "'; allowed are whole seconds from ", kLeastTimeout, " to ", kMostTimeout);
-  return static_cast<int>(seconds);
+  return static_cast<int>(whole_seconds(kTimeoutVariable, kHostTimeout, kLeastTimeout, kMostTimeout).count());
 }
 
 std::string PeerMonitor::listen(const std::vector<std::string>& addresses) {
@@ -272,6 +262,7 @@ PeerMonitor::Connection& PeerMonitor::take(int fd, State state, int peer) {
   connection.state = state;
   connection.peer = peer;
   connection.departed = false;
+  connection.received.clear();
   connection.fd = fd;
   return connection;
 }

@@ -9,11 +9,14 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "core/pulse.hpp"
 #include "job/peer_sockets.hpp"
 
 namespace fog {
@@ -68,6 +71,21 @@ class PeerMonitor {
     return ends_;
   }
 
+  // --- signs of life, which travel only when somebody asks for them ---
+  // Sets the ones of this process, which must stay.
+  void show(const Pulse& own) {
+    pulse_ = &own;
+  }
+  // Asks a connected peer for its signs, unless it was asked lately. Returns the last ones, or zeros if it has not
+  // answered yet; null if there is no connection.
+  std::optional<Signs> ask(int peer);
+  // Tells a connected peer that this process counts it as lost.
+  void expel(int peer);
+  // Returns the peers that have said so, and have not been returned before.
+  std::vector<int> expelled_by() {
+    return std::exchange(expelled_by_, {});
+  }
+
   // Tells all connected processes that this process ends in good order.
   void say_goodbye();
 
@@ -85,7 +103,7 @@ class PeerMonitor {
     State state = State::kFree;
     int peer = -1; // -1 for a visitor that is not known yet
     bool departed = false;
-    std::string received; // bytes from a visitor
+    std::string received; // bytes of a visitor's greeting, or of signs of life
     Clock::time_point limit; // deadline of an attempt, or of a visitor's greeting
   };
   struct Place {
@@ -99,6 +117,8 @@ class PeerMonitor {
     Connection* theirs = nullptr; // a made connection from there
     Clock::time_point began;
     Clock::time_point again; // time of the next attempt, if `own` is null
+    Clock::time_point asked; // for its signs of life
+    Signs signs;
     bool trying = false; // is in trying_
     bool given_up = false;
     bool ended = false;
@@ -109,6 +129,8 @@ class PeerMonitor {
   }
   // Returns whether nothing more will be known about it soon.
   bool is_settled(const Peer& peer) const;
+  // Returns the made connection to that peer, or null.
+  Connection* made(int number);
   bool has_too_many() const;
   void look();
   void accept_all();
@@ -152,6 +174,8 @@ class PeerMonitor {
   bool departed_ = false;
   bool told_of_limit_ = false;
   std::vector<Ended> ended_;
+  std::vector<int> expelled_by_;
+  const Pulse* pulse_ = nullptr;
   size_t ends_ = 0;
 };
 

@@ -31,6 +31,12 @@ constexpr char kWelcome = 'y';
 constexpr char kLeft = 'd';
 // The last byte of a process that ends in good order.
 constexpr char kGoodbye = 'g';
+// Asks for the signs of life; the answer is kSigns and a Signs. Both sides are of the same build.
+constexpr char kAsk = 'a';
+constexpr char kSigns = 's';
+constexpr auto kAskInterval = std::chrono::milliseconds(250);
+// The sender counts the receiver as lost.
+constexpr char kLost = 'l';
 
 bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
   return ::send(fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
@@ -143,14 +149,77 @@ void PeerMonitor::on_visitor(Connection& visitor) {
 }
 
 bool PeerMonitor::on_bytes(Connection& connection, const char* bytes, size_t count) {
+  bool asked = false;
   for (size_t i = 0; i < count; ++i) {
-    connection.departed = connection.departed || bytes[i] == kGoodbye;
-    if (bytes[i] == kLeft) {
-      drop(connection);
-      return false;
+    auto& received = connection.received;
+    if (!received.empty()) { // within signs
+      received.push_back(bytes[i]);
+      if (received.size() == 1 + sizeof(Signs)) {
+        std::memcpy(&peers_[connection.peer].signs, received.data() + 1, sizeof(Signs));
+        received.clear();
+      }
+      continue;
+    }
+    switch (bytes[i]) {
+      case kSigns:
+        received.push_back(bytes[i]);
+        break;
+      case kAsk:
+        asked = true;
+        break;
+      case kLost:
+        expelled_by_.push_back(connection.peer);
+        break;
+      case kGoodbye:
+        connection.departed = true;
+        break;
+      case kLeft:
+        drop(connection);
+        return false;
+      default:
+        break;
     }
   }
+  if (asked && pulse_ != nullptr) { // once, even if this process was stopped meanwhile and was asked many times
+    const auto signs = read_signs(*pulse_, Clock::now());
+    std::array<char, 1 + sizeof(Signs)> answer;
+    answer[0] = kSigns;
+    std::memcpy(answer.data() + 1, &signs, sizeof(signs));
+    put(connection.fd, answer.data(), answer.size());
+  }
   return true;
+}
+
+PeerMonitor::Connection* PeerMonitor::made(int number) {
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) {
+    return nullptr;
+  }
+  for (auto* connection : {found->second.theirs, found->second.own}) {
+    if (connection != nullptr && connection->state == State::kMade) {
+      return connection;
+    }
+  }
+  return nullptr;
+}
+
+std::optional<Signs> PeerMonitor::ask(int number) {
+  auto* connection = made(number);
+  if (connection == nullptr) {
+    return std::nullopt;
+  }
+  auto& peer = peers_[number];
+  if (const auto now = Clock::now(); now >= peer.asked + kAskInterval) {
+    peer.asked = now;
+    put(connection->fd, &kAsk, 1);
+  }
+  return peer.signs;
+}
+
+void PeerMonitor::expel(int number) {
+  if (auto* connection = made(number)) {
+    put(connection->fd, &kLost, 1);
+  }
 }
 
 void PeerMonitor::on_connected(Connection& connection) {
@@ -212,7 +281,7 @@ void PeerMonitor::on_greeting(Connection& connection) {
 }
 
 void PeerMonitor::on_made(Connection& connection) {
-  std::array<char, 8> bytes;
+  std::array<char, 64> bytes;
   const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
   const int error = count < 0 ? errno : 0;
   if (is_for_later(error)) {

@@ -94,7 +94,7 @@ class ProcessTransport::Mapped final : public Incoming {
     if (bytes < header_.bytes) {
       return true;
     }
-    const bool stands = transport_.links_.inbox_of(source_).stands(header_.transfer, header_.withdrawals);
+    const bool stands = transport_.links_.stands(source_, header_.transfer, header_.withdrawals);
     Header taken;
     taken.kind = MessageKind::kTaken;
     taken.transfer = header_.transfer;
@@ -128,6 +128,7 @@ ProcessTransport::ProcessTransport(
       messages_(runtime, *this, watchdog),
       reductions_(runtime, messages_, watchdog, *this),
       remote_memory_(std::move(remote_memory)) {
+  monitor_->show(links_.pulse());
   if (remote_memory_) {
     remote_memory_->ask(
         [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); }, [this](PeerId peer) { return may_send(peer); });
@@ -352,6 +353,9 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
 }
 
 void ProcessTransport::on_local(PeerId source, const char* record, size_t length) {
+  if (handler_.has_ended(source)) { // it counts as lost, but still runs
+    return;
+  }
   const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
     case MessageKind::kTaken:

@@ -57,6 +57,23 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     monitor_->say_goodbye();
   }
   std::vector<Ended> ended() override;
+  Pulse& pulse() override {
+    return links_.pulse();
+  }
+  std::optional<Signs> signs_of(PeerId peer) override {
+    const auto signs = links_.signs_of(peer);
+    return signs ? signs : monitor_->ask(peer);
+  }
+  void expel(PeerId peer) override {
+    links_.expel(peer);
+    monitor_->expel(peer);
+  }
+  std::vector<PeerId> expelled_by() override {
+    auto peers = links_.expelled_by();
+    const auto others = monitor_->expelled_by();
+    peers.insert(peers.end(), others.begin(), others.end());
+    return peers;
+  }
   void watch(PeerId peer) override {
     monitor_->begin(peer);
   }

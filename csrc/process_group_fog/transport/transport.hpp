@@ -22,6 +22,7 @@
 #include "transport/doorbell.hpp"
 #include "transport/message.hpp"
 #include "transport/one_sided.hpp"
+#include "core/pulse.hpp"
 
 namespace fog {
 
@@ -145,6 +146,21 @@ class Transport {
   // Watches for the end of that peer, because this process waits for it or is about to use its memory. Receivers of
   // messages are watched anyway.
   virtual void watch(PeerId peer) {}
+  // The signs of life of this process, for its peers.
+  virtual Pulse& pulse() {
+    return own_pulse_;
+  }
+  // Returns those of a peer, if they can be seen.
+  virtual std::optional<Signs> signs_of(PeerId peer) {
+    return std::nullopt;
+  }
+  // Tells a process, when it looks next, that this one counts it as lost. Its messages are ignored from now on, and
+  // data that it reads from this process is not valid any more.
+  virtual void expel(PeerId peer) {}
+  // Returns the peers that count this process as lost, and have not been returned before.
+  virtual std::vector<PeerId> expelled_by() {
+    return {};
+  }
   // Returns the address with which peers of this host attach() this process; empty if the system cannot share memory.
   virtual std::string address() const = 0;
   // `peer` is process `pid` of this host. Its end is noticed from now on, and messages go through shared memory if that
@@ -245,6 +261,9 @@ class Transport {
   virtual bool news() const = 0;
   // Returns whether messages wait for space.
   virtual bool waiting_for_space() const = 0;
+
+ private:
+  Pulse own_pulse_ = {};
 };
 
 } // namespace fog

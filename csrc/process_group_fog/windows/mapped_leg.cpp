@@ -76,6 +76,9 @@ void Window::MappedLeg::fetch(double weight, Deadline deadline) {
       }
       whole = copy(neighbor_.ended);
       control_.tensor.unlock(PairMutex::Side::kSecond);
+      if (!whole && neighbor_.lost) { // it may stand still within its update
+        window_.fail("win_get", window_.why_gone(neighbor_));
+      }
     }
     return true;
   });

@@ -239,8 +239,8 @@ void Window::leave() {
   }
 }
 
-void Window::on_group_closed() {
-  close("belongs to a group that was destroyed");
+void Window::on_group_closed(const std::string& reason) {
+  close(reason);
   bool idle = false;
   {
     const std::lock_guard<std::mutex> lock(state_);
@@ -259,6 +259,9 @@ void Window::on_group_closed() {
 
 void Window::begin_call(const char* op, For whom) {
   group_->engine.check_not_forked();
+  if (whom == For::kThisRank) {
+    group_->engine.note_call();
+  }
   const std::lock_guard<std::mutex> lock(state_);
   if (whom == For::kThisRank ? closed_.load() : abandoned_ || !memory_) {
     fail(op, "the window " + closed_reason_);
@@ -386,6 +389,7 @@ void Window::on_gone(int peer, const std::string& how) {
         neighbor->how = how;
       }
       neighbor->ended = how == kLost || how == kEnded;
+      neighbor->lost = how.rfind("was lost", 0) == 0;
       neighbor->gone = true;
     }
   }

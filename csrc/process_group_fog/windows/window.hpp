@@ -172,8 +172,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   void receive(size_t offset, const void* data, size_t bytes);
   // Does kGet: copies the tensor.
   void read(void* out);
-  // Called when the group is closed: new operations are refused.
-  void on_group_closed();
+  // Called when the group is closed, or this rank has to leave it: new operations are refused with the reason.
+  void on_group_closed(const std::string& reason);
   // Called with the engine's lock, on_gone() by any thread. mutex() returns the mutex of this rank and `source`; the
   // engine acts as its second side. on_gone(): `source` takes no further part.
   PairMutex& mutex(int source);

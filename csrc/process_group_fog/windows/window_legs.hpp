@@ -209,6 +209,7 @@ struct Window::Neighbor {
   std::mutex writing; // held by the writer of this rank's slot there or, without a mailbox, of its slot here
   std::atomic<bool> gone{false};
   std::atomic<bool> ended{false}; // its process has ended
+  std::atomic<bool> lost{false}; // nobody waits for it any more, though its process may still run
   std::string how; // why it has gone; guarded by state_
 };
 

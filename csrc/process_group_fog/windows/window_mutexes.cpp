@@ -33,7 +33,7 @@ bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& nei
     if (mutex.wait(side, std::min<std::chrono::nanoseconds>(kPollInterval, deadline - Clock::now()))) {
       return true;
     }
-    if (neighbor.ended) {
+    if (neighbor.ended || neighbor.lost) {
       mutex.seize(side);
       return true;
     }

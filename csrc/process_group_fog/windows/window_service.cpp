@@ -79,9 +79,24 @@ std::vector<std::shared_ptr<Window>> WindowService::windows_of(const Group& grou
 std::vector<std::function<void()>> WindowService::on_closing(const Group& group) {
   std::vector<std::function<void()>> calls;
   for (const auto& window : windows_of(group)) {
-    calls.emplace_back([window] { window->on_group_closed(); });
+    calls.emplace_back([window] { window->on_group_closed("belongs to a group that was destroyed"); });
   }
   return calls;
+}
+
+void WindowService::on_expelled(const Group& group, const std::string& reason) {
+  for (const auto& window : windows_of(group)) {
+    calls_.emplace_back([window, reason] { window->on_group_closed("is closed: " + reason); });
+  }
+  fail_group(group, reason);
+}
+
+std::vector<PeerId> WindowService::watched() const {
+  std::vector<PeerId> peers;
+  for (const auto& [key, entry] : windows_) {
+    peers.insert(peers.end(), entry.peers.begin(), entry.peers.end());
+  }
+  return peers;
 }
 
 Header WindowService::header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request) {

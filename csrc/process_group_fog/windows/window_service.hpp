@@ -105,6 +105,8 @@ class WindowService final : public Service {
   // --- for the engine ---
   void on_message(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) override;
   void on_gone(const Group& group, int peer, const std::string& how) override;
+  void on_expelled(const Group& group, const std::string& reason) override;
+  std::vector<PeerId> watched() const override;
   void on_closed_too(uint64_t group, PeerId peer) override {
     on_left_group(group, peer);
   }

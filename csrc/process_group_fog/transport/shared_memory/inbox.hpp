@@ -1,4 +1,4 @@
-// The memory that other processes of the host see of this one: a ring from each of them, its doorbell, chunks through
+// The memory that other processes of the host see of this one: a ring from each of them, its doorbell, its signs of life, chunks through
 // which it streams data to them, and its withdrawn transfers.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include <string>
 
 #include "transport/doorbell.hpp"
+#include "core/pulse.hpp"
 #include "transport/shared_memory/ring.hpp"
 
 namespace fog::shared_memory {
@@ -29,6 +30,7 @@ class Inbox {
   enum Peer : uint32_t {
     kAttached = 1, // it has mapped this inbox and sends all its messages here
     kMaps = 2, // it has mapped the owner's arena
+    kLost = 4, // it counts the owner as lost, and may reuse the memory that it shares with the owner for reading
   };
 
   // Returns the size of an inbox for messages from `ranks` ranks.
@@ -57,6 +59,9 @@ class Inbox {
     return shared_->departed.load() != 0;
   }
 
+  Pulse& pulse() const {
+    return shared_->pulse;
+  }
   Doorbell& doorbell() const {
     return shared_->doorbell;
   }
@@ -87,6 +92,7 @@ class Inbox {
     uint64_t token; // distinguishes this inbox from another file with the same number
     std::atomic<uint32_t> departed; // set if the owner ends in good order
     Doorbell doorbell;
+    Pulse pulse;
     alignas(64) std::atomic<uint32_t> withdrawals;
     std::atomic<uint64_t> withdrawn[kWithdrawn]; // the last ones; number k is at k % kWithdrawn
   };

@@ -159,6 +159,30 @@ bool Links::flush() {
   return queued_ < before;
 }
 
+void Links::expel(int peer) {
+  if (reaches(peer)) {
+    auto& inbox = *link(peer).inbox;
+    inbox.peer(places_[rank_]).fetch_or(Inbox::kLost);
+    inbox.pulse().lost_by.fetch_add(1);
+    std::atomic_thread_fence(std::memory_order_seq_cst); // before memory is reused that it reads; see stands()
+  }
+}
+
+std::vector<int> Links::expelled_by() {
+  std::vector<int> peers;
+  if (!inbox_ || inbox_->pulse().lost_by.load(std::memory_order_acquire) == expelled_by_.size()) {
+    return peers;
+  }
+  for (int index = 0; index < source_count_.load(); ++index) {
+    const int peer = sources_[index];
+    if (has_said(peer, Inbox::kLost) && std::find(expelled_by_.begin(), expelled_by_.end(), peer) == expelled_by_.end()) {
+      expelled_by_.push_back(peer);
+      peers.push_back(peer);
+    }
+  }
+  return peers;
+}
+
 void Links::forget(int peer) {
   if (places_[peer] < 0) {
     return;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -67,6 +68,21 @@ class Links {
   }
   bool has_departed(int peer) const {
     return reaches(peer) && inbox_of(peer).departed();
+  }
+  // Tells `peer`, when it looks next, that this process counts it as lost.
+  void expel(int peer);
+  // Returns the peers that count this process as lost, and have not been returned before.
+  std::vector<int> expelled_by();
+  // Returns whether the data of a transfer from `peer`, which has just been read, is valid, see Inbox::stands().
+  bool stands(int peer, uint64_t transfer, uint32_t before) const {
+    return inbox_of(peer).stands(transfer, before) && !has_said(peer, Inbox::kLost);
+  }
+  // The signs of life of this process, and those of a peer that is reached.
+  Pulse& pulse() {
+    return inbox_ ? inbox_->pulse() : own_pulse_;
+  }
+  std::optional<Signs> signs_of(int peer) const {
+    return reaches(peer) ? std::make_optional(read_signs(inbox_of(peer).pulse(), std::chrono::steady_clock::now())) : std::nullopt;
   }
   // Returns the bytes that wait for space on the way to `peer`.
   size_t unsent(int peer) const {
@@ -149,12 +165,14 @@ class Links {
   const int rank_;
   std::unique_ptr<Inbox> inbox_;
   Doorbell own_doorbell_ = {}; // if there is no inbox
+  Pulse own_pulse_ = {}; // if there is no inbox
   std::vector<int> places_; // by peer: index in the list of settle(), or -1
   std::vector<Link> links_; // by place
   std::vector<int> sources_; // peers that may write to the inbox; news() reads the first source_count_ without the lock
   std::atomic<int> source_count_{0};
   std::atomic<size_t> queued_{0};
   bool attached_by_all_ = false;
+  std::vector<int> expelled_by_; // peers that expelled_by() has returned
 };
 
 } // namespace fog::shared_memory

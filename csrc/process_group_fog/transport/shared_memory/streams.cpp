@@ -77,7 +77,7 @@ class Streams::Reading final : public Incoming {
   }
   bool take(size_t bytes_taken) override {
     taken = bytes_taken;
-    const bool stands = streams_.links_.inbox_of(source_).stands(transfer, before_);
+    const bool stands = streams_.links_.stands(source_, transfer, before_);
     while (!chunks.empty() && chunks.front().end <= taken) {
       chunks.pop_front();
     }
