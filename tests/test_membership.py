@@ -118,7 +118,7 @@ def survivors_of(outcomes: list[Outcome], deaths: dict[int, float]) -> list[Outc
         if outcome.rank in deaths:
             assert outcome.state == "died", str(outcome)
         else:
-            assert outcome.state == "returned", str(outcome)
+            assert outcome.state == "returned", "\n".join(map(str, outcomes))
     return [outcome for outcome in outcomes if outcome.rank not in deaths]
 
 

@@ -193,8 +193,8 @@ class Members:
         living = self._agreed(whole, failure)
         if not living:
             raise failure
-        lost = frozenset(range(len(before.living) + len(before.lost))) - living.keys()
         survivors = Survivors(tuple(sorted(living)), len(before.living) + len(before.lost))
+        lost = frozenset(range(survivors.size)).difference(living)
         context = self._formed(whole, before, survivors)
         contexts.adopt(context)
         old, was_given = self._context, self.is_given

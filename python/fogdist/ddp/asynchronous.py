@@ -166,7 +166,8 @@ class AsynchronousMixing:
         mixing: Mixing = GlobalAverage()
         if self._seats is not None:
             mixing = Continuing(mixing, self._seats[1])
-        mixing.begin(flats, Round.of(self.context, self.round, f"{self._name} global"), in_place=True)()
+        # The ranks may be in different rounds.
+        mixing.begin(flats, Round(self.context, 0, f"{self._name} global"), in_place=True)()
 
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step."""

@@ -106,7 +106,7 @@ class SynchronousMixing:
         mixing: Mixing = GlobalAverage()
         if self._seats is not None:
             mixing = Continuing(mixing, self._seats[1])
-        mixing.begin(flats, Round.of(self.context, self.round, f"{self._name} global"), in_place=True)()
+        mixing.begin(flats, Round(self.context, 0, f"{self._name} global"), in_place=True)()
 
     def _most_begun(self) -> int:
         """Returns the largest number of exchanges that any rank has begun."""
