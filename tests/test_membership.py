@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import signal
 import threading
 import time
@@ -65,12 +67,12 @@ def algorithm(kind: str, model: nn.Module, rate: float, size: int) -> Any:
 
 
 def die_at(step: int, deaths: dict[int, float]) -> None:
-    """Kills this rank if it is to die in this step, at once or in the middle of what follows."""
+    """Kills this rank if it is to die in this step: at once, or the later the larger the fraction, by up to 40 ms."""
     moment = deaths.get(dist.get_rank(), -1.0)
     if moment == step:
         os.kill(os.getpid(), signal.SIGKILL)
-    if moment == step + 0.5:
-        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if math.floor(moment) == step:
+        threading.Timer(0.04 * (moment - step), os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def train(kind: str, deaths: dict[int, float], rate: float = 0.0) -> tuple[Any, ...]:
@@ -183,6 +185,21 @@ def test_two_ranks_die(new_world: Callable[..., World], kind: str, deaths: dict[
         and members.lost == set(deaths)
         and set(members.living) == set(range(5)) - set(deaths)
     )
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))]
+)
+def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
+    draw = random.Random(seed)
+    size, kind = draw.randint(3, 6), draw.choice(KINDS)
+    victims = draw.sample(range(size), draw.randint(1, size - 1))
+    deaths = {victim: round(draw.uniform(0.0, STEPS - 10), 2) for victim in victims}
+    if draw.random() < 0.5:  # all within one step
+        deaths = {victim: int(deaths[victims[0]]) + round(draw.random(), 2) for victim in victims}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, deaths)
+    seen = {outcome.value[0] for outcome in survivors_of(outcomes, deaths)}
+    assert len(seen) == 1 and seen.pop().lost == set(deaths), (kind, deaths)
 
 
 def test_one_rank_is_left(new_world: Callable[..., World]) -> None:

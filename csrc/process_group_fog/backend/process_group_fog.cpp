@@ -53,11 +53,7 @@ ProcessGroupFog::ProcessGroupFog(
     : Backend(group->rank, group->size()),
       options_(std::move(options)),
       device_backends_(
-          store,
-          group->rank,
-          group->size(),
-          options_,
-          [this](const auto& delegate, const auto& device) { prepare(delegate, device); }),
+          store, group->rank, group->size(), options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }),
       engine_owner_(std::move(engine_owner)),
       group_(std::move(group)) {
   init();
@@ -88,7 +84,8 @@ c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
         rank >= 0 && rank < size_, "part: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
     TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "part: ranks: got rank ", rank, " more than once");
   }
-  TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank_) == 1, "part: ranks: got none of this rank, ", rank_, "; it must be one of them");
+  TORCH_CHECK_VALUE(
+      std::count(ranks.begin(), ranks.end(), rank_) == 1, "part: ranks: got none of this rank, ", rank_, "; it must be one of them");
   auto group = group_->engine.add_part(*group_, number, options->group_name, ranks);
   auto made = c10::make_intrusive<ProcessGroupFog>(std::move(group), options, engine_owner_, store);
   made->c10d::Backend::setGroupUid(options->group_name);
