@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import fogdist
@@ -19,11 +20,20 @@ import torch.distributed as dist
 from fogdist import algorithms, membership, topology
 from fogdist.membership import Membership, _Log
 from harness import Outcome, World, error_of
+from hosts import run_on_hosts
 from torch import nn
 
 # Long enough that a rank that waits for a lost one until the timeout is seen: RUN_TIMEOUT of the harness is over by then.
 TIMEOUT = 120.0
 STEPS = 40
+
+
+# The hosts of the ranks, and who dies when. Rank 0 holds the Store.
+PLACEMENTS = {
+    "another host": ([0, 0, 1, 1], {3: 8.5}),
+    "a host of its own": ([0, 0, 1], {2: 8.0}),
+    "two hosts": ([0, 1, 1, 2, 2], {1: 8.0, 3: 8.5}),
+}
 
 
 class Point(nn.Module):
@@ -271,6 +281,17 @@ def test_asynchronous_ranks_go_on(
         means.add(mean)
     assert max(ends) - min(ends) < 0.1, ends
     assert len(means) == 1
+
+
+@pytest.mark.parametrize("kind", ["wrapper/ring", "DecentralizedSGD/one-peer/awc", "LocalSGD"])
+@pytest.mark.parametrize("case", PLACEMENTS)
+def test_ranks_of_several_hosts_go_on(tmp_path: Path, kind: str, case: str) -> None:
+    placement, deaths = PLACEMENTS[case]
+    found = run_on_hosts(
+        tmp_path, placement, "test_membership", [("train", [kind, deaths])], killed=[*deaths]
+    )
+    seen = {values[0][0] for rank, values in enumerate(found) if rank not in deaths}
+    assert len(seen) == 1 and seen.pop().lost == set(deaths)
 
 
 # --- collectives --------------------------------------------------------------------------------------------
