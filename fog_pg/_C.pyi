@@ -319,6 +319,40 @@ class ProcessGroupFog(Backend):
         that message was missing.
         """
 
+    def part(
+        self, ranks: Sequence[int], number: int, store: Store, options: ProcessGroupFog.Options
+    ) -> ProcessGroupFog:
+        """A group of some of this group's ranks over the same engine; this group may have failed.
+
+        Nothing is sent and no rank waits: each of `ranks` must make the same call.
+
+        Args:
+            ranks: This rank and others. The index in `ranks` is the rank in the new group.
+            number: A number that was not used before with this group.
+            store: For backends of devices, such as NCCL.
+            options: The new group's.
+
+        Raises:
+            ValueError: A rank is out of range or given twice, or this rank is not among them.
+        """
+
+    def lost_ranks(self) -> list[int]:
+        """Ranks of the group that are known to be lost, in ascending order."""
+
+    def left_ranks(self) -> list[int]:
+        """Ranks that have closed the group, or whose process has ended in good order, in ascending order."""
+
+    def watch(self, ranks: Sequence[int]) -> None:
+        """Makes the ends of these ranks known to this one, also if it exchanges nothing with them."""
+
+    @property
+    def id(self) -> int:
+        """The group's identity: the same on all its ranks, and of no other group."""
+
+    @property
+    def failure(self) -> str:
+        """Why the group refuses work; empty if it does not."""
+
     @property
     def local_ranks(self) -> list[int]:
         """Ranks of this group on this rank's host, including this rank, in ascending order."""

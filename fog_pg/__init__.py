@@ -6,12 +6,26 @@ Importing this package loads no library; the first group loads the C++ extension
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
-__all__ = ["autoload", "register"]
+__all__ = ["Part", "autoload", "register"]
+
+
+class Part(NamedTuple):
+    """The `pg_options` of a group of some ranks of another one, which may have failed: it needs no meeting of ranks.
+
+    Attributes:
+        whole: The backend of the other group.
+        ranks: Ranks of that group, this one among them.
+        number: Used once with that group.
+    """
+
+    whole: ProcessGroupFog
+    ranks: list[int]
+    number: int
 
 
 def register() -> None:
@@ -38,7 +52,10 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
-    if backend_options is None:
+    part = backend_options if isinstance(backend_options, Part) else None
+    if part is not None:
+        backend_options = part.whole.options  # a copy
+    elif backend_options is None:
         backend_options = extension.ProcessGroupFog.Options()
         backend_options.confirm = confirm_by_default()
     elif isinstance(backend_options, extension.ProcessGroupFog.Options):
@@ -51,6 +68,8 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend_options._timeout = _timeouts.within_reach(options.timeout)
     backend_options.group_name = str(options.group_id)
     backend_options.global_ranks_in_group = list(options.global_ranks_in_group)
+    if part is not None:
+        return part.whole.part(part.ranks, part.number, options.store, backend_options)
     # In groups after torch's first, group_rank is not the process's rank.
     is_first = not dist.is_initialized()
     if is_first and options.group_size > 1 and (restarts := environment.RESTARTS.get()):

@@ -54,7 +54,16 @@ def test_every_module_imports_only_what_is_below_it():
     ]
     order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
-    order += ["packing", "shards", "parameters", "consensus", "training", "algorithms", "optimizers"]
+    order += [
+        "packing",
+        "shards",
+        "parameters",
+        "consensus",
+        "membership",
+        "training",
+        "algorithms",
+        "optimizers",
+    ]
     order += [
         "metrics",
         "deprecated_optimizers",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, checkpoint, legacy, metrics, timeline
+from fogdist import algorithms, checkpoint, legacy, membership, metrics, timeline
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -68,6 +68,7 @@ from fogdist.machines import (
     set_machine_topology,
     transport,
 )
+from fogdist.membership import reconfigure
 from fogdist.memory import empty, share_
 from fogdist.neighbor_collectives import (
     neighbor_allgather,
@@ -211,6 +212,7 @@ __all__ = [
     "local_size",
     "machine_rank",
     "machine_size",
+    "membership",
     "metrics",
     "neighbor_allgather",
     "neighbor_allgather_nonblocking",
@@ -230,6 +232,7 @@ __all__ = [
     "pair_gossip_nonblocking",
     "poll",
     "rank",
+    "reconfigure",
     "set_machine_topology",
     "set_topology",
     "share_",

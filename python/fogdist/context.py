@@ -69,6 +69,19 @@ class OpenWindow(Protocol):
     def abandon(self, reason: str) -> None: ...
 
 
+@dataclass(frozen=True)
+class Survivors:
+    """The ranks of a group that are left, as a group of their own.
+
+    Attributes:
+        living: Their ranks in that group, ascending: rank i of the smaller group is `living[i]`.
+        size: The number of ranks that it began with.
+    """
+
+    living: tuple[int, ...]
+    size: int
+
+
 @dataclass
 class Context:
     """A group from the point of view of this rank.
@@ -83,6 +96,7 @@ class Context:
         machine_topology: The topology that exchanges between machines follow; None until it is set.
         gossips: The unnamed gossips of this rank with single other ranks.
         windows: The open windows by name, the same names on all ranks. While any is open, the topology cannot change.
+        survivors: The ranks that this group is of, if it has taken the place of one that has lost some.
     """
 
     group: dist.ProcessGroup
@@ -94,6 +108,7 @@ class Context:
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
     windows: dict[str, OpenWindow] = field(default_factory=dict)
+    survivors: Survivors | None = None
 
     def next_number(self) -> int:
         """Returns the next number of an object that the ranks make collectively, for the names of its messages."""
@@ -178,6 +193,21 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
     return context
 
 
+def adopt(context: Context) -> None:
+    """Makes `current` return this context for its group.
+
+    Raises:
+        ValueError: `init` was never called.
+        RuntimeError: After `shutdown`.
+    """
+    _require_session().contexts[context.group] = context
+
+
+def backend_of(group: dist.ProcessGroup) -> ProcessGroupFog | None:
+    """Returns the fog backend of a group for CPU tensors, without the wrapper of torch's debug mode; None without one."""
+    return _fog_backend(group)
+
+
 def handles() -> HandleTable:
     """Returns the operations in flight of all groups, including destroyed groups.
 
@@ -243,7 +273,9 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         main.gossips = previous.main.gossips
         _keep_windows(previous.main, main)
         for known, context in previous.contexts.items():
-            if _is_registered(known):
+            if _is_registered(known) and context.survivors is not None:
+                session.contexts[known] = context
+            elif _is_registered(known):
                 anew = _join(session, known)
                 anew.gossips = context.gossips
                 _keep_windows(context, anew)

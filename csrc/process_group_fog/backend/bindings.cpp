@@ -305,6 +305,25 @@ PYBIND11_MODULE(_C, module) {
             return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
           })
       .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
+      .def(
+          "part",
+          &ProcessGroupFog::part,
+          py::arg("ranks"),
+          py::arg("number"),
+          py::arg("store"),
+          py::arg("options"),
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "lost_ranks",
+          [](const ProcessGroupFog& self) { return self.gone_ranks(true); },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "left_ranks",
+          [](const ProcessGroupFog& self) { return self.gone_ranks(false); },
+          py::call_guard<py::gil_scoped_release>())
+      .def("watch", &ProcessGroupFog::watch, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("id", &ProcessGroupFog::id)
+      .def_property_readonly("failure", &ProcessGroupFog::failure)
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>())

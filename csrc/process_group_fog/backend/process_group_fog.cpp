@@ -35,20 +35,7 @@ void enable_timing(c10d::Backend& delegate) {
 ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
     : Backend(rank, size),
       options_(std::move(options)),
-      device_backends_(store, rank, size, options_, [this](const BackendPtr& delegate, const at::Device& device) {
-        if (!getGroupUid().empty()) {
-          delegate->setGroupUid(getGroupUid());
-        }
-        if (!getGroupDesc().empty()) {
-          delegate->setGroupDesc(getGroupDesc());
-        }
-        if (const auto bound = getBoundDeviceId(); bound && bound->type() == device.type()) {
-          delegate->setBoundDeviceId(bound);
-        }
-        if (is_timing_) {
-          enable_timing(*delegate);
-        }
-      }) {
+      device_backends_(store, rank, size, options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }) {
   init();
   // ProcessGroup::splitGroup() sets the names of backends that the new group already has; this one is added later.
   c10d::Backend::setGroupUid(options_->group_name);
@@ -58,13 +45,73 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   group_ = connect(store, rank, size, options_->timeout, name, sums_by(options_->reduce));
 }
 
-ProcessGroupFog::ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner)
+ProcessGroupFog::ProcessGroupFog(
+    std::shared_ptr<Group> group,
+    c10::intrusive_ptr<Options> options,
+    std::shared_ptr<void> engine_owner,
+    const c10::intrusive_ptr<c10d::Store>& store)
     : Backend(group->rank, group->size()),
       options_(std::move(options)),
-      device_backends_(nullptr, group->rank, group->size(), options_, nullptr),
+      device_backends_(
+          store, group->rank, group->size(), options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }),
       engine_owner_(std::move(engine_owner)),
       group_(std::move(group)) {
   init();
+}
+
+void ProcessGroupFog::prepare(const BackendPtr& delegate, const at::Device& device) {
+  if (!getGroupUid().empty()) {
+    delegate->setGroupUid(getGroupUid());
+  }
+  if (!getGroupDesc().empty()) {
+    delegate->setGroupDesc(getGroupDesc());
+  }
+  if (const auto bound = getBoundDeviceId(); bound && bound->type() == device.type()) {
+    delegate->setBoundDeviceId(bound);
+  }
+  if (is_timing_) {
+    enable_timing(*delegate);
+  }
+}
+
+c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
+    const std::vector<int>& ranks,
+    uint64_t number,
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const c10::intrusive_ptr<Options>& options) const {
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size_, "part: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "part: ranks: got rank ", rank, " more than once");
+  }
+  TORCH_CHECK_VALUE(
+      std::count(ranks.begin(), ranks.end(), rank_) == 1, "part: ranks: got none of this rank, ", rank_, "; it must be one of them");
+  auto group = group_->engine.add_part(*group_, number, options->group_name, ranks);
+  auto made = c10::make_intrusive<ProcessGroupFog>(std::move(group), options, engine_owner_, store);
+  made->c10d::Backend::setGroupUid(options->group_name);
+  made->setGroupDesc(options->group_desc);
+  return made;
+}
+
+std::vector<int> ProcessGroupFog::gone_ranks(bool lost) const {
+  std::vector<int> ranks;
+  for (const auto& [rank, was_lost] : group_->engine.gone(*group_)) {
+    if (was_lost == lost) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
+void ProcessGroupFog::watch(const std::vector<int>& ranks) const {
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "watch: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1);
+  }
+  group_->engine.watch(*group_, ranks);
+}
+
+std::string ProcessGroupFog::failure() const {
+  return group_->engine.failure(group_).reason;
 }
 
 ProcessGroupFog::~ProcessGroupFog() {

@@ -59,8 +59,13 @@ class ProcessGroupFog : public c10d::Backend {
 
   // Blocks until all `size` ranks have come to `store`.
   ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
-  // For ranks that have met. `engine_owner` keeps the group's engine alive, unless it is the process's.
-  ProcessGroupFog(std::shared_ptr<Group> group, c10::intrusive_ptr<Options> options, std::shared_ptr<void> engine_owner);
+  // For ranks that have met. `engine_owner` keeps the group's engine alive, unless it is the process's. `store` is for
+  // delegates of devices.
+  ProcessGroupFog(
+      std::shared_ptr<Group> group,
+      c10::intrusive_ptr<Options> options,
+      std::shared_ptr<void> engine_owner,
+      const c10::intrusive_ptr<c10d::Store>& store = nullptr);
   ~ProcessGroupFog() override;
 
   const std::string getBackendName() const override {
@@ -244,6 +249,23 @@ class ProcessGroupFog : public c10d::Backend {
   BackendPtr delegate(const std::string& device_type) const {
     return device_backends_.made(at::Device(device_type).type());
   }
+  // A group of some of this group's ranks, this one among them, over the same engine. It needs no meeting, so it can be
+  // created after this group has failed. Each of `ranks` makes the same call; `number` is used once.
+  c10::intrusive_ptr<ProcessGroupFog> part(
+      const std::vector<int>& ranks,
+      uint64_t number,
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const c10::intrusive_ptr<Options>& options) const;
+  // The ranks that are known to be lost, or to have left in good order, ascending.
+  std::vector<int> gone_ranks(bool lost) const;
+  // Makes the ends of these ranks known to this one, also if it exchanges nothing with them.
+  void watch(const std::vector<int>& ranks) const;
+  // The group's identity, the same on its ranks and on no other group.
+  uint64_t id() const {
+    return group_->id;
+  }
+  // Why the group refuses work; empty if it does not.
+  std::string failure() const;
   // Ranks of the group on this process's host, including this one, ascending.
   std::vector<int> local_ranks() const;
   // Host number of every rank, in the order of first appearance.
@@ -271,6 +293,8 @@ class ProcessGroupFog : public c10d::Backend {
     std::vector<at::Tensor> outputs; // the result of result()
   };
 
+  // Gives a delegate the properties of this backend.
+  void prepare(const BackendPtr& delegate, const at::Device& device);
   c10::intrusive_ptr<Options> child_options(const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
   // Takes the options that all of c10d's operations have.

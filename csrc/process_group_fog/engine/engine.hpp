@@ -50,6 +50,9 @@ class Engine final : public Driver, public MessageHandler {
   // are not used.
   std::shared_ptr<Group> add_group(
       uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses);
+  // Adds a group of some members of another one, which may have failed. Nothing is sent, and no rank waits: each of
+  // `ranks` makes the same call, with the same number, which is used once in that group. This rank is one of them.
+  std::shared_ptr<Group> add_part(const Group& whole, uint64_t number, std::string name, const std::vector<int>& ranks);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
   // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the
@@ -76,6 +79,11 @@ class Engine final : public Driver, public MessageHandler {
   // Ends the use of the group on this rank, and tells the ranks that may wait for this rank.
   void close(const std::shared_ptr<Group>& group);
   Failure failure(const std::shared_ptr<Group>& group);
+  // Makes the transport notice the end of these ranks, also if nothing is sent to them.
+  void watch(const Group& group, const std::vector<int>& ranks);
+  // The ranks that take no part in the group any more, ascending, and whether each was lost; otherwise it has closed the
+  // group, or its process has ended in good order.
+  std::vector<std::pair<int, bool>> gone(const Group& group);
   uint64_t sequence(const std::shared_ptr<Group>& group);
   // The messages, and the bytes of data in them, that the group's operations have sent from this rank.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);

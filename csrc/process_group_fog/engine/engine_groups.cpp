@@ -1,10 +1,13 @@
 // The engine's part in creating and closing groups.
 #include <sched.h>
 
+#include <algorithm>
+
 #include <c10/util/Exception.h>
 
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
+#include "core/signature.hpp"
 #include "engine/engine.hpp"
 
 namespace fog {
@@ -55,6 +58,23 @@ std::shared_ptr<Group> Engine::add_group(
   }
   unlock_and_deliver(lock);
   return group;
+}
+
+std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std::string name, const std::vector<int>& ranks) {
+  check_not_forked();
+  auto id = hash_more(hash_more(kEmptyHash, static_cast<int64_t>(whole.id)), static_cast<int64_t>(number));
+  std::unordered_map<int, int> hosts;
+  std::vector<Member> members;
+  for (const int rank : ranks) {
+    auto member = whole.members[rank];
+    member.host = hosts.emplace(member.host, static_cast<int>(hosts.size())).first->second;
+    id = hash_more(id, static_cast<int64_t>(member.peer_id));
+    members.push_back(std::move(member));
+  }
+  const auto mine = std::find(ranks.begin(), ranks.end(), whole.rank);
+  // The members are attached since `whole` was created.
+  return add_group(
+      id, std::move(name), static_cast<int>(mine - ranks.begin()), std::move(members), std::vector<std::string>(ranks.size()));
 }
 
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
@@ -133,6 +153,26 @@ Failure Engine::failure(const std::shared_ptr<Group>& group) {
   check_not_forked();
   Lock lock(mutex_);
   return group->failure;
+}
+
+void Engine::watch(const Group& group, const std::vector<int>& ranks) {
+  Lock lock(mutex_);
+  for (const int rank : ranks) {
+    if (transport_ && rank != group.rank) {
+      transport_->watch(group.members[rank].peer_id);
+    }
+  }
+}
+
+std::vector<std::pair<int, bool>> Engine::gone(const Group& group) {
+  Lock lock(mutex_);
+  std::vector<std::pair<int, bool>> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (rank != group.rank && is_away(group, rank)) {
+      ranks.emplace_back(rank, lost_.count(group.members[rank].peer_id) > 0);
+    }
+  }
+  return ranks;
 }
 
 std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {

@@ -37,7 +37,7 @@ class AdaptThenCombine(DecentralizedSGD):
 
     Raises:
         TypeError: As `Algorithm`.
-        ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
+        ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS, or ``on_loss="continue"``.
     """
 
     _in_backward: bool
@@ -56,6 +56,9 @@ class AdaptThenCombine(DecentralizedSGD):
             raise TypeError(f"step_in_backward must be a bool, got {type(step_in_backward).__name__}")
         if step_in_backward:
             reject_lbfgs(optimizer)
+            if options.get("on_loss") == "continue":
+                # Backward passes may complete buckets in another order on each rank.
+                raise ValueError("on_loss must be 'raise' with step_in_backward=True, got 'continue'")
         super().__init__(optimizer, model, order="atc", **options)
         self._in_backward = step_in_backward
         self._has_warned = False

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import Algorithm
+from fogdist.training.continuing import OnLoss
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import GlobalAverage, MixingLike
 from fogdist.training.overlapping import OverlappingAlgorithm
@@ -47,7 +48,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
-        **options: `mixing`, `local_steps`, `group` and `bucket_cap_mb` of `Algorithm`. In local steps, without
+        **options: `mixing`, `local_steps`, `group`, `bucket_cap_mb` and `on_loss` of `Algorithm`. In local steps, without
             averages, the three orders are the same.
 
     Raises:
@@ -117,6 +118,7 @@ class LocalSGD(Algorithm):
         local_steps: J.
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
+        on_loss: As in `Algorithm`.
 
     Raises:
         ValueError: As `Algorithm`.
@@ -131,8 +133,14 @@ class LocalSGD(Algorithm):
         local_steps: int = 8,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        on_loss: OnLoss = "raise",
     ) -> None:
-        chosen = GlobalAverage() if mixing is None else mixing
         super().__init__(
-            optimizer, model, mixing=chosen, local_steps=local_steps, group=group, bucket_cap_mb=bucket_cap_mb
+            optimizer,
+            model,
+            mixing=GlobalAverage() if mixing is None else mixing,
+            local_steps=local_steps,
+            group=group,
+            bucket_cap_mb=bucket_cap_mb,
+            on_loss=on_loss,
         )

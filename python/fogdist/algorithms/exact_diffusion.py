@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
+
 from fogdist.training.algorithm import Algorithm
 
 
@@ -33,6 +35,15 @@ class ExactDiffusion(Algorithm):
     is_lazy: ClassVar[bool] = True
     """Whether V is (I + W) / 2; otherwise V is W."""
 
+    _corrected: list[Tensor]
+
+    def members_changed(self) -> None:
+        """Begins again without a correction: corrections add up to zero only if all ranks make all rounds."""
+        for correction in self.vectors["correction"]:
+            correction.zero_()
+        for phi, psi in zip(self.__dict__.get("_corrected", ()), self.values, strict=False):
+            phi.copy_(psi)
+
     def combine(self) -> None:
         """See the class."""
         adapted = self.values
@@ -42,7 +53,11 @@ class ExactDiffusion(Algorithm):
             psi.add(correction, alpha=rate)
             for psi, correction, rate in zip(adapted, corrections, rates, strict=True)
         ]
-        combined = self.average(corrected)
+        self._corrected = corrected  # what an exchange that is repeated after a loss would send
+        try:
+            combined = self.average(corrected)
+        finally:
+            self._corrected = []
         if self.is_lazy:
             combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
         self.vectors["correction"] = [

@@ -97,6 +97,11 @@ class GradientTracking(Algorithm):
         self.rounds += is_due
         return result
 
+    def members_changed(self) -> None:
+        """Begins again with y = grad f(x): the sum of y is that of the gradients only if all ranks make all rounds."""
+        for tracker, gradient in zip(self.vectors["tracker"], self.vectors["gradient"], strict=True):
+            tracker.copy_(gradient)
+
     def _exchange(self, tracked: list[Tensor]) -> None:
         """Averages the parameters and the trackers in place, in one exchange."""
         self.average([*self.values, *tracked], in_place=True)

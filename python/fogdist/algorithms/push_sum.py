@@ -26,6 +26,10 @@ class PushSumSGD(Algorithm):
     `dst_weights`, a dict, which together must sum to 1, and `src_weights` are 1. Weight decay acts on x, as
     in the paper's code.
 
+    If ranks are lost and ``on_loss="continue"``, each rank that is left goes on from its z with a weight of 1. So the
+    sum of the weights is the number of these ranks, and shares that were in flight, which some ranks may have taken and
+    others not, count nowhere: the average goes on from the mean of what the ranks hold.
+
     The arguments are those of `Algorithm`.
 
     Attributes:
@@ -35,7 +39,8 @@ class PushSumSGD(Algorithm):
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
     mean_weight: ClassVar[str | None] = "p"
 
-    _is_biased: bool
+    _is_biased: bool = False
+    _shared: Tensor | None = None  # p of the exchange in flight
 
     @property
     def p(self) -> Any:
@@ -65,6 +70,15 @@ class PushSumSGD(Algorithm):
             self._is_biased = False
         return result
 
+    def members_changed(self) -> None:
+        """See `Algorithm.members_changed`, and the class."""
+        if self._is_biased:
+            self._scale(1 / self.p)
+            self._is_biased = False
+        self.numbers["p"] = 1.0
+        if self._shared is not None:
+            self._shared.fill_(1.0)
+
     def _scale(self, factor: Any) -> None:
         for x in self.values:
             if isinstance(factor, Tensor):
@@ -78,8 +92,13 @@ class PushSumSGD(Algorithm):
             return
         # In double, whatever the parameters are: p is a product of all rounds.
         held = self.context.held
-        weight = torch.as_tensor(self.p, dtype=torch.float64, device="cpu").expand(held).clone()
-        self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
+        self._shared = weight = (
+            torch.as_tensor(self.p, dtype=torch.float64, device="cpu").expand(held).clone()
+        )
+        try:
+            self.mixing.begin_push([*self.values, weight], self.this_round(), in_place=True)()
+        finally:
+            self._shared = None
         self.numbers["p"] = float(weight) if held == 1 else weight
         self._is_biased = False
         self._scale(1 / self.p)

@@ -6,6 +6,7 @@ whether a rank has paused and how many iterations it has made.
 
 from __future__ import annotations
 
+import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -17,11 +18,15 @@ from torch import Tensor
 from fogdist.context import Context
 from fogdist.streams import wait_until_complete
 from fogdist.topology import Topology
+from fogdist.topology.healing import is_strongly_connected
+from fogdist.training.continuing import Continuing, OnLoss, repeated, take_seat
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.plans import Plans
 
 if TYPE_CHECKING:
     from fog_pg._C import Window
+    from fogdist.membership import Seat
 
 
 class AsynchronousMixing:
@@ -41,6 +46,8 @@ class AsynchronousMixing:
         damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
         skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
         timeout: Of windows, and of waiting for a neighbor.
+        on_loss: "continue" as `skip_lost`; and once the topology falls apart without the lost ranks, all ranks that are left
+            meet in their next steps and go on along what `Topology.among` makes of it.
     """
 
     def __init__(
@@ -54,21 +61,29 @@ class AsynchronousMixing:
         damping: float,
         skip_lost: bool,
         timeout: timedelta | None,
+        on_loss: OnLoss = "raise",
     ) -> None:
-        self._context = context
+        self.context = context
         self._flats = flats
         self._name = name
         self._bound = MAX_STALENESS if max_staleness == "auto" else max_staleness
         patience = (timeout or context.backend.options._timeout).total_seconds()
         self._patience = None if max_staleness == "auto" else patience
         self._damping = damping
-        self._skip_lost = skip_lost
+        self._skip_lost = skip_lost or on_loss == "continue"
+        # Averages of all ranks have a seat of their own.
+        self._seats: tuple[Seat, Seat] | None = None
+        if on_loss == "continue":
+            self._seats = take_seat(context.group, name), take_seat(context.group, f"{name} global")
+            self._seats[0].on_change(self._renew)
+        self._checked: frozenset[int] = frozenset()  # ranks without which the topology holds together
         self._timeout = timeout
         self._iteration = 0
         self._first_round = 0
         self._generation = 0
         self._puts: list[dist.Work] = []
         self._is_counted = True  # whether neighbors can see the last iteration in the count
+        self._whole = rounds
         self._open(rounds)
 
     @property
@@ -96,6 +111,7 @@ class AsynchronousMixing:
     @torch.no_grad()
     def mix(self) -> None:
         """Mixes with the values that neighbors have put; waits for neighbors that are too far behind."""
+        self._heal()
         self.discard()
         if self._pace.is_paused:
             # The neighbors continued during the pause. They should not wait until this rank has caught up.
@@ -123,6 +139,8 @@ class AsynchronousMixing:
         """Puts the flat buffers to the out-neighbors."""
         destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]
         self._iteration += 1
+        if self._seats is not None:
+            self._seats[0].completed = self._iteration
         self._put(destinations)
         self.begin()  # on one host all puts have arrived already
 
@@ -143,6 +161,14 @@ class AsynchronousMixing:
             self._is_counted = True
             self._pace.advance(self._iteration)
 
+    def average_everywhere(self, flats: list[Tensor]) -> None:
+        """Overwrites tensors with their averages over all ranks; collective."""
+        mixing: Mixing = GlobalAverage()
+        if self._seats is not None:
+            mixing = Continuing(mixing, self._seats[1])
+        # The ranks may be in different rounds.
+        mixing.begin(flats, Round(self.context, 0, f"{self._name} global"), in_place=True)()
+
     def pause(self) -> None:
         """Tells the neighbors to go on without this rank until its next step."""
         self.discard()
@@ -155,19 +181,19 @@ class AsynchronousMixing:
     def follow(self, rounds: Plans) -> None:
         """Mixes along another topology from now on; collective."""
         self.close()
-        self._open(rounds)
+        self._whole = rounds
+        self._open(Plans(rounds.topology, self.context))
         self.after_global_average()
         self.round = 0
 
     def after_global_average(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""
-        done = torch.tensor([self._iteration], device="cpu")
-        self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=f"{self._name}.done").wait()
-        self._iteration = int(done)
+        done = self._everywhere(f"{self._name}.done", self._iteration)
+        self._iteration = self._iteration if done is None else done
         self._put(self._out)
         wait_until_complete(self._puts)
         self.discard()
-        self._context.group.barrier().wait()
+        self._everywhere(f"{self._name}.all have put", 0)
 
     def close(self) -> None:
         """Ends the windows; collective among neighbors."""
@@ -178,20 +204,75 @@ class AsynchronousMixing:
 
     # --- inside ---
 
+    def _everywhere(self, name: str, number: int) -> int | None:
+        """Returns the largest of the ranks' numbers; None if other ranks had got it before a loss. Collective."""
+
+        def begin(context: Context) -> Finish:
+            most = torch.tensor([number], device="cpu")
+            work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name)
+
+            def finish() -> list[Tensor]:
+                work.wait()
+                return [most]
+
+            return finish
+
+        if self._seats is None:
+            return int(begin(self.context)()[0])
+        result = repeated(self._seats[1], begin)()
+        return None if result is None else int(result[0])
+
+    def _heal(self) -> None:
+        """Meets the ranks that are left if the topology has fallen apart, or if the group has failed."""
+        if self._seats is None:
+            return
+        reason = self.context.backend.failure
+        if not reason:
+            gone = frozenset([*self.context.backend.lost_ranks(), *self.context.backend.left_ranks()])
+            if gone == self._checked or self._holds_without(gone):
+                self._checked = gone
+                return
+            reason = f"the topology falls apart without the ranks {sorted(gone)}"
+        while reason:
+            self._seats[0].meet(dist.DistBackendError(reason))  # raises if no rank is gone
+            reason = self.context.backend.failure
+
+    def _renew(self) -> None:
+        """Opens windows among the ranks that are left: the first that all of them do after a meeting, wherever they are."""
+        assert self._seats is not None
+        with contextlib.suppress(dist.DistBackendError):  # of neighbors that are gone
+            self.discard()
+        seat = self._seats[0]
+        self._iteration = max(self._iteration, seat.resume)
+        self.context, self._checked = seat.context, frozenset()
+        # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
+        # end when the last neighbor has left them.
+        with contextlib.suppress(dist.DistBackendError):
+            self._open(Plans(self._whole.topology, self.context))
+            self._put(self._out)
+
+    def _holds_without(self, gone: frozenset[int]) -> bool:
+        """Returns whether all other ranks hear of each other, over all rounds together."""
+        topology = self._rounds.topology
+        assert topology is not None  # checked when the windows were opened
+        rest = [rank for rank in range(topology.size) if rank not in gone]
+        union = np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0)
+        return is_strongly_connected(union[np.ix_(rest, rest)])
+
     def _open(self, rounds: Plans) -> None:
         topology = rounds.topology
         if topology is None or topology.period is None:
             raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
         self._rounds = rounds
-        self._in, self._out = _neighbors(topology, self._context.rank)
+        self._in, self._out = _neighbors(topology, self.context.rank)
         name = f"{self._name}.{self._generation}"
         self._generation += 1
-        create = self._context.backend.create_window
+        create = self.context.backend.create_window
         self._windows: list[Window] = [
             create(flat, f"{name}.{i}", self._in, self._out, zero_init=True, timeout=self._timeout)
             for i, flat in enumerate(self._flats)
         ]
-        self._pace = Pace(self._context, name, self._in, self._out, self._timeout)
+        self._pace = Pace(self.context, name, self._in, self._out, self._timeout)
 
     def _put(self, destinations: list[int]) -> None:
         self._is_counted = False

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
+from fogdist.collectives import broadcast_nonblocking_, wait
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
@@ -27,6 +27,7 @@ from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import forward_changes_parameters
+from fogdist.training.continuing import OnLoss, check_on_loss
 from fogdist.training.mixing import Neighbors
 from fogdist.training.passes import is_training_pass
 from fogdist.training.plans import Plans, TopologyLike, topology_of
@@ -111,6 +112,11 @@ class DecentralizedDataParallel(nn.Module):
         skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
             raises, naming the rank.
         timeout: For "async": of waiting for a neighbor, and of windows; by default the group's.
+        on_loss: What happens if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are left.
+            In mode "sync", the exchange in flight is then repeated among them, or given up where other ranks had
+            completed it, with what is left of the topology. In mode "async", a rank goes on without lost neighbors at once,
+            and all ranks change to what is left of the topology when it would fall apart. `global_average` averages the
+            ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
 
     Attributes:
         module: The module.
@@ -146,6 +152,7 @@ class DecentralizedDataParallel(nn.Module):
         staleness_damping: float = 0.0,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        on_loss: OnLoss = "raise",
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -154,6 +161,7 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
         bucket_bytes = cap_bytes(bucket_cap_mb)
         _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost, timeout)
+        check_on_loss(on_loss)
         self._context = current(group)
         self._mode = mode
         self.module = module
@@ -205,6 +213,7 @@ class DecentralizedDataParallel(nn.Module):
         others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
         items = [
             f"mode: {mode}",
+            f"on_loss: {on_loss}",
             *self._plans.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
@@ -219,7 +228,7 @@ class DecentralizedDataParallel(nn.Module):
         name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
-                self._context, self._flat_parameters, self._flat_buffers, self._neighbors(), name
+                self._context, self._flat_parameters, self._flat_buffers, self._neighbors(), name, on_loss
             )
         else:
             self._mixing = AsynchronousMixing(
@@ -231,6 +240,7 @@ class DecentralizedDataParallel(nn.Module):
                 damping=staleness_damping,
                 skip_lost=skip_lost,
                 timeout=timeout,
+                on_loss=on_loss,
             )
         handles: list[_Removable] = [*_hook_up(self, self.optimizer)]
         self._scaled_steps: ScaledSteps | None = None
@@ -302,7 +312,7 @@ class DecentralizedDataParallel(nn.Module):
         if self._is_alone:
             return
         self._check_open("set_topology")
-        check_same_everywhere(self._context.backend, "topology", plans.items())
+        check_same_everywhere(self._mixing.context.backend, "topology", plans.items())
         self._plans = plans
         if isinstance(self._mixing, SynchronousMixing):
             self._mixing.follow(self._neighbors())
@@ -336,12 +346,7 @@ class DecentralizedDataParallel(nn.Module):
             rest = [b for b in self.module.buffers() if b not in own and _has_average(b)]
         flats = self._flat_parameters.flats + (self._flat_buffers.flats if buffers is not False else [])
         packed = [(bucket, flatten(bucket, rest)) for bucket in make_buckets(rest)]
-        handles = [
-            allreduce_nonblocking_(flat, group=self._context.group)
-            for flat in [*flats, *(flat for _, flat in packed)]
-        ]
-        for handle in handles:
-            wait(handle)
+        self._mixing.average_everywhere([*flats, *(flat for _, flat in packed)])
         for bucket, flat in packed:
             unflatten(bucket, flat, rest)
         self._flat_parameters.write_back()

@@ -7,9 +7,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
+from fogdist.membership import Seat
 from fogdist.training.buckets import FlatBuckets
+from fogdist.training.continuing import Continuing, OnLoss, repeated, take_seat
 from fogdist.training.mixer import Mixer
-from fogdist.training.mixing import Finish, Mixing, Round
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
 
 
 class SynchronousMixing:
@@ -24,20 +26,39 @@ class SynchronousMixing:
         buffers: The module's buffers to mix, if any.
         mixing: The peers and weights of each round.
         name: The same on all ranks, and unique among the mixings of the group.
+        on_loss: "continue" to go on with the ranks that are left after a loss.
     """
 
     def __init__(
-        self, context: Context, parameters: FlatBuckets, buffers: FlatBuckets, mixing: Mixing, name: str
+        self,
+        context: Context,
+        parameters: FlatBuckets,
+        buffers: FlatBuckets,
+        mixing: Mixing,
+        name: str,
+        on_loss: OnLoss = "raise",
     ) -> None:
-        self._context = context
+        self._whole = context
         self._name = name
-        self._mixing = mixing
+        # Averages of all ranks have a seat of their own: ranks may have begun different exchanges when they begin one.
+        self._seats: tuple[Seat, Seat] | None = None
+        if on_loss == "continue":
+            self._seats = take_seat(context.group, name), take_seat(context.group, f"{name} global")
+        self._mixing = self._continuing(mixing)
         self.round = 0  # the round of the next exchange
         self._begun = 0
         self._parameters = parameters
         self._buffers = buffers
         self._mixer = Mixer()
         self._sent: list[tuple[Tensor, Tensor, Finish]] = []
+
+    @property
+    def context(self) -> Context:
+        """The group, or what is left of it."""
+        return self._whole if self._seats is None else self._seats[0].context
+
+    def _continuing(self, mixing: Mixing) -> Mixing:
+        return mixing if self._seats is None else Continuing(mixing, self._seats[0])
 
     @property
     def has_begun(self) -> bool:
@@ -47,7 +68,7 @@ class SynchronousMixing:
     @torch.no_grad()
     def begin(self) -> None:
         """Starts the next round's exchange, with the current values."""
-        round = Round.of(self._context, self.round, self._name)
+        round = Round.of(self.context, self.round, self._name)
         self._parameters.reattach()
         self._mixer.begin(self._parameters, self._mixing, round)
         self._buffers.reattach()
@@ -73,13 +94,38 @@ class SynchronousMixing:
 
     def finish(self) -> None:
         """Completes the exchange that this rank or only other ranks have begun, if any; collective."""
-        most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
-        self._context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=f"{self._name}.begun").wait()
+        most = self._most_begun()
         if self.has_begun:
             self.mix()
         # Ranks that have begun one exchange more than this rank cannot complete it alone.
-        while self._begun < most.item():
+        while self._begun < most:
             self.mix()
+
+    def average_everywhere(self, flats: list[Tensor]) -> None:
+        """Overwrites tensors with their averages over all ranks; collective."""
+        mixing: Mixing = GlobalAverage()
+        if self._seats is not None:
+            mixing = Continuing(mixing, self._seats[1])
+        mixing.begin(flats, Round(self.context, 0, f"{self._name} global"), in_place=True)()
+
+    def _most_begun(self) -> int:
+        """Returns the largest number of exchanges that any rank has begun."""
+
+        def begin(context: Context) -> Finish:
+            most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
+            work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=f"{self._name}.begun")
+
+            def finish() -> list[Tensor]:
+                work.wait()
+                return [most]
+
+            return finish
+
+        if self._seats is None:
+            return int(begin(self._whole)()[0])
+        # A rank that gives this up has learned of the others' exchanges by the meeting already.
+        result = repeated(self._seats[1], begin)()
+        return self._begun if result is None else int(result[0])
 
     def accept_changes(self) -> None:
         """Accepts the changes of the parameters since the exchange began."""
@@ -94,7 +140,7 @@ class SynchronousMixing:
 
     def follow(self, mixing: Mixing) -> None:
         """Uses another mixing from the next exchange on, which is its round 0."""
-        self._mixing, self.round = mixing, 0
+        self._mixing, self.round = self._continuing(mixing), 0
 
     def after_step(self) -> None:
         """Does nothing, because the next exchange begins at the next forward pass."""

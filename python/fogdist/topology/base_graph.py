@@ -8,9 +8,9 @@ symmetric and doubly stochastic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 from typing import SupportsIndex
 
@@ -43,7 +43,12 @@ def hyper_hypercube(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
     size, k = check_int(size, "size", minimum=1), check_int(degree, "degree", minimum=1)
     if _factors(size, k + 1) is None:
         raise TopologyError(f"size must be a product of factors up to degree + 1 = {k + 1}, got {size}")
-    return _topology(f"hyper-hypercube-{k}", size, _hyper_hypercube(range(size), k))
+    return _topology(
+        f"hyper-hypercube-{k}",
+        size,
+        _hyper_hypercube(range(size), k),
+        lambda n: (base_graph if _factors(n, k + 1) is None else hyper_hypercube)(n, k),
+    )
 
 
 def simple_base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
@@ -62,7 +67,9 @@ def simple_base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topolog
         TopologyError: `size` or `degree` is below 1.
     """
     size, k = check_int(size, "size", minimum=1), check_int(degree, "degree", minimum=1)
-    return _topology(f"simple-base-{k + 1}", size, _simple_base(range(size), k))
+    return _topology(
+        f"simple-base-{k + 1}", size, _simple_base(range(size), k), partial(simple_base_graph, degree=k)
+    )
 
 
 def base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
@@ -89,12 +96,13 @@ def base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
     rounds = _side_by_side([_simple_base(group, k) for group in groups])
     rounds += _side_by_side([_hyper_hypercube(ranks, k) for ranks in across])
     simple = _simple_base(range(size), k)
-    return _topology(f"base-{k + 1}", size, simple if len(simple) < len(rounds) else rounds)
+    shorter = simple if len(simple) < len(rounds) else rounds
+    return _topology(f"base-{k + 1}", size, shorter, partial(base_graph, degree=k))
 
 
-def _topology(name: str, size: int, rounds: list[_Round]) -> Topology:
+def _topology(name: str, size: int, rounds: list[_Round], resized: Callable[[int], Topology]) -> Topology:
     # A single rank has the average at once, but a topology needs at least one round.
-    return Topology(name, [_matrix(size, edges) for edges in rounds or [{}]])
+    return Topology(name, [_matrix(size, edges) for edges in rounds or [{}]], resized=resized)
 
 
 def _matrix(size: int, edges: _Round) -> Matrix:

@@ -121,10 +121,20 @@ def equi_dynamic(
                 W[i, j] = W[j, i] = exchange
         return W
 
+    def resized(ranks: int) -> Topology:
+        fewer: SupportsIndex | list[int] | None = None
+        if isinstance(distances, Iterable):
+            left = {a % ranks for a in basis} - {0}
+            # The old distances connect fewer ranks if they have a divisor in common with their number.
+            fewer = sorted(left if math.gcd(ranks, *left) == 1 else {*left, 1}) if ranks > 1 else None
+        elif distances is not None and ranks > 1:
+            fewer = min(len(basis), ranks - 1)
+        return equi_dynamic(ranks, fewer, directed=directed, eta=eta, seed=seed)
+
     name = "od-equidyn" if directed else "ou-equidyn"
     if size == 1:
-        return Topology(name, [np.eye(1)])
-    return Topology.endless(name, size, directed_round if directed else undirected_round)
+        return Topology(name, [np.eye(1)], resized=resized)
+    return Topology.endless(name, size, directed_round if directed else undirected_round, resized=resized)
 
 
 def _draw(size: int, distances: SupportsIndex | None, seed: SupportsIndex) -> list[int]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import SupportsIndex
 
 import numpy as np
 
 from fogdist.lazy import nx
+from fogdist.topology.base_graph import base_graph
 from fogdist.topology.draws import permutation
 from fogdist.topology.dynamic import (
     GetDynamicOnePeerSendRecvRanks,
@@ -40,7 +42,7 @@ def one_peer_exponential(size: SupportsIndex) -> Topology:
         TypeError: `size` is not an integer.
         TopologyError: `size` is below 1.
     """
-    return one_peer(ExponentialTwoGraph(size), "one-peer-exp2")
+    return _one_peer(ExponentialTwoGraph(size), "one-peer-exp2", one_peer_exponential)
 
 
 def one_peer_hypercube(size: SupportsIndex) -> Topology:
@@ -66,7 +68,11 @@ def one_peer_hypercube(size: SupportsIndex) -> Topology:
         W = np.eye(size) / 2
         W[ranks, (ranks ^ (1 << bit)) % size] += 0.5
         rounds.append(W)
-    return Topology("one-peer-hypercube", rounds)
+    return Topology("one-peer-hypercube", rounds, resized=_hypercube_or_base)
+
+
+def _hypercube_or_base(size: int) -> Topology:
+    return one_peer_hypercube(size) if size & (size - 1) == 0 else base_graph(size)
 
 
 def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
@@ -83,13 +89,17 @@ def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
         TypeError: `graph` is not a networkx.DiGraph, or `name` not a string.
         TopologyError: Its nodes are not 0 ... n-1, or the degrees make the period longer than 1,000 rounds.
     """
+    return _one_peer(graph, name, None)
+
+
+def _one_peer(graph: nx.DiGraph, name: str, resized: Callable[[int], Topology] | None) -> Topology:
     size = check_topology(graph, "graph")
     period = math.lcm(*(max(len(out_neighbors(graph, rank)), 1) for rank in range(size)))
     if period > 1000:
         raise TopologyError(
             f"graph must have out-degrees whose least common multiple is at most 1000, got {period}"
         )
-    return _walk(name, size, period, lambda rank: GetDynamicOnePeerSendRecvRanks(graph, rank))
+    return _walk(name, size, period, lambda rank: GetDynamicOnePeerSendRecvRanks(graph, rank), resized)
 
 
 def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology:
@@ -118,9 +128,10 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
             W[i, i] = W[j, j] = W[i, j] = W[j, i] = 0.5
         return W
 
+    resized = partial(random_matching, seed=seed)
     if size == 1:
-        return Topology("random-matching", [np.eye(1)])
-    return Topology.endless("random-matching", size, matching)
+        return Topology("random-matching", [np.eye(1)], resized=resized)
+    return Topology.endless("random-matching", size, matching, resized=resized)
 
 
 def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
@@ -173,8 +184,13 @@ def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> T
 
 
 def _walk(
-    name: str, size: int, period: int, peers: Callable[[int], Iterator[tuple[list[int], list[int]]]]
+    name: str,
+    size: int,
+    period: int,
+    peers: Callable[[int], Iterator[tuple[list[int], list[int]]]],
+    resized: Callable[[int], Topology] | None = None,
 ) -> Topology:
     """The first `period` steps of the ranks' generators, with the plain mean at each receiver."""
     sends = [[send for send, _ in islice(peers(rank), period)] for rank in range(size)]
-    return Topology(name, [matrix_from_destinations(step) for step in zip(*sends, strict=True)])
+    rounds = [matrix_from_destinations(step) for step in zip(*sends, strict=True)]
+    return Topology(name, rounds, resized=resized)

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
+from fogdist.topology.healing import healed_rounds, spread
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.validation import check_int, check_rank
 from fogdist.topology.weights import build_topology, check_matrix, mixing_matrix
@@ -63,13 +64,20 @@ class Topology:
             does.
     """
 
-    def __init__(self, name: str, matrices: Iterable[ArrayLike]) -> None:
+    def __init__(
+        self,
+        name: str,
+        matrices: Iterable[ArrayLike],
+        *,
+        resized: Callable[[int], Topology] | None = None,
+    ) -> None:
         """Makes a topology from the matrices of one period.
 
         Args:
             name: A short name.
             matrices: Real numbers of shape (n, n) each, kept as float64; columns sum to 1 within 1e-5. One
                 matrix makes a static topology.
+            resized: Makes the topology of this kind for another number of ranks; see `without`.
 
         Raises:
             TypeError: A matrix does not hold real numbers, or `name` is not a string.
@@ -85,7 +93,7 @@ class Topology:
             raise TopologyError(f"matrices must all have one shape, got {sorted(shapes)}")
         for W in rounds:
             W.setflags(write=False)
-        self._set(name, len(rounds[0]), len(rounds), rounds.__getitem__)
+        self._set(name, len(rounds[0]), len(rounds), rounds.__getitem__, resized)
 
     @classmethod
     def from_graph(cls, name: str, graph: nx.DiGraph) -> Topology:
@@ -103,7 +111,14 @@ class Topology:
         return cls(name, [mixing_matrix(graph)])
 
     @classmethod
-    def endless(cls, name: str, size: SupportsIndex, matrix: Callable[[int], ArrayLike]) -> Topology:
+    def endless(
+        cls,
+        name: str,
+        size: SupportsIndex,
+        matrix: Callable[[int], ArrayLike],
+        *,
+        resized: Callable[[int], Topology] | None = None,
+    ) -> Topology:
         """Returns a sequence that never repeats.
 
         Args:
@@ -111,6 +126,7 @@ class Topology:
             size: Number of ranks, at least 1.
             matrix: Gives the mixing matrix of round t = 0, 1, 2, ...: a pure function of t, on all ranks the
                 same. Its columns sum to 1, which is checked when a round is asked for.
+            resized: As of the class.
 
         Raises:
             TypeError: `size` is not an integer, or `name` not a string.
@@ -126,16 +142,26 @@ class Topology:
             W.setflags(write=False)
             return W
 
-        topology._set(name, ranks, None, checked)
+        topology._set(name, ranks, None, checked, resized)
         return topology
 
-    def _set(self, name: str, size: int, period: int | None, matrix: Callable[[int], Matrix]) -> None:
+    def _set(
+        self,
+        name: str,
+        size: int,
+        period: int | None,
+        matrix: Callable[[int], Matrix],
+        resized: Callable[[int], Topology] | None,
+    ) -> None:
         if not isinstance(name, str):
             raise TypeError(f"name must be a string, got {name!r} of type {type(name).__name__}")
         self.name = name
         self.size = size
         self.period = period
         self._make = matrix
+        self._resized = resized
+        # The topology of all ranks that this one was made from by `without`, and the lost ranks.
+        self._whole: tuple[Topology, frozenset[int]] | None = None
         # Ranks often request the same round several times in a row, so the last one is cached.
         self._last: tuple[int, Matrix] | None = None
 
@@ -189,6 +215,72 @@ class Topology:
             src_weights={i: float(W[i, rank]) for i in sources},
             dst_weights=[int(j) for j in np.flatnonzero(W[rank]) if j != rank],
         )
+
+    def among(self, living: Iterable[SupportsIndex]) -> Topology:
+        """Returns the topology of some of the ranks only, which get the numbers 0, 1, ... in ascending order.
+
+        A pure function, so ranks that know the same living ranks agree without communication. A kind that exists for
+        that number of ranks is made anew for it: one-peer exponential, Base-(k+1), random matchings, EquiTopo; a
+        hypercube becomes the Base-(k+1) graph if it does not exist for that number. In circulant graphs (rings,
+        exponential graphs, the complete graph) the living close up around the circle. Other graphs lose the edges of
+        the missing ranks; where a graph falls apart by that, the next living rank gets the edges of each missing one.
+
+        Rows sum to 1 in the result if they do here, in each round, and columns always do. A matrix that is symmetric stays
+        symmetric.
+
+        Args:
+            living: At least one rank. Ranks that `without` has taken out already do not count.
+
+        Raises:
+            TypeError: A rank is not an integer.
+            TopologyError: A rank is out of range, or there is none.
+        """
+        ranks = sorted({check_rank(rank, self.size, "living") for rank in living})
+        if not ranks:
+            raise TopologyError("living must hold at least one rank, got none")
+        if self._whole is not None:
+            whole, lost = self._whole
+            return whole.among([rank for rank in ranks if rank not in lost])
+        if len(ranks) == self.size:
+            return self
+        if self._resized is not None:
+            return self._resized(len(ranks))
+        matrix = healed_rounds(self.matrix, self.period, ranks)
+        if self.period is not None:
+            return Topology(self.name, [matrix(t) for t in range(self.period)])
+        return Topology.endless(self.name, len(ranks), matrix)
+
+    def without(self, lost: Iterable[SupportsIndex]) -> Topology:
+        """Returns the topology that is left without some ranks; the others keep their numbers.
+
+        It is `among` the others. A lost rank has no edges, and keeps its own value: its self weight is 1.
+
+        Args:
+            lost: The ranks that are lost, not all of them; may be empty.
+
+        Raises:
+            TypeError: A rank is not an integer.
+            TopologyError: A rank is out of range, or all ranks are lost.
+        """
+        gone = frozenset(check_rank(rank, self.size, "lost") for rank in lost)
+        whole = self
+        if self._whole is not None:
+            whole, gone = self._whole[0], self._whole[1] | gone
+        living = [rank for rank in range(self.size) if rank not in gone]
+        if not living:
+            raise TopologyError(f"lost must leave at least one rank, got all {self.size}")
+        if not gone:
+            return self
+        rest = whole.among(living)
+        if rest.period is not None:
+            rounds = (spread(rest.matrix(t), living, self.size) for t in range(rest.period))
+            left = Topology(whole.name, rounds)
+        else:
+            left = Topology.endless(
+                whole.name, self.size, lambda t: spread(rest.matrix(t), living, self.size)
+            )
+        left._whole = whole, gone
+        return left
 
     @property
     def max_degree(self) -> int:

@@ -20,6 +20,7 @@ from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
+from fogdist.training.continuing import Continuing, OnLoss, check_on_loss, take_seat
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
@@ -35,6 +36,8 @@ from fogdist.warn import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from fogdist.membership import Seat
 
 # The attributes that users set before a round.
 WEIGHTS = frozenset(
@@ -56,6 +59,7 @@ class AlgorithmOptions(TypedDict, total=False):
     local_steps: int
     group: dist.ProcessGroup | None
     bucket_cap_mb: float
+    on_loss: OnLoss
     compare: Mapping[str, object]
 
 
@@ -94,6 +98,10 @@ class Algorithm(DistributedOptimizer):
         local_steps: J: ranks communicate in every J-th call of `step`.
         group: The group of ranks; by default that of `init`.
         bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket.
+        on_loss: What a step does if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are
+            left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
+            what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
+            the group's timeout. Dynamic weights and `Machines()` are not possible. See docs/membership.md.
         compare: For subclasses: further arguments that must be the same on all ranks, by name.
 
     Raises:
@@ -138,9 +146,11 @@ class Algorithm(DistributedOptimizer):
     overflowed: bool
     vectors: dict[str, list[Tensor]]
     numbers: dict[str, Any]  # floats; tensors of one element a rank where one process holds all ranks
+    on_loss: OnLoss
     buckets: FlatBuckets
     is_alone: bool
     _group: dist.ProcessGroup | None
+    _seat: Seat | None
     _number: int
     _bucket_bytes: int
     _step_options: dict[str, Any]
@@ -170,8 +180,11 @@ class Algorithm(DistributedOptimizer):
         local_steps: int = 1,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        on_loss: OnLoss = "raise",
         compare: Mapping[str, object] | None = None,
     ) -> None:
+        self.on_loss = on_loss
+        self._seat = None
         context = current(group)
         if not self.takes_lbfgs:
             reject_lbfgs(optimizer)
@@ -183,8 +196,10 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        self.mixing = context.carried_out(as_mixing(mixing))
-        described = {"local_steps": local_steps, **(compare or {})}
+        given = as_mixing(mixing)
+        check_on_loss(on_loss, given)
+        self.mixing = context.carried_out(given)
+        described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}
         items = [*self.mixing.items(context)]
         items += [f"{name}={value!r}" for name, value in described.items()]
         self.local_steps = local_steps
@@ -200,6 +215,10 @@ class Algorithm(DistributedOptimizer):
         # differently.
         self._number = context.next_number()
         self._fog_title = self.name
+        if on_loss == "continue":
+            self._seat = take_seat(group, self.name)
+            self._seat.on_change(self._fog_on_change)
+            self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
             self._hold([self.name, *items])
 
@@ -229,6 +248,13 @@ class Algorithm(DistributedOptimizer):
     def initial(self, name: str) -> list[Tensor]:
         """Returns the values of one of `state_vectors` before the first step with these parameters; default: zeros."""
         return self.buckets.zeros()
+
+    def members_changed(self) -> None:
+        """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
+
+        Some ranks may have completed the last exchange and others not. A subclass whose vectors have a sum that exchanges
+        preserve, or numbers that are weights in one, begins them anew.
+        """
 
     # --- for subclasses to use ---
 
@@ -270,7 +296,10 @@ class Algorithm(DistributedOptimizer):
             exchange. mixing: By default the algorithm's mixing. in_place: Whether the averages are written into the
             tensors themselves.
         """
-        other = self.mixing if mixing is None else self.context.carried_out(mixing)
+        other = self.mixing
+        if mixing is not None:
+            other = self.context.carried_out(mixing)
+            other = other if self._seat is None else Continuing(other, self._seat)
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, self.this_round(), in_place)()
 
@@ -320,8 +349,8 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def context(self) -> Context:
-        """The current context of the group."""
-        return current(self._group)
+        """The current context of the group; after a loss with "continue", of the ranks that are left."""
+        return current(self._group) if self._seat is None else self._seat.context
 
     @property
     def name(self) -> str:
@@ -444,6 +473,10 @@ class Algorithm(DistributedOptimizer):
         """Ends exchanges in flight, so that parameters and state have all that there is: before a checkpoint. Collective."""
 
     # --- inside ---
+
+    def _fog_on_change(self) -> None:
+        with torch.no_grad():
+            self.members_changed()
 
     def _fog_give_up(self) -> None:
         """Releases the parameters to another owner; see the class. A subclass also ends its hooks and windows."""

@@ -31,6 +31,8 @@ class Plans:
         context: The group.
         argument: The user's name of `topology`.
 
+    If the group is what is left of a larger one, a topology of the larger one stands for what is left of it.
+
     Attributes:
         topology: The argument as rounds; None for the group's topology.
         context: The group.
@@ -44,6 +46,9 @@ class Plans:
         self.topology = as_topology(topology, argument)
         self.context = context
         self._argument = argument
+        survivors = context.survivors
+        if survivors and self.topology is not None and self.topology.size == survivors.size:
+            self.topology = self.topology.among(survivors.living)
         if self.topology is not None and self.topology.size != context.size:
             raise ValueError(
                 f"{argument} must have as many nodes as ranks, {context.size}, got {self.topology.size}"

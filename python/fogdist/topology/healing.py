@@ -1,0 +1,155 @@
+"""Topologies without lost ranks: which edges and weights the living ones keep.
+
+Pure functions of the matrices and the lost ranks, so all ranks that know the same lost ranks get the same topology.
+The result is on the living ranks only, numbered in their order; `Topology.without` keeps the old numbers.
+
+A topology that can be made for any number of ranks is made anew for the number of the living (`Topology.among`). The
+rules here are for all others, such as a user's graph:
+
+1. Where all rounds are circulant (rings, exponential graphs, complete graphs), the living close up around the circle, as
+   in a ring of Chord, where the next living rank takes the place of a lost one. A distance of at most half the circle
+   stays, and a longer one is the same number of steps the other way around. A distance thus has the same weight.
+2. Otherwise the edges of lost ranks go. If the matrices were doubly stochastic, a rank that loses a receiver and a sender
+   keeps what the two weighed, and what is left of it goes from those who have lost a receiver to those who have lost a
+   sender. So a symmetric matrix stays symmetric, and a cycle is closed around a lost rank. If only the columns summed to 1,
+   each column is divided by what is left of it.
+3. If the graph falls apart by that (all rounds together), each lost rank is replaced by the next living one instead, which
+   gets its edges. Edges then go both ways and have Metropolis-Hastings weights; if only the columns summed to 1, they
+   keep their directions, and receivers take the plain mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fogdist.lazy import nx
+from fogdist.topology.weights import SUM_TOLERANCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Matrix = NDArray[np.float64]
+
+# The rounds of an endless sequence by which it is judged.
+_ENDLESS_ROUNDS = 64
+
+
+def healed_rounds(
+    matrix: Callable[[int], Matrix], period: int | None, living: Sequence[int]
+) -> Callable[[int], Matrix]:
+    """Returns the matrices of the rounds among the living ranks.
+
+    Args:
+        matrix: Gives the matrix of a round among all ranks.
+        period: The number of rounds, None for an endless sequence.
+        living: The living ranks, ascending, at least one.
+    """
+    seen = range(_ENDLESS_ROUNDS if period is None else period)
+    ranks = np.asarray(living)
+    if all(_is_circulant(matrix(t)) for t in seen):
+        closed = [_closed_up(matrix(t), len(ranks)) for t in seen]
+        if _is_connected(closed):
+            # A later round of an endless sequence may be of another kind; rule 2 holds for all.
+            return lambda t: (
+                _closed_up(W, len(ranks)) if _is_circulant(W := matrix(t)) else _remaining(W, ranks, True)
+            )
+    balanced = all(np.allclose(matrix(t).sum(axis=1), 1.0, rtol=0.0, atol=SUM_TOLERANCE) for t in seen)
+    if _is_connected([_remaining(matrix(t), ranks, balanced) for t in seen]):
+        return lambda t: _remaining(matrix(t), ranks, balanced)
+    return lambda t: _replaced(matrix(t), ranks, balanced)
+
+
+def spread(W: Matrix, living: Sequence[int], size: int) -> Matrix:
+    """Returns a matrix of the living ranks by the numbers of all ranks; the others keep their own value."""
+    whole = np.eye(size)
+    whole[np.ix_(living, living)] = W
+    return whole
+
+
+def _is_circulant(W: Matrix) -> bool:
+    size = len(W)
+    distances = (np.arange(size) - np.arange(size)[:, None]) % size
+    return bool(np.array_equal(W, W[0][distances]))
+
+
+def _closed_up(W: Matrix, size: int) -> Matrix:
+    """Returns the circulant matrix of the same distances for fewer ranks."""
+    before = len(W)
+    is_symmetric = np.array_equal(W, W.T)
+    first = np.zeros(size)
+    for distance in map(int, np.flatnonzero(W[0])):
+        signed = distance if 2 * distance <= before else distance - before
+        # Half of an even circle is as far in both directions.
+        ways = (signed, -signed) if is_symmetric and 2 * distance == before else (signed,)
+        for way in ways:
+            first[way % size] += W[0, distance] / len(ways)
+    distances = (np.arange(size) - np.arange(size)[:, None]) % size
+    return np.asarray(first[distances])
+
+
+def _remaining(W: Matrix, living: NDArray[np.int64], balanced: bool) -> Matrix:
+    """Returns the matrix without the edges of lost ranks, with weights that sum to 1 again."""
+    rest = W[np.ix_(living, living)].copy()
+    if not balanced:
+        totals = rest.sum(axis=0)
+        # A column in which little is left, or whose negative weights outweigh the others, cannot be divided by its sum.
+        poor = totals < SUM_TOLERANCE
+        rest[:, poor] = np.eye(len(living))[:, poor]
+        rest /= np.where(poor, 1.0, totals)
+        return rest
+    lost = np.setdiff1d(np.arange(len(W)), living)
+    kept, missed = W[np.ix_(living, lost)].sum(axis=1), W[np.ix_(lost, living)].sum(axis=0)
+    both = np.minimum(kept, missed)
+    rest[np.diag_indices(len(living))] += both
+    kept, missed = kept - both, missed - both
+    # The sums of the two are equal up to rounding: each rank passes on what it has left, in the order of ranks.
+    receivers = [int(j) for j in np.flatnonzero(missed > _LEAST)]
+    for i in np.flatnonzero(kept > _LEAST):
+        while receivers and kept[i] > _LEAST:
+            j = receivers[0]
+            share = min(kept[i], missed[j])
+            rest[i, j] += share
+            kept[i] -= share
+            missed[j] -= share
+            if missed[j] <= _LEAST:
+                receivers.pop(0)
+    # What rounding has left, so that the columns sum to 1 to the last bits.
+    rest[np.diag_indices(len(living))] += 1.0 - rest.sum(axis=0)
+    return rest
+
+
+# Shares below this are rounding errors of weights.
+_LEAST = 1e-9
+
+
+def _replaced(W: Matrix, living: NDArray[np.int64], balanced: bool) -> Matrix:
+    """Returns the graph in which the next living rank has the edges of a lost one too, with new weights."""
+    places = np.searchsorted(living, np.arange(len(W))) % len(
+        living
+    )  # of a lost rank: that of the next living one
+    edges = np.zeros((len(living), len(living)), dtype=bool)
+    sources, destinations = np.nonzero(W)
+    edges[places[sources], places[destinations]] = True
+    np.fill_diagonal(edges, False)
+    if not balanced:
+        mean = edges + np.eye(len(living))
+        return np.asarray(mean / mean.sum(axis=0))
+    edges |= edges.T
+    degrees = edges.sum(axis=0)
+    weights = edges / (1.0 + np.maximum(degrees, degrees[:, None]))
+    weights[np.diag_indices(len(living))] = 1.0 - weights.sum(axis=0)
+    return np.asarray(weights)
+
+
+def _is_connected(rounds: Sequence[Matrix]) -> bool:
+    """Returns whether news of each rank reach all others, over all rounds together."""
+    return is_strongly_connected(np.any([W != 0 for W in rounds], axis=0))
+
+
+def is_strongly_connected(edges: NDArray[np.bool_]) -> bool:
+    """Returns whether each node of a graph reaches all others; `edges[i, j]` tells whether there is an edge i -> j."""
+    return bool(nx.is_strongly_connected(nx.from_numpy_array(edges, create_using=nx.DiGraph)))

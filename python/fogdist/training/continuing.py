@@ -1,0 +1,153 @@
+"""Exchanges that survive the loss of ranks: `on_loss="continue"`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fogdist.context import Context
+from fogdist.membership import Seat, members_of
+from fogdist.training.mixing import Finish, Machines, Mixing, Round
+
+OnLoss: TypeAlias = Literal["raise", "continue"]
+
+
+def check_on_loss(on_loss: OnLoss, mixing: Mixing | None = None) -> None:
+    """Raises ValueError for a value that `on_loss` does not have, or that does not go with a mixing."""
+    if on_loss not in get_args(OnLoss):
+        raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
+    if on_loss == "continue" and isinstance(mixing, Machines):
+        raise ValueError(
+            "on_loss must be 'raise' with mixing=Machines(), whose machines have the same number of ranks, got 'continue'"
+        )
+
+
+def take_seat(group: dist.ProcessGroup | None, name: str) -> Seat:
+    """Returns the seat of an object that goes on after losses; `name` is the same on all ranks."""
+    return members_of(group).seat(name)
+
+
+@dataclass
+class _Attempt:
+    """An exchange as it was begun in one epoch.
+
+    Attributes:
+        epoch: The epoch.
+        finish: Waits for it; None if it is given up.
+        failure: Why it could not begin.
+    """
+
+    epoch: int
+    finish: Finish | None = None
+    failure: dist.DistBackendError | None = None
+
+
+class Continuing(Mixing):
+    """A mixing whose exchanges survive the loss of ranks.
+
+    When an exchange fails, the rank agrees with the others on who is left (`fogdist.membership`). Then it repeats the
+    exchange among them, with what is left of the topology. If other ranks had completed this exchange before the loss, it
+    is given up instead: the rank keeps its own values, and meets the others in the exchange where they are. So no rank waits
+    for an exchange that another one does not make, and a rank loses nothing but exchanges that it had not completed.
+
+    Args:
+        mixing: The mixing. Weights that users set before a round are not possible, as they may name lost ranks.
+        seat: The place in the exchanges. Several mixings may have one, if their exchanges end in the order in which they
+            begin.
+
+    """
+
+    def __init__(self, mixing: Mixing, seat: Seat) -> None:
+        self._mixing = mixing
+        self._seat = seat
+
+    @property
+    def exchanges(self) -> bool:  # type: ignore[override]  # that of the mixing
+        """See `Mixing`."""
+        return self._mixing.exchanges
+
+    def __repr__(self) -> str:
+        return f"{self._mixing!r} that goes on after losses"
+
+    def items(self, context: Context) -> list[str]:
+        """See `Mixing.items`."""
+        return self._mixing.items(context)
+
+    def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin`."""
+        return self._begin(self._mixing.begin, tensors, round, in_place)
+
+    def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
+        """See `Mixing.begin_push`."""
+        return self._begin(self._mixing.begin_push, tensors, round, in_place)
+
+    def _begin(
+        self,
+        start: Callable[[Sequence[Tensor], Round], Finish],
+        tensors: Sequence[Tensor],
+        round: Round,
+        in_place: bool,
+    ) -> Finish:
+        # Not in place: the values are needed for another attempt.
+        end = repeated(self._seat, lambda context: start(tensors, replace(round, context=context)))
+
+        def finish() -> list[Tensor]:
+            results = end()
+            if not in_place:
+                return [tensor.clone() for tensor in tensors] if results is None else results
+            for tensor, result in zip(tensors, results or (), strict=False):
+                tensor.copy_(result)
+            return list(tensors)
+
+        return finish
+
+
+def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], list[Tensor] | None]:
+    """Begins an exchange that is repeated after each loss of ranks, until it is complete or given up.
+
+    Args:
+        seat: The place in the exchanges.
+        begin: Begins it in a group; what it sends must still be there when it is called again.
+
+    Returns:
+        A function that waits for the exchange and returns its results; None if it is given up, because other ranks have
+        completed it before the loss. Such functions of one seat must be called in the order of the exchanges.
+    """
+    number = seat.take()
+
+    def attempt() -> _Attempt:
+        if number < seat.resume:
+            return _Attempt(seat.epoch)
+        try:
+            return _Attempt(seat.epoch, begin(seat.context))
+        except dist.DistBackendError as failure:
+            return _Attempt(seat.epoch, failure=failure)
+
+    latest = [attempt()]
+
+    def finish() -> list[Tensor] | None:
+        results = _completed(seat, latest.pop(), attempt)
+        seat.completed = number + 1
+        return results
+
+    return finish
+
+
+def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
+    """Returns the results after as many attempts as it takes; None if the exchange is given up."""
+    while True:
+        # An exchange of an earlier epoch does not count even if its result has arrived: the others repeat it.
+        if attempt.epoch == seat.epoch:
+            if attempt.failure is None:
+                if attempt.finish is None:
+                    return None
+                try:
+                    return attempt.finish()
+                except dist.DistBackendError as failure:
+                    attempt.failure = failure
+            seat.meet(attempt.failure)
+        attempt = again()

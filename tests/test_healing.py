@@ -1,0 +1,190 @@
+"""Topologies without lost ranks: for every kind of topology and random sets of lost ranks."""
+
+from __future__ import annotations
+
+import networkx as nx
+import numpy as np
+import pytest
+from fogdist import topology
+from fogdist.topology import Topology, TopologyError
+from harness import ALL
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_topology_sequences import ALLOWED, SEQUENCES
+
+ROUNDS = 40  # of a sequence without a period
+
+# Every graph that has a short name, and every sequence.
+KINDS = {
+    **{
+        name: lambda n, name=name: Topology.from_graph(name, topology.by_name(name, n))
+        for name in topology.TOPOLOGY_NAMES
+    },
+    **SEQUENCES,
+    "mean-of-mesh": lambda n: Topology.from_graph(
+        "mean-of-mesh", topology.uniform_weights(topology.MeshGrid2DGraph(n))
+    ),
+    "one-peer-star": lambda n: topology.one_peer(topology.StarGraph(n)),
+}
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[Topology, list[int]]:
+    """Draws a topology and the ranks that it loses, at least one of which is left."""
+    name = draw(st.sampled_from(sorted(KINDS)))
+    size = draw(st.sampled_from(ALLOWED.get(name, range(1, 18))))
+    lost = draw(st.sets(st.integers(0, size - 1), max_size=size - 1))
+    return KINDS[name](size), sorted(lost)
+
+
+def rounds_of(sequence: Topology) -> list[np.ndarray]:
+    return [sequence.matrix(t) for t in range(sequence.period or ROUNDS)]
+
+
+def connects(rounds: list[np.ndarray], ranks: list[int]) -> bool:
+    """Returns whether each of the ranks reaches all others over all rounds together."""
+    union = np.any([W[np.ix_(ranks, ranks)] != 0 for W in rounds], axis=0)
+    return nx.is_strongly_connected(nx.from_numpy_array(union, create_using=nx.DiGraph))
+
+
+@settings(max_examples=2000 if ALL else 150, deadline=None, derandomize=not ALL)
+@given(losses())
+def test_what_is_left_is_a_topology_of_the_same_promises(case: tuple[Topology, list[int]]) -> None:
+    whole, lost = case
+    healed = whole.without(lost)
+    living = [rank for rank in range(whole.size) if rank not in lost]
+    assert healed.size == whole.size
+    before, after = rounds_of(whole), rounds_of(healed)
+    balanced = all(np.allclose(W.sum(axis=1), 1.0) for W in before)
+    symmetric = all(np.array_equal(W, W.T) for W in before)
+    for W in after:
+        assert (W >= 0).all()
+        np.testing.assert_allclose(W.sum(axis=0), 1.0, rtol=1e-12)
+        if balanced:
+            np.testing.assert_allclose(W.sum(axis=1), 1.0, rtol=1e-12)
+        if symmetric:
+            np.testing.assert_allclose(W, W.T, rtol=1e-12)
+        for rank in lost:
+            assert W[rank, rank] == 1.0
+            assert np.count_nonzero(W[rank]) == np.count_nonzero(W[:, rank]) == 1
+    if connects(before, list(range(whole.size))):
+        assert connects(after, living)
+
+
+@settings(max_examples=500 if ALL else 60, deadline=None, derandomize=not ALL)
+@given(losses(), st.randoms(use_true_random=False))
+def test_losses_one_after_the_other_end_as_both_together(case, random) -> None:
+    whole, lost = case
+    first = [rank for rank in lost if random.random() < 0.5]
+    one_by_one = whole.without(first).without([rank for rank in lost if rank not in first])
+    together = whole.without(lost)
+    assert one_by_one.period == together.period
+    for W, V in zip(rounds_of(one_by_one), rounds_of(together), strict=True):
+        np.testing.assert_array_equal(W, V)
+    # The numbers of the living ranks among themselves.
+    living = [rank for rank in range(whole.size) if rank not in lost]
+    dense = whole.among(living)
+    assert dense.size == len(living)
+    np.testing.assert_array_equal(dense.matrix(1), together.matrix(1)[np.ix_(living, living)])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        topology.one_peer_exponential,
+        topology.base_graph,
+        lambda n: topology.base_graph(n, 2),
+        topology.simple_base_graph,
+        lambda n: topology.random_matching(n, seed=3),
+        topology.equi_dynamic,
+        lambda n: topology.equi_dynamic(n, directed=False, eta=0.75, seed=2),
+    ],
+)
+def test_a_sequence_shrinks_to_its_own_construction(make) -> None:
+    living = [0, 1, 3, 4, 5, 7]
+    healed, smaller = make(8).without([2, 6]), make(6)
+    assert healed.period == smaller.period
+    for t in range(smaller.period or 10):
+        np.testing.assert_array_equal(healed.matrix(t)[np.ix_(living, living)], smaller.matrix(t))
+
+
+def test_a_hypercube_of_another_number_is_a_base_graph() -> None:
+    np.testing.assert_array_equal(
+        topology.one_peer_hypercube(8).among(range(4)).matrix(1), topology.one_peer_hypercube(4).matrix(1)
+    )
+    six = topology.one_peer_hypercube(8).among(range(6))
+    assert six.rounds_to_exact_consensus == topology.base_graph(6).period
+
+
+def test_a_ring_closes_around_lost_ranks() -> None:
+    for style, neighbors in (("ring", {1, 4}), ("ring-left", {1}), ("ring-right", {4})):
+        healed = Topology.from_graph(style, topology.by_name(style, 6)).without([2, 3])
+        graph = healed.graph()
+        assert set(graph.successors(1 if style == "ring-right" else 4)) - {
+            1 if style == "ring-right" else 4
+        } == (neighbors if style != "ring" else {1, 5})
+        assert all(graph[i][j]["weight"] == graph[4][4]["weight"] for i, j in graph.edges if i not in (2, 3))
+
+
+def test_the_next_rank_becomes_the_center_of_a_star() -> None:
+    graph = Topology.from_graph("star", topology.StarGraph(5, center_rank=2)).without([2]).graph()
+    assert {rank: sorted(set(graph.successors(rank)) - {rank}) for rank in graph} == {
+        0: [3],
+        1: [3],
+        2: [],
+        3: [0, 1, 4],
+        4: [3],
+    }
+
+
+def test_the_weight_of_a_lost_neighbor_returns_to_self_while_the_graph_holds_together() -> None:
+    whole = Topology.from_graph("mesh", topology.MeshGrid2DGraph(9))  # rank 0 is a corner, beside 1 and 3
+    healed = whole.without([0])
+    difference = healed.matrix() - whole.matrix()
+    assert set(zip(*np.nonzero(difference), strict=True)) == {
+        (0, 0),
+        (0, 1),
+        (1, 0),
+        (0, 3),
+        (3, 0),
+        (1, 1),
+        (3, 3),
+    }
+    assert difference[1, 1] == pytest.approx(whole.matrix()[0, 1])
+
+
+def test_a_cycle_of_one_round_is_closed() -> None:
+    """A rank that loses its receiver sends to the rank that loses its sender: the mean of all stays."""
+    order = [0, 3, 1, 4, 2]
+    W = np.eye(5) / 2
+    for i, j in zip(order, [*order[1:], order[0]], strict=True):
+        W[i, j] += 0.5
+    healed = Topology("cycle", [W]).without([1])
+    assert healed.matrix()[3, 4] == 0.5
+    assert sorted(healed.peers(3)["dst_weights"]) == [4]
+
+
+def test_a_users_own_mean_of_neighbors_is_divided_by_what_is_left() -> None:
+    graph = nx.DiGraph([(0, 1), (1, 2), (2, 0), (0, 2), (3, 0), (2, 3)])
+    healed = Topology.from_graph("own", topology.uniform_weights(graph)).without([3])
+    np.testing.assert_allclose(healed.matrix()[:, 0], [0.5, 0, 0.5, 0])
+    np.testing.assert_allclose(healed.matrix()[:, 2], [1 / 3, 1 / 3, 1 / 3, 0])
+
+
+def test_nothing_lost_is_the_same_topology() -> None:
+    ring = Topology.from_graph("ring", topology.RingGraph(4))
+    assert ring.without([]) is ring and ring.among(range(4)) is ring
+
+
+def test_bad_ranks() -> None:
+    ring = Topology.from_graph("ring", topology.RingGraph(4))
+    with pytest.raises(TopologyError, match=r"lost must be a rank in \[0, 3\], got 4"):
+        ring.without([4])
+    with pytest.raises(TypeError, match="lost must be an integer, got 'a'"):
+        ring.without(["a"])
+    with pytest.raises(TopologyError, match="lost must leave at least one rank, got all 4"):
+        ring.without(range(4))
+    with pytest.raises(TopologyError, match="living must hold at least one rank, got none"):
+        ring.among([])
+    with pytest.raises(TopologyError, match="living must hold at least one rank, got none"):
+        ring.without([1]).among([1])
