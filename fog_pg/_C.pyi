@@ -336,12 +336,6 @@ class ProcessGroupFog(Backend):
             ValueError: A rank is out of range or given twice, or this rank is not among them.
         """
 
-    def lost_ranks(self) -> list[int]:
-        """Ranks of the group that are known to be lost, in ascending order."""
-
-    def left_ranks(self) -> list[int]:
-        """Ranks that have closed the group, or whose process has ended in good order, in ascending order."""
-
     def watch(self, ranks: Sequence[int]) -> None:
         """Makes the ends of these ranks known to this one, also if it exchanges nothing with them."""
 
@@ -374,6 +368,9 @@ class ProcessGroupFog(Backend):
         Their processes have ended without a goodbye, or do not answer, or were declared lost (docs/hangs.md). A rank
         that has ended in good order is not lost. Takes a few microseconds.
         """
+
+    def left_ranks(self) -> list[int]:
+        """The ranks that have closed the group, or whose process has ended in good order, in ascending order."""
 
     def suspect_ranks(self) -> list[int]:
         """The ranks that this rank waits for or shares a window with, and that show no sign of life for long.

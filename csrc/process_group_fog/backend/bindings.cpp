@@ -313,14 +313,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("store"),
           py::arg("options"),
           py::call_guard<py::gil_scoped_release>())
-      .def(
-          "lost_ranks",
-          [](const ProcessGroupFog& self) { return self.gone_ranks(true); },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "left_ranks",
-          [](const ProcessGroupFog& self) { return self.gone_ranks(false); },
-          py::call_guard<py::gil_scoped_release>())
       .def("watch", &ProcessGroupFog::watch, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("id", &ProcessGroupFog::id)
       .def_property_readonly("failure", &ProcessGroupFog::failure)
@@ -328,6 +320,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
       .def("lost_ranks", &ProcessGroupFog::lost_ranks, py::call_guard<py::gil_scoped_release>())
+      .def("left_ranks", &ProcessGroupFog::left_ranks, py::call_guard<py::gil_scoped_release>())
       .def("suspect_ranks", &ProcessGroupFog::suspect_ranks, py::call_guard<py::gil_scoped_release>())
       .def_property("lost_after", &ProcessGroupFog::lost_after, &ProcessGroupFog::set_lost_after);
 

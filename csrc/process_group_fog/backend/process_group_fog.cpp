@@ -93,16 +93,6 @@ c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
   return made;
 }
 
-std::vector<int> ProcessGroupFog::gone_ranks(bool lost) const {
-  std::vector<int> ranks;
-  for (const auto& [rank, was_lost] : group_->engine.gone(*group_)) {
-    if (was_lost == lost) {
-      ranks.push_back(rank);
-    }
-  }
-  return ranks;
-}
-
 void ProcessGroupFog::watch(const std::vector<int>& ranks) const {
   for (const int rank : ranks) {
     TORCH_CHECK_VALUE(rank >= 0 && rank < size_, "watch: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1);
@@ -356,6 +346,10 @@ std::string ProcessGroupFog::transport(int rank) const {
 
 std::vector<int> ProcessGroupFog::lost_ranks() const {
   return group_->engine.lost_ranks(*group_);
+}
+
+std::vector<int> ProcessGroupFog::left_ranks() const {
+  return group_->engine.left_ranks(*group_);
 }
 
 std::vector<int> ProcessGroupFog::suspect_ranks() const {

@@ -256,8 +256,6 @@ class ProcessGroupFog : public c10d::Backend {
       uint64_t number,
       const c10::intrusive_ptr<c10d::Store>& store,
       const c10::intrusive_ptr<Options>& options) const;
-  // The ranks that are known to be lost, or to have left in good order, ascending.
-  std::vector<int> gone_ranks(bool lost) const;
   // Makes the ends of these ranks known to this one, also if it exchanges nothing with them.
   void watch(const std::vector<int>& ranks) const;
   // The group's identity, the same on its ranks and on no other group.
@@ -272,6 +270,7 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> hosts() const;
   // See Engine.
   std::vector<int> lost_ranks() const;
+  std::vector<int> left_ranks() const;
   std::vector<int> suspect_ranks() const;
   // Seconds, for all groups of the process, see Liveness; 0: no rank that still runs is declared lost.
   double lost_after() const;

@@ -81,9 +81,6 @@ class Engine final : public Driver, public MessageHandler {
   Failure failure(const std::shared_ptr<Group>& group);
   // Makes the transport notice the end of these ranks, also if nothing is sent to them.
   void watch(const Group& group, const std::vector<int>& ranks);
-  // The ranks that take no part in the group any more, ascending, and whether each was lost; otherwise it has closed the
-  // group, or its process has ended in good order.
-  std::vector<std::pair<int, bool>> gone(const Group& group);
   uint64_t sequence(const std::shared_ptr<Group>& group);
   // The messages, and the bytes of data in them, that the group's operations have sent from this rank.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
@@ -112,6 +109,8 @@ class Engine final : public Driver, public MessageHandler {
   std::chrono::nanoseconds lost_after();
   // The ranks of the group that are lost: their processes have ended without a goodbye, or they were declared lost.
   std::vector<int> lost_ranks(const Group& group);
+  // The ranks that have closed the group, or whose processes have ended in good order.
+  std::vector<int> left_ranks(const Group& group);
   // The ranks that may be declared lost soon, or would be if that was allowed.
   std::vector<int> suspect_ranks(const Group& group);
 
@@ -249,7 +248,7 @@ class Engine final : public Driver, public MessageHandler {
   void watch_program(const Operation& operation, int peer_id, Deadline now);
   // The operation fails, perhaps by the news of another rank: this rank goes on to judge those that it has waited for.
   void keep_watching(const Operation& operation);
-  std::vector<int> ranks_that(const Group& group, const std::function<bool(int peer_id)>& holds);
+  std::vector<int> ranks_that(const Group& group, const std::function<bool(int rank)>& holds);
   // Ends the operation. Its Work completes in unlock_and_deliver(), or, while a thread is in run(), as soon as that
   // thread no longer uses the operation's memory.
   void complete(const std::shared_ptr<Operation>& operation, std::exception_ptr error);

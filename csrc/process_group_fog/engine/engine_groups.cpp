@@ -164,17 +164,6 @@ void Engine::watch(const Group& group, const std::vector<int>& ranks) {
   }
 }
 
-std::vector<std::pair<int, bool>> Engine::gone(const Group& group) {
-  Lock lock(mutex_);
-  std::vector<std::pair<int, bool>> ranks;
-  for (int rank = 0; rank < group.size(); ++rank) {
-    if (rank != group.rank && is_away(group, rank)) {
-      ranks.emplace_back(rank, lost_.count(group.members[rank].peer_id) > 0);
-    }
-  }
-  return ranks;
-}
-
 std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {
   Lock lock(mutex_);
   return {group->sent_messages, group->sent_bytes};

@@ -53,12 +53,12 @@ std::chrono::nanoseconds Engine::lost_after() {
   return liveness_.lost_after();
 }
 
-std::vector<int> Engine::ranks_that(const Group& group, const std::function<bool(int peer_id)>& holds) {
+std::vector<int> Engine::ranks_that(const Group& group, const std::function<bool(int rank)>& holds) {
   look_for_ended_peers();
   const Lock lock(mutex_);
   std::vector<int> ranks;
   for (int rank = 0; rank < group.size(); ++rank) {
-    if (rank != group.rank && holds(group.members[rank].peer_id)) {
+    if (rank != group.rank && holds(rank)) {
       ranks.push_back(rank);
     }
   }
@@ -66,11 +66,15 @@ std::vector<int> Engine::ranks_that(const Group& group, const std::function<bool
 }
 
 std::vector<int> Engine::lost_ranks(const Group& group) {
-  return ranks_that(group, [this](int peer_id) { return lost_.count(peer_id) > 0; });
+  return ranks_that(group, [&](int rank) { return lost_.count(group.members[rank].peer_id) > 0; });
+}
+
+std::vector<int> Engine::left_ranks(const Group& group) {
+  return ranks_that(group, [&](int rank) { return is_away(group, rank) && lost_.count(group.members[rank].peer_id) == 0; });
 }
 
 std::vector<int> Engine::suspect_ranks(const Group& group) {
-  return ranks_that(group, [this](int peer_id) { return liveness_.suspects(peer_id); });
+  return ranks_that(group, [&](int rank) { return liveness_.suspects(group.members[rank].peer_id); });
 }
 
 void Engine::watch_program(const Operation& operation, int peer_id, Deadline now) {
