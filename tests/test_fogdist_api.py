@@ -58,6 +58,7 @@ def test_every_module_imports_only_what_is_below_it():
         "metrics",
         "deprecated_optimizers",
         "ddp",
+        "checkpoint",
         "hook",
         "simulate",
         "__init__",

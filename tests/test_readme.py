@@ -23,7 +23,10 @@ BLOCKS = BLOCK.findall(README)
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 
 # The pattern of each line that a rank prints, for blocks whose output the page does not show.
-PATTERNS = {"from_ddp.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d"}
+PATTERNS = {
+    "from_ddp.py": r"rank \d: loss 0\.0\d+, distance to the true weights 0\.0\d\d",
+    "resume.py": r"rank \d: steps 1 to 20",
+}
 
 
 @dataclass(frozen=True)

@@ -137,17 +137,20 @@ class AsynchronousGossip(Algorithm):
             return
         self._remove_hooks()
         self._windows.pace.free()
-        self._windows.end_transfers()
-        barrier(group=self._group)
-        with torch.no_grad():
-            self.buckets.reattach()
-            self._windows.collect()
-            self.buckets.write_back()
+        self._apply_all()
         windows, self._windows = self._windows, None
         windows.free()
 
+    def settle(self) -> None:
+        """Applies the last moves of all neighbors to the parameters; steps may follow. Collective."""
+        if self._windows is not None:
+            self._apply_all()
+            with torch.no_grad():
+                self._windows.publish()
+            barrier(group=self._group)  # so that no rank reads or moves before all have published
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `finish` before.
+        """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `settle` or `finish` before.
 
         Raises:
             RuntimeError: The algorithm has not been finished since it was made, and there are other ranks:
@@ -190,6 +193,16 @@ class AsynchronousGossip(Algorithm):
         if self._windows is not None and not self._holds(*self._trained()):
             raise RuntimeError("parameters must not be added, frozen or unfrozen before finish()")
         super().refresh()
+
+    def _apply_all(self) -> None:
+        """Waits until the moves of all ranks have arrived, and applies those for this rank."""
+        assert self._windows is not None
+        self._windows.end_transfers()
+        barrier(group=self._group)
+        with torch.no_grad():
+            self.buckets.reattach()
+            self._windows.collect()
+            self.buckets.write_back()
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

@@ -33,6 +33,7 @@ class PushSumSGD(Algorithm):
     """
 
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
+    mean_weight: ClassVar[str | None] = "p"
 
     _is_biased: bool
 

@@ -108,6 +108,8 @@ class Algorithm(DistributedOptimizer):
     """Names of flat vectors that are kept from step to step, in `vectors`."""
     state_numbers: ClassVar[Mapping[str, float]] = {}
     """Numbers that are kept, in `numbers`, with their first values."""
+    mean_weight: ClassVar[str | None] = None
+    """The name of the number that weights this rank's parameters in the mean of all ranks; by default all weigh the same."""
     needs_rates: ClassVar[bool] = False
     """Whether the recursion uses the learning rate; a bucket then has parameters of one group only."""
     runs_alone: ClassVar[bool] = True
@@ -435,6 +437,9 @@ class Algorithm(DistributedOptimizer):
                     piece.copy_(known[name][parameter])
         self._loaded = {}
         self._has_state = True
+
+    def settle(self) -> None:
+        """Ends exchanges in flight, so that parameters and state have all that there is: before a checkpoint. Collective."""
 
     # --- inside ---
 

@@ -88,6 +88,10 @@ class OverlappingAlgorithm(Algorithm):
                 with self.stepping():
                     pass
 
+    def settle(self) -> None:
+        """See `Algorithm.settle`: it is `synchronize`."""
+        self.synchronize()
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.

@@ -1,0 +1,423 @@
+"""Checkpoints of decentralized training, by torch.distributed.checkpoint: each rank's own state, or the mean of all.
+
+A checkpoint is whole or absent, and can be loaded on another number of ranks. ``docs/howto/checkpoints.md`` is the guide.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from fogdist.agreement import check_same_everywhere
+from fogdist.checkpoint.folders import (
+    Description,
+    begin,
+    check_piece,
+    complete,
+    describe,
+    discard,
+    find,
+    folder_of,
+    latest,
+    remove_old,
+    sizes,
+    steps,
+    sync,
+)
+from fogdist.checkpoint.means import Source, has_mean, means
+from fogdist.checkpoint.pieces import Piece, Shape, write
+from fogdist.checkpoint.states import (
+    State,
+    capture,
+    check,
+    check_arguments,
+    of_all_ranks,
+    restore_model,
+    restore_optimizer,
+    settle,
+)
+from fogdist.checkpoint.together import tell, together
+from fogdist.context import Context, current
+from fogdist.topology.validation import check_flags, check_int
+
+__all__ = ["Loaded", "Saving", "latest", "load", "save", "save_nonblocking", "steps"]
+
+StrPath = str | os.PathLike[str]
+
+# The saves that have not ended, by folder: another one would remove their files.
+_in_flight: weakref.WeakValueDictionary[Path, Saving] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` has loaded.
+
+    Attributes:
+        step: The checkpoint's step.
+        ranks: The number of ranks that saved it.
+        is_mean: Whether this rank now has the mean of all ranks that saved it, in place of the state of one rank.
+        extra: The `extra` that was saved on the rank of this number, or, if there was no such rank, on the rank
+            whose number is the remainder by `ranks`; on rank 0, if the checkpoint has the mean only.
+    """
+
+    step: int
+    ranks: int
+    is_mean: bool
+    extra: Any
+
+
+class Saving:
+    """A checkpoint that is being written, made by `save_nonblocking`. It is not there before all ranks call `wait`."""
+
+    def __init__(self, context: Context, hidden: Path, plan: _Plan, written: Future[dict[str, int]]) -> None:
+        self._context = context
+        self._hidden = hidden
+        self._plan = plan
+        self._written = written
+        self._ended: Path | Exception | None = None
+        _in_flight[hidden.parent] = self
+
+    def is_written(self) -> bool:
+        """Returns whether this rank has written its files, or failed to; `wait` then waits for other ranks only."""
+        return self._written.done()
+
+    def wait(self) -> Path:
+        """Completes the checkpoint and returns its folder. Collective; calling it again gives the same at once.
+
+        Raises:
+            OSError: A rank could not write; see `save`.
+            RuntimeError: As `save`; torch.distributed.DistBackendError if a rank does not come.
+        """
+        if self._ended is None:
+            try:
+                self._ended = self._complete()
+            except Exception as error:
+                self._ended = error
+            _in_flight.pop(self._hidden.parent, None)
+        if isinstance(self._ended, Exception):
+            raise self._ended
+        return self._ended
+
+    def _complete(self) -> Path:
+        context, plan, root = self._context, self._plan, self._hidden.parent
+        what = f"write the checkpoint of step {plan.step} in {root}"
+        try:
+            files: dict[str, int] = {}
+            for part in tell(context, what, together(context, what, self._written.result)):
+                files.update(part)
+            description = Description(
+                plan.step, context.size, list(plan.weights), [*plan.weights.values()], files, _versions()
+            )
+            together(
+                context, what, lambda: complete(self._hidden, description) if context.rank == 0 else None
+            )
+        except dist.DistBackendError:
+            raise  # other ranks may still be writing; the next save removes the files
+        except Exception:
+            if context.rank == 0:
+                discard(self._hidden)
+            raise
+        if context.rank == 0 and plan.keep is not None:
+            remove_old(root, plan.keep, plan.step)
+        return folder_of(root, plan.step)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is being written.
+
+    Attributes:
+        step: The user's number.
+        keep: The number of checkpoints to keep, or None for all.
+        weights: By the name of each piece, its weight in the mean of all ranks' parameters.
+    """
+
+    step: int
+    keep: int | None
+    weights: dict[str, float]
+
+
+def save(
+    path: StrPath,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    average: bool = False,
+    extra: Any = None,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Saves the state of the training on all ranks as one checkpoint, which is whole or absent. Collective.
+
+    Call it between two steps, on all ranks alike. The checkpoint is the folder "step-NNNNNNNN" in `path`, with one folder
+    for each rank in the format of torch.distributed.checkpoint. It appears under its name once rank 0 has seen all files
+    of all ranks; until then older checkpoints are not touched. A rank that is killed meanwhile leaves a hidden folder,
+    which the next call removes, so two trainings must not use one `path`.
+
+    Args:
+        path: The folder of the checkpoints, in a file system that all ranks share. It is made if it is missing.
+        model: The model, or the `fogdist.DecentralizedDataParallel` around it. Its parameters are no DTensors.
+        optimizer: The optimizer, of torch or of fogdist: the state of a `fogdist.algorithms.Algorithm` goes with it.
+            None for the model only.
+        step: A number of the user's, from 0, that `path` has no checkpoint of yet.
+        average: Whether to save one copy, the mean over all ranks of parameters, optimizer state and algorithm state,
+            instead of the state of each rank. Counts and other integers are those of rank 0.
+        extra: This rank's own further state, of any types that can be pickled, such as the state dict of a scheduler, or
+            the state of a random generator. `load` returns it.
+        keep: The number of checkpoints to keep in `path`; those of the lowest steps are removed after the new one is
+            there. None for all.
+        group: The group of ranks; by default that of `fogdist.init`.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        TypeError: An argument has a wrong type; the model has DTensors.
+        ValueError: A number is out of its range; ranks disagree on an argument (on all ranks alike); before `init`.
+        OSError: `path` has a checkpoint of this step, or a rank could not write, for example because the disk is full. On
+            all ranks alike, naming the ranks; nothing of the new checkpoint is left.
+        RuntimeError: Another failure of a rank to write, on all ranks alike; an earlier `save_nonblocking` into `path`
+            was not waited for; after `shutdown`. torch.distributed.DistBackendError if a rank does not come. If that is
+            rank 0 and it was killed in its last moments, the checkpoint may be there all the same.
+    """
+    return _begin(path, model, optimizer, step, average, extra, keep, group, is_copied=False).wait()
+
+
+def save_nonblocking(
+    path: StrPath,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int,
+    average: bool = False,
+    extra: Any = None,
+    keep: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Saving:
+    """Begins `save`, whose arguments it has, and writes a copy of the state while the training goes on. Collective.
+
+    The thread that writes sends no messages, so nothing meets the exchanges of the training. All ranks complete the
+    checkpoint by `Saving.wait`, for example before the next call; until then it is not there.
+
+    Raises:
+        TypeError: As `save`.
+        ValueError: As `save`.
+        OSError: `path` has a checkpoint of this step.
+        RuntimeError: As `save`.
+    """
+    return _begin(path, model, optimizer, step, average, extra, keep, group, is_copied=True)
+
+
+def load(
+    path: StrPath,
+    model: Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Loaded:
+    """Loads a checkpoint of `save` into the model and the optimizer. Collective.
+
+    On as many ranks as saved it, each rank gets its own state back, and training continues bit for bit. On another
+    number of ranks, and from a checkpoint of ``average=True``, all ranks get the mean over the ranks that saved it, of
+    parameters, optimizer state and algorithm state. It keeps the mean of the parameters (with push-sum, the mean with
+    the weights p, which become 1) and whatever linear rule the sums over ranks of an algorithm's vectors obey: the sum of
+    gradient tracking's trackers is the sum of its gradients, and the sum of exact diffusion's corrections is 0. Numbers
+    such as counts of steps and rounds are those of rank 0 then.
+
+    Call it before the first step. `AsynchronousGossip` has to be made after it, and its checkpoint is loaded into its
+    optimizer. Asynchronous modes that have trained before may mix once with what neighbors sent before.
+
+    Args:
+        path: The folder that `save` was given.
+        model: As in `save`: a model with the same names, shapes and dtypes.
+        optimizer: As in `save`: over the same parameters in the same order, of the same class. None to load the model
+            only.
+        step: The step of the checkpoint; by default the highest.
+        group: The group of ranks; by default that of `fogdist.init`.
+
+    Raises:
+        TypeError: An argument has a wrong type; the model has DTensors.
+        ValueError: The checkpoint is of another model, optimizer or algorithm, or of a newer version, with the differences;
+            ranks disagree on an argument; before `init`. On all ranks alike; then the model is as it was.
+        OSError: There is no such checkpoint, or it cannot be read, on all ranks alike.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+    """
+    check_arguments(model, optimizer)
+    if step is not None:
+        step = check_int(step, "step", minimum=0)
+    context, root = current(group), Path(path)
+    settle(model, optimizer)
+    wanted = "the latest checkpoint" if step is None else f"the checkpoint of step {step}"
+    what = f"load {wanted} in {root}"
+    check_same_everywhere(context.backend, "checkpoint", [what, f"optimizer: {optimizer is not None}"])
+    chosen = together(context, what, lambda: find(root, step).name if context.rank == 0 else None)
+    folder = root / tell(context, what, chosen)[0]
+    reading = together(context, what, lambda: _Reading(context, folder, model, optimizer))
+    tensors = reading.tensors(what)
+    if optimizer is not None:
+        together(context, what, lambda: restore_optimizer(optimizer, reading.rest, tensors))
+    together(context, what, lambda: restore_model(model, reading.rest, tensors))
+    return Loaded(reading.description.step, reading.description.ranks, reading.is_mean, reading.rest["extra"])
+
+
+# --- inside ---
+
+
+def _begin(
+    path: StrPath,
+    model: Module,
+    optimizer: Optimizer | None,
+    step: int,
+    average: bool,
+    extra: Any,
+    keep: int | None,
+    group: dist.ProcessGroup | None,
+    *,
+    is_copied: bool,
+) -> Saving:
+    """Begins a checkpoint; with `is_copied` of copies, in another thread, otherwise its files are written at the end."""
+    check_arguments(model, optimizer)
+    step = check_int(step, "step", minimum=0)
+    check_flags(average=average)
+    if keep is not None:
+        keep = check_int(keep, "keep", minimum=1)
+    context, root = current(group), Path(path).absolute()
+    if root in _in_flight:
+        raise RuntimeError(
+            f"an earlier save_nonblocking into {root} needs a call of its wait() on all ranks before"
+        )
+    settle(model, optimizer)
+    state = capture(model, optimizer, extra)
+    what = f"begin the checkpoint of step {step} in {root}"
+    check_same_everywhere(context.backend, "checkpoint", [what, f"{average=}", f"{keep=}", f"{is_copied=}"])
+    begun = together(context, what, lambda: begin(root, step).name if context.rank == 0 else None)
+    hidden = root / tell(context, what, begun)[0]
+    if average:
+        try:
+            state = _mean_of(context, what, state, optimizer)
+        except Exception:
+            discard(hidden)
+            raise
+        plan = _Plan(step, keep, {"mean": 1.0})
+        piece = "mean" if context.rank == 0 else None
+    else:
+        weights = tell(context, what, state.weight)
+        plan = _Plan(step, keep, {f"rank{rank}": weight for rank, weight in enumerate(weights)})
+        piece = f"rank{context.rank}"
+    return Saving(context, hidden, plan, _written(hidden, piece, state, is_copied))
+
+
+def _written(hidden: Path, piece: str | None, state: State, is_copied: bool) -> Future[dict[str, int]]:
+    """Writes a piece, at once or in a thread; the result is the sizes of its files."""
+    if piece is not None and is_copied:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="fogdist.checkpoint")
+        try:
+            return executor.submit(_write, hidden / piece, state.copied())
+        finally:
+            executor.shutdown(wait=False)
+    done: Future[dict[str, int]] = Future()
+    try:
+        done.set_result({} if piece is None else _write(hidden / piece, state))
+    except Exception as error:
+        done.set_exception(error)
+    return done
+
+
+def _write(folder: Path, state: State) -> dict[str, int]:
+    write(folder, state.tensors, state.rest)
+    sync(folder)
+    return sizes(folder)
+
+
+def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | None) -> State:
+    """Returns the mean of the states of all ranks, with the numbers of rank 0. Collective."""
+    own = {name: [str(shape.dtype), shape.size] for name, shape in state.shapes.items()}
+    described = tell(context, what, own if context.rank == 0 else None)[0]
+    shapes = {
+        name: Shape(getattr(torch, dtype.removeprefix("torch.")), tuple(size))
+        for name, (dtype, size) in described.items()
+    }
+    source = Source(state.weight, state.tensors, lambda names: {name: state.tensors[name] for name in names})
+    found, failure = means(context, shapes, [source])
+    together(context, what, _raising(failure))
+    others = {name: tensor for name, tensor in state.tensors.items() if name not in found}
+    return State({**others, **found}, of_all_ranks(state.rest, optimizer), 1.0)
+
+
+class _Reading:
+    """A checkpoint on its way into this rank. The constructor checks it, and does not communicate.
+
+    Attributes:
+        description: The checkpoint's.
+        is_mean: Whether this rank gets the mean of all ranks that saved it.
+        rest: What this rank gets besides tensors.
+    """
+
+    def __init__(self, context: Context, folder: Path, model: Module, optimizer: Optimizer | None) -> None:
+        self._context, self._folder = context, folder
+        self.description = describe(folder)
+        names, ranks = self.description.pieces, self.description.ranks
+        self._is_combined = len(names) > 1 and ranks != context.size
+        self.is_mean = self._is_combined or self.description.is_mean
+        # Of a combination rank 0's piece gives the numbers, and the names and shapes of the tensors.
+        self._piece = self._open(names[0 if self._is_combined or len(names) == 1 else context.rank])
+        self.rest = self._piece.rest()
+        check(model, optimizer, self._piece.shapes, self.rest, is_mean=self._is_combined)
+        if self._is_combined:
+            self.rest = of_all_ranks(self.rest, optimizer)
+            self.rest["extra"] = self._open(names[context.rank % ranks]).rest()["extra"]
+        parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
+        self._shapes = {name: shape for name, shape in self._piece.shapes.items() if name.startswith(parts)}
+
+    def tensors(self, what: str) -> dict[str, torch.Tensor]:
+        """Reads or computes the tensors of this rank. Collective."""
+        if not self._is_combined:
+            return together(self._context, what, lambda: self._piece.tensors(self._shapes))
+        sources: list[Source] = []
+        failure: Exception | None = None
+        try:
+            sources = self._sources()
+        except Exception as error:
+            failure = error
+        found, unread = means(self._context, self._shapes, sources)
+        together(self._context, what, _raising(failure or unread))
+        counts = [name for name, shape in self._shapes.items() if not has_mean(shape)]
+        return {**found, **together(self._context, what, lambda: self._piece.tensors(counts))}
+
+    def _sources(self) -> list[Source]:
+        """Returns the pieces that this rank adds up."""
+        pieces = list(zip(self.description.pieces, self.description.weights, strict=True))
+        opened = [
+            (weight, self._open(name)) for name, weight in pieces[self._context.rank :: self._context.size]
+        ]
+        return [Source(weight, piece.shapes, piece.tensors) for weight, piece in opened]
+
+    def _open(self, name: str) -> Piece:
+        check_piece(self._folder, self.description, name)
+        return Piece(self._folder / name)
+
+
+def _raising(failure: Exception | None) -> Callable[[], None]:
+    def action() -> None:
+        if failure is not None:
+            raise failure
+
+    return action
+
+
+def _versions() -> dict[str, str]:
+    from fog_pg._build_info import VERSION  # written by the build, which ranks need
+
+    return {"fogdist": VERSION, "torch": torch.__version__}

@@ -1,0 +1,605 @@
+"""Checkpoints: the same bits on as many ranks, means on other numbers, whole or absent under kills and full disks."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import algorithms, checkpoint
+from harness import World, WorldPool, on_ranks
+from torch import nn
+from training_cases import Net, distributed, loss_of, make_net, sgd, snapshot, start, train_step
+
+RATE = 0.02
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=RATE, weight_decay=0.1)
+
+
+def go_on(called: Any, optimizer: Any, rank: int, first: int, last: int) -> None:
+    for number in range(first, last):
+        train_step(called, optimizer, rank, number)
+    optimizer.zero_grad()
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+# --- as many ranks ------------------------------------------------------------------------------------------
+
+KINDS = [
+    "awc",
+    "atc",
+    "gradient",
+    "put",
+    "DecentralizedSGD",
+    "ExactDiffusion",
+    "GradientTracking",
+    "PushSumSGD",
+]
+KINDS += ["QuasiGlobalMomentum", "SlowMo", "DiLoCo", "wrapper"]
+
+
+@on_ranks(
+    4,
+    case=[*((kind, True) for kind in KINDS), ("awc", False), ("GradientTracking", False), ("wrapper", False)],
+)
+def test_training_continues_bit_for_bit(case: tuple[str, bool], tmp_path: Path) -> None:
+    kind, of_sgd = case
+    rank, size = start()
+
+    def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+        model = make_net(seed)
+        return model, sgd(model, momentum=0.0) if of_sgd else adam(model)
+
+    model, base = begin(rank)
+    with distributed(kind, base, model) as (called, optimizer):
+        go_on(called, optimizer, rank, 0, 3)
+        folder = checkpoint.save(tmp_path, called, optimizer, step=3, extra={"rank": rank})
+        kept = snapshot(model)
+        go_on(called, optimizer, rank, 3, 6)
+    expected = snapshot(model)
+    assert not torch.equal(kept, expected)
+    other, base = begin(10 + rank)
+    with distributed(kind, base, other) as (called, optimizer):
+        loaded = checkpoint.load(tmp_path, called, optimizer)
+        assert loaded == checkpoint.Loaded(3, size, False, {"rank": rank})
+        assert torch.equal(snapshot(other), kept)
+        go_on(called, optimizer, rank, 3, 6)
+    assert torch.equal(snapshot(other), expected)
+    assert folder == checkpoint.latest(tmp_path)
+    assert names_in(folder) == ["fog.json", *(f"rank{each}" for each in range(size))]
+
+
+@on_ranks(2)
+def test_the_round_of_the_wrapper_goes_on(tmp_path: Path) -> None:
+    """Without it, the second graph would be the first one again."""
+    rank, size = start()
+    sequence = (
+        fogdist.topology.one_peer_exponential(4) if size == 4 else fogdist.topology.random_matching(size)
+    )
+    model = make_net(rank)
+    wrapper = fogdist.DecentralizedDataParallel(model, sgd(model), sequence, broadcast=False)
+    go_on(wrapper, wrapper.optimizer, rank, 0, 3)
+    checkpoint.save(tmp_path, wrapper, wrapper.optimizer, step=0)
+    wrapper.close()
+    again = make_net(rank)
+    wrapper = fogdist.DecentralizedDataParallel(again, sgd(again), sequence, broadcast=False)
+    checkpoint.load(tmp_path, wrapper, wrapper.optimizer)
+    assert wrapper.round == 3
+    wrapper.close()
+
+
+# --- other numbers of ranks ---------------------------------------------------------------------------------
+
+LINEAR = ["DecentralizedSGD", "ExactDiffusion", "GradientTracking", "PushSumSGD", "DiLoCo", "wrapper"]
+
+
+def state_of(model: Net, optimizer: Any) -> dict[str, Any]:
+    """Returns all that the tests of means look at, as NumPy's."""
+    state: dict[str, Any] = {"model": snapshot(model).detach().numpy()}
+    base = optimizer.state_dict()["state"]
+    state["momenta"] = [
+        entry["momentum_buffer"].numpy().copy() for entry in base.values() if "momentum_buffer" in entry
+    ]
+    if isinstance(optimizer, algorithms.Algorithm):
+        saved = optimizer.state_dict()
+        for name in optimizer.state_vectors:
+            own = [entry[f"fog_{name}"] for entry in saved["state"].values() if f"fog_{name}" in entry]
+            state[name] = np.concatenate([each.reshape(-1).numpy() for each in own])
+        state["numbers"] = {name: saved["param_groups"][0][f"fog_{name}"] for name in optimizer.state_numbers}
+    return state
+
+
+def make_of(kind: str, seed: int) -> tuple[Net, torch.optim.Optimizer]:
+    model = make_net(seed)
+    return model, sgd(model, momentum=0.5)
+
+
+def star(size: int) -> Any:
+    return fogdist.StarGraph(size) if size > 1 else fogdist.ExponentialGraph(size)
+
+
+def train_and_save(path: Path, kind: str, average: bool) -> dict[str, Any]:
+    # On a star, push-sum's weights differ between ranks.
+    rank, _ = start(star if kind == "PushSumSGD" else None)
+    model, base = make_of(kind, rank)
+    with distributed(kind, base, model) as (called, optimizer):
+        go_on(called, optimizer, rank, 0, 5)
+        checkpoint.save(path, called, optimizer, step=5, average=average, extra=rank)
+        return state_of(model, optimizer)
+
+
+def load_and_train(path: Path, kind: str, is_mean: bool, saved_by: int) -> dict[str, Any]:
+    rank, _ = start(star if kind == "PushSumSGD" else None)
+    model, base = make_of(kind, 20 + rank)
+    with distributed(kind, base, model) as (called, optimizer):
+        loaded = checkpoint.load(path, called, optimizer)
+        assert loaded == checkpoint.Loaded(5, saved_by, is_mean, loaded.extra)
+        state = state_of(model, optimizer)
+        state["extra"] = loaded.extra
+        go_on(called, optimizer, rank, 5, 7)
+        state["later"] = state_of(model, optimizer)
+        return state
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize(
+    ("before", "after", "average"), [(4, 2, False), (2, 4, False), (4, 1, False), (4, 4, True)]
+)
+def test_other_numbers_of_ranks_go_on_from_the_mean(
+    worlds: WorldPool, tmp_path: Path, kind: str, before: int, after: int, average: bool
+) -> None:
+    saved = worlds(before).run(train_and_save, tmp_path, kind, average)
+    loaded = worlds(after).run(load_and_train, tmp_path, kind, True, before)
+    weights = np.array([state.get("numbers", {}).get("p", 1.0) for state in saved])
+    if kind == "PushSumSGD" and before > 2:
+        assert weights.std() > 0.1  # otherwise the test would not see that they count
+    mean = np.average([state["model"] for state in saved], axis=0, weights=weights)
+    vectors = [name for name in saved[0] if name not in ("model", "momenta", "numbers")]
+    for rank, state in enumerate(loaded):
+        np.testing.assert_allclose(state["model"], mean, rtol=1e-6, atol=1e-7)
+        assert state["momenta"]
+        for place, momentum in enumerate(state["momenta"]):
+            expected = np.mean([each["momenta"][place] for each in saved], axis=0)
+            np.testing.assert_allclose(momentum, expected, rtol=1e-5, atol=1e-7)
+        for name in vectors:
+            expected = np.mean([each[name] for each in saved], axis=0)
+            np.testing.assert_allclose(state[name], expected, rtol=1e-5, atol=1e-7)
+        assert state.get("numbers", {}).get("p", 1.0) == 1.0
+        assert state["extra"] == (0 if average else rank % before)
+        for other in loaded:
+            np.testing.assert_array_equal(state["model"], other["model"])
+    _check_sums(kind, loaded)
+    _check_sums(kind, [state["later"] for state in loaded])
+
+
+def _check_sums(kind: str, states: list[dict[str, Any]]) -> None:
+    """Checks what must hold for the sums over all ranks."""
+    if kind == "GradientTracking":
+        trackers, gradients = (np.sum([each[n] for each in states], axis=0) for n in ("tracker", "gradient"))
+        np.testing.assert_allclose(trackers, gradients, rtol=1e-4, atol=1e-6)
+    if kind == "ExactDiffusion":
+        np.testing.assert_allclose(np.sum([each["correction"] for each in states], axis=0), 0.0, atol=1e-4)
+    if kind == "PushSumSGD":
+        assert abs(sum(each["numbers"]["p"] for each in states) - len(states)) < 1e-9
+
+
+@on_ranks([1, 3])
+def test_torch_reads_the_mean(tmp_path: Path) -> None:
+    """Also torch.distributed.checkpoint alone, in a program without fog."""
+    import torch.distributed.checkpoint as dcp
+
+    rank, _ = start()
+    model = make_net(rank)
+    model.register_buffer("count", torch.tensor(rank + 3))
+    folder = checkpoint.save(tmp_path, model, step=1, average=True)
+    everyone = fogdist.allgather(snapshot(model)[None])
+    other = make_net(9)
+    other.register_buffer("count", torch.tensor(0))
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder / "mean", no_dist=True)
+    other.load_state_dict(state["model"])
+    mean = everyone.double().mean(dim=0)
+    torch.testing.assert_close(snapshot(other).double(), mean, rtol=1e-7, atol=1e-7)
+    assert other.count == 3  # rank 0's, as counts have no mean
+    checkpoint.save(tmp_path, model, step=2)
+    own = {"model": make_net(9).state_dict()}
+    dcp.load(own, checkpoint_id=tmp_path / "step-00000002" / f"rank{rank}", no_dist=True)
+    for name, value in own["model"].items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
+# --- whole or absent ----------------------------------------------------------------------------------------
+
+
+def kill_myself(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before_it(function: Callable[..., Any]) -> Callable[..., Any]:
+    return kill_myself
+
+
+def after_it(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any, **options: Any) -> Any:
+        function(*arguments, **options)
+        kill_myself()
+
+    return call
+
+
+# The place where a rank is killed, whether it is killed after it, and whether the new checkpoint is there then; None if
+# either may be.
+PHASES: dict[str, tuple[str, Callable[..., Any], bool | None]] = {
+    "folder": ("begin", after_it, False),
+    "files without metadata": ("writer", before_it, False),
+    "files": ("_write", after_it, False),
+    "all files": ("Description", before_it, None),
+    "description": ("rename", before_it, False),
+    "name": ("rename", after_it, True),
+}
+
+
+def save_and_die(path: Path, victim: int, phase: str) -> str:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = sgd(model)
+    checkpoint.save(path, model, optimizer, step=1)
+    go_on(model, optimizer, rank, 0, 2)
+    if rank == victim:
+        place, wrapper, _ = PHASES[phase]
+        if place == "writer":
+            from torch.distributed.checkpoint import FileSystemWriter
+
+            FileSystemWriter.finish = wrapper(FileSystemWriter.finish)
+        elif place == "rename":
+            complete = checkpoint.complete
+
+            def renaming(*arguments: Any) -> Any:
+                Path.rename = wrapper(Path.rename)  # type: ignore[method-assign]
+                return complete(*arguments)
+
+            checkpoint.complete = renaming
+        else:
+            setattr(checkpoint, place, wrapper(getattr(checkpoint, place)))
+    try:
+        checkpoint.save(path, model, optimizer, step=2, keep=1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "saved"
+
+
+def load_and_save_again(path: Path, step: int) -> tuple[int, bool]:
+    rank, _ = start()
+    expected = make_net(rank)
+    if step == 2:
+        go_on(expected, sgd(expected), rank, 0, 2)
+    model = make_net(7)
+    loaded = checkpoint.load(path, model, sgd(model))
+    checkpoint.save(path, model, sgd(model), step=3)
+    return loaded.step, torch.equal(snapshot(model), snapshot(expected))
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        ("folder", 0),
+        pytest.param("files without metadata", 0, marks=pytest.mark.long),
+        ("files without metadata", 2),
+        pytest.param("files", 0, marks=pytest.mark.long),
+        ("files", 2),
+        ("all files", 0),
+        ("all files", 2),
+        ("description", 0),
+        ("name", 0),
+    ],
+)
+def test_a_rank_is_killed_while_it_saves(
+    worlds: WorldPool, new_world: Callable[..., World], tmp_path: Path, phase: str, victim: int
+) -> None:
+    outcomes = new_world(3, timeout=20).run_raw(save_and_die, tmp_path, victim, phase)
+    assert [outcome.state for outcome in outcomes] == [
+        "died" if rank == victim else "returned" for rank in range(3)
+    ], outcomes
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert "checkpoint of step 2" in outcome.value and f"rank {victim}" in outcome.value, (
+                outcome.value
+            )
+    is_there = PHASES[phase][2]
+    found = checkpoint.steps(tmp_path)
+    assert found in ([[1, 2]] if is_there else [[1]] if is_there is False else [[1], [1, 2]])
+    last = found[-1]
+    assert worlds(3).run(load_and_save_again, tmp_path, last) == [(last, True)] * 3
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (*found, 3)]  # nothing hidden is left
+
+
+@on_ranks(3)
+def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = nn.Linear(200, 100)
+    checkpoint.save(tmp_path, model, step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        for _ in range(2):
+            with pytest.raises(OSError, match="step 2.*rank 1.*File too large") as caught:
+                checkpoint.save(tmp_path, model, step=2, keep=1)
+            assert caught.value.errno
+            fogdist.barrier()
+            assert names_in(tmp_path) == ["step-00000001"]
+            fogdist.barrier()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    checkpoint.save(tmp_path, model, step=2, keep=1)
+    fogdist.barrier()
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+@on_ranks(2)
+def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
+    """Rank 1 writes elsewhere, as on a disk of another host."""
+    rank, _ = start()
+    write = checkpoint._write
+    if rank == 1:
+        checkpoint._write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
+    shared = tmp_path / "checkpoints"
+    try:
+        with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):
+            checkpoint.save(shared, make_net(0), step=1)
+    finally:
+        checkpoint._write = write
+    fogdist.barrier()
+    assert checkpoint.latest(shared) is None
+
+
+@on_ranks(2)
+def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path: Path) -> None:
+    start()
+    model = make_net(0)
+    for step in (1, 5, 3, 7, 8):
+        checkpoint.save(tmp_path, model, step=step, keep=None if step < 7 else 3)
+        fogdist.barrier()
+        if step == 3:
+            assert checkpoint.steps(tmp_path) == [1, 3, 5]
+            assert checkpoint.latest(tmp_path) == tmp_path / "step-00000005"
+        fogdist.barrier()
+    assert checkpoint.steps(tmp_path) == [5, 7, 8]
+    assert names_in(tmp_path) == [f"step-{step:08d}" for step in (5, 7, 8)]
+    fogdist.barrier()
+    checkpoint.save(tmp_path, model, step=2, keep=1)  # never the one that was just saved
+    fogdist.barrier()
+    assert checkpoint.steps(tmp_path) == [2]
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        assert checkpoint.steps(path) == []
+        assert checkpoint.latest(path) is None
+    (tmp_path / "step-00000004").mkdir()  # not a checkpoint
+    assert checkpoint.steps(str(tmp_path)) == []
+
+
+# --- beside the training ------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = algorithms.GradientTracking(sgd(model), model)
+    go_on(model, optimizer, rank, 0, 2)
+    kept = snapshot(model)
+    saving = checkpoint.save_nonblocking(tmp_path, model, optimizer, step=2, extra=[rank])
+    go_on(model, optimizer, rank, 2, 4)
+    assert checkpoint.latest(tmp_path) is None  # nothing completes it by itself
+    with pytest.raises(RuntimeError, match=r"wait\(\)"):
+        checkpoint.save(tmp_path, model, optimizer, step=3)
+    fogdist.barrier()
+    assert saving.wait() == saving.wait() == tmp_path / "step-00000002"
+    assert saving.is_written()
+    expected = snapshot(model)
+    loaded = checkpoint.load(tmp_path, model, optimizer)
+    assert torch.equal(snapshot(model), kept)
+    assert loaded.extra == [rank]
+    go_on(model, optimizer, rank, 2, 4)
+    assert torch.equal(snapshot(model), expected)
+    # One that was dropped does not prevent the next one, which removes its files.
+    checkpoint.save_nonblocking(tmp_path, model, optimizer, step=8)
+    fogdist.barrier()
+    checkpoint.save(tmp_path, model, optimizer, step=9, average=True)
+    fogdist.barrier()
+    assert checkpoint.steps(tmp_path) == [2, 9]
+
+
+@on_ranks(4)
+def test_what_gossip_has_in_flight_is_saved(tmp_path: Path) -> None:
+    """With a learning rate of 0, the mean of all parameters stays; moves in inboxes are a part of it."""
+    rank, _ = start(fogdist.RingGraph)
+    model = make_net(rank)
+    first = fogdist.allreduce(snapshot(model).double())
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = algorithms.AsynchronousGossip(base, model)
+    for part in range(2):
+        go_on(model, optimizer, rank, 0, 3 + 5 * rank)  # ranks make different numbers of steps
+        checkpoint.save(tmp_path, model, optimizer, step=part)
+        mean = fogdist.allreduce(snapshot(model).double())
+        torch.testing.assert_close(mean, first, rtol=0, atol=1e-6)
+    kept = snapshot(model)
+    optimizer.finish()
+    other = make_net(9)
+    base = torch.optim.SGD(other.parameters(), lr=0.0)
+    checkpoint.load(tmp_path, other, base)
+    assert torch.equal(snapshot(other), kept)
+    optimizer = algorithms.AsynchronousGossip(base, other)
+    go_on(other, optimizer, rank, 0, 2)
+    optimizer.finish()
+
+
+@on_ranks(2)
+def test_a_rank_ahead_does_not_wait_for_one_that_saves(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    wrapper = fogdist.DecentralizedDataParallel(
+        model, sgd(model), fogdist.RingGraph(2), mode="async", max_staleness=1
+    )
+    go_on(wrapper, wrapper.optimizer, rank, 0, 2 if rank == 0 else 12)
+    checkpoint.save(tmp_path, wrapper, wrapper.optimizer, step=0)
+    kept = snapshot(model)
+    go_on(wrapper, wrapper.optimizer, rank, 0, 2)
+    checkpoint.load(tmp_path, wrapper, wrapper.optimizer)
+    assert torch.equal(snapshot(model), kept)
+    wrapper.close()
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+class Renamed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+
+@on_ranks(2)
+def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    checkpoint.save(tmp_path, model, sgd(model), step=4)
+    wider = make_net(rank)
+    wider.head = nn.Linear(1, 1)
+    for other, message in [
+        (make_net(rank).float(), "torch.float32 of shape .* and was saved as torch.float64"),
+        (wider, r"'head.weight' is torch.float32 of shape \(1, 1\) and was saved as"),
+        (Renamed(make_net(rank)), "only in the model: inner.*only in the checkpoint: "),
+    ]:
+        before = snapshot(other)
+        with pytest.raises(ValueError, match=f"step 4.*model must be that of the checkpoint.*{message}"):
+            checkpoint.load(tmp_path, other, step=4)
+        assert torch.equal(snapshot(other), before)
+    # One rank alone with another model: all ranks refuse, and none is left waiting.
+    with pytest.raises(ValueError, match="rank 1: model must be"):
+        checkpoint.load(tmp_path, make_net(rank) if rank == 0 else wider)
+    turned = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1)
+    for optimizer, message in [
+        (adam(model), "must be a SGD, as in the checkpoint, got a Adam"),
+        (turned, "the same order"),
+    ]:
+        with pytest.raises(ValueError, match=f"optimizer {message}|optimizer must have.*{message}"):
+            checkpoint.load(tmp_path, model, optimizer)
+    tracking = algorithms.GradientTracking(sgd(model), model)
+    checkpoint.save(tmp_path, model, tracking, step=5)
+    diffusion = algorithms.ExactDiffusion(sgd(model), model)
+    with pytest.raises(ValueError, match="state_dict must be of ExactDiffusion.*got one of GradientTracking"):
+        checkpoint.load(tmp_path, model, diffusion)
+    checkpoint.save(tmp_path, model, step=6)
+    with pytest.raises(ValueError, match="optimizer must be None.*without an optimizer"):
+        checkpoint.load(tmp_path, model, diffusion)
+    assert checkpoint.load(tmp_path, model, diffusion, step=4).step == 4  # of the plain optimizer
+    assert checkpoint.load(tmp_path, model, step=5).step == 5
+
+
+@on_ranks(2)
+def test_arguments(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = make_net(0)
+    for arguments, options, error, message in [
+        ((3,), {"step": 1}, TypeError, "model.*int"),
+        ((model, 3), {"step": 1}, TypeError, "optimizer.*int"),
+        ((model,), {"step": 1.0}, TypeError, "step.*1.0"),
+        ((model,), {"step": -1}, ValueError, "step.*-1"),
+        ((model,), {"step": 1, "keep": 0}, ValueError, "keep.*0"),
+        ((model,), {"step": 1, "average": 1}, TypeError, "average"),
+    ]:
+        with pytest.raises(error, match=message):
+            checkpoint.save(tmp_path, *arguments, **options)
+    with pytest.raises(ValueError, match="step 1.*ranks|same on all ranks"):
+        checkpoint.save(tmp_path, model, step=1 + rank)
+    with pytest.raises(RuntimeError, match="pickle|local object"):
+        checkpoint.save(tmp_path, model, step=1, extra=lambda: None)
+    fogdist.barrier()
+    assert names_in(tmp_path) == []
+    fogdist.barrier()
+    with pytest.raises(FileNotFoundError, match="path must have a checkpoint, got .* with none"):
+        checkpoint.load(tmp_path, model)
+    checkpoint.save(tmp_path, model, step=1)
+    with pytest.raises(FileNotFoundError, match=r"a checkpoint of step 2, got .* with those of steps \[1\]"):
+        checkpoint.load(tmp_path, model, step=2)
+    with pytest.raises(FileExistsError, match="no checkpoint of step 1 yet"):
+        checkpoint.save(tmp_path, model, step=1)
+
+
+@on_ranks(2)
+def test_damaged_and_newer_checkpoints_are_refused(tmp_path: Path) -> None:
+    rank, _ = start()
+    model = make_net(0)
+    folder = checkpoint.save(tmp_path, model, step=1)
+    data = folder / "rank1" / "__0_0.distcp"
+    whole = data.read_bytes()
+    fogdist.barrier()
+    if rank == 0:
+        data.write_bytes(whole[:-1])
+    fogdist.barrier()
+    with pytest.raises(FileNotFoundError, match="rank 1: .*damaged: rank1/__0_0.distcp"):
+        checkpoint.load(tmp_path, model)
+    fogdist.barrier()
+    if rank == 0:
+        data.write_bytes(whole)
+        description = folder / "fog.json"
+        described = json.loads(description.read_text())
+        description.write_text(json.dumps({**described, "format": 2, "more": 1}))
+    fogdist.barrier()
+    with pytest.raises(ValueError, match="format 1, got one of format 2"):
+        checkpoint.load(tmp_path, model)
+
+
+def test_loss_after_another_number_of_ranks(worlds: WorldPool, tmp_path: Path) -> None:
+    """Training goes on, and does not jump: the loss is not above that of the ranks before."""
+    before = worlds(4).run(losses_and_save, tmp_path)
+    after = worlds(2).run(load_and_losses, tmp_path)
+    assert max(after[0][0], after[1][0]) < 1.5 * np.mean([losses[-1] for losses in before])
+    assert np.mean([losses[-1] for losses in after]) < np.mean([losses[0] for losses in before])
+
+
+def losses_and_save(path: Path) -> list[float]:
+    rank, _ = start()
+    model = make_net(0)
+    optimizer = algorithms.DecentralizedSGD(sgd(model, momentum=0.5), model)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank % 2, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    checkpoint.save(path, model, optimizer, step=20)
+    return losses
+
+
+def load_and_losses(path: Path) -> list[float]:
+    rank, _ = start()
+    model = make_net(5)
+    optimizer = algorithms.DecentralizedSGD(sgd(model, momentum=0.5), model, mixing=None)
+    checkpoint.load(path, model, optimizer)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, 0)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    return losses
