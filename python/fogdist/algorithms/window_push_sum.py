@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
+import torch
+
+from fogdist.collectives import barrier
 from fogdist.exchange import check_weight
+from fogdist.training.algorithm import check_factor
+from fogdist.training.arrivals import Arrivals
 from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
@@ -38,8 +43,20 @@ class WindowPushSum(WindowAlgorithm):
     If a neighbor is lost, the shares on their way to it are lost, of x and of p, and `step` raises. Set the weights so
     that no shares are sent to it any more.
 
-    The arguments are those of `WindowAlgorithm`. Between steps the windows hold z, and their own p is 1; see
+    With `patience` ranks wait for each other, but not for a late one. A rank waits in `step` for the shares of its
+    in-neighbors, each up to a deadline: the median of the times that it had to wait for this neighbor lately, plus
+    `patience` times their median absolute deviation, which counts as at least 5 % of a round. A neighbor that has not
+    come by then is left out until it has sent again. A share that comes late is in one of the next rounds, with its p, so
+    the sums over all ranks stay as they are, and no two ranks need to agree on who was late. A rank keeps the share
+    of an out-neighbor that is late as its in-neighbor. Ranks may be one round apart. A rank that is slower than others from
+    the beginning is waited for, as the median of the waits for it is long.
+
+    The arguments are those of `WindowAlgorithm`, and `patience`. Between steps the windows hold z, and their own p is 1; see
     `push_sum_weights`.
+
+    Args:
+        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. It is instead of `max_staleness`,
+            and sets `force_barrier` to False. None to wait for all ranks, or as `force_barrier` says.
 
     Attributes:
         self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
@@ -52,13 +69,25 @@ class WindowPushSum(WindowAlgorithm):
     zero_init: ClassVar[bool] = True
 
     force_barrier: bool = setting(True)
+    _arrivals: Arrivals | None
     _p: dict[Window, float]
     _mean_p: dict[Window, float]
     _biased: set[Window]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
+        if patience is not None:
+            patience = check_factor(patience, "patience")
         self._p, self._mean_p, self._biased = {}, {}, set()
+        self._arrivals = None
+        options["compare"] = {**(options.get("compare") or {}), "patience": patience}
         super().__init__(*arguments, **options)
+        if patience is not None:
+            self.force_barrier = False
+            if self.is_running:
+                topology = self.context.topology
+                self._arrivals = Arrivals(
+                    self.context, self._prefix, topology.in_neighbors, topology.out_neighbors, patience
+                )
         neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
@@ -94,10 +123,54 @@ class WindowPushSum(WindowAlgorithm):
             raise ValueError(
                 f"self_weight and dst_weights must add up to 1, got {kept} and {dict(given)}, in all {total}"
             )
-        if not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
+        if self._arrivals is not None and not self.force_barrier:
+            for rank in self._arrivals.late.intersection(given):
+                kept += given.pop(rank)
+            if p < LEAST_PART * mean_p:  # in-neighbors that it is no neighbor of do not keep its shares
+                return 1.0, {}
+        elif not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
             before, kept = kept, min(1.0, LEAST_PART * mean_p / p)
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
+
+    def late_neighbors(self) -> list[int]:
+        """Returns the in-neighbors that were left out of the last round; none without `patience`."""
+        return sorted(self._arrivals.late) if self._arrivals is not None else []
+
+    def settle(self) -> None:
+        """See `Algorithm.settle`: takes the shares that are on their way. Collective."""
+        self.synchronize()
+        if self._pace is None:
+            return
+        barrier(group=self._group)  # all shares have arrived
+        with torch.no_grad():
+            self.buckets.reattach()
+            for window in self.windows:
+                self.take(window)
+            with self.stepping():
+                pass
+
+    def unregister_window(self) -> None:
+        """See `WindowAlgorithm.unregister_window`."""
+        arrivals, self._arrivals = self._arrivals, None
+        try:
+            super().unregister_window()
+        finally:
+            if arrivals is not None:
+                arrivals.free()
+
+    def begin(self) -> None:
+        """See `WindowAlgorithm.begin`."""
+        super().begin()
+        if self._arrivals is not None:
+            self._arrivals.tell()
+
+    def keep_pace(self) -> None:
+        """See `WindowAlgorithm.keep_pace`; with `patience` it waits for the shares of this round."""
+        if self._arrivals is None or self.force_barrier:
+            super().keep_pace()
+        else:
+            self._arrivals.wait()
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -43,6 +44,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             has been quiet for a second and five times as long as its own exchanges take. (As the bound of stale
             synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be slower.)
         group: As in `Algorithm`.
+        compare: As in `Algorithm`.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
@@ -79,6 +81,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
+        compare: Mapping[str, object] | None = None,
     ) -> None:
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
@@ -88,7 +91,14 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self.windows = []
         self._handles = []
         self._pace = None
-        super().__init__(optimizer, model, local_steps=local_steps, bucket_cap_mb=bucket_cap_mb, group=group)
+        super().__init__(
+            optimizer,
+            model,
+            local_steps=local_steps,
+            bucket_cap_mb=bucket_cap_mb,
+            group=group,
+            compare=compare,
+        )
         self._prefix = window_prefix or self.name
         if self.is_running:
             with self.buckets.released_on_error():

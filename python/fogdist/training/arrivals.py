@@ -1,0 +1,127 @@
+"""Rounds that a late in-neighbor does not hold up: each rank decides for itself whom it waits for, and how long."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Iterable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from fogdist.context import Context
+
+# The number of waits that the deadline of a neighbor is computed from, and the least number: before, there is none.
+_REMEMBERED = 32
+_FEW = 4
+# The least deviation that the deadline counts with, relative to the time of a round: a neighbor that always came at the
+# same time would otherwise have no leeway.
+_LEAST_DEVIATION = 0.05
+# The sleeps between two looks at the neighbors' numbers, in seconds, doubled from the first to the last.
+_FIRST_SLEEP = 50e-6
+_LAST_SLEEP = 1e-3
+
+
+class Arrivals:
+    """The in-neighbors' rounds, by the numbers that they put here, and a wait for those that are not late.
+
+    A neighbor is late after ``median + patience * deviation`` of the times that this rank had to wait for it lately, where
+    the deviation is the median absolute one, but at least 5 % of a round. Nobody waits for a late neighbor until it
+    has sent again; the rounds that it missed are not made up for. Waits that ended by lateness do not count as times.
+
+    The two ends of an edge do not agree on who is late. So this is for exchanges that stay right if only one end leaves
+    the other one out, as those of push-sum do: a value that comes too late has its weight with it, and counts later.
+
+    Args:
+        context: The group. The construction is collective among neighbors.
+        name: The same on all ranks.
+        in_neighbors: The ranks to wait for.
+        out_neighbors: The ranks that wait for this one.
+        patience: As above; at least 0.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        name: str,
+        in_neighbors: Iterable[int],
+        out_neighbors: Iterable[int],
+        patience: float,
+    ) -> None:
+        self._in = sorted(in_neighbors)
+        self._peers = [(rank, 1.0) for rank in sorted(out_neighbors)]
+        self._patience = patience
+        self._most = context.backend.options._timeout.total_seconds()
+        empty = torch.zeros(1, dtype=torch.float64, device="cpu")
+        self._window = context.backend.create_window(
+            empty, f"{name}.arrivals", self._in, [rank for rank, _ in self._peers], zero_init=True
+        )
+        self._made = 0
+        self._due = dict.fromkeys(self._in, 1)  # the number that means that a neighbor has come to this round
+        self._waits = {rank: deque[float](maxlen=_REMEMBERED) for rank in self._in}
+        self._rounds = deque[float](maxlen=_REMEMBERED)
+        self._last: float | None = None
+        self._late: set[int] = set()
+
+    @property
+    def late(self) -> frozenset[int]:
+        """The in-neighbors that were late in the last round, or before and have not sent since."""
+        return frozenset(self._late)
+
+    def tell(self) -> None:
+        """Tells the out-neighbors that this rank has sent its values of another round; call it after that."""
+        self._made += 1
+        self._window.p = float(self._made)
+        with contextlib.suppress(
+            dist.DistBackendError
+        ):  # a neighbor is lost; the values' own messages report it
+            self._window.put(self._window.tensor, self._peers, with_p=True, skip_lost=True)
+
+    def wait(self) -> None:
+        """Waits until the in-neighbors have come to this round, except for late ones."""
+        begin = time.monotonic()
+        self._late = {rank for rank in self._late if not self._has_come(rank)}
+        waiting = [rank for rank in self._in if rank not in self._late]
+        deadlines = {rank: self._deadline(rank) for rank in waiting}
+        sleep = _FIRST_SLEEP
+        while True:
+            passed = time.monotonic() - begin  # before the looks: this process may have been stopped
+            for rank in list(waiting):
+                if self._has_come(rank):
+                    self._waits[rank].append(passed)
+                    waiting.remove(rank)
+                elif passed > deadlines[rank] or self._window.is_gone(rank):
+                    self._late.add(rank)
+                    waiting.remove(rank)
+            if not waiting:
+                break
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _LAST_SLEEP)
+        for rank in set(self._in) - self._late:
+            # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
+            self._due[rank] = max(self._due[rank] + 1, self._number(rank))
+        end = time.monotonic()
+        if self._last is not None:
+            self._rounds.append(end - self._last)
+        self._last = end
+
+    def free(self) -> None:
+        """Frees the window; collective among neighbors."""
+        self._window.free()
+
+    def _deadline(self, rank: int) -> float:
+        waits = self._waits[rank]
+        if len(waits) < _FEW:
+            return self._most
+        usual = median(waits)
+        deviation = median(abs(each - usual) for each in waits)
+        least = _LEAST_DEVIATION * median(self._rounds)
+        return min(usual + self._patience * max(deviation, least), self._most)
+
+    def _has_come(self, rank: int) -> bool:
+        return self._number(rank) >= self._due[rank]
+
+    def _number(self, rank: int) -> int:
+        return int(self._window.slot_p(rank))
