@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 from fogdist import algorithms
 from fogdist.training import arrivals
 from fogdist.training.arrivals import Arrivals
-from harness import WorldPool, on_ranks
+from harness import World, WorldPool, on_ranks
 from test_window_optimizers import Pieces, Quadratics, unbalanced
 from torch import nn
 from training_cases import make_net, sgd, start
@@ -23,7 +24,7 @@ from training_cases import make_net, sgd, start
 # --- who is late --------------------------------------------------------------------------------------------
 
 
-class World:
+class Clock:
     """A clock, and in-neighbors whose numbers change at given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float, neighbors: int = 1) -> None:
@@ -64,7 +65,7 @@ class World:
 
 
 def test_the_deadline_is_median_and_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, patience=3.0)
+    world = Clock(monkeypatch, patience=3.0)
     waits = [0.10, 0.14, 0.20, 0.12, 0.11]
     for number, wait in enumerate(waits, 1):
         world.send(0, wait, number)
@@ -85,7 +86,7 @@ def test_the_deadline_is_median_and_deviations(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_neighbor_that_is_always_there_has_leeway(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, patience=4.0)
+    world = Clock(monkeypatch, patience=4.0)
     for number in range(1, 9):
         world.send(0, 0.0, number)
         assert world.wait() == 0.0
@@ -94,7 +95,7 @@ def test_a_neighbor_that_is_always_there_has_leeway(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_first_rounds_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, patience=0.0)
+    world = Clock(monkeypatch, patience=0.0)
     for number, wait in enumerate([5.0, 0.0, 40.0], 1):
         world.send(0, wait, number)
         assert world.wait() == pytest.approx(wait, abs=2e-3)
@@ -104,7 +105,7 @@ def test_the_first_rounds_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_was_late_itself_is_in_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The neighbor is ahead by many rounds: it is waited for all the same from the second round on."""
-    world = World(monkeypatch, patience=1.0)
+    world = Clock(monkeypatch, patience=1.0)
     for number in range(1, 6):
         world.send(0, 0.1, number)
         world.wait()
@@ -119,7 +120,7 @@ def test_who_was_late_itself_is_in_step_again(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, patience=1.0, neighbors=2)
+    world = Clock(monkeypatch, patience=1.0, neighbors=2)
     for number in range(1, 6):
         world.send(0, 0.1, number)
         world.send(1, 0.1, number)
@@ -179,7 +180,16 @@ def mean_with_a_late_rank(graph: str, signal: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("graph", ["ring", "unbalanced"])
 def test_others_go_on_and_the_mean_stays(worlds: WorldPool, tmp_path: Path, graph: str) -> None:
-    results = worlds(4).run(mean_with_a_late_rank, graph, tmp_path / "signal")
+    check_mean(worlds(4), tmp_path, graph)
+
+
+def test_between_hosts(new_world: Callable[..., World], tmp_path: Path) -> None:
+    """By messages of MPI, in which values and numbers come one after the other."""
+    check_mean(new_world(4, environment={"FOG_LOCAL_LINKS": "0"}), tmp_path, "ring")
+
+
+def check_mean(world: World, tmp_path: Path, graph: str) -> None:
+    results = world.run(mean_with_a_late_rank, graph, tmp_path / "signal")
     senders = [2, 0] if graph == "ring" else [0]  # the ranks that rank 3 sends to
     for rank in senders:
         assert 3 in results[rank]["late"]
