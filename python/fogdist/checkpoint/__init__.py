@@ -48,6 +48,7 @@ from fogdist.checkpoint.states import (
 )
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import Context, current
+from fogdist.detection import suspend_detection
 from fogdist.topology.validation import check_flags, check_int
 
 __all__ = ["Loaded", "Saving", "latest", "load", "save", "save_nonblocking", "steps"]
@@ -91,6 +92,7 @@ class Saving:
         """Returns whether this rank has written its files, or failed to; `wait` then waits for other ranks only."""
         return self._written.done()
 
+    @suspend_detection()
     def wait(self) -> Path:
         """Completes the checkpoint and returns its folder. Collective; calling it again gives the same at once.
 
@@ -147,6 +149,7 @@ class _Plan:
     weights: dict[str, float]
 
 
+@suspend_detection()
 def save(
     path: StrPath,
     model: Module,
@@ -219,6 +222,7 @@ def save_nonblocking(
     return _begin(path, model, optimizer, step, average, extra, keep, group, is_copied=True)
 
 
+@suspend_detection()
 def load(
     path: StrPath,
     model: Module,
