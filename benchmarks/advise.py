@@ -42,7 +42,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 import networkx  # noqa: F401  before ranks are forked
 import torch
 from cluster import LEAST_FREE, core_time
-from cluster_ranks import PRIORITY, ClusterRank, Job, Trainer, emulated_model, keep_store
+from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store, prefer
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host
 from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
@@ -115,7 +115,7 @@ def serve(connection: Any, host: str, rank: int, size: int, job: Job) -> None:
     die_with_parent()
     move_to_host(host)
     os.environ.update(ACROSS["UCX"])
-    os.nice(-PRIORITY)
+    prefer()
     torch.set_num_threads(1)
     obey(connection, rank, AdvisedRank(rank, size, job))
 

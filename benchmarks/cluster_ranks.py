@@ -396,6 +396,13 @@ class ClusterRank:
         return trainer
 
 
+def prefer() -> None:
+    """Gives this process a higher priority, also where the kernel counts priorities among those of a session only."""
+    os.nice(-PRIORITY)
+    with contextlib.suppress(OSError):  # not there, or off
+        Path("/proc/self/autogroup").write_text(str(-PRIORITY))
+
+
 def waiting_time() -> float:
     """Returns the seconds that this process's threads could run and had no core, as the kernel counts them."""
     waited = 0
@@ -410,7 +417,7 @@ def serve(connection: Connection, host: str, rank: int, size: int, job: Job) -> 
     die_with_parent()
     move_to_host(host)
     os.environ.update(ACROSS["UCX"])
-    os.nice(-PRIORITY)
+    prefer()
     torch.set_num_threads(1)
     obey(connection, rank, ClusterRank(rank, size, job))
 
