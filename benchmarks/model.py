@@ -5,7 +5,7 @@
 
 The model is that of loggops.py; training_model.py says what a step of each way is. Of its parameters
 
-    G       8 bits over the link's rate, times `frame`, for what the packets have beside their data: fitted
+    G       8 bits over the link's rate, times `frame`, for the heads of packets and the pauses of TCP: fitted
     L       what a ping of the cluster measured
     o, O    the processor's work for a message and for a byte, of fog and of Gloo: fitted
     W       as G, of the line between data centers: known from its rate
@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 from loggops import Parameters
-from training_model import WAYS, Cluster, Workload, graph_of, seconds_of
+from training_model import WAYS, Cluster, Workload, graph_of, seconds_of, work_seconds
 from workloads import MODELS, SCENARIOS, Dilation, sizes_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -51,10 +51,12 @@ CENTERS = {"c": 2}
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 1024, 16384)
 # Of held-out points, and of SimGrid to the model.
 GOAL, SIMGRID_GOAL = 0.05, 0.10
+# Of an error of the processor's time beside one of a step's, and so many seconds of it do not matter.
+CPU_WEIGHT, LEAST_WORK = 0.1, 5e-3
 # Where the search begins, and from where to where it goes: frame; seconds; seconds a byte.
 BEGIN = {"frame": 1.06, "o_fog": 3e-4, "O_fog": 1e-9, "o_gloo": 3e-4, "O_gloo": 1e-9, "wait_s": 1e-3}
 LEAST = {"frame": 1.0, "o_fog": 0.0, "O_fog": 0.0, "o_gloo": 0.0, "O_gloo": 0.0, "wait_s": 0.0}
-MOST = {"frame": 1.3, "o_fog": 1e-2, "O_fog": 1e-7, "o_gloo": 1e-2, "O_gloo": 1e-7, "wait_s": 2e-2}
+MOST = {"frame": 1.6, "o_fog": 1e-2, "O_fog": 1e-7, "o_gloo": 1e-2, "O_gloo": 1e-7, "wait_s": 2e-2}
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,27 @@ def modelled(point: dict[str, Any], fitted: Fitted, cores: int) -> float:
     )
 
 
+def worked(point: dict[str, Any], fitted: Fitted) -> float:
+    """Seconds of a rank's processor in a step, beyond those of a step without an exchange."""
+    way = point["way"]
+    messages = work_seconds(way, cluster_of(point), workload_of(point), fitted.parameters(way, point, None))
+    return messages + max(0.0, fitted.host_seconds(way) - fitted.host_seconds("none"))
+
+
+def add_work(points: Sequence[dict[str, Any]]) -> None:
+    """Gives points what their exchange took of a rank's processor: more than a step without one in the same cluster."""
+    keys = ("scenario", "scaling", "hosts", "ranks_per_host")
+    alone = {
+        tuple(p[k] for k in keys): p["cpu_s_per_rank_per_step"]
+        for p in points
+        if p["way"] == "none" and "cpu_s_per_rank_per_step" in p
+    }
+    for point in points:
+        key = tuple(point[k] for k in keys)
+        if point["way"] != "none" and key in alone:
+            point["work_s"] = max(0.0, point["cpu_s_per_rank_per_step"] - alone[key])
+
+
 def with_host_seconds(points: Sequence[dict[str, Any]], shared: dict[str, float], cores: int) -> Fitted:
     """Fits what is left to each way's main thread: the median of what it takes longer, at least nothing."""
     bare = Fitted(shared)
@@ -168,6 +191,12 @@ def fit(points: Sequence[dict[str, Any]], cores: int) -> Fitted:
     def errors(values: np.ndarray) -> list[float]:
         fitted = with_host_seconds(points, shared_of(values), cores)
         found = [np.log(modelled(point, fitted, cores) / point["step_s"]["median"]) for point in points]
+        # What the ranks' processors took tells work from waiting, which step times alone do not.
+        found += [
+            CPU_WEIGHT * np.log((worked(point, fitted) + LEAST_WORK) / (point["work_s"] + LEAST_WORK))
+            for point in points
+            if "work_s" in point
+        ]
         # Host work is paid for as well, a little: of two explanations the one with less of it is taken.
         return [*found, *(0.05 * seconds for seconds in fitted.host_s.values())]
 
@@ -331,6 +360,7 @@ def main() -> None:
     if arguments.cpu_bound:
         short = sum(point["cpu_bound"] for point in points)
         print(f"the processor was short in {short} of these points: the errors are those of that, too")
+    add_work(points)
     counts = sorted({point["hosts"] for point in points})
     fit_hosts = arguments.fit_hosts or counts[: max(1, min(3, len(counts) - 1))]
     chosen = [point for point in points if is_to_fit(point, fit_hosts)]

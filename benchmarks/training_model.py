@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import schedules
-from loggops import Graph, Parameters, replay, step_seconds
+from loggops import NOWHERE, Graph, Parameters, replay, step_seconds
 from schedules import Schedule
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ RECORDED_BYTES = 1 << 20
 WHOLE_BYTES = 8192
 # With several data centers hosts are not alike: up to so many are replayed, and of more the line is counted apart.
 MOST_WHOLE = 32
+# Beyond this share of the cores' time the model of a shared queue has no steady state.
+MOST_BUSY = 0.9
 
 
 @dataclass(frozen=True)
@@ -335,13 +337,25 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
     return crossing * size * parameters.W / local
 
 
+def work_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Parameters) -> float:
+    """Returns what a rank's processor takes for the messages of a step, those that it sends and those that come."""
+    graph = graph_of(way, cluster, workload)
+    p, messages = parameters, [task for task in graph.tasks if task.to != NOWHERE]
+    seconds = 2 * sum(task.rounds * p.o + p.O * task.amount for task in messages)
+    if way in ("local_sgd", "gossip_diloco"):
+        seconds /= workload.local_steps
+    return seconds / len(graph.ends) / len(graph.hosts)
+
+
 def seconds_of(way: str, cluster: Cluster, workload: Workload, parameters: Parameters) -> float:
     """Returns the modelled seconds of a step."""
     graph = graph_of(way, cluster, workload)
     p = parameters
     if is_alike(way, cluster) and p.cores:
-        # All work at once, so one that stands for all is as slow as if it had its part of the cores.
-        slowness = max(1.0, cluster.ranks / p.cores)
+        # One that stands for all finds the cores busy with the others for a part of the time, as in a queue whose server
+        # is shared by all who wait.
+        busy = cluster.ranks / p.cores * work_seconds(way, cluster, workload, p) / workload.compute
+        slowness = 1 / (1 - min(MOST_BUSY, busy))
         p = replace(p, o=p.o * slowness, O=p.O * slowness, cores=None)
     seconds = step_seconds(graph, replay(graph, p))
     if way in ("local_sgd", "gossip_diloco"):

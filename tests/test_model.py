@@ -20,7 +20,15 @@ sys.path.insert(1, str(BENCHMARKS))
 
 import schedules  # noqa: E402
 from loggops import Graph, Parameters, replay, step_seconds  # noqa: E402
-from training_model import ASYNCHRONOUS, WAYS, Cluster, Workload, graph_of, seconds_of  # noqa: E402
+from training_model import (  # noqa: E402
+    ASYNCHRONOUS,
+    WAYS,
+    Cluster,
+    Workload,
+    graph_of,
+    seconds_of,
+    work_seconds,
+)
 
 P = Parameters(L=3e-3, o=1e-3, O=1e-7, G=1e-6, W=1e-5, l=1e-4, M=1e-8)
 WORK = Workload(0.5, 0.5 / 3, (1.6e5, 0.8e5, 0.4e5), (0.3, 0.6, 1.0), local_steps=4)
@@ -258,6 +266,22 @@ def test_an_exchange_is_hidden_or_seen() -> None:
     # Of DDP the last bucket cannot be hidden.
     ring = 2 * 3 / 4 * p.G * WORK.buckets[-1]
     assert seconds_of("ddp_gloo", here, WORK, p) >= WORK.compute + ring - 1e-12
+
+
+def test_work_on_shared_cores() -> None:
+    here = cluster("one_peer_exp", 8)
+    p = Parameters(L=0.0, o=1e-3, O=1e-8, G=1e-9)
+    # Each bucket is sent once and comes once.
+    work = 2 * sum(p.o + p.O * size for size in WORK.buckets)
+    close(work_seconds("one_peer_exp", here, WORK, p), work)
+    close(work_seconds("gossip_diloco", here, WORK, p), work / WORK.local_steps)
+    # 8 ranks on 2 cores: the cores are busy for 4 times the work of one, and a rank waits its part of that.
+    short = replace(WORK, compute=0.1, forward=0.0)
+    slowness = 1 / (1 - 4 * work / short.compute)
+    shared = seconds_of("one_peer_exp", here, short, replace(p, cores=2))
+    alone = seconds_of("one_peer_exp", here, short, replace(p, o=slowness * p.o, O=slowness * p.O))
+    assert 1.3 < slowness < 10.0
+    close(shared, alone)
 
 
 def test_sixteen_thousand_ranks() -> None:
