@@ -141,6 +141,8 @@ class Seat:
         Raises:
             torch.distributed.DistBackendError: As `reconfigure`.
         """
+        # Usually the group has failed. If not, the ranks that do not know of the loss learn of it by this.
+        self._members.context.backend.abort()
         self._members.meet(failure)
 
     def resume_at(self, number: int) -> None:
@@ -186,10 +188,8 @@ class Members:
             self.meet(dist.DistBackendError(f"{_described(backend)} is gone"))
 
     def meet(self, failure: BaseException) -> None:
-        """See `Seat.meet`."""
+        """Agrees on the next membership with the other ranks, who all come to this too; see `Seat.meet`."""
         whole, before = self.context, self.membership
-        # Usually it has failed already. If not, the ranks that do not know of the loss learn of it by this.
-        whole.backend.abort()
         living = self._agreed(whole, failure)
         if not living:
             raise failure
