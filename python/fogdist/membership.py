@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from fog_pg import Part
 from fogdist import context as contexts
 from fogdist.context import Context, Survivors
+from fogdist.flight_record import note_epoch
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import Topology, TopologyError, uniform_weights
@@ -141,6 +142,8 @@ class Seat:
         Raises:
             torch.distributed.DistBackendError: As `reconfigure`.
         """
+        # Usually the group has failed. If not, the ranks that do not know of the loss learn of it by this.
+        self._members.context.backend.abort()
         self._members.meet(failure)
 
     def resume_at(self, number: int) -> None:
@@ -186,10 +189,8 @@ class Members:
             self.meet(dist.DistBackendError(f"{_described(backend)} is gone"))
 
     def meet(self, failure: BaseException) -> None:
-        """See `Seat.meet`."""
+        """Agrees on the next membership with the other ranks, who all come to this too; see `Seat.meet`."""
         whole, before = self.context, self.membership
-        # Usually it has failed already. If not, the ranks that do not know of the loss learn of it by this.
-        whole.backend.abort()
         living = self._agreed(whole, failure)
         if not living:
             raise failure
@@ -200,6 +201,7 @@ class Members:
         old, was_given = self._context, self.is_given
         self._context, self.is_given = context, False
         self.membership = Membership(before.epoch + 1, survivors.living, lost)
+        note_epoch(self.membership.epoch)
         _log.warning(
             "epoch %d of the membership: training goes on with the ranks %s, without %s",
             self.membership.epoch,

@@ -16,6 +16,7 @@ from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
 from fogdist.context import Context, current
 from fogdist.flight_record import count_step
+from fogdist.membership import Seat
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
@@ -36,8 +37,6 @@ from fogdist.warn import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from fogdist.membership import Seat
 
 # The attributes that users set before a round.
 WEIGHTS = frozenset(
