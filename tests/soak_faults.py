@@ -180,7 +180,7 @@ class Soak:
             environment = stack.enter_context(kind.around())
             names: list[str] | None = None
             if self._on_hosts:
-                names = stack.enter_context(hosts.unskipped_hosts(RANKS))
+                names = stack.enter_context(hosts.unskipped_hosts(RANKS + 1))  # the last one has the Store
                 environment |= hosts.ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT)}
             board = Board(Path(folder, "board"))
             try:
@@ -196,7 +196,7 @@ class Soak:
                 return
             if names is not None:  # the end of the hosts ends it
                 multiprocessing.get_context("forkserver").Process(
-                    target=keep_store, args=(names[0],), daemon=True
+                    target=keep_store, args=(names[RANKS],), daemon=True
                 ).start()
             faults = _Faults(world, board, schedule, seconds, names)
             faults.start()
