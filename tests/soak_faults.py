@@ -59,6 +59,8 @@ HOST_KINDS: dict[Kind, float] = {"kill": 2.0, "cut": 2.0, "stop": 1.0, "slow": 1
 LOST_BY: tuple[Kind, ...] = ("kill", "segfault", "cut")
 # Of links, while they last.
 SLOW_RATE, LOSS = "20mbit", 0.05
+# Seconds in which the system removes what ended ranks had.
+SETTLE_SECONDS = leftovers.SETTLE_SECONDS
 # Seconds after which a host counts as lost.
 HOST_TIMEOUT = 4
 # How long a rank is stopped or hangs, in seconds: less than a timeout.
@@ -215,7 +217,7 @@ class Soak:
                     totals.hangs += len(stuck)
                     totals.crashes += sum(o.state != "returned" for o in failures.outcomes) - len(stuck)
                     totals.problems.append(f"{mode}, end: {failures}")
-        if left := leftovers.left_behind(before):
+        if left := leftovers.left_behind(before, settle=SETTLE_SECONDS):
             totals.orphans += len(leftovers.leftover_processes())
             totals.leftovers += len(leftovers.shared_memory_entries() - before)
             totals.problems.append(left)
