@@ -54,6 +54,8 @@ from soak_modes import (
 LEAST_LIVING = 2
 # Steps that each rank makes before its own pace is measured, and the seconds of that, before the first fault.
 WARM_STEPS, OWN_SECONDS = 10, 1.5
+# In which ranks make their first steps, at most.
+START_SECONDS = 60.0
 # Frequencies of faults on several hosts. The link of a rank that is cut stays so, and the rank counts as lost.
 HOST_KINDS: dict[Kind, float] = {"kill": 2.0, "cut": 2.0, "stop": 1.0, "slow": 1.0, "lossy": 1.0}
 LOST_BY: tuple[Kind, ...] = ("kill", "segfault", "cut")
@@ -205,7 +207,7 @@ class Soak:
             outcomes = world.run_by_rank(
                 train,
                 [(kind, str(Path(folder, "board")), names and names[rank]) for rank in range(RANKS)],
-                timeout=OWN_SECONDS + seconds + kind.patience,
+                timeout=START_SECONDS + OWN_SECONDS + seconds + kind.patience,
             )
             faults.finish()
             self._judge(mode, outcomes, faults, board, totals)
