@@ -225,7 +225,7 @@ def judged(points: list[dict[str, Any]], compute: float) -> dict[str, Any]:
         "time_to_agreement_over_best": by_rule,
         "choice_is_within_tolerance": choice["step_s"] <= allowed,
         "prediction_error": {"median": statistics.median(errors), "largest": max(errors)},
-        "is_met": step <= GOAL and by_rule <= GOAL,
+        "is_met": step <= GOAL and by_rule <= GOAL and choice["step_s"] <= allowed,
     }
 
 

@@ -211,7 +211,7 @@ def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     size = size_of(world)
     with emulated_hosts(world.hosts, rate_text(rate), **options) as hosts:
-        ranks = ForkedWorld(f"{world.name}, {world.hosts} hosts", size, limit)
+        ranks = ForkedWorld(title_of(world), size, limit)
         try:
             ranks.fork(keep_store, hosts[0])
             ranks.port()
@@ -220,6 +220,11 @@ def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld
             yield ranks, hosts
         finally:
             ranks.close()
+
+
+def title_of(world: World) -> str:
+    """Returns the world's name in reports; no other world's begins with it."""
+    return f"{world.name}, {world.hosts} hosts x {world.ranks_per_host}"
 
 
 def size_of(world: World) -> int:
@@ -462,26 +467,28 @@ def main() -> None:
         "compute": {name: scenario.compute_is_of for name, scenario in SCENARIOS.items()},
         "parameters": {name: sum(model.sizes) for name, model in MODELS.items()},
     }
+    worlds = worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute)
+    if not worlds:
+        sys.exit("no scenario has these ways on these numbers of hosts")
     points: list[dict[str, Any]] = []
     failures: list[str] = []
     if arguments.keep and arguments.json.exists():
         before = json.loads(arguments.json.read_text())
         points, failures = before["points"], before["failures"]
-    for world in worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute):
+    for world in worlds:
         begin = time.perf_counter()
-        failures = [each for each in failures if not each.startswith(f"{world.name}, {world.hosts} hosts,")]
+        failures = [each for each in failures if not each.startswith(title_of(world))]
         try:
             found = measure(world, arguments.rounds, arguments.steps, arguments.seed, failures)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
-        if not found:
-            continue
-        about |= found[0]["facts"]
         for point in found:
-            del point["facts"]
-        print_points(found)
+            about |= point.pop("facts")
+        if found:
+            print_points(found)
         print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        points = [point for point in points if world_of(point) != world_of(found[0])] + found
+        measured_now = (world.name, world.hosts, world.ranks_per_host)
+        points = [point for point in points if world_of(point) != measured_now] + found
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(
             json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from fog_cli.advice import near_first
 from loggops import Graph
 
 if TYPE_CHECKING:
@@ -236,12 +237,6 @@ def spread(schedule: Schedule, hosts: int) -> Schedule:
         for host in range(hosts)
     )
     return Schedule(tuple(rank // local for rank in range(hosts * local)), messages)
-
-
-def near_first(hosts: int) -> list[int]:
-    """The hosts in the order in which fog's sums take them, as collectives/two_level.hpp has it."""
-    bits = (hosts - 1).bit_length()
-    return sorted(range(hosts), key=lambda host: int(f"{host:0{bits}b}"[::-1], 2))
 
 
 def renumbered(schedule: Schedule, numbers: Sequence[int]) -> Schedule:

@@ -23,6 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import schedules
+from fog_cli.advice import near_first
 from loggops import NOWHERE, Graph, Parameters, replay, step_seconds
 from schedules import Schedule
 
@@ -109,7 +110,7 @@ def _allreduce(ranks: int, size: float, alike: bool) -> Schedule:
         one = schedules.doubling(ranks, round(size))
     else:
         one = _recorded(ranks).scaled(size / RECORDED_BYTES)
-    return one if alike else schedules.renumbered(schedules.spread(one, ranks), schedules.near_first(ranks))
+    return one if alike else schedules.renumbered(schedules.spread(one, ranks), near_first(ranks))
 
 
 @lru_cache(maxsize=64)
@@ -318,7 +319,7 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
     if way == "ddp_gloo":
         crossing = 2 * (n - 1) / n
     elif way in ("ddp_fog", "local_sgd"):
-        center = [host * cluster.centers // n for host in schedules.near_first(n)]
+        center = [host * cluster.centers // n for host in near_first(n)]
         crossing, left = 0.0, n
         while left > 1:
             hop = (left + 1) // 2

@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(1, str(BENCHMARKS))
 
 import schedules  # noqa: E402
+from fog_cli import advice  # noqa: E402
 from loggops import Graph, Parameters, replay, step_seconds  # noqa: E402
 from training_model import (  # noqa: E402
     ASYNCHRONOUS,
@@ -102,6 +103,17 @@ def test_fogs_sums_cross_the_line_between_two_halves_once() -> None:
     )
     # The last round of the sums, and the first one of the results: a slice of each rank, 8 of 16 one way.
     assert crossing == pytest.approx(count, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [4, 9, 12, 16])
+def test_advice_counts_what_virtual_ranks_send(size: int) -> None:
+    count = 360_000
+    sent: dict[tuple[int, int], float] = {}
+    for m in schedules.allreduce(size, count).messages:
+        sent[m.rank, m.to] = sent.get((m.rank, m.to), 0.0) + m.size / count
+    hosts = advice.Network(range(size), [0] * size, 1e-4, 1e-4, [1e9] * size, [1e9] * size, {}, 1e9)
+    (way,) = [each for each in advice.ways(hosts) if each.name == "all-reduce"]
+    assert way.traffic[0].between == pytest.approx(sent, rel=0.01)
 
 
 def test_an_exchange_sends_each_tensor_at_once() -> None:

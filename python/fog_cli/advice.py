@@ -34,6 +34,8 @@ LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 # Of a sequence that never repeats, the rounds whose traffic is looked at.
 _ENDLESS_ROUNDS = 16
+# Up to so many hosts fog's sums go from each to each: collectives/cutovers.hpp.
+_FEW_HOSTS = 8
 
 
 @dataclass(frozen=True)
@@ -266,13 +268,33 @@ def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
     return Way(topology.name, code, rounds, traffic)
 
 
+def near_first(hosts: int) -> list[int]:
+    """Returns the hosts in the order in which fog's sums take them: collectives/two_level.hpp."""
+    bits = (hosts - 1).bit_length()
+    return sorted(range(hosts), key=lambda host: int(f"{host:0{bits}b}"[::-1], 2))
+
+
 def _all_reduce(network: Network) -> Way:
-    """Each host sends a slice to each other one, and gets the sum of one back; ranks of a host do the same."""
-    hosts = range(network.hosts)
-    counts = [list(network.host_of).count(host) for host in hosts]
-    pairs = {(a, b): 2 / len(hosts) for a in hosts for b in hosts if a != b}
+    """Between up to 8 hosts each sends each other one a slice and a sum, between more they go half way around first."""
+    hosts = network.hosts
+    counts = [list(network.host_of).count(host) for host in range(hosts)]
     within = {host: 2.0 * (count - 1) for host, count in enumerate(counts) if count > 1}
-    levels = (2 if len(hosts) <= 8 else 2 * math.ceil(math.log2(len(hosts)))) * (len(hosts) > 1)
+    pairs: dict[tuple[int, int], float] = {}
+    levels = 0
+    if hosts <= _FEW_HOSTS:
+        pairs = {(a, b): 2 / hosts for a in range(hosts) for b in range(hosts) if a != b}
+        levels = 2 * (hosts > 1)
+    else:
+        order, left = near_first(hosts), hosts
+        while left > 1:
+            hop = (left + 1) // 2
+            for place, here in enumerate(order):
+                there = order[(place + hop) % hosts]
+                # The sums one way, and the results the other.
+                for pair in ((here, there), (there, here)):
+                    pairs[pair] = pairs.get(pair, 0.0) + (left - hop) / hosts
+            left = hop
+            levels += 2
     return Way("all-reduce", "GlobalAverage()", 1, [Traffic(pairs, within, levels + 2 * bool(within))])
 
 

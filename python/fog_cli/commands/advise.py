@@ -92,7 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     leave_out_torch()
     network = Network.of(measured)
     compute = measured.get("compute_s", arguments.step_time)
-    size = measured.get("bytes", 0) or count(arguments.parameters or "1") * arguments.element_bytes
+    size = measured["bytes"] if "bytes" in measured else count(arguments.parameters) * arguments.element_bytes
+    if not size:
+        print("fog advise: the model has no trained parameters", file=sys.stderr)
+        return 2
     steps = [each for each in advice.LOCAL_STEPS if each <= arguments.most_local_steps]
     found = advice.settings(network, compute, size, local_steps=steps)
     choice = advice.best(found, compute, arguments.tolerance)
