@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -30,12 +30,23 @@ TIMEOUT = 120.0
 STEPS = 40
 
 
+FEW_KINDS = ["wrapper/ring", "DecentralizedSGD/one-peer/awc", "LocalSGD"]
+TWO_DEATHS = {"both": {1: 8.0, 2: 8.0}, "half": {1: 8.0, 2: 8.5}, "apart": {0: 8.0, 4: 20.0}}
 # The hosts of the ranks, and who dies when. Rank 0 holds the Store.
 PLACEMENTS = {
     "another host": ([0, 0, 1, 1], {3: 8.5}),
     "a host of its own": ([0, 0, 1], {2: 8.0}),
     "two hosts": ([0, 1, 1, 2, 2], {1: 8.0, 3: 8.5}),
 }
+
+
+def paired(kinds: Iterable[str], cases: Iterable[str]) -> list[Any]:
+    """Returns all pairs; those that are not at one place of both lists are for ``make test-all``."""
+    return [
+        pytest.param(kind, case, marks=[] if place == other else [pytest.mark.long])
+        for place, kind in enumerate(kinds)
+        for other, case in enumerate(cases)
+    ]
 
 
 class Point(nn.Module):
@@ -183,11 +194,9 @@ def test_training_ends_at_the_optimum_of_the_living(new_world: Callable[..., Wor
     assert sum(map(sum, values)) / sum(map(len, values)) == pytest.approx(1.0, abs=0.05)
 
 
-@pytest.mark.parametrize("kind", ["wrapper/ring", "DecentralizedSGD/one-peer/awc", "LocalSGD"])
-@pytest.mark.parametrize(
-    "deaths", [{1: 8.0, 2: 8.0}, {1: 8.0, 2: 8.5}, {0: 8.0, 4: 20.0}], ids=["both", "half", "apart"]
-)
-def test_two_ranks_die(new_world: Callable[..., World], kind: str, deaths: dict[int, float]) -> None:
+@pytest.mark.parametrize(("kind", "case"), paired(FEW_KINDS, TWO_DEATHS))
+def test_two_ranks_die(new_world: Callable[..., World], kind: str, case: str) -> None:
+    deaths = TWO_DEATHS[case]
     outcomes = new_world(5, timeout=TIMEOUT).run_raw(train, kind, deaths)
     seen = {outcome.value[0] for outcome in survivors_of(outcomes, deaths)}
     assert len(seen) == 1
@@ -285,8 +294,7 @@ def test_asynchronous_ranks_go_on(
     assert len(means) == 1
 
 
-@pytest.mark.parametrize("kind", ["wrapper/ring", "DecentralizedSGD/one-peer/awc", "LocalSGD"])
-@pytest.mark.parametrize("case", PLACEMENTS)
+@pytest.mark.parametrize(("kind", "case"), paired(FEW_KINDS, PLACEMENTS))
 def test_ranks_of_several_hosts_go_on(tmp_path: Path, kind: str, case: str) -> None:
     placement, deaths = PLACEMENTS[case]
     found = run_on_hosts(

@@ -181,7 +181,8 @@ def test_virtual_ranks_are_real_ranks(case: tuple[str, str, str]) -> None:
     assert name in ("ddp", "DiLoCo") or virtual.consensus.max() > 1e-3  # ranks have gone apart
 
 
-def test_rows_that_start_apart_are_mixed_by_the_matrix():
+@pytest.mark.parametrize("on_loss", ["raise", "continue"])
+def test_rows_that_start_apart_are_mixed_by_the_matrix(on_loss):
     size = 6
     stacked = simulate.StackedModel(make_net(), size)
     for rank in range(size):
@@ -193,6 +194,7 @@ def test_rows_that_start_apart_are_mixed_by_the_matrix():
         stacked,
         mixing=graph,
         group=simulate.VirtualRanks(size),
+        on_loss=on_loss,
     )
     stacked(torch.zeros(size, 2, 4, dtype=torch.float64)).sum().backward()
     optimizer.step()
