@@ -109,7 +109,6 @@ class Messages::IncomingData final : public Data, public Incoming {
         place_(static_cast<char*>(place)),
         complete_(parts(), false),
         memory_parts_(place != nullptr ? parts() : std::min(parts(), kPartsAtOnce)) {
-    messages.coming_.insert(this);
     if (place == nullptr) {
       memory_ = shared_allocator().allocate(std::min(bytes, memory_parts_ * kPartBytes));
     }
