@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fogdist
@@ -463,6 +465,81 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
     assert came == {rank: {"a": rank} for rank in range(8)} and gone == {100, 101}
     assert log.is_decided() and len(decisions) == 8
     assert all(decision == decisions[0] for decision in decisions)
+
+
+class FakeBackend:
+    """The backend of a rank in a meeting without processes; it knows from the beginning who is lost."""
+
+    id = 7
+
+    def __init__(self, lost: list[int], timeout: float) -> None:
+        self._lost = lost
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=timeout))
+        self.watched: set[int] = set()
+
+    def lost_ranks(self) -> list[int]:
+        return self._lost
+
+    def left_ranks(self) -> list[int]:
+        return []
+
+    def watch(self, ranks: list[int]) -> None:
+        self.watched.update(ranks)
+
+
+def meet_in(
+    monkeypatch: pytest.MonkeyPatch,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    lost: list[int],
+    timeout: float = 30.0,
+) -> Any:
+    """Returns what a rank of a group agrees on with the others, or the text of its error."""
+    monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
+    group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    members = membership.Members(group, size)
+    seat = members.seat("a")
+    seat.completed = 10 + rank
+    whole = SimpleNamespace(rank=rank, group=group, backend=FakeBackend(lost, timeout))
+    try:
+        return members._agreed(whole, dist.DistBackendError("the first error"))
+    except dist.DistBackendError as error:
+        return str(error)
+
+
+def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each half of a group takes the other one for lost; the half that decides first is the group."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        first = [pool.submit(meet_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
+        assert [each.result() for each in first] == [{0: {"a": 10}, 1: {"a": 11}}] * 2
+        second = [pool.submit(meet_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
+        assert [each.result() for each in second] == [
+            f"this rank {rank} was declared lost in epoch 1, and takes no part any more" for rank in (2, 3)
+        ]
+
+
+def test_ranks_wait_for_each_other_and_learn_of_losses_from_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        early = [pool.submit(meet_in, monkeypatch, store, rank, 4, []) for rank in (0, 1)]
+        time.sleep(0.2)
+        assert not any(each.done() for each in early)
+        last = pool.submit(meet_in, monkeypatch, store, 3, 4, [2])
+        decisions = [each.result() for each in (*early, last)]
+    assert decisions == [{0: {"a": 10}, 1: {"a": 11}, 3: {"a": 13}}] * 3
+
+
+def test_if_all_come_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor() as pool:
+        assert [
+            each.result()
+            for each in [pool.submit(meet_in, monkeypatch, store, rank, 3, []) for rank in range(3)]
+        ] == [{}] * 3
 
 
 # --- arguments ----------------------------------------------------------------------------------------------
