@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise benchmark-model clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise benchmark-model clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -47,6 +47,7 @@ help:
 	@echo "make test-gpu   run the tests that need a GPU; skipped tests give a reason   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
+	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
@@ -136,6 +137,11 @@ soak: build
 	@echo "== soak: 20,000 operations"
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_SOAK_OPERATIONS=20000 python -m pytest tests/test_soak.py -rP $(ARGS)
 
+# The result is also in soak-faults.json.
+soak-faults: build
+	@echo "== soak with faults: three minutes"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/soak_faults.py --json soak-faults.json $(ARGS)
+
 faults: build
 	@echo "== faults: every rank, every kind of operation"
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_FAULTS=all python -m pytest tests/test_faults.py $(ARGS)
@@ -212,7 +218,7 @@ test-notebooks: $(NOTEBOOKS_STAMP)
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png rma.json rma.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png scale.json scale.png timeline.json
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png rma.json rma.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png scale.json scale.png timeline.json soak-faults.json
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

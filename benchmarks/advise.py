@@ -43,10 +43,11 @@ import networkx  # noqa: F401  before ranks are forked
 import torch
 from cluster import LEAST_FREE, core_time
 from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host, rate_text
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host
 from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
+from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
 from workloads import FLOAT_BYTES, MODELS, SCENARIOS, Dilation, Scenario, emulated, sizes_of
 

@@ -62,7 +62,8 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, Job, keep_store, serve
-from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, missing, rate_text, traffic
+from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, missing, traffic
+from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed
 from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
 

@@ -36,7 +36,8 @@ from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts, parse_rate
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from fogdist.testing.faults.links import parse_rate
 from interleaved import Times, take_turns
 from report import Row, write_json
 from training_step import training_step

@@ -23,7 +23,7 @@ from scripts import ROOT
 sys.path.append(str(ROOT / "benchmarks"))
 
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip, move_to_host
-from emulated_hosts import emulated_hosts as _emulated_hosts
+from emulated_hosts import emulated_hosts as unskipped_hosts
 
 # A constant of <netinet/tcp.h>.
 TCP_USER_TIMEOUT = 18
@@ -47,7 +47,7 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
     """Makes hosts as the benchmarks do; skips the test if that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
-            names = stack.enter_context(_emulated_hosts(count, rate))
+            names = stack.enter_context(unskipped_hosts(count, rate))
         except Unavailable as reason:
             pytest.skip(f"several hosts: {reason}")
         yield names

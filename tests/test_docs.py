@@ -15,6 +15,7 @@ from typing import Any
 import fogdist
 import pytest
 from fogdist import algorithms, topology, training, windows
+from fogdist.testing import faults
 from reference import Checks
 from scripts import ROOT
 
@@ -143,7 +144,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert len(set(entries)) == len(entries)
     described = {entry.rpartition(".")[2] for entry in entries}
     packages = {"algorithms", "metrics", "simulate", "timeline", "topology"}
-    modules = (fogdist, topology, algorithms, training, windows, fogdist.timeline, fogdist.metrics)
+    modules = (fogdist, topology, algorithms, training, windows, fogdist.timeline, fogdist.metrics, faults)
     public = {name for module in modules for name in module.__all__}
     assert public - packages <= described, sorted(public - packages - described)
 
