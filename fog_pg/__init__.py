@@ -48,7 +48,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _timeouts
+    from fog_pg import _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -76,6 +76,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         options.group_rank if is_first else dist.get_rank(),
         options.group_size if is_first else dist.get_world_size(),
     )
+    _store.limit_silence(options.store, environment.HOST_TIMEOUT.get())
     backend: ProcessGroupFog = extension.ProcessGroupFog(
         options.store, options.group_rank, options.group_size, backend_options
     )

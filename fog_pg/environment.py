@@ -144,9 +144,9 @@ HOST_TIMEOUT = Variable(
     "FOG_HOST_TIMEOUT",
     whole(4, 32767, "seconds"),
     11,
-    "C++",
+    "Python, C++",
     "After this time without a sign of life on the job's network, a host and its ranks count as lost. With a longer "
-    "time, MPI's own connections may break first, which can crash a rank.",
+    "time, MPI's own connections may break first, which can crash a rank. Requests to a Store on such a host raise.",
 )
 INTERFACE = Variable(
     "FOG_INTERFACE",

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from harness import Outcome, RankFailures, World
 from scripts import ROOT
 
+from fog_pg._store import connections
+
 # Appended at the end, so modules of the tests come before modules of the benchmarks with the same name.
 sys.path.append(str(ROOT / "benchmarks"))
 
@@ -54,14 +56,19 @@ def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
 
 
 def silences() -> list[float]:
-    """Returns, for each TCP connection of this process with a limit of silence, this limit in seconds."""
+    """Returns, for each TCP connection of this process with a limit of silence, this limit in seconds.
+
+    Those to the Store are left out.
+    """
     found = []
+    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
+    of_store = set() if store is None else {each.getsockname() for each in connections(store)}
     for name in os.listdir("/proc/self/fd"):
         connection = None
         with contextlib.suppress(OSError):  # it is not a TCP connection, or was closed by now
             connection = socket.socket(fileno=int(name))
             limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
-            if limit > 0:
+            if limit > 0 and connection.getsockname() not in of_store:
                 connection.getpeername()  # fails if the connection is not established yet
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
                 idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)

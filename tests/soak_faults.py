@@ -56,11 +56,15 @@ LEAST_LIVING = 2
 WARM_STEPS, OWN_SECONDS = 10, 1.5
 # Steps that ranks make once they are told to end, so that all hear it before.
 OVER_STEPS = 20
+# In which ranks make their first steps, at most.
+START_SECONDS = 60.0
 # Frequencies of faults on several hosts. The link of a rank that is cut stays so, and the rank counts as lost.
 HOST_KINDS: dict[Kind, float] = {"kill": 2.0, "cut": 2.0, "stop": 1.0, "slow": 1.0, "lossy": 1.0}
 LOST_BY: tuple[Kind, ...] = ("kill", "segfault", "cut")
 # Of links, while they last.
 SLOW_RATE, LOSS = "20mbit", 0.05
+# Seconds in which the system removes what ended ranks had.
+SETTLE_SECONDS = leftovers.SETTLE_SECONDS
 # Seconds after which a host counts as lost.
 HOST_TIMEOUT = 4
 # How long a rank is stopped or hangs, in seconds: less than a timeout.
@@ -182,7 +186,7 @@ class Soak:
             environment = stack.enter_context(kind.around())
             names: list[str] | None = None
             if self._on_hosts:
-                names = stack.enter_context(hosts.unskipped_hosts(RANKS))
+                names = stack.enter_context(hosts.unskipped_hosts(RANKS + 1))  # the last one has the Store
                 environment |= hosts.ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT)}
             board = Board(Path(folder, "board"))
             try:
@@ -198,14 +202,14 @@ class Soak:
                 return
             if names is not None:  # the end of the hosts ends it
                 multiprocessing.get_context("forkserver").Process(
-                    target=keep_store, args=(names[0],), daemon=True
+                    target=keep_store, args=(names[RANKS],), daemon=True
                 ).start()
             faults = _Faults(world, board, schedule, seconds, names)
             faults.start()
             outcomes = world.run_by_rank(
                 train,
                 [(kind, str(Path(folder, "board")), names and names[rank]) for rank in range(RANKS)],
-                timeout=OWN_SECONDS + seconds + kind.patience,
+                timeout=START_SECONDS + OWN_SECONDS + seconds + kind.patience,
             )
             faults.finish()
             self._judge(mode, outcomes, faults, board, totals)
@@ -217,7 +221,7 @@ class Soak:
                     totals.hangs += len(stuck)
                     totals.crashes += sum(o.state != "returned" for o in failures.outcomes) - len(stuck)
                     totals.problems.append(f"{mode}, end: {failures}")
-        if left := leftovers.left_behind(before):
+        if left := leftovers.left_behind(before, settle=SETTLE_SECONDS):
             totals.orphans += len(leftovers.leftover_processes())
             totals.leftovers += len(leftovers.shared_memory_entries() - before)
             totals.problems.append(left)

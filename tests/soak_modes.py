@@ -317,7 +317,7 @@ def train(mode: type[Mode], path: str, host: str | None) -> Report:
         import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
 
         move_to_host(host)
-        store = dist.TCPStore(address(0), STORE_PORT, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(address(RANKS), STORE_PORT, is_master=False, wait_for_workers=False)
         dist.init_process_group(
             "fog",
             store=store,
@@ -342,6 +342,6 @@ def train(mode: type[Mode], path: str, host: str | None) -> Report:
 def keep_store(host: str) -> None:
     """Serves the Store of ranks on several hosts, in a process that is none of them."""
     move_to_host(host)
-    store = dist.TCPStore(address(0), STORE_PORT, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(address(RANKS), STORE_PORT, is_master=True, wait_for_workers=False)
     threading.Event().wait()
     del store

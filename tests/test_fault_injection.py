@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -23,7 +24,7 @@ from fogdist.testing import faults
 from fogdist.testing.faults import Fault, Schedule
 from fogdist.testing.faults.__main__ import main
 from harness import BACKEND, World, WorldPool, case, error_of
-from hosts import INTERFACE, address, emulated_hosts, ip, move_to_host
+from hosts import ACROSS, INTERFACE, address, emulated_hosts, ip, move_to_host
 
 PAUSE = 0.4
 # A gap that a busy machine does not make by itself in a thread that sleeps for a millisecond at a time is not known, so
@@ -182,6 +183,40 @@ def lose() -> tuple[int, str]:
 def test_a_lost_store_raises_and_the_group_goes_on(new_world: Callable[..., World]) -> None:
     for broken, error in new_world(2).run(lose):
         assert broken > 0 and error == "DistNetworkError"
+
+
+STORE_PORT = 29519
+
+
+def join_and_ask(host: str, is_server: bool) -> str:
+    """Returns the error of a request to the Store, which rank 0 serves, after its host was cut off."""
+    move_to_host(host)
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(address(0), STORE_PORT, size, is_server)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=size)
+    store.set(f"ready {rank}", "1")
+    store.wait([f"ready {other}" for other in range(size)])
+    try:
+        with faults.cut_link(INTERFACE) if is_server else contextlib.nullcontext():
+            time.sleep(6.0 if is_server else 1.0)
+            store.get("ready 0")
+    except dist.DistNetworkError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.skipif(
+    BACKEND != "fog", reason="torch waits for a Store that is cut off for a quarter of an hour"
+)
+def test_a_store_that_is_cut_off_raises(new_world: Callable[..., World]) -> None:
+    with emulated_hosts(2) as names:
+        world = new_world(2, initialize=False, environment=ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": "4"})
+        outcomes = world.run_by_rank(join_and_ask, [(names[0], True), (names[1], False)], timeout=40)
+        assert [outcome.state for outcome in outcomes] == ["returned"] * 2, list(map(str, outcomes))
+        assert outcomes[0].value == "" and "timed out" in outcomes[1].value
+        world.close()
 
 
 # --- disks --------------------------------------------------------------------------------------------------

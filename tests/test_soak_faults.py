@@ -58,7 +58,9 @@ class Broken(Mode):
 
 
 def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(soak_faults.leftovers, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(soak_faults, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(soak_faults, "START_SECONDS", 1.0)
+    monkeypatch.setattr(soak_faults, "OWN_SECONDS", 0.1)
     soak = Soak({"broken": Broken}, seed=1)
     totals = soak.totals["broken"]
     try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-from pathlib import Path
 
 import torch.distributed as dist
+
+from fog_pg._store import connections
 
 
 def abort(group: dist.ProcessGroup | None = None) -> None:
@@ -49,31 +49,15 @@ def lose_store(store: dist.Store | None = None) -> int:
         if not dist.is_initialized():
             raise RuntimeError("there is no Store to lose: init_process_group was not called")
         store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        raise TypeError(f"store must be a TCPStore or a PrefixStore of one, got {type(store).__name__}")
+    tcp = store
+    while isinstance(tcp, dist.PrefixStore):
+        tcp = tcp.underlying_store
+    if not isinstance(tcp, dist.TCPStore):
+        raise TypeError(f"store must be a TCPStore or a PrefixStore of one, got {type(tcp).__name__}")
     broken = 0
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile; or not connected
-            if not str(Path("/proc/self/fd", name).readlink()).startswith("socket:"):
-                continue
-            broken += _shut_down(int(name), store.port)
+    # What listens stays: the thread that serves the Store does not expect its end.
+    for connection in connections(tcp):
+        with contextlib.suppress(OSError):  # the other side was faster
+            connection.shutdown(socket.SHUT_RDWR)
+            broken += 1
     return broken
-
-
-def _shut_down(descriptor: int, port: int) -> bool:
-    """Shuts a TCP connection down that has this port at one end; returns whether it has."""
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if (
-            connection.family not in (socket.AF_INET, socket.AF_INET6)
-            or connection.type != socket.SOCK_STREAM
-        ):
-            return False
-        # One that listens stays: the thread that serves the Store does not expect its end.
-        if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        if port not in (connection.getpeername()[1], connection.getsockname()[1]):
-            return False
-        connection.shutdown(socket.SHUT_RDWR)
-        return True

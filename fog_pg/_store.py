@@ -1,0 +1,69 @@
+"""The connections of this process to the job's TCPStore, which torch has no access to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+# Of <netinet/tcp.h>, for Python 3.10.
+_TCP_USER_TIMEOUT = 18
+# Probes of an idle connection before it counts as broken.
+_PROBES = 3
+
+
+def connections(store: dist.Store) -> Iterator[socket.socket]:
+    """Yields the connections to a TCPStore, or to one below a PrefixStore, and those of clients if it is served here.
+
+    For another Store there are none. Each is closed after its turn, which does not end the connection.
+    """
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if _is_of(connection, store.port):
+                    yield connection
+
+
+def limit_silence(store: dist.Store, seconds: int) -> None:
+    """Lets requests to a TCPStore raise `torch.distributed.DistNetworkError` after this time without a sign of its host.
+
+    torch waits for the answer of a host that is cut off as long as TCP repeats what it sent: a quarter of an hour, and
+    forever if it sent nothing.
+
+    Args:
+        store: As in `connections`.
+        seconds: At least 4.
+    """
+    interval = max(1, seconds * 2 // 11)
+    options = {
+        socket.TCP_KEEPIDLE: seconds - _PROBES * interval,
+        socket.TCP_KEEPINTVL: interval,
+        socket.TCP_KEEPCNT: _PROBES,
+        _TCP_USER_TIMEOUT: 1000 * seconds,
+    }
+    for connection in connections(store):
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in options.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _is_of(connection: socket.socket, port: int) -> bool:
+    """Whether a socket is a TCP connection with this port at one end."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    if connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # it listens
+        return False
+    return port in (connection.getpeername()[1], connection.getsockname()[1])
