@@ -54,6 +54,8 @@ from soak_modes import (
 LEAST_LIVING = 2
 # Steps that each rank makes before its own pace is measured, and the seconds of that, before the first fault.
 WARM_STEPS, OWN_SECONDS = 10, 1.5
+# Steps that ranks make once they are told to end, so that all hear it before.
+OVER_STEPS = 20
 # In which ranks make their first steps, at most.
 START_SECONDS = 60.0
 # Frequencies of faults on several hosts. The link of a rank that is cut stays so, and the rank counts as lost.
@@ -303,7 +305,8 @@ class _Faults(threading.Thread):
         self._schedule.run(self._inject, until=self._no_more)
         self._no_more.wait(max(0.0, self.began + self._seconds - time.monotonic()))
         self.over = time.monotonic()
-        self._board.over[0] = 1.0
+        # Ranks that exchange in step end after the same one, which none has reached yet.
+        self._board.over[0] = self._board.steps.max() + OVER_STEPS
 
     def finish(self) -> None:
         """Returns when no fault will happen any more."""

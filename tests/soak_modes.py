@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class Board:
         lost: Whether the parent has let the rank end.
         order: What is to happen to the rank at its next step: 0, or 1 for the first of `OWN`, and so on.
         seconds: For how long.
-        over: Whether the ranks are to end their training.
+        over: The step after which ranks end their training; 0 while it goes on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,15 +133,16 @@ class Mode:
             self.report.wrong.append(f"step {int(self.board.steps[self.rank])}: {name}")
 
 
-class Asynchronous(Mode):
-    """`DecentralizedDataParallel` in mode "async", which goes on without lost ranks.
+class Neighbors(Mode):
+    """`DecentralizedDataParallel` in mode "sync", whose ranks go on with those that are left.
 
     Each rank pulls the parameters, which are equal, to its own number, so averages lie between the first value and all
     ranks' numbers. A mix that were torn, or whose weights did not sum to 1, would show.
     """
 
     START = 10.0
-    kinds = KINDS | {"lose_store": 0.5}
+    all_wait = True
+    options: Mapping[str, Any] = {"mode": "sync", "on_loss": "continue"}
 
     def __init__(self, rank: int, board: Board) -> None:
         import fogdist
@@ -152,8 +154,7 @@ class Asynchronous(Mode):
             pulled,
             torch.optim.SGD(pulled.parameters(), lr=0.05),
             fogdist.topology.FullyConnectedGraph(RANKS),
-            mode="async",
-            skip_lost=True,
+            **self.options,
         )
         self.values = pulled.values
         self.report.first_loss = self._loss()
@@ -167,10 +168,9 @@ class Asynchronous(Mode):
         self.expect(f"values from {values.min()} to {values.max()}", bool((values == first).all()))
         self.expect(f"{first} is no average", 0.0 <= first <= self.START)
         self.report.last_loss = self._loss()
-        return bool(self.board.over[0])
+        return 0.0 < self.board.over[0] <= self.board.steps[self.rank] + 1
 
     def close(self) -> None:
-        self.model.pause()  # the others may go on
         if self.board.lost[self.rank]:  # its link was cut, so it has trained alone
             return
         middle = statistics.mean(self.living())
@@ -181,6 +181,29 @@ class Asynchronous(Mode):
     def _loss(self) -> float:
         middle = statistics.mean(self.living())
         return 0.5 * (self.values[0].item() - middle) ** 2
+
+
+class Asynchronous(Neighbors):
+    """The same in mode "async", where ranks go on without lost ones."""
+
+    all_wait = False
+    options: Mapping[str, Any] = {"mode": "async", "skip_lost": True}
+    kinds = KINDS | {"lose_store": 0.5}
+
+    def step(self) -> bool:
+        super().step()
+        return bool(self.board.over[0])
+
+    def close(self) -> None:
+        self.model.pause()  # the others may go on
+        super().close()
+
+
+class AsynchronousOnLoss(Asynchronous):
+    """The same with the option that both modes have."""
+
+    options: Mapping[str, Any] = {"mode": "async", "on_loss": "continue"}
+    kinds = KINDS
 
 
 class _Pulled(nn.Module):
@@ -250,7 +273,41 @@ class Collectives(Mode):
         raise error
 
 
-MODES: dict[str, type[Mode]] = {"asynchronous": Asynchronous, "collectives": Collectives}
+class Reconfigured(Collectives):
+    """The same with `fogdist.reconfigure`, which finds out who is left."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        import fogdist
+
+        super().__init__(rank, board)
+        fogdist.init()
+
+    def _go_on_after(self, error: dist.DistError) -> None:
+        import fogdist
+
+        self.report.raised += 1
+        for _ in range(RANKS):
+            try:
+                self.group = fogdist.reconfigure()
+                number = torch.tensor([self.number])
+                dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+            except dist.DistError as again:
+                error = again
+                continue
+            members = list(fogdist.membership.current().living)
+            self.expect(f"{members} are left of {self.members}", set(members) < set(self.members))
+            self.members, self.number = members, int(number)
+            return
+        raise error
+
+
+MODES: dict[str, type[Mode]] = {
+    "asynchronous": Asynchronous,
+    "asynchronous-on-loss": AsynchronousOnLoss,
+    "collectives": Collectives,
+    "neighbors": Neighbors,
+    "reconfigured": Reconfigured,
+}
 
 
 def train(mode: type[Mode], path: str, host: str | None) -> Report:

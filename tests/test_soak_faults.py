@@ -17,7 +17,13 @@ from soak_modes import MODES, RANKS, Board, Mode
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own modes in it")
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
+# The same wrapper with another option.
+LONG = {"asynchronous-on-loss"}
+
+
+@pytest.mark.parametrize(
+    "mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode in LONG)) for mode in sorted(MODES)]
+)
 def test_faults_harm_only_the_ranks_that_they_happen_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     soak = Soak({mode: MODES[mode]}, seed=3, every=(0.2, 0.5), seconds=2.5)
     monkeypatch.setattr(soak_faults, "OWN_SECONDS", 0.3)
@@ -27,7 +33,7 @@ def test_faults_harm_only_the_ranks_that_they_happen_to(mode: str, monkeypatch: 
     values = found["modes"][mode]
     assert values["faults"].get("kill", 0) + values["faults"].get("segfault", 0) > 0, values
     assert values["next_step_seconds"]["samples"] > 0 and values["throughput"] > 0, values
-    if mode == "collectives":
+    if mode in ("collectives", "reconfigured"):
         assert values["operations_raised"] > 0, values
     assert mode in table(found)
 
