@@ -41,7 +41,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  before ranks are forked
 import torch
-from cluster import LEAST_FREE, core_time
+from cluster import LEAST_IDLE, core_time
 from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store, prefer
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host
 from fog_cli import advice
@@ -162,8 +162,8 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
                     patience=20 * rounds * each.local_steps * options.compute,
                 )[1]
                 ended = core_time()
-                idle, nice, whole = (after - before for before, after in zip(cores, ended, strict=True))
-                free = (idle + nice) / max(1.0, whole)
+                idle, whole = (after - before for before, after in zip(cores, ended, strict=True))
+                share = idle / max(1.0, whole)
                 points.append(
                     {
                         "topology": each.way.name,
@@ -172,8 +172,8 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
                         "bucket_mb": each.bucket_mb,
                         "predicted_step_s": each.step,
                         "step_s": max(took),
-                        "cpu_free": free,
-                        "cpu_bound": free < LEAST_FREE,
+                        "cpu_idle": share,
+                        "cpu_bound": share < LEAST_IDLE,
                         "is_choice": each is choice,
                     }
                 )

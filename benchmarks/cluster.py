@@ -26,12 +26,11 @@ own pace run for a fixed time.
 
 In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
 
-Two columns say whether the processor was a bottleneck. "idle" is the share of the cores' time in which nothing ran, of
-this program or another one. "free" adds the time of programs with a lower priority (nice), to which ranks, whose
-priority is higher than usual, do not leave a core. A point with less than 25 % free is marked, and so is each point of
-a world whose steps without an exchange took more than 5 % longer than their compute. Marked points are used neither
-for goals nor for the model. `cpu_waited` in the file is the time in which threads of a rank could run and had no core,
-over that of the step: an upper bound of what more cores would save, as most of it is beside the accelerator's work.
+"idle" is the share of the cores' time in which nothing ran, of this program or another one. A point with less than 25 %
+is marked, and so is each point of a world whose steps without an exchange took more than 5 % longer than their compute.
+Marked points are used neither for goals nor for the model. `cpu_waited` in the file is the time in which threads of a rank
+could run and had no core, over that of the step: an upper bound of what more cores would save, as most of it is beside
+the accelerator's work.
 
 The bytes that the hosts' links carried prove that data went over the wire.
 
@@ -75,9 +74,9 @@ RESULTS = Path(__file__).parent / "results" / "cluster.json"
 COMPUTE_SECONDS = 0.6
 # At least so much for each rank, as the cores serve one after the other.
 SECONDS_A_RANK = 0.06
-# Below this share of free time the processor is a bottleneck, and if steps without an exchange take so many times
+# Below this share of idle time the processor is a bottleneck, and if steps without an exchange take so many times
 # their compute.
-LEAST_FREE = 0.25
+LEAST_IDLE = 0.25
 MOST_LATE = 1.05
 LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
 PAUSES = 0.05
@@ -232,11 +231,11 @@ def size_of(world: World) -> int:
     return world.hosts * world.ranks_per_host
 
 
-def core_time() -> tuple[float, float, float]:
-    """Returns the time of all cores so far, in ticks: idle, of programs with a lower priority, and all."""
+def core_time() -> tuple[float, float]:
+    """Returns the time of all cores so far, in ticks: that in which nothing ran, and all."""
     _, *fields = Path("/proc/stat").read_text().splitlines()[0].split()[:9]
-    _, nice, _, idle, waiting, *_ = times = [float(each) for each in fields]
-    return idle + waiting, nice, sum(times)
+    _, _, _, idle, waiting, *_ = times = [float(each) for each in fields]
+    return idle + waiting, sum(times)
 
 
 def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str]) -> list[dict[str, Any]]:
@@ -270,7 +269,7 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     for way, made in turns.items():
         times = [each["step_s"] for each in made]
         lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-        free = statistics.median(each["free"] for each in made)
+        idle = statistics.median(each["idle"] for each in made)
         median = statistics.median(times)
         grouped = world.group if way in LOCAL else 1
         points.append(
@@ -296,10 +295,9 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
                 "efficiency": (alone if is_uneven(world) else world.compute * grouped) / median,
                 "wire_bytes_per_host_per_step": statistics.median(each["bytes"] for each in made),
                 "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
-                "cpu_idle": statistics.median(each["idle"] for each in made),
+                "cpu_idle": idle,
                 "cpu_waited": statistics.median(each["waited"] for each in made),
-                "cpu_free": free,
-                "cpu_bound": is_late or free < LEAST_FREE,
+                "cpu_bound": is_late or idle < LEAST_IDLE,
                 "seed": seed,
                 "slow": {str(host): slowness for host, slowness in world.slow.items()},
                 "slow_link": world.slow_link,
@@ -349,7 +347,7 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
     cores, sent = core_time(), traffic(hosts)
     answers = ranks.ask("run", way, steps, seconds, patience=20 * steps * world.compute * grouped)[1]
     cores_end, sent_end = core_time(), traffic(hosts)
-    idle, nice, whole = (after - before for before, after in zip(cores, cores_end, strict=True))
+    idle, whole = (after - before for before, after in zip(cores, cores_end, strict=True))
     durations = [each["end"] - each["begin"] for each in answers]
     rates = [each["steps"] / duration for each, duration in zip(answers, durations, strict=True)]
     # All steps of the turn were sent, those that do not count too.
@@ -360,7 +358,6 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
         "step_s": 1 / min(rates) if seconds is None else len(rates) / sum(rates),
         "steps": max(each["steps"] for each in answers),
         "idle": idle / whole,
-        "free": (idle + nice) / whole,
         "waited": max(each["waited"] / duration for each, duration in zip(answers, durations, strict=True)),
         "bytes": statistics.fmean(wire) / made,
         "cpu": statistics.fmean(each["cpu"] for each in answers) / made,
@@ -385,7 +382,7 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
     )
     print(
-        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}{'free':>6}"
+        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}"
     )
     for point in points:
         step = point["step_s"]
@@ -393,7 +390,7 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         mark = "  the processor was short" if point["cpu_bound"] else ""
         print(
             f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.0f}{quartiles:>18}{point['efficiency']:>12.1%}"
-            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{point['cpu_free']:>6.0%}{mark}"
+            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{mark}"
         )
     sys.stdout.flush()
 

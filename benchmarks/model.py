@@ -411,8 +411,9 @@ def main() -> None:
     def simulated(way: str, cluster: Cluster, workload: Workload, parameters: Parameters) -> float | None:
         return simgrid_seconds(str(python), way, cluster, workload, parameters, arguments.simgrid_tasks)
 
+    # Of a cluster to extrapolate only its sizes, rates and compute count, not what was measured.
     results = extrapolate(
-        points, fitted, arguments.hosts, simulated if python else None, arguments.simgrid_hosts
+        usable(content["points"], True), fitted, arguments.hosts, simulated if python else None, arguments.simgrid_hosts
     )
     for scenario in dict.fromkeys(result["scenario"] for result in results):
         efficiencies: dict[str, dict[int, str]] = defaultdict(dict)

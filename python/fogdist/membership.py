@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from fog_pg import Part
 from fogdist import context as contexts
 from fogdist.context import Context, Survivors
+from fogdist.detection import suspend_detection
 from fogdist.flight_record import note_epoch
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
@@ -222,6 +223,7 @@ class Members:
     def _whole(self) -> Context:
         return contexts.current(self._group())
 
+    @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
     def _agreed(self, whole: Context, failure: BaseException) -> dict[int, dict[str, int]]:
         """Meets the other ranks. Returns the living ranks with the exchanges that each had completed, by seat.
 
