@@ -381,9 +381,7 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         f"\nscenario {first['scenario']}: {first['hosts']} hosts x {first['ranks_per_host']}, {first['scaling']} scaling, "
         f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
     )
-    print(
-        f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}"
-    )
+    print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}")
     for point in points:
         step = point["step_s"]
         quartiles = f"{1e3 * step['lower']:.0f} - {1e3 * step['upper']:.0f}"

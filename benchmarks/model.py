@@ -413,7 +413,11 @@ def main() -> None:
 
     # Of a cluster to extrapolate only its sizes, rates and compute count, not what was measured.
     results = extrapolate(
-        usable(content["points"], True), fitted, arguments.hosts, simulated if python else None, arguments.simgrid_hosts
+        usable(content["points"], True),
+        fitted,
+        arguments.hosts,
+        simulated if python else None,
+        arguments.simgrid_hosts,
     )
     for scenario in dict.fromkeys(result["scenario"] for result in results):
         efficiencies: dict[str, dict[int, str]] = defaultdict(dict)

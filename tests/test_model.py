@@ -98,9 +98,7 @@ def test_the_formula_of_fogs_sums_is_what_virtual_ranks_send(size: int) -> None:
 
 def test_fogs_sums_cross_the_line_between_two_halves_once() -> None:
     size, count = 16, 360_000
-    crossing = sum(
-        m.size for m in schedules.allreduce(size, count).messages if m.rank < size // 2 <= m.to
-    )
+    crossing = sum(m.size for m in schedules.allreduce(size, count).messages if m.rank < size // 2 <= m.to)
     # The last round of the sums, and the first one of the results: a slice of each rank, 8 of 16 one way.
     assert crossing == pytest.approx(count, rel=1e-3)
 
