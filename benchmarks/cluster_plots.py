@@ -2,8 +2,8 @@
 
     python benchmarks/cluster_plots.py --directory docs/pictures     # of benchmarks/results/cluster.json and model.json
 
-Measured points are filled and have bars from quartile to quartile, and are small and pale if the processor was short;
-modelled ones are hollow, on dashed lines.
+Measured points are filled and have bars from quartile to quartile, and are small and pale, or hatched, if the processor
+was short; modelled ones are hollow, on dashed lines.
 """
 
 from __future__ import annotations
@@ -160,11 +160,7 @@ def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> bool:
         path: Of the picture.
         measured: Points of cluster.json.
     """
-    points = [
-        p
-        for p in measured
-        if p["scaling"] == "weak" and p["scenario"] not in TITLES and not p.get("cpu_bound")
-    ]
+    points = [p for p in measured if p["scaling"] == "weak" and p["scenario"] not in TITLES]
     if not points:
         return False
     plt = _pyplot()
@@ -187,13 +183,17 @@ def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> bool:
             color=[WAYS[p["way"]][1] for p in own],
         )
         panel.bar_label(bars, fmt="%.0f", padding=2, fontsize="small")
+        for bar, point in zip(bars, own, strict=True):
+            if point.get("cpu_bound"):
+                bar.set(alpha=0.35, hatch="//")
         panel.axvline(95, color="0.4", linestyle=":", linewidth=0.9)
         panel.axvline(90, color="0.7", linestyle=":", linewidth=0.9)
         panel.set_title(scenario.replace("_", " "), fontsize="medium")
         panel.grid(axis="x", alpha=0.25)
     panels[0][0].set_xlim(0, 112)
     figure.supxlabel(
-        "throughput of all ranks, % of the sum of their solo speeds (dotted: 90 and 95)", fontsize="medium"
+        "throughput of all ranks, % of the sum of their solo speeds (dotted: 90 and 95; hatched: the processor was short)",
+        fontsize="medium",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

@@ -33,6 +33,8 @@ NAMES = {
     "qg_momentum": "quasi-global momentum",
 }
 MARK = " (s)"
+# Of the model's errors.
+GOAL = 0.05
 STRAGGLERS = ("slow host", "slow link", "pauses")
 FAR_HOSTS = (16, 128, 1024, 16384)
 TABLE = re.compile(r"(<!-- table ([\w -]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -131,16 +133,19 @@ def error_table(model: Mapping[str, Any]) -> str:
         rows.append(
             [
                 kind, str(hosts), "held out" if is_held else "fitted", str(len(errors)),
-                percent(statistics.median(errors)), percent(max(errors)),
+                percent(statistics.median(errors)), percent(max(errors)), str(sum(e <= GOAL for e in errors)),
             ]
         )  # fmt: skip
-    for name in ("fitted", "held out"):
+    for name, title in (("fitted", "fitted"), ("held out", "held out"), ("simgrid", "SimGrid beside the model")):
         if name in model["summary"]:
             all_ = model["summary"][name]
             rows.append(
-                ["all", "", name, str(all_["points"]), percent(all_["median"]), percent(all_["largest"])]
-            )
-    return table(["scenario", "hosts", "", "points", "median error, %", "largest, %"], rows)
+                [
+                    "all", "", title, str(all_["points"]), percent(all_["median"]), percent(all_["largest"]),
+                    str(all_["within_goal"]),
+                ]
+            )  # fmt: skip
+    return table(["scenario", "hosts", "", "points", "median error, %", "largest, %", "within the goal"], rows)
 
 
 def extrapolated_table(scenario: str, model: Mapping[str, Any]) -> str:
