@@ -361,7 +361,8 @@ def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None
     for outcome in new_world(3, timeout=TIMEOUT).run_raw(reconfigure_after_a_disagreement):
         assert outcome.state == "returned", str(outcome)
         raised, refused, later = outcome.value
-        assert "float32[2]" in raised and "float32[2]" in refused and "takes no more work" in later
+        # Which of the three notices first is chance.
+        assert "ranks disagree" in raised and "ranks disagree" in refused and "takes no more work" in later
 
 
 def reconfigure_alone(timeout: float) -> tuple[str, float]:
