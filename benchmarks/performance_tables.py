@@ -136,7 +136,11 @@ def error_table(model: Mapping[str, Any]) -> str:
                 percent(statistics.median(errors)), percent(max(errors)), str(sum(e <= GOAL for e in errors)),
             ]
         )  # fmt: skip
-    for name, title in (("fitted", "fitted"), ("held out", "held out"), ("simgrid", "SimGrid beside the model")):
+    for name, title in (
+        ("fitted", "fitted"),
+        ("held out", "held out"),
+        ("simgrid", "SimGrid beside the model"),
+    ):
         if name in model["summary"]:
             all_ = model["summary"][name]
             rows.append(
@@ -145,7 +149,9 @@ def error_table(model: Mapping[str, Any]) -> str:
                     str(all_["within_goal"]),
                 ]
             )  # fmt: skip
-    return table(["scenario", "hosts", "", "points", "median error, %", "largest, %", "within the goal"], rows)
+    return table(
+        ["scenario", "hosts", "", "points", "median error, %", "largest, %", "within the goal"], rows
+    )
 
 
 def extrapolated_table(scenario: str, model: Mapping[str, Any]) -> str:
