@@ -27,7 +27,7 @@ own pace run for a fixed time.
 In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
 
 "idle" is the share of the cores' time in which nothing ran, of this program or another one. A point with less than 25 %
-is marked, and so is each point of a world whose steps without an exchange took more than 5 % longer than their compute.
+is marked, and so is one whose step would be more than 5 % shorter if steps without an exchange took their compute only.
 Marked points are used neither for goals nor for the model. `cpu_waited` in the file is the time in which threads of a rank
 could run and had no core, over that of the step: an upper bound of what more cores would save, as most of it is beside
 the accelerator's work.
@@ -74,10 +74,10 @@ RESULTS = Path(__file__).parent / "results" / "cluster.json"
 COMPUTE_SECONDS = 0.6
 # At least so much for each rank, as the cores serve one after the other.
 SECONDS_A_RANK = 0.06
-# Below this share of idle time the processor is a bottleneck, and if steps without an exchange take so many times
-# their compute.
+# Below this share of idle time the processor is a bottleneck, and if steps without an exchange are late by such a part
+# of a way's step.
 LEAST_IDLE = 0.25
-MOST_LATE = 1.05
+MOST_LATE = 0.05
 LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
 PAUSES = 0.05
 SLOW_HOST, SLOW_LINK = 2.0, 0.1
@@ -264,7 +264,7 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     # The mean of the ranks' rates counts where these differ.
     expected = world.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in world.slow.values()))
     alone = statistics.median(each["step_s"] for each in turns["none"])
-    is_late = not world.pauses and alone > MOST_LATE * expected
+    late = 0.0 if world.pauses else max(0.0, alone - expected)
     points = []
     for way, made in turns.items():
         times = [each["step_s"] for each in made]
@@ -297,7 +297,7 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
                 "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
                 "cpu_idle": idle,
                 "cpu_waited": statistics.median(each["waited"] for each in made),
-                "cpu_bound": is_late or idle < LEAST_IDLE,
+                "cpu_bound": late > MOST_LATE * median or idle < LEAST_IDLE,
                 "seed": seed,
                 "slow": {str(host): slowness for host, slowness in world.slow.items()},
                 "slow_link": world.slow_link,
