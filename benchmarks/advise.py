@@ -24,11 +24,8 @@ factor of four in the second number. Where the processor was short, most of what
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -41,17 +38,15 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  before ranks are forked
 import torch
-from cluster import LEAST_IDLE, core_time
-from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store, prefer
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, emulated_hosts, missing, move_to_host
+from cluster import LEAST_IDLE, core_time, prepare
+from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store, serve
+from emulated_hosts import INTERFACE, Unavailable, emulated_hosts
 from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
 from fogdist.testing.faults.links import rate_text
-from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
+from forked_ranks import ForkedWorld, WorldFailed
 from workloads import FLOAT_BYTES, MODELS, SCENARIOS, Dilation, Scenario, emulated, sizes_of
-
-from fog_pg._extension import load as load_extension
 
 RESULTS = Path(__file__).parent / "results" / "advise.json"
 REAL = SCENARIOS["a"]
@@ -110,16 +105,6 @@ class AdvisedRank(ClusterRank):
         return statistics.median(times)
 
 
-def serve(connection: Any, host: str, rank: int, size: int, job: Job) -> None:
-    """The life of a forked rank."""
-    die_with_parent()
-    move_to_host(host)
-    os.environ.update(ACROSS["UCX"])
-    prefer()
-    torch.set_num_threads(1)
-    obey(connection, rank, AdvisedRank(rank, size, job))
-
-
 def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measures one cluster: its links, the choice, and the grid."""
     scenario = CLUSTERS[name]
@@ -134,7 +119,7 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
             ranks.fork(keep_store, names[0])
             ranks.port()
             for rank in range(hosts):
-                ranks.fork(serve, names[rank], rank, hosts, job)
+                ranks.fork(serve, names[rank], rank, hosts, job, AdvisedRank)
             ranks.ask("start")
             facts = ranks.ask("facts")[1][0]
             measured = ranks.ask("links")[1][0]
@@ -281,19 +266,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures one cluster after the other, and writes the results after each."""
     options = parse_arguments()
-    if reason := missing():
-        sys.exit(f"emulated hosts: {reason}")
-    load_extension()
-    gc.collect()
-    gc.freeze()
-    about: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "kernel": platform.release(),
-        "load average before": os.getloadavg()[0],
-        "seed": options.seed,
-        "rounds": options.rounds,
-        "tolerance": TOLERANCE,
-    }
+    about = prepare(options.seed, options.rounds) | {"tolerance": TOLERANCE}
     results: list[dict[str, Any]] = []
     failures: list[str] = []
     for name in options.clusters:

@@ -444,21 +444,27 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> None:
-    """Measures one world after the other, and writes the points after each."""
-    arguments = parse_arguments()
+def prepare(seed: int, rounds: int) -> dict[str, Any]:
+    """Makes this process ready to fork ranks, or exits where hosts cannot be emulated; returns facts of the run."""
     if reason := missing():
         sys.exit(f"emulated hosts: {reason}")
     load_extension()
     # Forked processes then neither traverse nor copy these objects.
     gc.collect()
     gc.freeze()
-    about: dict[str, Any] = {
+    return {
         "date": datetime.date.today().isoformat(),
         "kernel": platform.release(),
         "load average before": os.getloadavg()[0],
-        "seed": arguments.seed,
-        "rounds": arguments.rounds,
+        "seed": seed,
+        "rounds": rounds,
+    }
+
+
+def main() -> None:
+    """Measures one world after the other, and writes the points after each."""
+    arguments = parse_arguments()
+    about = prepare(arguments.seed, arguments.rounds) | {
         "compute": {name: scenario.compute_is_of for name, scenario in SCENARIOS.items()},
         "parameters": {name: sum(model.sizes) for name, model in MODELS.items()},
     }

@@ -412,14 +412,16 @@ def waiting_time() -> float:
     return 1e-9 * waited
 
 
-def serve(connection: Connection, host: str, rank: int, size: int, job: Job) -> None:
-    """The life of a forked rank."""
+def serve(
+    connection: Connection, host: str, rank: int, size: int, job: Job, kind: type[ClusterRank] = ClusterRank
+) -> None:
+    """The life of a forked rank; the parent calls the methods of `kind`."""
     die_with_parent()
     move_to_host(host)
     os.environ.update(ACROSS["UCX"])
     prefer()
     torch.set_num_threads(1)
-    obey(connection, rank, ClusterRank(rank, size, job))
+    obey(connection, rank, kind(rank, size, job))
 
 
 def keep_store(connection: Connection, host: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 # By the names of cluster_ranks.py and time_to_loss.py.
 from cluster_plots import WAYS
+from loss_steps import median_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
@@ -194,28 +195,19 @@ def advice_table(advice: Mapping[str, Any]) -> str:
     return table(head, rows)
 
 
-def median_steps(loss: Mapping[str, Any], way: str, ranks: int, split: str) -> float:
-    """Returns the median over seeds of the steps to the target; infinite if most runs did not come there."""
-    target, found = loss["facts"]["target"], []
-    for point in loss["points"]:
-        if (point["way"], point["ranks"], point["split"]) == (way, ranks, split):
-            pairs = zip(point["steps"], point["losses"], strict=True)
-            found.append(next((step for step, value in pairs if value <= target), math.inf))
-    return statistics.median_high(found)
-
-
 def loss_table(loss: Mapping[str, Any]) -> str:
     """Returns losses at equal samples relative to DDP's, and steps to the target, of the runs with several seeds."""
     found = {(row["way"], row["split"]): row for row in loss["differences"] if "lower" in row}
     splits = list(dict.fromkeys(split for _, split in found))
     ranks = next(row["ranks"] for row in found.values())
+    counts = median_steps(loss["points"], loss["facts"]["target"])
 
     def cell(way: str, split: str) -> str:
         row = found[way, split]
         return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
 
     def steps(way: str, split: str) -> str:
-        count = median_steps(loss, way, ranks, split)
+        count = counts[way, ranks, split]
         return f"{count:.0f}" if math.isfinite(count) else ">"
 
     ways = sorted({way for way, _ in found}, key=lambda way: float(found[way, splits[0]]["mean"]))
@@ -248,23 +240,19 @@ def time_table(points: Sequence[Point], loss: Mapping[str, Any], ranks: int = 16
         for p in points
         if (p["scenario"], p["hosts"], p["ranks_per_host"], p["scaling"]) == ("a", ranks, 1, "weak")
     }
-    known = {point["way"] for point in loss["points"]}
+    counts = median_steps(loss["points"], loss["facts"]["target"])
+    # Both DDPs make the same steps.
+    steps = {way: counts.get((way.replace("ddp_gloo", "ddp_fog"), ranks, split)) for way in chosen}
     rows = []
-
-    def seconds(way: str) -> float:
-        steps = median_steps(loss, "ddp_fog" if way == "ddp_gloo" else way, ranks, split)
-        return steps * float(chosen[way]["step_s"]["median"])
-
     for way in ways_of(chosen.values()):
-        if way in known or way == "ddp_gloo":
-            ratio = seconds(way) / seconds("ddp_gloo")
-            count = median_steps(loss, "ddp_fog" if way == "ddp_gloo" else way, ranks, split)
-            mark = MARK if chosen[way]["cpu_bound"] else ""
+        count, step = steps[way], float(chosen[way]["step_s"]["median"])
+        if count is not None:
+            ratio = count * step / (steps["ddp_gloo"] * float(chosen["ddp_gloo"]["step_s"]["median"]))
             rows.append(
                 [
                     NAMES[way],
                     f"{count:.0f}" if math.isfinite(count) else ">",
-                    f"{1e3 * chosen[way]['step_s']['median']:.0f}{mark}",
+                    f"{1e3 * step:.0f}{MARK if chosen[way]['cpu_bound'] else ''}",
                     f"{ratio:.2f}" if math.isfinite(ratio) else ">",
                 ]
             )

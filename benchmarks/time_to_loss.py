@@ -31,6 +31,7 @@ import torch
 from fogdist import algorithms, simulate
 from fogdist import topology as topologies
 from fogdist.topology import Topology
+from loss_steps import median_steps
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -186,12 +187,6 @@ def best_rates(tuning: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], flo
     }
 
 
-def steps_to(point: Mapping[str, Any], target: float) -> int | None:
-    """Returns the first number of steps with a loss of at most `target`; None if there was none."""
-    pairs = zip(point["steps"], point["losses"], strict=True)
-    return next((steps for steps, loss in pairs if loss <= target), None)
-
-
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns the mean and the 95 % t-interval of it."""
     from scipy import stats
@@ -220,16 +215,6 @@ def differences(points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
             row |= {"lower": round(lower, 6), "upper": round(upper, 6), "within_goal": upper <= GOAL}
         rows.append(row)
     return rows
-
-
-def median_steps(points: Iterable[Mapping[str, Any]], target: float) -> dict[tuple[str, int, str], float]:
-    """Returns the median over seeds of the steps to the target, infinite if most runs did not come there."""
-    found: dict[tuple[str, int, str], list[float]] = {}
-    for p in points:
-        steps = steps_to(p, target)
-        key = (p["way"], p["ranks"], p["split"])
-        found.setdefault(key, []).append(math.inf if steps is None else steps)
-    return {key: statistics.median_high(values) for key, values in found.items()}
 
 
 def read_step_times(folder: Path) -> list[dict[str, Any]]:

@@ -206,3 +206,18 @@ def _as_main(words: list[str], log: str) -> int:
             os.close(descriptor)
         os.chdir(folder)
         sys.path[:], sys.argv = path, arguments
+
+
+# Says when it is ready, and which signal stops it.
+WAITING = """
+import os, signal, sys, time
+
+def stop(number, frame):
+    print("stopped by", signal.Signals(number).name, flush=True)
+    sys.exit(3)
+
+signal.signal(signal.SIGTERM, stop)
+signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(600)
+"""

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 from hosts import address, emulated_hosts
-from scripts import ROOT, Job, started
+from scripts import ROOT, WAITING, Job, started
 
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
@@ -505,20 +505,6 @@ def test_status_of_ranks_by_mpiexec(tmp_path: Path) -> None:
     assert (
         fog("run", "-np", "2", "--launcher", "mpiexec", str(script), "fail", folder=tmp_path).returncode == 7
     )
-
-
-WAITING = """
-import os, signal, sys, time
-
-def stop(number, frame):
-    print("stopped by", signal.Signals(number).name, flush=True)
-    sys.exit(3)
-
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.mark.parametrize(

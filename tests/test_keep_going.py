@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hosts import address, emulated_hosts
-from scripts import ROOT, Job, started
+from scripts import ROOT, WAITING, Job, started
 
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
@@ -324,20 +324,6 @@ def test_a_full_disk_of_the_logs_ends_nothing(tmp_path: Path) -> None:
     assert output.count("rank-0.log: No space left on device; the log lacks output from here on") == 1
     assert [f"[0] line {i}" in output for i in range(3)] == [True] * 3
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "line 0\nline 1\nline 2\n"
-
-
-WAITING = """
-import os, signal, sys, time
-
-def stop(number, frame):
-    print("stopped by", signal.Signals(number).name, flush=True)
-    sys.exit(3)
-
-signal.signal(signal.SIGTERM, stop)
-signal.signal(signal.SIGINT, stop)
-print("ready", flush=True)
-time.sleep(600)
-"""
 
 
 @pytest.mark.parametrize(

@@ -203,11 +203,6 @@ def adopt(context: Context) -> None:
     _require_session().contexts[context.group] = context
 
 
-def backend_of(group: dist.ProcessGroup) -> ProcessGroupFog | None:
-    """Returns the fog backend of a group for CPU tensors, without the wrapper of torch's debug mode; None without one."""
-    return _fog_backend(group)
-
-
 def handles() -> HandleTable:
     """Returns the operations in flight of all groups, including destroyed groups.
 
@@ -401,7 +396,7 @@ def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
         del session.contexts[known]
     if not _is_registered(group):
         raise RuntimeError("group must be a process group that torch still knows; it was destroyed")
-    backend = _fog_backend(group)
+    backend = backend_of(group)
     if backend is None:
         raise ValueError(
             f"group must have the backend fog for CPU tensors, got one with {dist.get_backend(group)}"
@@ -472,17 +467,17 @@ def _connect() -> tuple[dist.ProcessGroup, ProcessGroupFog, bool]:
         launch.connect()
     world = dist.group.WORLD
     assert world is not None  # it is initialized
-    backend = _fog_backend(world)
+    backend = backend_of(world)
     if backend is not None:
         return world, backend, owns_group
     beside = dist.new_group(backend="fog")
-    backend = _fog_backend(beside)
+    backend = backend_of(beside)
     if backend is None:
         raise RuntimeError(f"the backend of a new fog group must be a ProcessGroupFog, got {beside}")
     return beside, backend, True
 
 
-def _fog_backend(group: dist.ProcessGroup) -> ProcessGroupFog | None:
+def backend_of(group: dist.ProcessGroup) -> ProcessGroupFog | None:
     try:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:  # no backend for CPU tensors

@@ -13,6 +13,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kJudgementInterval = std::chrono::milliseconds(50);
+// After a longer pause, a call first looks whether ranks of other hosts count this one as lost. Their messages may lie
+// behind data with which the operation would complete.
+constexpr auto kLongPause = std::chrono::milliseconds(200);
 // How long a peer stays watched after watch_awaited() or a window has said so.
 constexpr auto kWatched = std::chrono::milliseconds(300);
 
@@ -24,10 +27,12 @@ void Engine::note_call() {
   }
   auto& pulse = *pulse_.load(std::memory_order_relaxed);
   pulse.calls.fetch_add(1, std::memory_order_relaxed);
-  if (const auto usual = gaps_.call(Clock::now())) {
+  const auto now = Clock::now();
+  const bool paused = now - gaps_.last() > kLongPause;
+  if (const auto usual = gaps_.call(now)) {
     pulse.usual.store(usual->count(), std::memory_order_relaxed);
   }
-  if (pulse.lost_by.load(std::memory_order_acquire) != lost_by_seen_.load()) {
+  if (paused || pulse.lost_by.load(std::memory_order_acquire) != lost_by_seen_.load()) {
     without_python_lock([this] { look_for_ended_peers(); });
   }
 }
