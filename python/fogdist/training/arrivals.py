@@ -40,6 +40,7 @@ class Arrivals:
         in_neighbors: The ranks to wait for.
         out_neighbors: The ranks that wait for this one.
         patience: As above; at least 0.
+        gives_way: As of `Pace`.
     """
 
     def __init__(
@@ -49,7 +50,11 @@ class Arrivals:
         in_neighbors: Iterable[int],
         out_neighbors: Iterable[int],
         patience: float,
+        *,
+        gives_way: bool = False,
     ) -> None:
+        self._backend = context.backend
+        self._gives_way = gives_way
         self._in = sorted(in_neighbors)
         self._peers = [(rank, 1.0) for rank in sorted(out_neighbors)]
         self._patience = patience
@@ -95,11 +100,11 @@ class Arrivals:
                 elif passed > deadlines[rank] or self._window.is_gone(rank):
                     self._late.add(rank)
                     waiting.remove(rank)
-            if not waiting:
+            if not waiting or (self._gives_way and self._backend.failure):
                 break
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
-        for rank in set(self._in) - self._late:
+        for rank in set(self._in) - self._late - set(waiting):
             # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
             self._due[rank] = max(self._due[rank] + 1, self._number(rank))
         end = time.monotonic()
