@@ -26,8 +26,9 @@ from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 
 if TYPE_CHECKING:
-    from fog_pg._C import Window
     from numpy.typing import NDArray
+
+    from fog_pg._C import Window
 
 
 class AsynchronousGossip(Algorithm):

@@ -24,9 +24,9 @@ from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.plans import Plans
 
 if TYPE_CHECKING:
-    from fog_pg._C import Window
     from numpy.typing import NDArray
 
+    from fog_pg._C import Window
     from fogdist.membership import Seat
 
 

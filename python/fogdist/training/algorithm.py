@@ -100,7 +100,7 @@ class Algorithm(DistributedOptimizer):
         on_loss: What a step does if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are
             left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
-            the group's timeout. Dynamic weights and `Machines()` are not possible. See docs/membership.md.
+            the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         compare: For subclasses: further arguments that must be the same on all ranks, by name.
 
     Raises:
@@ -198,7 +198,7 @@ class Algorithm(DistributedOptimizer):
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
         given = as_mixing(mixing)
-        check_on_loss(on_loss, given)
+        check_on_loss(on_loss)
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}
         items = [*self.mixing.items(context)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from fogdist.context import Context
 from fogdist.membership import Seat, members_of
 from fogdist.topology.healing import is_strongly_connected
-from fogdist.training.mixing import Finish, Machines, Mixing, Round
+from fogdist.training.mixing import Finish, Mixing, Round
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,14 +22,10 @@ if TYPE_CHECKING:
 OnLoss: TypeAlias = Literal["raise", "continue"]
 
 
-def check_on_loss(on_loss: OnLoss, mixing: Mixing | None = None) -> None:
-    """Raises ValueError for a value that `on_loss` does not have, or that does not go with a mixing."""
+def check_on_loss(on_loss: OnLoss) -> None:
+    """Raises ValueError for a value that `on_loss` does not have."""
     if on_loss not in get_args(OnLoss):
         raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
-    if on_loss == "continue" and isinstance(mixing, Machines):
-        raise ValueError(
-            "on_loss must be 'raise' with mixing=Machines(), whose machines have the same number of ranks, got 'continue'"
-        )
 
 
 def take_seat(group: dist.ProcessGroup | None, name: str) -> Seat:
@@ -70,6 +66,10 @@ class Continuing(Mixing):
     def __init__(self, mixing: Mixing, seat: Seat) -> None:
         self._mixing = mixing
         self._seat = seat
+
+    def at(self, seat: Seat) -> Continuing:
+        """Returns the same mixing with another place in the exchanges."""
+        return Continuing(self._mixing, seat)
 
     @property
     def exchanges(self) -> bool:  # type: ignore[override]  # that of the mixing
@@ -206,7 +206,9 @@ class Watch:
         if self._edges is None:
             return ""
         gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
-        if self._checked[0] != self._seat.epoch:  # a graph that is apart from the beginning is the user's choice
+        if (
+            self._checked[0] != self._seat.epoch
+        ):  # a graph that is apart from the beginning is the user's choice
             self._checked = self._seat.epoch, frozenset()
         known = self._seat.epoch, gone
         if known == self._checked or _holds_without(self._edges(), gone):

@@ -262,7 +262,11 @@ class GradientExchange:
         flags[sorted(self._outdated)] = 1
         if self._is_ordered:
             flags = torch.cat([flags, torch.tensor(self._presence(), dtype=flags.dtype, device="cpu")])
-        wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated", group=self._context.group))
+        wait(
+            allreduce_nonblocking_(
+                flags, average=True, name=f"{self._label}.outdated", group=self._context.group
+            )
+        )
         anywhere = [flag > 0 for flag in flags.tolist()]
         self._is_anywhere = anywhere[count:]
         return [number for number, flag in enumerate(anywhere[:count]) if flag]
