@@ -47,7 +47,7 @@ class WAGMA(OverlappingAlgorithm):
     If a rank is lost, `step` raises. With ``on_loss="continue"`` a lost member does not count, and nobody waits for it. At
     the next average of all the ranks that are left agree on who that is, and make groups among themselves: of their first
     m, m being the largest power of 2 that is not above their number, as before. Each of the others, m + i, belongs to the
-    groups of i. So groups then have S to 2 S - 1 members, each average is still one of a whole group, and values
+    groups of i. So groups then have S to 2 S members, each average is still one of a whole group, and values
     reach all ranks in as many rounds as with m ranks. If fewer than S are left, S is m.
 
     Args:

@@ -206,11 +206,10 @@ class Watch:
         if self._edges is None:
             return ""
         gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
-        if (
-            self._checked[0] != self._seat.epoch
-        ):  # a graph that is apart from the beginning is the user's choice
-            self._checked = self._seat.epoch, frozenset()
         known = self._seat.epoch, gone
+        if self._checked[0] != self._seat.epoch:
+            # A graph that is apart from the beginning is the user's choice.
+            self._checked = self._seat.epoch, frozenset()
         if known == self._checked or _holds_without(self._edges(), gone):
             self._checked = known
             return ""

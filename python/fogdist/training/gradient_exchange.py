@@ -174,8 +174,7 @@ class GradientExchange:
         A parameter that has a gradient on any rank has one on all of them afterwards.
         """
         if self._seat is not None:
-            self._complete_among_the_living(self._seat)
-            for number, average in self._completed():
+            for number, average in self._completed_among_the_living(self._seat):
                 self._write(number, average)
             return
         self._send_missing()
@@ -192,8 +191,7 @@ class GradientExchange:
     def discard(self) -> None:
         """Sends the remaining buckets, because other ranks may have sent them, waits, and drops the average."""
         if self._seat is not None:
-            self._complete_among_the_living(self._seat)
-            self._completed()
+            self._completed_among_the_living(self._seat)
             return
         self._send_missing()
         for _, average in self._completed():
@@ -205,29 +203,39 @@ class GradientExchange:
             if average.handle is not None:
                 handles().forget(average.handle)
 
-    def _complete_among_the_living(self, seat: Seat) -> None:
+    def _completed_among_the_living(self, seat: Seat) -> list[tuple[int, _InFlight]]:
         """Waits for all buckets, again after each loss, until all ranks that are left have the same averages.
+
+        Returns the buckets, and ends the average.
 
         The last operation of an average ends on a rank only if all ranks have come to it, and so have all buckets. If it ends
         on some rank and fails on others because of a loss, these have the averages too.
         """
         place = seat.take()
-        while True:
-            try:
-                self._withdraw(seat.epoch)
-                self._send_missing()
-                self._send_outdated()
-                for _, average in sorted(self._in_flight.items()):
-                    average.wait()
-                done = torch.zeros(1, dtype=torch.int64, device="cpu")
-                name = f"{self._label}.complete"
-                self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=name).wait()
-                break
-            except dist.DistBackendError as failure:
-                seat.meet(failure)
-                if seat.resume > place:
+        try:
+            while True:
+                try:
+                    self._complete_once(seat.epoch)
                     break
+                except dist.DistBackendError as failure:
+                    seat.meet(failure)
+                    if seat.resume > place:
+                        break
+        except BaseException:
+            self.forget()
+            raise
         seat.completed = place + 1
+        return self._completed()
+
+    def _complete_once(self, epoch: int) -> None:
+        self._withdraw(epoch)
+        self._send_missing()
+        self._send_outdated()
+        for _, average in sorted(self._in_flight.items()):
+            average.wait()
+        done = torch.zeros(1, dtype=torch.int64, device="cpu")
+        name = f"{self._label}.complete"
+        self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=name).wait()
 
     def _withdraw(self, epoch: int) -> None:
         """Forgets what was sent before the last loss; it is sent again."""
