@@ -277,12 +277,6 @@ class WindowPushSum(WindowAlgorithm):
         else:
             self._kept[window.name] = shares, window.p
 
-    def members_changed(self) -> None:
-        """See `WindowAlgorithm.members_changed`."""
-        super().members_changed()
-        if self._arrivals is not None and self.has_sent and not self._is_closed:
-            self._arrivals.tell()
-
     def stepping(self) -> AbstractContextManager[None]:
         """Sets the parameters to x within the block and to z afterwards."""
         return self._on_biased()
@@ -317,10 +311,16 @@ class WindowPushSum(WindowAlgorithm):
     def _open_all(self) -> None:
         super()._open_all()
         if self._patience is not None:
-            topology, gives_way = self.context.topology, self._seat is not None
-            neighbors = topology.in_neighbors, topology.out_neighbors
+            topology = self.context.topology
             self._arrivals = Arrivals(
-                self.context, self._prefix, *neighbors, self._patience, gives_way=gives_way
+                self.context,
+                self._prefix,
+                topology.in_neighbors,
+                topology.out_neighbors,
+                self._patience,
+                gives_way=self._seat is not None,
+                # After a loss some ranks have sent their values of a round and others have not.
+                is_apart=self._arrivals is not None,
             )
 
     @contextmanager

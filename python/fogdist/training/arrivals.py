@@ -41,6 +41,7 @@ class Arrivals:
         out_neighbors: The ranks that wait for this one.
         patience: As above; at least 0.
         gives_way: As of `Pace`.
+        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Arrivals:
         patience: float,
         *,
         gives_way: bool = False,
+        is_apart: bool = False,
     ) -> None:
         self._backend = context.backend
         self._gives_way = gives_way
@@ -64,7 +66,8 @@ class Arrivals:
             empty, f"{name}.arrivals", self._in, [rank for rank, _ in self._peers], zero_init=True
         )
         self._made = 0
-        self._due = dict.fromkeys(self._in, 1)  # the number that means that a neighbor has come to this round
+        # The number that means that a neighbor has come to this round.
+        self._due = dict.fromkeys(self._in, 0 if is_apart else 1)
         self._waits = {rank: deque[float](maxlen=_REMEMBERED) for rank in self._in}
         self._rounds = deque[float](maxlen=_REMEMBERED)
         self._last: float | None = None
