@@ -196,8 +196,17 @@ def test_in_step_the_living_repeat_the_round(new_world: Callable[..., World], ki
     np.testing.assert_allclose(values_of(outcomes, deaths), expected, **EXACT)
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("victim", [0, 3])  # the hub of the star, and another rank
+@pytest.mark.parametrize(  # the hub of the star, and another rank
+    ("phase", "victim"),
+    [
+        ("forward", 0),
+        ("backward", 3),
+        *(
+            pytest.param(phase, victim, marks=pytest.mark.long)
+            for phase, victim in [("forward", 3), ("backward", 0), ("step", 0), ("step", 3)]
+        ),
+    ],
+)
 def test_push_sum_goes_on_with_the_mass_of_the_living(
     new_world: Callable[..., World], phase: str, victim: int
 ) -> None:
@@ -292,9 +301,18 @@ OWN_PACE = [
 ]
 
 
-@pytest.mark.parametrize("graph", ["RingGraph", "StarGraph"])  # a line is left; it falls apart
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("kind", OWN_PACE)
+CASES = [
+    (kind, phase, graph) for kind in OWN_PACE for phase in PHASES for graph in ("RingGraph", "StarGraph")
+]
+
+
+@pytest.mark.parametrize(  # of a ring a line is left; a star falls apart
+    ("kind", "phase", "graph"),
+    [
+        pytest.param(*case, marks=[] if place % 5 == 0 else [pytest.mark.long])
+        for place, case in enumerate(CASES)
+    ],
+)
 def test_ranks_at_their_own_pace_agree(
     new_world: Callable[..., World], kind: str, phase: str, graph: str
 ) -> None:
