@@ -16,6 +16,9 @@ from fogdist.context import Context
 # The number of waits that the deadline of a neighbor is computed from, and the least number: before, there is none.
 _REMEMBERED = 32
 _FEW = 4
+# The deadline in place of none, in seconds, where ranks are in different rounds from the beginning: a neighbor may have
+# made its last round already.
+_UNKNOWN_SECONDS = 1.0
 # The least deviation that the deadline counts with, relative to the time of a round: a neighbor that always came at the
 # same time would otherwise have no leeway.
 _LEAST_DEVIATION = 0.05
@@ -41,7 +44,8 @@ class Arrivals:
         out_neighbors: The ranks that wait for this one.
         patience: As above; at least 0.
         gives_way: As of `Pace`.
-        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody.
+        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody, and none
+            waits long for a neighbor of which little is known.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Arrivals:
         self._peers = [(rank, 1.0) for rank in sorted(out_neighbors)]
         self._patience = patience
         self._most = context.backend.options._timeout.total_seconds()
+        self._unknown = min(self._most, _UNKNOWN_SECONDS) if is_apart else self._most
         empty = torch.zeros(1, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
             empty, f"{name}.arrivals", self._in, [rank for rank, _ in self._peers], zero_init=True
@@ -98,7 +103,8 @@ class Arrivals:
             passed = time.monotonic() - begin  # before the looks: this process may have been stopped
             for rank in list(waiting):
                 if self._has_come(rank):
-                    self._waits[rank].append(passed)
+                    if self._due[rank] > 0:
+                        self._waits[rank].append(passed)
                     waiting.remove(rank)
                 elif passed > deadlines[rank] or self._window.is_gone(rank):
                     self._late.add(rank)
@@ -122,7 +128,7 @@ class Arrivals:
     def _deadline(self, rank: int) -> float:
         waits = self._waits[rank]
         if len(waits) < _FEW:
-            return self._most
+            return self._unknown
         usual = median(waits)
         deviation = median(abs(each - usual) for each in waits)
         least = _LEAST_DEVIATION * median(self._rounds)
