@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise benchmark-model clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise benchmark-model benchmark-performance clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -58,6 +58,7 @@ help:
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
+	@echo "make benchmark-performance   the four for docs/performance.md, and its tables   (as root, some two hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
@@ -186,6 +187,11 @@ benchmark-model: build
 	@echo "== model of the emulated cluster"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/model.py $(ARGS)
 	@$(IN_VENV) python benchmarks/cluster_plots.py
+
+# All of docs/performance.md, one after the other: each needs the machine for itself.
+benchmark-performance:
+	@for each in cluster model loss advise; do $(MAKE) --no-print-directory benchmark-$$each || exit; done
+	@$(IN_VENV) python benchmarks/performance_tables.py
 
 benchmark-timeline: build
 	@echo "== benchmark of the timeline"
