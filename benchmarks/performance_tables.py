@@ -280,6 +280,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "modelled c": lambda: extrapolated_table("c", read("model")),
         "advice": lambda: advice_table(read("advise")),
         "loss": lambda: loss_table(read("loss")),
+        "loss of long runs": lambda: loss_table(read("loss_long")),
         "loss of many ranks": lambda: many_ranks_table(read("loss")),
         "time to loss": lambda: time_table(points(), read("loss")),
     }
