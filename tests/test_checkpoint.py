@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ KINDS = [
     "atc",
     "gradient",
     "put",
+    "push-sum",
     "DecentralizedSGD",
     "ExactDiffusion",
     "GradientTracking",
@@ -195,6 +197,85 @@ def _check_sums(kind: str, states: list[dict[str, Any]]) -> None:
         np.testing.assert_allclose(np.sum([each["correction"] for each in states], axis=0), 0.0, atol=1e-4)
     if kind == "PushSumSGD":
         assert abs(sum(each["numbers"]["p"] for each in states) - len(states)) < 1e-9
+
+
+def push_sum(seed: int, **options: Any) -> tuple[Net, Any]:
+    """Two buckets, whose p differ where ranks go at their own pace; parameters only mix."""
+    model = make_net(seed)
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = algorithms.WindowPushSum(base, model, bucket_cap_mb=1e-4, **options)
+    optimizer.force_barrier = False
+    return model, optimizer
+
+
+def mass_of(model: Net, optimizer: Any) -> tuple[list[float], np.ndarray, np.ndarray]:
+    """Returns p of each window, and for each trained parameter p x and p."""
+    weights = optimizer.mean_weights()
+    p = np.concatenate([np.full(each.numel(), weight) for each, weight in weights.items()])
+    x = np.concatenate([each.detach().reshape(-1).numpy() for each in weights])
+    return optimizer.push_sum_weights(), p * x, p
+
+
+def save_and_go_on(path: Path) -> tuple[Any, ...]:
+    rank, _ = start(star)
+    model, optimizer = push_sum(rank)
+    for number in range(30):
+        time.sleep(0.003 * rank)
+        train_step(model, optimizer, rank, number)
+    checkpoint.save(path, model, optimizer, step=1)
+    saved = mass_of(model, optimizer)
+    checkpoint.save(path / "mean", model, optimizer, step=1, average=True)
+    _kept.append((model, optimizer))
+    return saved
+
+
+_kept: list[Any] = []
+
+
+def go_on_and_die() -> None:
+    ((model, optimizer),) = _kept
+    for number in range(5 + dist.get_rank()):
+        train_step(model, optimizer, dist.get_rank(), number)
+    kill_myself()
+
+
+def load_push_sum(path: Path) -> tuple[Any, ...]:
+    rank, _ = start(star)
+    model, optimizer = push_sum(10 + rank)
+    checkpoint.load(path, model, optimizer)
+    loaded = mass_of(model, optimizer)
+    for number in range(40):
+        time.sleep(0.002 * rank)
+        train_step(model, optimizer, rank, number)
+    optimizer.settle()
+    later = mass_of(model, optimizer)
+    optimizer.unregister_window()
+    return loaded, later
+
+
+def test_push_sum_keeps_its_mass(new_world: Callable[..., World], tmp_path: Path) -> None:
+    """All ranks are killed after a checkpoint; those that load it have the sums of x and p that there were."""
+    world = new_world(4)
+    saved = world.run(save_and_go_on, tmp_path)
+    assert all(outcome.state == "died" for outcome in world.run_raw(go_on_and_die))
+    weights, total, mass = (sum(map(np.array, each)) for each in zip(*saved, strict=True))
+    assert len(weights) > 1
+    np.testing.assert_allclose(weights, 4.0, rtol=0.0, atol=1e-12)
+    assert np.std([p for p, _, _ in saved]) > 0.1  # otherwise the test would not see that they are kept
+    for size, path in [(4, tmp_path), (2, tmp_path), (4, tmp_path / "mean")]:
+        loaded = new_world(size).run(load_push_sum, path)
+        for rank, (now, later) in enumerate(loaded):
+            if (size, path) == (4, tmp_path):
+                for mine, its in zip(now, saved[rank], strict=True):
+                    np.testing.assert_array_equal(mine, its)
+            else:
+                np.testing.assert_allclose(now[0], 1.0, rtol=0.0, atol=1e-12)
+                np.testing.assert_allclose(now[1] / now[2], total / mass, rtol=0.0, atol=1e-12)
+            np.testing.assert_allclose(later[1] / later[2], total / mass, rtol=0.0, atol=1e-3)
+        for place in (0, 1):
+            sums = np.sum([later[2 - place] for _, later in loaded], axis=0)
+            expected = (mass if place == 0 else total) * size / 4
+            np.testing.assert_allclose(sums, expected, rtol=0.0, atol=1e-11)
 
 
 @on_ranks([1, 3])

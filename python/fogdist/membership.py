@@ -18,7 +18,7 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -30,6 +30,7 @@ from fog_pg import Part
 from fogdist import context as contexts
 from fogdist.context import Context, Survivors
 from fogdist.detection import suspend_detection
+from fogdist.exchange import MACHINES, RANKS, Nodes
 from fogdist.flight_record import note_epoch
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
@@ -169,6 +170,7 @@ class Members:
         self._group = weakref.ref(group)
         self._context: Context | None = None
         self._seats: weakref.WeakValueDictionary[str, Seat] = weakref.WeakValueDictionary()
+        self._numbers: dict[str, int] = {}  # of the last decision
 
     @property
     def context(self) -> Context:
@@ -178,6 +180,8 @@ class Members:
     def seat(self, name: str) -> Seat:
         """Returns a new seat. `name` is the same on all ranks, and that of no other living seat."""
         seat = self._seats[name] = Seat(self, name)
+        # Other ranks may have made theirs, and exchanges, before the last loss.
+        seat.resume = self._numbers.get(name, 0)
         return seat
 
     def meet_if_needed(self) -> None:
@@ -213,6 +217,7 @@ class Members:
         for seats in living.values():
             for name, number in seats.items():
                 numbers[name] = max(number, numbers.get(name, 0))
+        self._numbers = numbers
         for name, seat in list(self._seats.items()):
             seat.resume_at(numbers.get(name, 0))
         if old is not None and not was_given:
@@ -286,6 +291,7 @@ class Members:
         )
         backend = contexts.backend_of(group)
         assert backend is not None  # it was created as such
+        first = self._whole()
         machines = [whole.machine_of[place] for place in places]
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
         rank = places.index(whole.rank)
@@ -295,7 +301,15 @@ class Members:
             rank,
             len(places),
             [numbers[machine] for machine in machines],
-            _healed(self._whole().topology, survivors, rank),
+            _healed(first.topology, survivors.living, rank),
+            None
+            if first.machine_topology is None
+            else _healed(
+                first.machine_topology,
+                sorted({first.machine_of[rank] for rank in survivors.living}),
+                numbers[machines[rank]],
+                MACHINES,
+            ),
             survivors=survivors,
         )
 
@@ -309,18 +323,19 @@ def members_of(group: dist.ProcessGroup | None = None) -> Members:
     return _members.setdefault(context.group, Members(context.group, context.size))
 
 
-def _healed(topology: StaticTopology, survivors: Survivors, rank: int) -> StaticTopology:
-    """Returns what is left of a group's topology, from the point of view of a survivor."""
+def _healed(
+    topology: StaticTopology, living: Sequence[int], node: int, nodes: Nodes = RANKS
+) -> StaticTopology:
+    """Returns what is left of a topology, from the point of view of one of the nodes that are left."""
     graph = topology.graph if topology.is_weighted else uniform_weights(topology.graph)
-    size = len(survivors.living)
     try:
-        left = Topology.from_graph("group's topology", graph).among(survivors.living).graph()
+        left = Topology.from_graph("group's topology", graph).among(living).graph()
     except (
         TopologyError
     ):  # a user's weights that do not sum to 1: nobody else can say what they mean for fewer ranks
-        numbers = {old: new for new, old in enumerate(survivors.living)}
-        left = nx.relabel_nodes(topology.graph.subgraph(survivors.living), numbers)
-    return see_topology(left, True, rank, size)
+        numbers = {old: new for new, old in enumerate(living)}
+        left = nx.relabel_nodes(topology.graph.subgraph(living), numbers)
+    return see_topology(left, True, node, len(living), nodes=nodes)
 
 
 def _described(backend: ProcessGroupFog) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.training.backward_steps import BackwardSteps, step_of
+from fogdist.training.continuing import Continuing, take_seat
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
 from fogdist.training.view import Models, reject_lbfgs
 
@@ -37,10 +39,13 @@ class AdaptThenCombine(DecentralizedSGD):
 
     Raises:
         TypeError: As `Algorithm`.
-        ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS, or ``on_loss="continue"``.
+        ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
     """
 
     _in_backward: bool
+    # With steps within the backward pass, if training goes on after losses: of each bucket. Backward passes may complete
+    # buckets in another order on each rank, so the exchanges of each bucket are counted for themselves.
+    _mixings: list[Continuing]
     _counter: BackwardPasses
     _backward: BackwardSteps | None
 
@@ -56,11 +61,9 @@ class AdaptThenCombine(DecentralizedSGD):
             raise TypeError(f"step_in_backward must be a bool, got {type(step_in_backward).__name__}")
         if step_in_backward:
             reject_lbfgs(optimizer)
-            if options.get("on_loss") == "continue":
-                # Backward passes may complete buckets in another order on each rank.
-                raise ValueError("on_loss must be 'raise' with step_in_backward=True, got 'continue'")
-        super().__init__(optimizer, model, order="atc", **options)
         self._in_backward = step_in_backward
+        self._mixings = []
+        super().__init__(optimizer, model, order="atc", **options)
         self._has_warned = False
         self._backward = None
         self._counter = BackwardPasses(self._after_gradient)
@@ -125,11 +128,11 @@ class AdaptThenCombine(DecentralizedSGD):
     def combine(self) -> None:
         """Averages all buckets that are not in flight already."""
         backward, self._backward = self._backward, None
-        if backward is None:
+        if backward is None and not self._mixings:
             super().combine()
         else:
-            for number in backward.left:
-                self._mixer.add(self.buckets, number, self.mixing, self.this_round())
+            for number in self.buckets.sending_order if backward is None else backward.left:
+                self._mix(number)
             self._mixer.finish()
         self._counter.reset()
 
@@ -164,4 +167,16 @@ class AdaptThenCombine(DecentralizedSGD):
             self._backward = BackwardSteps(self.buckets)
         for number in self._backward.complete(parameter):
             self._backward.step(self._fog_wrapped, number)
-            self._mixer.add(self.buckets, number, self.mixing, self.this_round())
+            self._mix(number)
+
+    def _mix(self, number: int) -> None:
+        """Begins the exchange of a bucket."""
+        mixing = self._mixings[number] if self._mixings else self.mixing
+        self._mixer.add(self.buckets, number, mixing, self.this_round())
+
+    def _hold(self, items: Sequence[str]) -> None:
+        super()._hold(items)
+        if self._in_backward and isinstance(self.mixing, Continuing):
+            for number in range(len(self._mixings), len(self.buckets.flats)):
+                seat = take_seat(self._group, f"{self.name} bucket {number}")
+                self._mixings.append(self.mixing.at(seat))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,11 +20,14 @@ from fogdist.lazy import nx
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark, wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.continuing import OnLoss, Watch, await_all
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fog_pg._C import Window
 
 
@@ -51,6 +56,9 @@ class AsynchronousGossip(Algorithm):
 
     The neighbors are those of the group's topology at the time of construction. `finish` applies the last moves to the
     parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). Lost neighbors are skipped.
+    With ``on_loss="continue"`` the ranks that are left also meet once the graph would fall apart, in their next steps, and
+    go on along what is left of the topology. No move between two of them gets lost; those with a lost rank stay as they
+    are. If no mutual edges connect them, edges of one direction count as both.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -60,6 +68,7 @@ class AsynchronousGossip(Algorithm):
         max_staleness: As in `fogdist.training.WindowAlgorithm`, counted in steps.
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
+        on_loss: As in `Algorithm`.
 
     Attributes:
         max_staleness: As above; can be changed at any time.
@@ -74,6 +83,7 @@ class AsynchronousGossip(Algorithm):
     _shares: dict[int, float]
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
+    _watch: Watch | None
     _hooks: list[RemovableHandle]
 
     def __init__(
@@ -86,6 +96,7 @@ class AsynchronousGossip(Algorithm):
         max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        on_loss: OnLoss = "raise",
     ) -> None:
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
@@ -93,21 +104,16 @@ class AsynchronousGossip(Algorithm):
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
         context = current(group)
-        mutual = context.topology.graph.to_undirected(reciprocal=True)
-        mutual.remove_edges_from(list(nx.selfloop_edges(mutual)))
-        if context.size > 1 and not nx.is_connected(mutual):
+        graph = _undirected(context, reciprocal=True)
+        if not nx.is_connected(graph):
             raise ValueError(
                 "the topology must connect all ranks by edges that go both ways, as RingGraph and "
                 "SymmetricExponentialGraph do; got one whose such edges do not"
             )
         self._seed = seed
         self._rank = context.rank
-        arrivals = {i: sum(1 / mutual.degree(j) for j in mutual[i]) for i in mutual}
-        self._shares = {
-            peer: 1 / (2 + max(arrivals[context.rank], arrivals[peer]))
-            for peer in sorted(mutual[context.rank])
-        }
-        self._windows = None
+        self._shares = _shares_in(graph, context.rank)
+        self._windows = self._watch = None
         self._hooks = []
         super().__init__(
             optimizer,
@@ -116,11 +122,14 @@ class AsynchronousGossip(Algorithm):
             local_steps=local_steps,
             group=group,
             bucket_cap_mb=bucket_cap_mb,
+            on_loss=on_loss,
         )
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:
-                self._windows = _Windows(context, self.name, list(self._shares), self.values)
+                self._windows = self._opened()
+                if self._seat is not None:
+                    self._watch = Watch(self._seat, self._edges)
                 from fogdist.training.forward_hook import hook_models
 
                 self._hooks = hook_models(self._fog_models, self._after_forward)
@@ -136,7 +145,7 @@ class AsynchronousGossip(Algorithm):
         if self._windows is None:
             return
         self._remove_hooks()
-        self._windows.pace.free()
+        self._windows.pace.pause()  # so that neighbors do not wait for this rank while it waits for them
         self._apply_all()
         windows, self._windows = self._windows, None
         windows.free()
@@ -147,7 +156,7 @@ class AsynchronousGossip(Algorithm):
             self._apply_all()
             with torch.no_grad():
                 self._windows.publish()
-            barrier(group=self._group)  # so that no rank reads or moves before all have published
+            self._await_all()  # so that no rank reads or moves before all have published
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `settle` or `finish` before.
@@ -173,6 +182,8 @@ class AsynchronousGossip(Algorithm):
         """See `Algorithm.advance`."""
         result = self.adapt()
         is_due = self.count_step()
+        if self._watch is not None and self._windows is not None:
+            self._watch.meet_if_needed()
         windows = self._windows
         if windows is None:
             return result
@@ -194,15 +205,49 @@ class AsynchronousGossip(Algorithm):
             raise RuntimeError("parameters must not be added, frozen or unfrozen before finish()")
         super().refresh()
 
+    def members_changed(self) -> None:
+        """See `Algorithm.members_changed`: opens windows among the ranks that are left."""
+        windows = self._windows
+        if windows is None:
+            return
+        windows.end_transfers()
+        self._shares = _shares_in(self._graph(), self.context.rank)
+        # Once all ranks have opened the new windows, all moves have arrived in the old ones. If another rank is lost now,
+        # the new group fails, and the ranks meet again before they use a window.
+        opened = windows
+        with contextlib.suppress(dist.DistBackendError):
+            opened = self._opened()
+        moves = windows.take_moves()
+        windows.is_closed = True
+        self._windows, opened.kept = opened, moves
+
     def _apply_all(self) -> None:
         """Waits until the moves of all ranks have arrived, and applies those for this rank."""
         assert self._windows is not None
         self._windows.end_transfers()
-        barrier(group=self._group)
+        self._await_all()
         with torch.no_grad():
             self.buckets.reattach()
             self._windows.collect()
             self.buckets.write_back()
+
+    def _await_all(self) -> None:
+        if self._seat is None:
+            barrier(group=self._group)
+        else:
+            await_all(self._seat)
+
+    def _graph(self) -> nx.Graph:
+        """Returns who gossips with whom, which connects all ranks that are left."""
+        mutual = _undirected(self.context, reciprocal=True)
+        return mutual if nx.is_connected(mutual) else _undirected(self.context, reciprocal=False)
+
+    def _edges(self) -> NDArray[np.bool_]:
+        return np.asarray(nx.to_numpy_array(self._graph(), nodelist=range(self.context.size)) != 0)
+
+    def _opened(self) -> _Windows:
+        gives_way = self._seat is not None
+        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -210,7 +255,10 @@ class AsynchronousGossip(Algorithm):
 
     def _after_forward(self, place: int) -> None:
         number = self.steps + 1
-        if self._windows is not None and self._windows.being_read is None and number % self.local_steps == 0:
+        windows = self._windows
+        if windows is None or windows.is_closed:
+            return
+        if windows.being_read is None and number % self.local_steps == 0:
             with torch.no_grad():
                 self._begin_to_read(number)
 
@@ -223,6 +271,19 @@ class AsynchronousGossip(Algorithm):
             self._windows.read(random.Random(f"{self._seed} {self._rank} {number}").choice(ready))
 
 
+def _undirected(context: Context, *, reciprocal: bool) -> nx.Graph:
+    """Returns the group's topology without self loops: its edges that go both ways, or all of them."""
+    graph = context.topology.graph.to_undirected(reciprocal=reciprocal)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    return graph
+
+
+def _shares_in(graph: nx.Graph, rank: int) -> dict[int, float]:
+    """Returns the weights w of a rank with each of its peers."""
+    arrivals = {i: sum(1 / graph.degree(j) for j in graph[i]) for i in graph}
+    return {peer: 1 / (2 + max(arrivals[rank], arrivals[peer])) for peer in sorted(graph[rank])}
+
+
 class _Windows:
     """The windows of a rank: for each vector of parameters one that neighbors read and an inbox, and a `Pace`.
 
@@ -231,9 +292,16 @@ class _Windows:
         name: The name of the algorithm, the same on all ranks.
         peers: The ranks to gossip with.
         values: The flat vectors.
+        gives_way: As of `Pace`.
+
+    Attributes:
+        kept: Moves that had arrived in windows of an earlier epoch, one sum for each vector; `collect` adds them.
+        is_closed: Whether ranks have agreed on a loss since they were opened.
     """
 
-    def __init__(self, context: Context, name: str, peers: list[int], values: list[Tensor]) -> None:
+    def __init__(
+        self, context: Context, name: str, peers: list[int], values: list[Tensor], gives_way: bool
+    ) -> None:
         def window(tensor: Tensor, what: str) -> Window:
             return context.backend.create_window(tensor, f"{name}.{what}", peers, peers, zero_init=True)
 
@@ -246,7 +314,9 @@ class _Windows:
         # A peer puts here how many moves of this rank are in the values that it shows.
         self._receipts = window(torch.zeros(1, dtype=torch.float64, device="cpu"), "receipts")
         self._shown = dict.fromkeys(peers, 0)  # what this rank has put there
-        self.pace = Pace(context, name, peers, peers)
+        self.pace = Pace(context, name, peers, peers, gives_way=gives_way)
+        self.kept: list[Tensor] = []
+        self.is_closed = False
         # These numbers are on the CPU and must not overtake pending work of a device.
         self._devices = {x.device for x in values if x.device.type != "cpu"}
         self._marks: list[Mark] = []
@@ -256,6 +326,9 @@ class _Windows:
 
     def collect(self) -> None:
         """Adds the contents of the inboxes to the values."""
+        kept, self.kept = self.kept, []
+        for shown, moves in zip(self._values, kept, strict=False):
+            shown.tensor.add_(moves)
         for place, inbox in enumerate(self._inboxes):
             for peer, taken in self._taken.items():
                 if inbox.slot_p(peer) != 0.0:  # the number of moves in the slot
@@ -315,8 +388,21 @@ class _Windows:
         self.being_read = None
         wait_until_complete([*gets, *(sending for _, sending in self._sending)])
 
+    def take_moves(self) -> list[Tensor]:
+        """Returns the sum of the moves that have arrived and are not in the values yet, one for each vector."""
+        if self.is_closed:
+            return self.kept
+        sums = []
+        for place, inbox in enumerate(self._inboxes):
+            sums.append(inbox.update(0.0, [(peer, 1.0) for peer in self._taken], reset=True, clone=True))
+            if self.kept:
+                sums[place] += self.kept[place]
+        self.kept = []
+        return sums
+
     def free(self) -> None:
-        """Frees all windows except that of `pace`; collective."""
+        """Frees all windows; collective."""
+        self.pace.free()
         for window in (*self._values, *self._inboxes, self._receipts):
             window.free()
 

@@ -15,6 +15,7 @@ from fogdist.flight_record import count_step
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
+from fogdist.training.continuing import OnLoss, check_on_loss, take_seat
 from fogdist.training.gradient_exchange import GradientExchange
 from fogdist.training.ownership import Ownership
 from fogdist.training.passes import BackwardPasses, warn_too_many_passes
@@ -55,6 +56,8 @@ class GradientAllreduce(DistributedOptimizer):
             once more and in `step`, where nothing hides it. Each is warned about once.
         bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
         group: The group of ranks; by default that of `init`.
+        on_loss: As in `Algorithm`: with "continue" the mean is that of the ranks that are left. All of them make each step
+            with the same gradients, whatever the moment of the loss, so their parameters stay equal.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -86,9 +89,11 @@ class GradientAllreduce(DistributedOptimizer):
         local_steps: int = 1,
         bucket_cap_mb: float = BUCKET_CAP_MB,
         group: dist.ProcessGroup | None = None,
+        on_loss: OnLoss = "raise",
     ) -> None:
         context = current(group)
         reject_lbfgs(optimizer)
+        check_on_loss(on_loss)
         check_count(local_steps, "local_steps")
         self.local_steps = local_steps
         self._is_alone = context.is_alone
@@ -96,7 +101,8 @@ class GradientAllreduce(DistributedOptimizer):
         self._has_warned_passes = self._has_warned_local = False
         bucket_bytes = cap_bytes(bucket_cap_mb)
         self._fog_title = f"fogdist.GradientAllreduce {context.next_number()}"
-        self._average = GradientExchange(self._fog_title, self._fog_names, bucket_bytes, group)
+        seat = take_seat(group, self._fog_title) if on_loss == "continue" else None
+        self._average = GradientExchange(self._fog_title, self._fog_names, bucket_bytes, group, seat)
         self._counter = BackwardPasses(self._after_gradient)
         self._ownership = Ownership(self)
         if not self._is_alone:

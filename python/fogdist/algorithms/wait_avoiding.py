@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
@@ -11,7 +12,8 @@ from fogdist.collectives import barrier
 from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import check_count
-from fogdist.training.mixing import Finish, GlobalAverage, NoMixing, Round
+from fogdist.training.continuing import Continuing, OnLoss, Watch, await_all
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, NoMixing, Round
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
 
@@ -42,7 +44,11 @@ class WAGMA(OverlappingAlgorithm):
     adds its new ones and divides by S + 1; here it averages by itself, with its new ones only.
 
     If no rank is late, averages keep the mean of all ranks. With late ones they keep it only in rounds tau, 2 tau, ...
-    If a rank is lost, `step` raises.
+    If a rank is lost, `step` raises. With ``on_loss="continue"`` a lost member does not count, and nobody waits for it. At
+    the next average of all the ranks that are left agree on who that is, and make groups among themselves: of their first
+    m, m being the largest power of 2 that is not above their number, as before. Each of the others, m + i, belongs to the
+    groups of i. So groups then have S to 2 S members, each average is still one of a whole group, and values
+    reach all ranks in as many rounds as with m ranks. If fewer than S are left, S is m.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -54,6 +60,7 @@ class WAGMA(OverlappingAlgorithm):
         group: As in `Algorithm`; its size must be a power of 2.
         bucket_cap_mb: As in `Algorithm`; each bucket is a window, with a slot for each rank that is ever in a group with
             this one.
+        on_loss: As in `Algorithm`.
 
     Raises:
         TypeError: As `Algorithm`.
@@ -69,6 +76,9 @@ class WAGMA(OverlappingAlgorithm):
     _size: int
     _puts: list[dist.Work]
     _must_forget: bool
+    _has_sent: bool  # whether puts of the round have been made, and the round has not ended
+    _watch: Watch | None
+    _is_closed: bool  # after a loss, until windows of the ranks that are left are open
 
     def __init__(
         self,
@@ -80,6 +90,7 @@ class WAGMA(OverlappingAlgorithm):
         local_steps: int = 1,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = BUCKET_CAP_MB,
+        on_loss: OnLoss = "raise",
     ) -> None:
         context = current(group)
         self._rank, self._size = context.rank, context.size
@@ -90,7 +101,8 @@ class WAGMA(OverlappingAlgorithm):
         self._windows: list[Window] = []
         self._puts = []
         self._global: Finish | None = None
-        self._must_forget = False
+        self._must_forget = self._has_sent = self._is_closed = False
+        self._watch = None
         super().__init__(
             optimizer,
             model,
@@ -98,18 +110,14 @@ class WAGMA(OverlappingAlgorithm):
             local_steps=local_steps,
             group=group,
             bucket_cap_mb=bucket_cap_mb,
+            on_loss=on_loss,
             compare={"group_size": self.group_size, "period": period},
         )
         if self.is_running:
             with self.buckets.released_on_error():
-                # After as many rounds as a rank has bits the groups are the first ones again, if not before.
-                rounds = range(self._size.bit_length())
-                peers = sorted({peer for round in rounds for peer in self._members(round)})
-                for place, flat in enumerate(self.values):
-                    name = f"{self.name}.{place}"
-                    self._windows.append(
-                        context.backend.create_window(flat, name, peers, peers, zero_init=True)
-                    )
+                self._windows = self._opened()
+            if self._seat is not None:
+                self._watch = Watch(self._seat)  # at the next average of all the ranks meet anyway
         self.hook_forward("after forward")
 
     # --- what users call ---
@@ -123,6 +131,8 @@ class WAGMA(OverlappingAlgorithm):
         self.synchronize()
         for hook in self._hooks:
             hook.remove()
+        if self._seat is not None and self._windows:
+            self._await_all()  # so that no other rank waits in a meeting while this one waits in `free`
         windows, self._windows = self._windows, []
         for window in windows:
             window.free()
@@ -138,24 +148,23 @@ class WAGMA(OverlappingAlgorithm):
         """Sends the parameters to the group's members, or begins the average of all."""
         if self._must_forget:
             self._forget()
-        number = self.rounds + 1
-        if self._windows and number % self.period == 0:
+        if self._windows and (self.rounds + 1) % self.period == 0:
             round = Round.of(self.context, self.rounds, self.name)
+            mixing: Mixing = GlobalAverage()
+            if self._seat is not None:
+                mixing = Continuing(mixing, self._seat)
             # Not in place: the backward pass needs the parameters as they are.
-            self._global = GlobalAverage().begin(self.values, round)
+            self._global = mixing.begin(self.values, round)
             return
-        members = [(peer, 1.0) for peer in self._members(self.rounds)]
-        for window in self._windows:
-            window.p = float(
-                number
-            )  # tells the members which round this is; the weights of a put are for it, too
-            self._puts.append(window.put(window.tensor, members, with_p=True))
+        self._has_sent = True
+        self._send()
 
     def finish(self) -> None:
         """Averages with what is here, or waits for the average of all."""
-        puts, self._puts = self._puts, []
-        for put in puts:
-            put.wait()
+        if self._watch is not None and self._windows:
+            self._watch.meet_if_needed()
+        self._has_sent = False
+        self._end_puts()
         average, self._global = self._global, None
         averages = average() if average is not None else None
         self.buckets.reattach()
@@ -174,24 +183,82 @@ class WAGMA(OverlappingAlgorithm):
 
     # --- inside ---
 
+    def members_changed(self) -> None:
+        """See `Algorithm.members_changed`: opens windows among the ranks that are left, and sends again."""
+        if not self._windows:
+            return
+        with contextlib.suppress(dist.DistBackendError):  # of members that are gone
+            self._end_puts()
+        self._rank, self._size = self.context.rank, self.context.size
+        # If another rank is lost now, the new group fails, and the ranks meet again before they use a window. The old ones
+        # end when the last neighbor has left them.
+        self._is_closed = True
+        with contextlib.suppress(dist.DistBackendError):
+            self._windows = self._opened()
+            self._is_closed = False
+        if self._has_sent:
+            self._send()
+
+    def _opened(self) -> list[Window]:
+        # After as many rounds as a rank has bits the groups are the first ones again, if not before.
+        rounds = range(self._size.bit_length())
+        peers = sorted({peer for round in rounds for peer in self._members(round)})
+        create = self.context.backend.create_window
+        return [
+            create(flat, f"{self.name}.{place}", peers, peers, zero_init=True)
+            for place, flat in enumerate(self.values)
+        ]
+
     def _members(self, round: int) -> list[int]:
         return group_of(self._rank, self._size, self.group_size, round)
+
+    def _send(self) -> None:
+        """Puts the parameters to the members of the round that begins or is in flight."""
+        if self._is_closed:
+            return
+        members = [(peer, 1.0) for peer in self._members(self.rounds)]
+        for window in self._windows:
+            # Tells the members which round this is; the weights of a put are for it, too.
+            window.p = float(self.rounds + 1)
+            self._puts.append(
+                window.put(window.tensor, members, with_p=True, skip_lost=self._seat is not None)
+            )
+
+    def _end_puts(self) -> None:
+        puts, self._puts = self._puts, []
+        for put in puts:
+            try:
+                put.wait()
+            except dist.DistBackendError:
+                gone = any(self._windows[0].is_gone(peer) for peer in self._windows[0].out_neighbors)
+                if self._seat is None or not gone:
+                    raise
+
+    def _await_all(self) -> None:
+        if self._seat is None:
+            barrier(group=self._group)
+        else:
+            await_all(self._seat)
 
     def _take(self, window: Window) -> None:
         """Averages with the members that have sent since the last average of all."""
         last = self.rounds // self.period * self.period
-        here = [peer for peer in self._members(self.rounds) if window.slot_p(peer) > last]
+        here = [
+            peer
+            for peer in self._members(self.rounds)
+            if window.slot_p(peer) > last and not (self._seat is not None and window.is_gone(peer))
+        ]
         weight = 1.0 / (1 + len(here))
         window.update(weight, [(peer, weight) for peer in here])
 
     def _forget(self) -> None:
         """Empties the slots: what was sent before a state was loaded may have numbers of later rounds. Collective."""
-        barrier(group=self._group)
+        self._await_all()
         for window in self._windows:
             window.update(
                 0.0, [(peer, 0.0) for peer in window.in_neighbors], reset=True, clone=True, with_p=True
             )
-        barrier(group=self._group)
+        self._await_all()
         self._must_forget = False
 
     def _fog_give_up(self) -> None:
@@ -205,16 +272,20 @@ def group_of(rank: int, size: int, group_size: int, round: int) -> list[int]:
 
     Args:
         rank: The rank.
-        size: The number of ranks, a power of 2.
-        group_size: S, a power of 2 that is at most as large.
+        size: The number of ranks. If it is no power of 2, those above the largest power m belong to the groups of the
+            ranks that are m less.
+        group_size: S, a power of 2; if it is larger than m, m counts.
         round: Counted from 0.
     """
-    bits, width = size.bit_length() - 1, group_size.bit_length() - 1
-    members = [rank]
+    bits = size.bit_length() - 1
+    m = 1 << bits
+    width = min(group_size.bit_length() - 1, bits)
+    members = [rank % m]
     for bit in range(width):
         flipped = 1 << (round * width + bit) % bits
         members += [member ^ flipped for member in members]
-    return sorted(members[1:])
+    members += [member + m for member in members if member + m < size]
+    return sorted(member for member in members if member != rank)
 
 
 def _checked_group_size(group_size: int | None, size: int) -> int:

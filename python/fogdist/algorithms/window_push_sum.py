@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
-from fogdist.collectives import barrier
 from fogdist.exchange import check_weight
 from fogdist.training.algorithm import check_factor
 from fogdist.training.arrivals import Arrivals
@@ -24,6 +24,8 @@ LEAST_PART = 0.5
 _MEMORY = 100
 # The tolerance for the sum of the shares, because weights are often computed in float32.
 _TOLERANCE = 1e-6
+# The same for weights p that are equal but for rounding.
+_ROUNDING = 1e-9
 
 
 class WindowPushSum(WindowAlgorithm):
@@ -41,7 +43,9 @@ class WindowPushSum(WindowAlgorithm):
     gradients of a faster rank count more often. A rank then sends at most as much as leaves it half of its average p.
 
     If a neighbor is lost, the shares on their way to it are lost, of x and of p, and `step` raises. Set the weights so
-    that no shares are sent to it any more.
+    that no shares are sent to it any more. With ``on_loss="continue"`` a rank keeps the shares of lost neighbors itself. What
+    is lost is what the lost rank held and what was on its way to it, of x and of p alike: the ranks that are left go
+    on from the sum of x over the sum of p of what they have. `self_weight` and `dst_weights` stay None then.
 
     With `patience` ranks wait for each other, but not for a late one. A rank waits in `step` for the shares of its
     in-neighbors, each up to a deadline: the median of the times that it had to wait for this neighbor lately, plus
@@ -50,6 +54,8 @@ class WindowPushSum(WindowAlgorithm):
     the sums over all ranks stay as they are, and no two ranks need to agree on who was late. A rank keeps the share
     of an out-neighbor that is late as its in-neighbor. Ranks may be one round apart. A rank that is slower than others from
     the beginning is waited for, as the median of the waits for it is long.
+
+    `state_dict` has p, so that training goes on with the mass that there was (`fogdist.checkpoint`).
 
     The arguments are those of `WindowAlgorithm`, and `patience`. Between steps the windows hold z, and their own p is 1; see
     `push_sum_weights`.
@@ -67,27 +73,29 @@ class WindowPushSum(WindowAlgorithm):
 
     own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
     zero_init: ClassVar[bool] = True
+    saves_state: ClassVar[bool] = True
+    state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
 
     force_barrier: bool = setting(True)
     _arrivals: Arrivals | None
-    _p: dict[Window, float]
-    _mean_p: dict[Window, float]
-    _biased: set[Window]
+    # By the windows' names, which are the same in each epoch.
+    _p: dict[str, float]
+    _mean_p: dict[str, float]
+    _biased: set[str]
+    _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
+    _patience: float | None
 
     def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
         if patience is not None:
             patience = check_factor(patience, "patience")
-        self._p, self._mean_p, self._biased = {}, {}, set()
-        self._arrivals = None
+        self._p, self._mean_p, self._biased, self._kept = {}, {}, set(), {}
+        self._arrivals, self._patience = None, patience
         options["compare"] = {**(options.get("compare") or {}), "patience": patience}
         super().__init__(*arguments, **options)
         if patience is not None:
             self.force_barrier = False
-            if self.is_running:
-                topology = self.context.topology
-                self._arrivals = Arrivals(
-                    self.context, self._prefix, topology.in_neighbors, topology.out_neighbors, patience
-                )
+        if self._seat is not None:
+            return
         neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
@@ -96,6 +104,35 @@ class WindowPushSum(WindowAlgorithm):
     def push_sum_weights(self) -> list[float]:
         """Returns p of each bucket. Over all ranks, with shares on their way, they add up to the number of ranks."""
         return list(self._p.values())
+
+    def mean_weights(self) -> dict[Tensor, float]:
+        """See `Algorithm.mean_weights`: the p of their buckets."""
+        return {parameter: self._p[name] for name, parameter in self._named()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`. The state has p, but no shares on their way: call `settle` before you save it.
+
+        All ranks load the state of one step, between two steps, and their parameters too.
+
+        Raises:
+            ValueError: As `Algorithm`; or the buckets are not those of the ranks that saved it, and p differs within one.
+        """
+        super().load_state_dict(state_dict)
+        loaded, self._loaded = self._loaded.get("push_sum", {}), {}
+        found: dict[str, list[list[float]]] = {}
+        for name, parameter in self._named():
+            if parameter in loaded:
+                found.setdefault(name, []).append(loaded[parameter].tolist())
+        for name, pairs in found.items():
+            weights = [p for p, _ in pairs]
+            if max(weights) - min(weights) > _ROUNDING * max(weights):
+                raise ValueError(
+                    f"bucket_cap_mb must be as when the state was saved: parameters of {name} have weights from "
+                    f"{min(weights)} to {max(weights)}"
+                )
+        for name in self._p:
+            self._p[name], self._mean_p[name] = found[name][0] if name in found else (1.0, 1.0)
+        self._kept = {}
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """Returns the fractions of a bucket with weight `p` that the rank keeps and sends.
@@ -108,6 +145,8 @@ class WindowPushSum(WindowAlgorithm):
             TypeError: `dst_weights` is not a dict, or a weight is not a real number.
             ValueError: A weight is negative or not finite, nothing is kept, or they do not add up to 1.
         """
+        if self._seat is not None:
+            return self._shares_of_the_living(p, mean_p)
         kept = check_weight(cast("float", self.self_weight), "self_weight")
         if not isinstance(self.dst_weights, Mapping):
             raise TypeError(
@@ -123,6 +162,23 @@ class WindowPushSum(WindowAlgorithm):
             raise ValueError(
                 f"self_weight and dst_weights must add up to 1, got {kept} and {dict(given)}, in all {total}"
             )
+        return self._limited(kept, given, p, mean_p)
+
+    def _shares_of_the_living(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
+        """As `_shares`, equal for all neighbors; the rank keeps those of lost ones."""
+        neighbors = self.context.topology.out_neighbors
+        share = 1.0 / (len(neighbors) + 1)
+        given = dict.fromkeys(neighbors, share)
+        kept = share
+        for rank in neighbors:
+            if self._pace is not None and self._pace.is_gone(rank):
+                kept += given.pop(rank)
+        return self._limited(kept, given, p, mean_p)
+
+    def _limited(
+        self, kept: float, given: dict[int, float], p: float, mean_p: float
+    ) -> tuple[float, dict[int, float]]:
+        """Returns the shares of a rank that may be ahead of others: so much that it does not give all away."""
         if self._arrivals is not None and not self.force_barrier:
             for rank in self._arrivals.late.intersection(given):
                 kept += given.pop(rank)
@@ -142,7 +198,7 @@ class WindowPushSum(WindowAlgorithm):
         self.synchronize()
         if self._pace is None:
             return
-        barrier(group=self._group)  # all shares have arrived
+        self.await_all()  # all shares have arrived
         with torch.no_grad():
             self.buckets.reattach()
             for window in self.windows:
@@ -152,17 +208,17 @@ class WindowPushSum(WindowAlgorithm):
 
     def unregister_window(self) -> None:
         """See `WindowAlgorithm.unregister_window`."""
-        arrivals, self._arrivals = self._arrivals, None
         try:
             super().unregister_window()
         finally:
+            arrivals, self._arrivals = self._arrivals, None
             if arrivals is not None:
                 arrivals.free()
 
     def begin(self) -> None:
         """See `WindowAlgorithm.begin`."""
         super().begin()
-        if self._arrivals is not None:
+        if self._arrivals is not None and not self._is_closed:
             self._arrivals.tell()
 
     def keep_pace(self) -> None:
@@ -175,33 +231,51 @@ class WindowPushSum(WindowAlgorithm):
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
         for window in self.windows:
-            self._shares(self._p[window], self._mean_p[window])
+            self._shares(self._p[window.name], self._mean_p[window.name])
 
     def send(self, window: Window) -> int:
         """See the class."""
         # The window holds z with a p of 1, so weights of p times the shares send x = p z. This does not change the
         # parameters, which autograd may have saved for the backward pass.
-        p = self._p[window]
-        kept, given = self._shares(p, self._mean_p[window])
+        p = self._p[window.name]
+        kept, given = self._shares(p, self._mean_p[window.name])
         handle = window.accumulate_nonblocking(
             window.tensor,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
+            skip_lost=self._seat is not None,
         )
-        self._p[window] = kept * p
+        self._p[window.name] = kept * p
         return handle
 
     def take(self, window: Window) -> None:
         """See the class."""
         window.update(
-            self_weight=self._p[window],
+            self_weight=self._p[window.name],
             neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0),
             reset=True,
             with_p=True,
         )
-        self._p[window], window.p = window.p, 1.0
-        self._mean_p[window] += (self._p[window] - self._mean_p[window]) / _MEMORY
-        self._biased.add(window)
+        name = window.name
+        self._p[name], window.p = window.p, 1.0
+        if name in self._kept:
+            shares, p = self._kept.pop(name)
+            window.tensor.add_(shares)
+            self._p[name] += p
+        self._mean_p[name] += (self._p[name] - self._mean_p[name]) / _MEMORY
+        self._biased.add(name)
+
+    def keep(self, window: Window) -> None:
+        """See `WindowAlgorithm.keep`: no share of a rank that is left gets lost."""
+        sources = dict.fromkeys(window.in_neighbors, 1.0)
+        shares = window.update(self_weight=0.0, neighbor_weights=sources, reset=True, clone=True, with_p=True)
+        if window.p == 0.0:
+            return
+        if window.name in self._kept:
+            before, p = self._kept[window.name]
+            self._kept[window.name] = before.add_(shares), p + window.p
+        else:
+            self._kept[window.name] = shares, window.p
 
     def stepping(self) -> AbstractContextManager[None]:
         """Sets the parameters to x within the block and to z afterwards."""
@@ -210,24 +284,60 @@ class WindowPushSum(WindowAlgorithm):
     def _open(self) -> None:
         super()._open()
         for window in self.windows:
-            self._p.setdefault(window, 1.0)
-            self._mean_p.setdefault(window, 1.0)
+            self._p.setdefault(window.name, 1.0)
+            self._mean_p.setdefault(window.name, 1.0)
+
+    def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
+        pieces = {
+            parameter: torch.tensor([self._p[name], self._mean_p[name]], dtype=torch.float64, device="cpu")
+            for name, parameter in self._named()
+        }
+        return {"push_sum": pieces} if pieces else {}
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """Returns the parameters with the names of their windows, also after these were freed."""
+        if not self._p:
+            return []
+        return [
+            (f"{self._prefix}.{number}", parameter)
+            for number in range(len(self.buckets.flats))
+            for parameter in self.buckets.tensors_of(number)
+        ]
+
+    def _abandon(self, reason: str) -> None:
+        super()._abandon(reason)
+        self._arrivals = None
+
+    def _open_all(self) -> None:
+        super()._open_all()
+        if self._patience is not None:
+            topology = self.context.topology
+            self._arrivals = Arrivals(
+                self.context,
+                self._prefix,
+                topology.in_neighbors,
+                topology.out_neighbors,
+                self._patience,
+                gives_way=self._seat is not None,
+                # After a loss some ranks have sent their values of a round and others have not.
+                is_apart=self._arrivals is not None,
+            )
 
     @contextmanager
     def _on_biased(self) -> Iterator[None]:
         self.buckets.reattach()
         windows = self.windows if self._pace is not None else []  # empty after the windows were freed
         for window in windows:
-            if window not in self._biased:
-                self._biased.add(window)
-                _scale(window, self._p[window])
+            if window.name not in self._biased:
+                self._biased.add(window.name)
+                _scale(window, self._p[window.name])
         try:
             yield
         finally:
             self.buckets.reattach()  # an optimizer may have replaced the data of parameters
             for window in windows:
-                self._biased.discard(window)
-                _scale(window, 1.0 / self._p[window])
+                self._biased.discard(window.name)
+                _scale(window, 1.0 / self._p[window.name])
             self.buckets.write_back()
 
 

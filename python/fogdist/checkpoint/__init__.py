@@ -353,7 +353,12 @@ def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | N
         name: Shape(getattr(torch, dtype.removeprefix("torch.")), tuple(size))
         for name, (dtype, size) in described.items()
     }
-    source = Source(state.weight, state.tensors, lambda names: {name: state.tensors[name] for name in names})
+    source = Source(
+        state.weight,
+        state.tensors,
+        lambda names: {name: state.tensors[name] for name in names},
+        state.rest.get("weights", {}),
+    )
     found, failure = means(context, shapes, [source])
     together(context, what, _raising(failure))
     others = {name: tensor for name, tensor in state.tensors.items() if name not in found}
@@ -406,7 +411,10 @@ class _Reading:
         opened = [
             (weight, self._open(name)) for name, weight in pieces[self._context.rank :: self._context.size]
         ]
-        return [Source(weight, piece.shapes, piece.tensors) for weight, piece in opened]
+        return [
+            Source(weight, piece.shapes, piece.tensors, piece.rest().get("weights", {}))
+            for weight, piece in opened
+        ]
 
     def _open(self, name: str) -> Piece:
         check_piece(self._folder, self.description, name)

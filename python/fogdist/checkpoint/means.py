@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,15 +26,17 @@ class Source:
         weight: Of its model; all else in it has the weight 1.
         names: Of its tensors.
         read: Returns some of them.
+        weights: Of tensors that have others, by name.
     """
 
     weight: float
     names: Collection[str]
     read: Callable[[Collection[str]], Mapping[str, Tensor]]
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def weight_of(self, name: str) -> float:
         """Returns the weight of a tensor."""
-        return self.weight if name.startswith("model.") else 1.0
+        return self.weights.get(name, self.weight if name.startswith("model.") else 1.0)
 
 
 def has_mean(shape: Shape) -> bool:

@@ -84,12 +84,19 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
         }
         if isinstance(optimizer, Algorithm) and optimizer.mean_weight is not None:
             weight = float(optimizer.numbers[optimizer.mean_weight])
+        if isinstance(optimizer, Algorithm) and (weights := optimizer.mean_weights()):
+            rest["weights"] = {
+                f"model.{name}": weights[parameter]
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if parameter in weights
+            }
     return State(tensors, rest, weight)
 
 
 def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     """Returns what goes with the mean of all ranks, from what goes with the state of one rank."""
     changed = copy.deepcopy(dict(rest))
+    changed.pop("weights", None)
     if isinstance(optimizer, Algorithm) and optimizer.mean_weight is not None and "optimizer" in changed:
         name = optimizer.mean_weight
         set_number(changed["optimizer"]["state"], name, optimizer.state_numbers[name])

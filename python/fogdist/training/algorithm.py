@@ -100,7 +100,7 @@ class Algorithm(DistributedOptimizer):
         on_loss: What a step does if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are
             left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
-            the group's timeout. Dynamic weights and `Machines()` are not possible. See docs/membership.md.
+            the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         compare: For subclasses: further arguments that must be the same on all ranks, by name.
 
     Raises:
@@ -114,6 +114,8 @@ class Algorithm(DistributedOptimizer):
 
     state_vectors: ClassVar[tuple[str, ...]] = ()
     """Names of flat vectors that are kept from step to step, in `vectors`."""
+    state_pieces: ClassVar[tuple[str, ...]] = ()
+    """Names of other tensors that are saved, one a parameter; a subclass keeps them itself."""
     state_numbers: ClassVar[Mapping[str, float]] = {}
     """Numbers that are kept, in `numbers`, with their first values."""
     mean_weight: ClassVar[str | None] = None
@@ -160,11 +162,11 @@ class Algorithm(DistributedOptimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         taken = {"algorithm", "apart", "begun", "steps", "rounds"}.intersection(
-            [*cls.state_vectors, *cls.state_numbers]
+            [*cls.state_vectors, *cls.state_pieces, *cls.state_numbers]
         )
         if taken:
             raise ValueError(
-                f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
+                f"state_vectors, state_pieces and state_numbers must not be called {sorted(taken)}: the frame saves these"
             )
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
@@ -196,7 +198,7 @@ class Algorithm(DistributedOptimizer):
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
         given = as_mixing(mixing)
-        check_on_loss(on_loss, given)
+        check_on_loss(on_loss)
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}
         items = [*self.mixing.items(context)]
@@ -438,7 +440,8 @@ class Algorithm(DistributedOptimizer):
         Raises:
             ValueError: It is another algorithm's, or as `load_state_dict` of the optimizer.
         """
-        loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
+        names = (*self.state_vectors, *self.state_pieces)
+        loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, names)
         self._has_state = False
         self.vectors = {name: [] for name in self.state_vectors}
         self._loaded = loaded if numbers.get("begun", True) else {}
@@ -467,6 +470,10 @@ class Algorithm(DistributedOptimizer):
                     piece.copy_(known[name][parameter])
         self._loaded = {}
         self._has_state = True
+
+    def mean_weights(self) -> dict[Tensor, float]:
+        """Returns the weights of parameters in the mean of all ranks, where each has its own; see also `mean_weight`."""
+        return {}
 
     def settle(self) -> None:
         """Ends exchanges in flight, so that parameters and state have all that there is: before a checkpoint. Collective."""

@@ -40,6 +40,8 @@ class Arrivals:
         in_neighbors: The ranks to wait for.
         out_neighbors: The ranks that wait for this one.
         patience: As above; at least 0.
+        gives_way: As of `Pace`.
+        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody.
     """
 
     def __init__(
@@ -49,7 +51,12 @@ class Arrivals:
         in_neighbors: Iterable[int],
         out_neighbors: Iterable[int],
         patience: float,
+        *,
+        gives_way: bool = False,
+        is_apart: bool = False,
     ) -> None:
+        self._backend = context.backend
+        self._gives_way = gives_way
         self._in = sorted(in_neighbors)
         self._peers = [(rank, 1.0) for rank in sorted(out_neighbors)]
         self._patience = patience
@@ -59,7 +66,8 @@ class Arrivals:
             empty, f"{name}.arrivals", self._in, [rank for rank, _ in self._peers], zero_init=True
         )
         self._made = 0
-        self._due = dict.fromkeys(self._in, 1)  # the number that means that a neighbor has come to this round
+        # The number that means that a neighbor has come to this round.
+        self._due = dict.fromkeys(self._in, 0 if is_apart else 1)
         self._waits = {rank: deque[float](maxlen=_REMEMBERED) for rank in self._in}
         self._rounds = deque[float](maxlen=_REMEMBERED)
         self._last: float | None = None
@@ -95,11 +103,11 @@ class Arrivals:
                 elif passed > deadlines[rank] or self._window.is_gone(rank):
                     self._late.add(rank)
                     waiting.remove(rank)
-            if not waiting:
+            if not waiting or (self._gives_way and self._backend.failure):
                 break
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
-        for rank in set(self._in) - self._late:
+        for rank in set(self._in) - self._late - set(waiting):
             # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
             self._due[rank] = max(self._due[rank] + 1, self._number(rank))
         end = time.monotonic()

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.membership import Seat, members_of
-from fogdist.training.mixing import Finish, Machines, Mixing, Round
+from fogdist.topology.healing import is_strongly_connected
+from fogdist.training.mixing import Finish, Mixing, Round
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 OnLoss: TypeAlias = Literal["raise", "continue"]
 
 
-def check_on_loss(on_loss: OnLoss, mixing: Mixing | None = None) -> None:
-    """Raises ValueError for a value that `on_loss` does not have, or that does not go with a mixing."""
+def check_on_loss(on_loss: OnLoss) -> None:
+    """Raises ValueError for a value that `on_loss` does not have."""
     if on_loss not in get_args(OnLoss):
         raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
-    if on_loss == "continue" and isinstance(mixing, Machines):
-        raise ValueError(
-            "on_loss must be 'raise' with mixing=Machines(), whose machines have the same number of ranks, got 'continue'"
-        )
 
 
 def take_seat(group: dist.ProcessGroup | None, name: str) -> Seat:
@@ -64,6 +66,10 @@ class Continuing(Mixing):
     def __init__(self, mixing: Mixing, seat: Seat) -> None:
         self._mixing = mixing
         self._seat = seat
+
+    def at(self, seat: Seat) -> Continuing:
+        """Returns the same mixing with another place in the exchanges."""
+        return Continuing(self._mixing, seat)
 
     @property
     def exchanges(self) -> bool:  # type: ignore[override]  # that of the mixing
@@ -135,6 +141,85 @@ def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], lis
         return results
 
     return finish
+
+
+def highest(seat: Seat, number: int, name: str) -> int | None:
+    """Returns the largest of the numbers of all ranks that are left; None if others had got it before a loss. Collective.
+
+    Args:
+        seat: The place in the exchanges.
+        number: This rank's.
+        name: Of the operation, the same on all ranks.
+    """
+
+    def begin(context: Context) -> Finish:
+        most = torch.tensor([number], dtype=torch.int64, device="cpu")
+        work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name)
+
+        def finish() -> list[Tensor]:
+            work.wait()
+            return [most]
+
+        return finish
+
+    result = repeated(seat, begin)()
+    return None if result is None else int(result[0])
+
+
+def await_all(seat: Seat) -> None:
+    """Returns when all ranks that are left have called it, or when one had returned from it before a loss. Collective."""
+    highest(seat, 0, f"{seat.name} barrier")
+
+
+class Watch:
+    """The meetings of ranks that go at their own pace. No exchange of theirs fails, so each step has to look.
+
+    A rank goes on without lost neighbors until the graph falls apart without them, or until the group has failed, for
+    example because another rank is in a meeting already. Then it meets the others; the seat's listener opens what the
+    ranks that are left need.
+
+    Args:
+        seat: The object's.
+        edges: Returns the graph of the present group, as a matrix of whether there is an edge; None if it need not hold
+            together.
+    """
+
+    def __init__(self, seat: Seat, edges: Callable[[], NDArray[np.bool_]] | None = None) -> None:
+        self._seat = seat
+        self._edges = edges
+        # The ranks without which the graph of this epoch holds together.
+        self._checked: tuple[int, frozenset[int]] = (seat.epoch, frozenset())
+
+    def meet_if_needed(self) -> None:
+        """Returns once the group works, and its graph holds together without the ranks that are gone.
+
+        Raises:
+            torch.distributed.DistBackendError: The group failed for another reason than a loss; and as `Seat.meet`.
+        """
+        while reason := self._reason():
+            self._seat.meet(dist.DistBackendError(reason))  # raises if no rank is gone
+
+    def _reason(self) -> str:
+        backend = self._seat.context.backend
+        if backend.failure:
+            return backend.failure
+        if self._edges is None:
+            return ""
+        gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
+        known = self._seat.epoch, gone
+        if self._checked[0] != self._seat.epoch:
+            # A graph that is apart from the beginning is the user's choice.
+            self._checked = self._seat.epoch, frozenset()
+        if known == self._checked or _holds_without(self._edges(), gone):
+            self._checked = known
+            return ""
+        return f"the topology falls apart without the ranks {sorted(gone)}"
+
+
+def _holds_without(edges: NDArray[np.bool_], gone: frozenset[int]) -> bool:
+    """Returns whether all other ranks hear of each other."""
+    rest = [rank for rank in range(len(edges)) if rank not in gone]
+    return is_strongly_connected(edges[np.ix_(rest, rest)])
 
 
 def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:

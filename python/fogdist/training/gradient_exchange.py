@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, wait
-from fogdist.context import current, handles
+from fogdist.context import Context, current, handles
+from fogdist.membership import Seat
 from fogdist.memory import empty_flat
 from fogdist.packing import Bucket, are_same, make_buckets, signature_of
 from fogdist.shards import is_sharded
@@ -27,12 +29,23 @@ class _InFlight:
     """A bucket whose average is in flight.
 
     Attributes:
-        handle: The handle of the allreduce of the bucket's buffer.
+        handle: The handle of the allreduce of the bucket's buffer; None if it could not begin.
         sent: The packed gradients with their versions; None for a parameter without a gradient.
+        epoch: Of the membership in which it was sent.
+        failure: Why it could not begin.
     """
 
-    handle: int
+    handle: int | None
     sent: list[tuple[Tensor, int] | None]
+    epoch: int = 0
+    failure: dist.DistBackendError | None = None
+
+    def wait(self) -> None:
+        """Waits for the average."""
+        if self.failure is not None:
+            raise self.failure
+        assert self.handle is not None
+        wait(self.handle)
 
 
 class GradientExchange:
@@ -49,6 +62,8 @@ class GradientExchange:
         names: The names of the parameters, for messages.
         bucket_bytes: The largest size of a bucket with more than one gradient.
         group: The group of ranks; by default that of `init`.
+        seat: The place in the averages, which are then repeated among the ranks that are left after a loss. An average counts
+            once all these ranks have it, so all make their steps with the same gradients.
 
     Attributes:
         has_begun: Whether `begin` was called without `finish`, `discard` or `forget`.
@@ -60,7 +75,9 @@ class GradientExchange:
         names: Mapping[Tensor, str],
         bucket_bytes: int,
         group: dist.ProcessGroup | None = None,
+        seat: Seat | None = None,
     ) -> None:
+        self._seat = seat
         self._name = name
         self._group = group
         self._names = names
@@ -107,7 +124,7 @@ class GradientExchange:
                     "ranks, got a DTensor"
                 )
         check_same_everywhere(
-            current(self._group).backend,
+            self._context.backend,
             "model",
             [
                 f"{place}: {self._names[parameter]!r}, {signature_of(parameter)}"
@@ -156,13 +173,14 @@ class GradientExchange:
 
         A parameter that has a gradient on any rank has one on all of them afterwards.
         """
+        if self._seat is not None:
+            for number, average in self._completed_among_the_living(self._seat):
+                self._write(number, average)
+            return
         self._send_missing()
-        again = self._outdated_anywhere()
-        for number in again:
-            wait(self._in_flight[number].handle)
-            self._send(number)
+        self._send_outdated()
         for number, average in self._completed():
-            wait(average.handle)
+            average.wait()
             self._write(number, average)
 
     def end_step(self) -> None:
@@ -172,14 +190,68 @@ class GradientExchange:
 
     def discard(self) -> None:
         """Sends the remaining buckets, because other ranks may have sent them, waits, and drops the average."""
+        if self._seat is not None:
+            self._completed_among_the_living(self._seat)
+            return
         self._send_missing()
         for _, average in self._completed():
-            wait(average.handle)
+            average.wait()
 
     def forget(self) -> None:
         """Drops the average in flight, if any, without waiting, because it is no longer needed."""
         for _, average in self._completed():
-            handles().forget(average.handle)
+            if average.handle is not None:
+                handles().forget(average.handle)
+
+    def _completed_among_the_living(self, seat: Seat) -> list[tuple[int, _InFlight]]:
+        """Waits for all buckets, again after each loss, until all ranks that are left have the same averages.
+
+        Returns the buckets, and ends the average.
+
+        The last operation of an average ends on a rank only if all ranks have come to it, and so have all buckets. If it ends
+        on some rank and fails on others because of a loss, these have the averages too.
+        """
+        place = seat.take()
+        try:
+            while True:
+                try:
+                    self._complete_once(seat.epoch)
+                    break
+                except dist.DistBackendError as failure:
+                    seat.meet(failure)
+                    if seat.resume > place:
+                        break
+        except BaseException:
+            self.forget()
+            raise
+        seat.completed = place + 1
+        return self._completed()
+
+    def _complete_once(self, epoch: int) -> None:
+        self._withdraw(epoch)
+        self._send_missing()
+        self._send_outdated()
+        for _, average in sorted(self._in_flight.items()):
+            average.wait()
+        done = torch.zeros(1, dtype=torch.int64, device="cpu")
+        name = f"{self._label}.complete"
+        self._context.backend.allreduce_named(done, dist.ReduceOp.MAX, name=name).wait()
+
+    def _withdraw(self, epoch: int) -> None:
+        """Forgets what was sent before the last loss; it is sent again."""
+        for number, average in list(self._in_flight.items()):
+            if average.epoch == epoch:
+                continue
+            del self._in_flight[number]
+            self._outdated.discard(number)
+            if average.handle is not None and handles().knows(average.handle):
+                with contextlib.suppress(dist.DistBackendError):
+                    average.wait()  # the buffer must not be in use
+
+    def _send_outdated(self) -> None:
+        for number in self._outdated_anywhere():
+            self._in_flight[number].wait()
+            self._send(number)
 
     def _send_missing(self) -> None:
         for number in range(len(self._buckets)):
@@ -198,7 +270,11 @@ class GradientExchange:
         flags[sorted(self._outdated)] = 1
         if self._is_ordered:
             flags = torch.cat([flags, torch.tensor(self._presence(), dtype=flags.dtype, device="cpu")])
-        wait(allreduce_nonblocking_(flags, average=True, name=f"{self._label}.outdated", group=self._group))
+        wait(
+            allreduce_nonblocking_(
+                flags, average=True, name=f"{self._label}.outdated", group=self._context.group
+            )
+        )
         anywhere = [flag > 0 for flag in flags.tolist()]
         self._is_anywhere = anywhere[count:]
         return [number for number, flag in enumerate(anywhere[:count]) if flag]
@@ -243,10 +319,18 @@ class GradientExchange:
         if presence.numel() > 0:
             arrived = [each is not None for each in sent]
             presence.copy_(torch.tensor(arrived, dtype=presence.dtype, device=presence.device))
-        handle = allreduce_nonblocking_(
-            self._flats[number], average=True, name=f"{self._label}.{number}", group=self._group
-        )
-        self._in_flight[number] = _InFlight(handle, sent)
+        epoch = 0 if self._seat is None else self._seat.epoch
+        name = f"{self._label}.{number}"
+        try:
+            handle = allreduce_nonblocking_(
+                self._flats[number], average=True, name=name, group=self._context.group
+            )
+        except dist.DistBackendError as failure:
+            if self._seat is None:
+                raise
+            self._in_flight[number] = _InFlight(None, sent, epoch, failure)
+        else:
+            self._in_flight[number] = _InFlight(handle, sent, epoch)
 
     def _write(self, number: int, average: _InFlight) -> None:
         parameters, pieces, presence = self._split(number)
@@ -273,6 +357,10 @@ class GradientExchange:
         if gradients:
             with torch.no_grad():
                 torch._foreach_copy_(gradients, averages)
+
+    @property
+    def _context(self) -> Context:
+        return current(self._group) if self._seat is None else self._seat.context
 
     @property
     def _label(self) -> str:

@@ -79,10 +79,13 @@ class Mixer:
 
     def _arrive(self) -> dict[int, torch.Tensor]:
         in_flight, self._in_flight = self._in_flight, {}
+        # In one order on all ranks, because exchanges that are repeated after a loss begin again in this order.
+        order = [] if self._buckets is None else self._buckets.sending_order
+        finishing = {number: in_flight[number] for number in order if number in in_flight}
         self._buckets, round, self._round = None, self._round, None
         averages: dict[int, torch.Tensor] = {}
         failure: Exception | None = None
-        for number, finish in in_flight.items():
+        for number, finish in finishing.items():
             try:
                 (averages[number],) = finish()
             except Exception as error:

@@ -14,12 +14,14 @@ from torch import Tensor
 from fogdist.arguments import Average
 from fogdist.collectives import allreduce_nonblocking_, wait
 from fogdist.context import Context, handles
+from fogdist.exchange import RANKS, Exchange
 from fogdist.handles import HandleTable
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce_nonblocking,
     hierarchical_neighbor_allreduce_nonblocking_,
 )
 from fogdist.lazy import nx
+from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
 from fogdist.neighbor_collectives import (
     neighbor_allreduce_nonblocking,
@@ -205,6 +207,9 @@ class Machines(Mixing):
 
     Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
+
+    If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them, the ranks exchange
+    with all ranks of the neighbor machines, to the same averages: those of the means of the machines.
     """
 
     weights = ("self_weight", "src_machine_weights", "dst_machine_weights", "enable_topo_check")
@@ -214,6 +219,8 @@ class Machines(Mixing):
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
+        if round.context.survivors is not None and not _fits_machines(round.context):
+            return _planned(tensors, _plan_of_machines(round.context), round, in_place)
         weights = round.weights
         start: Any = (
             hierarchical_neighbor_allreduce_nonblocking_
@@ -263,6 +270,35 @@ class NoMixing(Mixing):
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
+
+
+def _fits_machines(context: Context) -> bool:
+    """Returns whether machines exchange among themselves: all have the same number of ranks, and more than one."""
+    return len(context.machines[0]) > 1 and machines_are_homogeneous(context.machine_of)
+
+
+def _plan_of_machines(context: Context) -> NeighborPlan:
+    """Returns the exchange of a rank with single ranks that has the result of the exchange of machines.
+
+    Raises:
+        RuntimeError: There is no machine topology.
+    """
+    topology, machines = context.machine_topology, context.machines
+    if topology is None:
+        raise RuntimeError("mixing=Machines() needs a machine topology: fogdist.set_machine_topology sets it")
+    mine = context.machine_of[context.rank]
+    own, others = topology.mean_weights
+    weight_of = {mine: own, **others}
+    weights = {rank: w / len(machines[each]) for each, w in weight_of.items() for rank in machines[each]}
+    receivers = {rank for each in (mine, *topology.out_neighbors) for rank in machines[each]}
+    return Exchange(
+        RANKS,
+        context.rank,
+        context.size,
+        weights.pop(context.rank),
+        tuple(sorted(weights.items())),
+        tuple((rank, 1.0) for rank in sorted(receivers - {context.rank})),
+    ).plan
 
 
 def as_mixing(mixing: MixingLike) -> Mixing:

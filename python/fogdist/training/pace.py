@@ -64,6 +64,7 @@ class Pace:
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
         timeout: For the construction and for news; by default the group's.
+        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
     """
 
     def __init__(
@@ -73,8 +74,11 @@ class Pace:
         in_neighbors: list[int],
         out_neighbors: list[int],
         timeout: timedelta | None = None,
+        *,
+        gives_way: bool = False,
     ) -> None:
         self.context = context
+        self._gives_way = gives_way
         self._peers = sorted({*in_neighbors, *out_neighbors})
         self._name = f"{name} on rank {context.rank}"
         self._timeout = timeout
@@ -106,6 +110,14 @@ class Pace:
     def takes_part(self, rank: int) -> bool:
         """Returns False if a neighbor has said that it paused."""
         return self._window.slot_p(rank) == 0.0
+
+    def is_gone(self, rank: int) -> bool:
+        """Returns whether a neighbor takes no further part: it is lost, or has ended."""
+        return self._window.is_gone(rank)
+
+    def is_any_gone(self) -> bool:
+        """Returns whether any neighbor takes no further part."""
+        return any(map(self.is_gone, self._peers))
 
     def staleness(self) -> dict[int, int]:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
@@ -192,7 +204,8 @@ class Pace:
 
     def _wait_for(self, rank: int, bound: int, patience: float | None) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
-        while self.takes_part(rank) and not self._window.is_gone(rank):
+        backend = self.context.backend
+        while self.takes_part(rank) and not self.is_gone(rank) and not (self._gives_way and backend.failure):
             most = patience
             if most is None:
                 most = min(max(_QUIET_SECONDS, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)

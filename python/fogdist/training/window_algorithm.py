@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -14,10 +16,14 @@ from fogdist.context import handles
 from fogdist.packing import BUCKET_CAP_MB, signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
+from fogdist.training.continuing import OnLoss, Watch, await_all
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 from fogdist.windows import Window
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # The attributes that users may set. An algorithm uses some; setting one of the others raises, as it would have no
 # effect.
@@ -44,6 +50,10 @@ class WindowAlgorithm(OverlappingAlgorithm):
             has been quiet for a second and five times as long as its own exchanges take. (As the bound of stale
             synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be slower.)
         group: As in `Algorithm`.
+        on_loss: As in `Algorithm`. With "continue", neighbors that are lost are left out at once, and their weights return to
+            the rank itself. Ranks that exchange in step then agree on who is left and repeat the round; others do so once
+            the topology would fall apart. They go on along what is left of the topology, in new windows. Weights for a
+            dynamic topology are not possible then.
         compare: As in `Algorithm`.
 
     Attributes:
@@ -67,7 +77,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
     force_barrier: bool = setting(False)
     max_staleness: int | None = setting(MAX_STALENESS)
     windows: list[Window]
+    has_sent: bool
+    """Whether values of the round have been sent or requested, and not been taken."""
     _pace: Pace | None
+    _watch: Watch | None
+    _is_closed: bool  # after a loss, until windows of the ranks that are left are open
     _prefix: str
     _handles: list[int]
 
@@ -81,6 +95,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
+        on_loss: OnLoss = "raise",
         compare: Mapping[str, object] | None = None,
     ) -> None:
         if window_prefix is not None and not isinstance(window_prefix, str):
@@ -90,22 +105,23 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self.max_staleness = max_staleness
         self.windows = []
         self._handles = []
-        self._pace = None
+        self._pace = self._watch = None
+        self._is_closed = self.has_sent = False
         super().__init__(
             optimizer,
             model,
             local_steps=local_steps,
             bucket_cap_mb=bucket_cap_mb,
             group=group,
+            on_loss=on_loss,
             compare=compare,
         )
         self._prefix = window_prefix or self.name
         if self.is_running:
             with self.buckets.released_on_error():
-                self._open()
-                topology = self.context.topology
-                neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
-                self._pace = Pace(self.context, self._prefix, *neighbors)
+                self._open_all()
+            if self._seat is not None:
+                self._watch = Watch(self._seat, self._edges)
         self.hook_forward("after forward")
 
     # --- for subclasses to override ---
@@ -120,6 +136,12 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def check_weights(self) -> None:
         """Raises ValueError or TypeError for weights that `send` or `take` would refuse."""
+
+    def keep(self, window: Window) -> None:
+        """Saves what has arrived in a window, which is closed then, after a loss; default: nothing."""
+
+    def reopened(self, window: Window) -> None:
+        """Sends again in a new window what was on its way in the old one; default: nothing."""
 
     # --- for users to call ---
 
@@ -136,6 +158,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._pace.pause()  # so that neighbors do not wait for this rank while it waits for them
         for hook in self._hooks:
             hook.remove()
+        if self._seat is not None and self._pace is not None:
+            try:
+                self.meet_if_needed()
+                self.await_all()  # so that no other rank waits in a meeting while this one waits in `free`
+            except dist.DistBackendError:
+                self._abandon("ended because the ranks that are left could not agree")
+                raise
         error = self._wait()
         if self.windows:
             self.buckets.release()
@@ -151,14 +180,36 @@ class WindowAlgorithm(OverlappingAlgorithm):
         if error is not None:
             raise error
 
+    def members_changed(self) -> None:
+        """See `Algorithm.members_changed`: opens windows among the ranks that are left, wherever the program is.
+
+        The parameters stay as they are, because a backward pass may need them.
+        """
+        if self._pace is None:
+            return
+        self._wait()
+        closed, self.windows = self.windows, []
+        # Once all ranks have opened the new windows, what they have sent in the old ones is there. If another rank is lost
+        # now, the new group fails, and the ranks meet again.
+        self._is_closed = True
+        with contextlib.suppress(dist.DistBackendError):
+            self._open_all()
+            self._is_closed = False
+        for window in closed:
+            self.keep(window)
+            window.abandon("ended when the ranks that are left opened new windows")
+        if self._is_closed:
+            for window in self.windows:
+                window.abandon("ended because a rank was lost")
+            self.windows = []
+        for window in self.windows:
+            self.reopened(window)
+        self._wait()
+
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting: ranks have agreed on the new owner, so no rank sends any more."""
         super()._fog_give_up()
-        for handle in self._handles:
-            handles().forget(handle)
-        self._handles, self._pace = [], None
-        for window in self.windows:
-            window.abandon("ended when another distributed optimizer took over the model")
+        self._abandon("ended when another distributed optimizer took over the model")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group whose parameters belong to the model; collective, as it makes windows for them.
@@ -203,27 +254,33 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def begin(self) -> None:
         """Sends or requests the values of this round."""
+        self.weights().check_taken(self.mixing)
         self.check_weights()  # before anything is sent, and before a barrier that others would wait in
         if self.force_barrier:
             # All ranks have completed the previous exchange, so values that are sent now cannot get into it.
-            barrier(group=self._group)
+            self.await_all()
+        self.has_sent = True
         for window in self.windows:
             self._handles.append(self.send(window))
-        if self._pace is not None:
+        if self._pace is not None and not self._is_closed:
             self._pace.advance()
 
     def finish(self) -> None:
         """Waits for the round's exchange and takes the received values."""
+        self.meet_if_needed()
         self.keep_pace()
         self.take_all()
 
     def take_all(self) -> None:
         """Waits for the exchanges in flight, and takes the received values."""
-        error = self._wait()
-        if error is not None:
-            raise error
-        if self.force_barrier:
-            barrier(group=self._group)  # all ranks have sent their values
+        try:
+            error = self._wait()
+            if error is not None:
+                raise error
+            if self.force_barrier:
+                self.await_all()  # all ranks have sent their values
+        finally:
+            self.has_sent = False
         self.buckets.reattach()
         for window in self.windows:
             self.take(window)
@@ -233,6 +290,18 @@ class WindowAlgorithm(OverlappingAlgorithm):
         """Waits for in-neighbors that are too far behind, unless ranks exchange in step anyway."""
         if self._pace is not None and not self.force_barrier:
             self._pace.wait(self.max_staleness)
+
+    def await_all(self) -> None:
+        """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
+        if self._seat is None:
+            barrier(group=self._group)
+        else:
+            await_all(self._seat)
+
+    def meet_if_needed(self) -> None:
+        """With ``on_loss="continue"``, agrees with the others on who is left if they can no longer go on without it."""
+        if self._watch is not None and self._pace is not None:
+            self._watch.meet_if_needed()
 
     # --- inside ---
 
@@ -247,9 +316,36 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def _open(self) -> None:
         """Makes windows for the buckets that have none."""
+        group = self.context.group
         for number, flat in list(enumerate(self.buckets.flats))[len(self.windows) :]:
-            window = Window(flat, self._group, name=f"{self._prefix}.{number}", zero_init=self.zero_init)
+            window = Window(flat, group, name=f"{self._prefix}.{number}", zero_init=self.zero_init)
             self.windows.append(window)
+
+    def _open_all(self) -> None:
+        """Makes the windows of the buckets, and what goes with them."""
+        self._open()
+        topology, gives_way = self.context.topology, self._seat is not None
+        neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
+        self._pace = Pace(self.context, self._prefix, *neighbors, gives_way=gives_way)
+
+    def _edges(self) -> NDArray[np.bool_]:
+        """Returns whether the group's topology has an edge from each rank to each other one."""
+        edges = np.zeros((self.context.size, self.context.size), dtype=bool)
+        for source, destination in self.context.topology.graph.edges:
+            edges[source, destination] = True
+        return edges
+
+    def _abandon(self, reason: str) -> None:
+        """Ends the windows without waiting for other ranks."""
+        for handle in self._handles:
+            handles().forget(handle)
+        self._handles, self._pace = [], None
+        for window in self.windows:
+            window.abandon(reason)
+
+    def _may_fail(self) -> bool:
+        """Returns whether an operation may have failed because of a neighbor that is left out."""
+        return self._seat is not None and self._pace is not None and self._pace.is_any_gone()
 
     def _wait(self) -> RuntimeError | None:
         """Waits for all operations in flight and returns the first error."""
@@ -259,5 +355,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             try:
                 wait(handle)
             except RuntimeError as failure:
-                error = error or failure
+                if not self._may_fail():
+                    error = error or failure
         return error

@@ -1,0 +1,574 @@
+"""`on_loss="continue"` of algorithms over windows, of averages of gradients, of machines, and of steps within backward passes.
+
+Ranks are killed in known places while the others wait for them, so that what the others have can be compared with the
+recursion in NumPy: of all ranks up to the loss, and of the ranks that are left from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import algorithms, membership
+from fogdist.algorithms.wait_avoiding import group_of
+from fogdist.context import current
+from fogdist.membership import Membership
+from fogdist.topology import Topology, uniform_weights
+from harness import World
+from hosts import run_on_hosts
+from numpy.linalg import matrix_power
+from test_membership import TIMEOUT, survivors_of
+from torch import nn
+
+# Where a rank is killed: before the forward pass of a step, after it, or after the backward pass.
+PHASES = ["forward", "backward", "step"]
+# By rank: the step, and the place in it.
+Deaths = dict[int, tuple[int, str]]
+
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+# The time that the other ranks have to come as far as they can without one that is killed then.
+PAUSE = 0.3
+
+
+class Vector(nn.Module):
+    """Parameters in several buckets, all elements alike; the loss pulls them to a target."""
+
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.full((40,), start, dtype=torch.float64))
+        self.y = nn.Parameter(torch.full((300,), start, dtype=torch.float64))
+
+    def forward(self, target: float) -> torch.Tensor:
+        return ((self.x - target) ** 2).sum() / 2 + ((self.y - target) ** 2).sum() / 2
+
+    def value(self) -> float:
+        """Returns the value of all elements, which are the same."""
+        everything = torch.cat([each.detach() for each in self.parameters()])
+        assert float(everything.max() - everything.min()) < 1e-9, everything
+        return float(everything[0])
+
+    def both(self) -> list[float]:
+        """Returns the values of the two buckets; ranks at their own pace may mix them differently."""
+        assert all(float(each.detach().max() - each.detach().min()) < 1e-9 for each in self.parameters())
+        return [float(each.detach()[0]) for each in self.parameters()]
+
+
+def spread(ends: list[list[float]]) -> float:
+    """Returns the largest difference between ranks."""
+    return float((np.max(ends, axis=0) - np.min(ends, axis=0)).max())
+
+
+def make(kind: str, model: nn.Module, rate: float) -> Any:
+    """Returns an optimizer of a kind, as "name" or "name/option"."""
+    name, _, option = kind.partition("/")
+    sgd = torch.optim.SGD(model.parameters(), lr=rate)
+    options: dict[str, Any] = {"on_loss": "continue", "bucket_cap_mb": 0.0005}  # two buckets
+    if name == "WAGMA":
+        options.update(group_size=2, period=int(option or 5))
+    if option == "patience":
+        options["patience"] = 5.0
+    if option == "machines":
+        options["mixing"] = algorithms.Machines()
+    if option == "backward":
+        options["step_in_backward"] = True
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from")
+        optimizer = getattr(algorithms, name)(sgd, model, **options)
+    if option in ("in step", "own pace"):
+        optimizer.force_barrier = option == "in step"
+    return optimizer
+
+
+def die_in(deaths: Deaths, step: int, phase: str) -> None:
+    if deaths.get(dist.get_rank()) == (step, phase):
+        time.sleep(PAUSE)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(optimizer: Any) -> None:
+    if isinstance(optimizer, algorithms.AsynchronousGossip):
+        optimizer.finish()
+    elif hasattr(optimizer, "unregister_window"):
+        optimizer.unregister_window()
+
+
+def train(
+    kind: str, graph: str, deaths: Deaths, steps: int, rate: float = 0.0, pause: float = 0.0, local: int = 0
+) -> tuple[Membership, list[list[float]], float, list[float]]:
+    """Trains on each rank, of which some die.
+
+    Args:
+        kind: Of `make`.
+        graph: The group's topology, a function of fogdist.
+        deaths: Who dies, and when.
+        steps: The number of steps.
+        rate: The learning rate.
+        pause: The time of a step's computation.
+        local: The number of ranks of a machine, if not 0.
+
+    Returns:
+        The membership, the values after each step, how long the longest step took, and the weights of push-sum.
+    """
+    if local:
+        os.environ["FOG_NODES_PER_MACHINE"] = str(local)
+    fogdist.init(getattr(fogdist, graph))
+    os.environ.pop("FOG_NODES_PER_MACHINE", None)
+    if local:
+        fogdist.set_machine_topology(fogdist.RingGraph(fogdist.machine_size()))
+    rank = dist.get_rank()
+    model = Vector(float(rank))
+    optimizer = make(kind, model, rate)
+    path, longest = [], 0.0
+    for step in range(steps):
+        die_in(deaths, step, "forward")
+        begin = time.monotonic()
+        optimizer.zero_grad()
+        loss = model(float(rank))
+        die_in(deaths, step, "backward")
+        loss.backward()
+        die_in(deaths, step, "step")
+        optimizer.step()
+        longest = max(longest, time.monotonic() - begin)
+        time.sleep(pause)
+        path.append(model.both())
+    end(optimizer)
+    path.append(model.both())
+    weights = optimizer.push_sum_weights() if isinstance(optimizer, algorithms.WindowPushSum) else []
+    return membership.current(), path, longest, weights
+
+
+def come(name: str, count: int) -> None:
+    """Waits until so many ranks have come, by the Store, which works without a lost rank."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add(name, 1)
+    while store.add(name, 0) < count:
+        time.sleep(0.002)
+
+
+def values_of(outcomes: list[Any], deaths: Deaths) -> np.ndarray:
+    """Checks what all survivors know, and returns their values at the end."""
+    living = tuple(outcome.rank for outcome in outcomes if outcome.rank not in deaths)
+    values = []
+    for outcome in survivors_of(outcomes, deaths):
+        members, path, longest, _ = outcome.value
+        assert members.living == living and members.lost == frozenset(deaths), members
+        assert longest < 10.0
+        first, second = path[-1]
+        assert abs(first - second) < 1e-9, path[-3:]
+        values.append(first)
+    return np.array(values)
+
+
+def topology(graph: str, size: int) -> Topology:
+    return Topology.from_graph(graph, uniform_weights(getattr(fogdist, graph)(size)))
+
+
+# --- in step ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("kind", ["WinPut/in step", "PullGet/in step", "AdaptThenCombine/backward"])
+def test_in_step_the_living_repeat_the_round(new_world: Callable[..., World], kind: str, phase: str) -> None:
+    """Each round up to the loss is one of all ranks, and each later one of the living."""
+    size, steps, victim, step, graph = 5, 12, PHASES.index(phase), 4, "RingGraph"
+    if kind == "AdaptThenCombine/backward":
+        if phase == "step":
+            pytest.skip("the victim has sent its values, so each other rank may have made the round or not")
+        # No rank makes a round without the hub of a star, as in the other kinds no rank makes one without all others.
+        victim, graph = 0, "StarGraph"
+    deaths = {victim: (step, phase)}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, graph, deaths, steps)
+    living = [rank for rank in range(size) if rank != victim]
+    every = topology(graph, size)
+    x = matrix_power(every.matrix().T, step) @ np.arange(size)
+    expected = matrix_power(every.among(living).matrix().T, steps - step) @ x[living]
+    np.testing.assert_allclose(values_of(outcomes, deaths), expected, **EXACT)
+
+
+@pytest.mark.parametrize(  # the hub of the star, and another rank
+    ("phase", "victim"),
+    [
+        ("forward", 0),
+        ("backward", 3),
+        *(
+            pytest.param(phase, victim, marks=pytest.mark.long)
+            for phase, victim in [("forward", 3), ("backward", 0), ("step", 0), ("step", 3)]
+        ),
+    ],
+)
+def test_push_sum_goes_on_with_the_mass_of_the_living(
+    new_world: Callable[..., World], phase: str, victim: int
+) -> None:
+    """What is lost is what the lost rank held, and the shares on their way to it."""
+    size, steps, step = 5, 80, 4
+    deaths = {victim: (step, phase)}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(
+        train, "WindowPushSum/in step", "StarGraph", deaths, steps
+    )
+    edges = topology("StarGraph", size).matrix() != 0
+    shares = edges / edges.sum(axis=1, keepdims=True)
+    rounds = step if phase == "forward" else step + 1  # after the forward pass all have sent
+    x = matrix_power(shares.T, rounds) @ np.arange(size)
+    p = matrix_power(shares.T, rounds) @ np.ones(size)
+    living = [rank for rank in range(size) if rank != victim]
+    assert abs(p[victim] - 1.0) > 0.1  # otherwise the test would not see what is lost
+    values = values_of(outcomes, deaths)
+    np.testing.assert_allclose(values, x[living].sum() / p[living].sum(), rtol=0.0, atol=1e-6)
+    weights = np.array([outcome.value[3] for outcome in survivors_of(outcomes, deaths)])
+    np.testing.assert_allclose(weights.sum(axis=0), p[living].sum(), **EXACT)
+    np.testing.assert_allclose((weights.T * values).sum(axis=1), x[living].sum(), rtol=0.0, atol=1e-11)
+
+
+def gradient_descent(ranks: list[int], x: float, steps: int, rate: float) -> float:
+    for _ in range(steps):
+        x -= rate * (x - float(np.mean(ranks)))
+    return x
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victims", [[2], [0, 3]])
+def test_gradients_are_those_of_the_living(
+    new_world: Callable[..., World], phase: str, victims: list[int]
+) -> None:
+    size, steps, step, rate = 4, 12, 4, 0.2
+    deaths = {victim: (step, phase) for victim in victims}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train_together, deaths, steps, rate)
+    living = [rank for rank in range(size) if rank not in victims]
+    before = gradient_descent(list(range(size)), 1.0, step, rate)
+    # After its backward pass a rank has sent its gradients, but the average counts only once all are in `step`.
+    expected = gradient_descent(living, before, steps - step, rate)
+    values = [outcome.value for outcome in survivors_of(outcomes, deaths)]
+    assert len(set(values)) == 1
+    assert abs(values[0] - expected) < 1e-12
+
+
+def train_together(deaths: Deaths, steps: int, rate: float) -> float:
+    fogdist.init()
+    model = Vector(1.0)
+    optimizer = make("GradientAllreduce", model, rate)
+    for step in range(steps):
+        die_in(deaths, step, "forward")
+        optimizer.zero_grad()
+        loss = model(float(dist.get_rank()))
+        die_in(deaths, step, "backward")
+        loss.backward()
+        die_in(deaths, step, "step")
+        optimizer.step()
+    return model.value()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("victims", [[3], [2, 3], [0, 1, 4]])
+def test_machines_go_on(new_world: Callable[..., World], victims: list[int], phase: str) -> None:
+    """A machine's mean is that of the ranks that it has left, whole machines may be lost."""
+    size, local, steps, step = 6, 2, 10, 3
+    deaths = {victim: (step, phase) for victim in victims}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(
+        train, "DecentralizedSGD/machines", "RingGraph", deaths, steps, 0.0, 0.0, local
+    )
+    machines = topology("RingGraph", size // local)
+    every = np.repeat(np.repeat(machines.matrix(), local, axis=0), local, axis=1) / local
+    x = matrix_power(every.T, step) @ np.arange(size)
+    living = [rank for rank in range(size) if rank not in victims]
+    here = sorted({rank // local for rank in living})
+    counts = [sum(rank // local == machine for rank in living) for machine in here]
+    place = [here.index(rank // local) for rank in living]
+    left = machines.among(here).matrix()[np.ix_(place, place)] / np.array(counts)[place][:, None]
+    expected = matrix_power(left.T, steps - step) @ x[living]
+    np.testing.assert_allclose(values_of(outcomes, deaths), expected, **EXACT)
+
+
+# --- at their own pace --------------------------------------------------------------------------------------
+
+OWN_PACE = [
+    "WinPut/own pace",
+    "PullGet/own pace",
+    "WindowPushSum/own pace",
+    "WindowPushSum/patience",
+    "AsynchronousGossip",
+    "WAGMA",
+]
+
+
+CASES = [
+    (kind, phase, graph) for kind in OWN_PACE for phase in PHASES for graph in ("RingGraph", "StarGraph")
+]
+
+
+@pytest.mark.parametrize(  # of a ring a line is left; a star falls apart
+    ("kind", "phase", "graph"),
+    [
+        pytest.param(*case, marks=[] if place % 5 == 0 else [pytest.mark.long])
+        for place, case in enumerate(CASES)
+    ],
+)
+def test_ranks_at_their_own_pace_agree(
+    new_world: Callable[..., World], kind: str, phase: str, graph: str
+) -> None:
+    size, deaths = 4, {0: (8, phase)}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, graph, deaths, 150, 0.0, 0.004)
+    living = tuple(range(1, size))
+    ends: list[list[float]] = []
+    for outcome in survivors_of(outcomes, deaths):
+        members, path, longest, _ = outcome.value
+        assert members == Membership(1, living, frozenset(deaths)), members
+        assert longest < 5.0
+        ends.append(path[-1])
+    assert spread(ends) < 0.02, ends
+    assert np.min(ends) >= 0.0 and np.max(ends) <= size - 1, ends
+
+
+@pytest.mark.parametrize("kind", ["WinPut/own pace", "WindowPushSum/patience", "AsynchronousGossip"])
+def test_two_losses_at_their_own_pace(new_world: Callable[..., World], kind: str) -> None:
+    deaths = {1: (5, "backward"), 3: (9, "step")}
+    outcomes = new_world(5, timeout=TIMEOUT).run_raw(train, kind, "RingGraph", deaths, 150, 0.0, 0.004)
+    ends: list[list[float]] = []
+    for outcome in survivors_of(outcomes, deaths):
+        members, path, _, _ = outcome.value
+        assert members.living == (0, 2, 4), members
+        ends.append(path[-1])
+    assert spread(ends) < 0.02, ends
+
+
+def keep_the_sum(kind: str, graph: str, victim: int) -> tuple[Any, ...]:
+    """A rank ends before the first step; the others must keep their own sum, through a meeting with shares on their way."""
+    fogdist.init(getattr(fogdist, graph))
+    rank = dist.get_rank()
+    model = Vector(float(rank))
+    optimizer = make(kind, model, 0.0)
+    if rank == victim:
+        time.sleep(PAUSE)
+        os.kill(os.getpid(), signal.SIGKILL)
+    while victim not in current().backend.lost_ranks():
+        time.sleep(0.01)
+    found = []
+    for step in range(90):
+        time.sleep(0.002 * rank)
+        optimizer.zero_grad()
+        model(0.0).backward()
+        optimizer.step()
+        if step % 30 == 10:
+            optimizer.settle()
+            weight_of = optimizer.mean_weights()
+            weights = [weight_of.get(each, 1.0) for each in (model.x, model.y)]
+            sums = [
+                float(p * each.detach().mean()) for p, each in zip(weights, (model.x, model.y), strict=True)
+            ]
+            found.append((weights, sums))
+            come(f"settled {step}", dist.get_world_size() - 1)  # nobody sends before all have looked
+    end(optimizer)
+    return membership.current(), found, model.both()
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"),
+    [
+        ("WindowPushSum/own pace", "ExponentialGraph"),
+        ("WindowPushSum/patience", "ExponentialGraph"),
+        ("WindowPushSum/own pace", "StarGraph"),
+        ("AsynchronousGossip", "RingGraph"),
+        ("AsynchronousGossip", "StarGraph"),
+    ],
+)
+def test_nothing_between_the_living_gets_lost(new_world: Callable[..., World], kind: str, graph: str) -> None:
+    victim, size = 0, 5
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(keep_the_sum, kind, graph, victim)
+    survivors = survivors_of(outcomes, {victim: (0, "")})
+    living = np.arange(1, size)
+    for sums in zip(*(outcome.value[1] for outcome in survivors), strict=True):
+        np.testing.assert_allclose(np.sum([p for p, _ in sums], axis=0), len(living), **EXACT)
+        np.testing.assert_allclose(np.sum([x for _, x in sums], axis=0), living.sum(), rtol=0.0, atol=1e-11)
+    for outcome in survivors:
+        members, _, values = outcome.value
+        assert members == Membership(1, tuple(living), frozenset({victim}))
+        np.testing.assert_allclose(values, living.mean(), rtol=0.0, atol=0.05)
+
+
+# --- WAGMA --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 12])
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_groups_of_any_number_of_ranks(size: int, group_size: int) -> None:
+    """Every group is one for all of its members, and what one rank knows reaches all as in the largest power of 2."""
+    bits = size.bit_length() - 1
+    least = min(group_size, 1 << bits)
+    known = [{rank} for rank in range(size)]
+    rounds = -(-bits // (least.bit_length() - 1)) if least > 1 else 1
+    for round in range(rounds):
+        groups = [sorted([rank, *group_of(rank, size, group_size, round)]) for rank in range(size)]
+        assert all(groups[member] == group for group in groups for member in group)
+        assert all(least <= len(group) <= 2 * least or size == 1 for group in groups) or least == 1
+        known = [set().union(*(known[member] for member in group)) for group in groups]
+    if size > 1:
+        assert all(len(each) == size for each in known)
+
+
+def train_wagma(deaths: Deaths, steps: int, rate: float, period: int) -> list[float]:
+    """Each round in step: all that are left make their forward pass before any makes its step."""
+    fogdist.init()
+    rank, left = dist.get_rank(), dist.get_world_size()
+    model = Vector(float(rank))
+    optimizer = make(f"WAGMA/{period}", model, rate)
+    path = []
+    for step in range(steps):
+        left -= sum(when == step for when, _ in deaths.values())
+        if deaths.get(rank, (-1, ""))[0] == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while dist.get_world_size() - len(current().backend.lost_ranks()) != left:
+            time.sleep(0.005)
+        optimizer.zero_grad()
+        loss = model(float(rank))
+        come(f"forward {step}", left)
+        loss.backward()
+        optimizer.step()
+        come(f"step {step}", left)
+        path.append(model.value())
+    optimizer.unregister_window()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("size", "deaths"), [(4, {2: (2, "")}), (4, {0: (1, ""), 3: (8, "")}), (8, {1: (2, ""), 5: (2, "")})]
+)
+def test_wagma_shrinks_its_groups(new_world: Callable[..., World], size: int, deaths: Deaths) -> None:
+    steps, rate, period = 14, 0.1, 5
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train_wagma, deaths, steps, rate, period)
+    got = {outcome.rank: outcome.value for outcome in survivors_of(outcomes, deaths)}
+    x = np.arange(float(size))
+    living = members = list(range(size))  # who lives, and who agrees to be there
+    for step in range(steps):
+        living = [rank for rank in living if deaths.get(rank, (steps, ""))[0] > step]
+        new = x.copy()
+        if (step + 1) % period == 0:
+            members = living
+        for rank in living:
+            if (step + 1) % period == 0:
+                group = living
+            else:
+                others = group_of(members.index(rank), len(members), 2, step)
+                group = [rank, *(members[other] for other in others if members[other] in living)]
+            new[rank] = x[group].mean() - rate * (x[rank] - rank)
+        x = new
+        for rank, path in got.items():
+            assert abs(path[step] - x[rank]) < 1e-12, (step, rank)
+
+
+# --- anywhere -----------------------------------------------------------------------------------------------
+
+KINDS = [*OWN_PACE, "WinPut/in step", "PullGet/in step", "WindowPushSum/in step"]
+KINDS += ["AdaptThenCombine/backward", "GradientAllreduce"]
+
+
+def train_until_killed(kind: str, steps: int, deaths: dict[int, float]) -> tuple[Membership, list[float]]:
+    """Ranks die by a timer, anywhere."""
+    fogdist.init(fogdist.RingGraph)
+    rank = dist.get_rank()
+    model = Vector(1.0 if kind == "GradientAllreduce" else float(rank))
+    optimizer = make(kind, model, 0.1 if kind == "GradientAllreduce" else 0.0)
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    if rank in deaths:
+        signal.setitimer(signal.ITIMER_REAL, deaths[rank])
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(float(rank)).backward()
+        optimizer.step()
+        time.sleep(0.004)
+    while rank in deaths:
+        time.sleep(1.0)
+    end(optimizer)
+    return membership.current(), model.both()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 60))]
+)
+def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
+    draw = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    size = 4 if kind == "WAGMA" else draw.randint(3, 6)
+    victims = draw.sample(range(size), draw.randint(1, size - 1))
+    deaths = {victim: draw.uniform(0.01, 0.4) for victim in victims}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train_until_killed, kind, 150, deaths)
+    ends = []
+    for outcome in survivors_of(outcomes, deaths):
+        members, values = outcome.value
+        # A rank may have made all its steps before another one died.
+        assert members.lost <= set(deaths), members
+        ends.append(values)
+    assert np.min(ends) >= 0.0 and np.max(ends) <= size - 1
+    if kind == "GradientAllreduce":
+        assert spread(ends) == 0.0, ends
+    else:
+        assert spread(ends) < 0.1, (kind, deaths, ends)
+
+
+PLACEMENTS = {
+    "another host": ([0, 0, 1, 1], {3: (8, "backward")}),
+    "a host of its own": ([0, 1, 1, 2], {3: (8, "step")}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        ("WindowPushSum/in step", "another host"),
+        *(
+            pytest.param(kind, case, marks=pytest.mark.long)
+            for kind in KINDS
+            for case in PLACEMENTS
+            if (kind, case) != ("WindowPushSum/in step", "another host")
+        ),
+    ],
+)
+def test_on_several_hosts(tmp_path: Path, kind: str, case: str) -> None:
+    placement, deaths = PLACEMENTS[case]
+    found = run_on_hosts(
+        tmp_path,
+        placement,
+        "test_on_loss",
+        [("train", [kind, "RingGraph", deaths, 150, 0.0, 0.004])],
+        killed=[*deaths],
+    )
+    ends = []
+    for rank, values in enumerate(found):
+        if rank not in deaths:
+            members, path, _, _ = values[0]
+            assert members.lost == frozenset(deaths)
+            ends.append(path[-1])
+    if kind != "GradientAllreduce":  # without a learning rate it changes nothing
+        assert spread(ends) < 0.1, ends
+
+
+# --- arguments ----------------------------------------------------------------------------------------------
+
+
+def bad_arguments() -> None:
+    fogdist.init()
+    model = Vector(0.0)
+    for name in ("WinPut", "PullGet", "WindowPushSum"):
+        optimizer = make(name, model, 0.1)
+        optimizer.self_weight = 0.5
+        with pytest.raises(ValueError, match="self_weight must stay None"):
+            optimizer.step()
+        optimizer.self_weight = None
+        optimizer.unregister_window()
+    for kind in (algorithms.WAGMA, algorithms.AsynchronousGossip, algorithms.GradientAllreduce):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="on_loss must be one of 'raise', 'continue', got 'stop'"):
+            kind(sgd, model, on_loss="stop")
+
+
+def test_bad_arguments(new_world: Callable[..., World]) -> None:
+    new_world(2).run(bad_arguments)
