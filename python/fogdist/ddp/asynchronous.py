@@ -10,21 +10,21 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.streams import wait_until_complete
-from fogdist.topology import Topology
-from fogdist.topology.healing import is_strongly_connected
-from fogdist.training.continuing import Continuing, OnLoss, repeated, take_seat
+from fogdist.training.continuing import Continuing, OnLoss, Watch, repeated, take_seat
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
 from fogdist.training.pace import MAX_STALENESS, Pace
-from fogdist.training.plans import Plans
+from fogdist.training.plans import Plans, edges_of, neighbors_of
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fog_pg._C import Window
     from fogdist.membership import Seat
 
@@ -76,7 +76,7 @@ class AsynchronousMixing:
         if on_loss == "continue":
             self._seats = take_seat(context.group, name), take_seat(context.group, f"{name} global")
             self._seats[0].on_change(self._renew)
-        self._checked: frozenset[int] = frozenset()  # ranks without which the topology holds together
+        self._watch: Watch | None = None
         self._timeout = timeout
         self._iteration = 0
         self._first_round = 0
@@ -85,6 +85,8 @@ class AsynchronousMixing:
         self._is_counted = True  # whether neighbors can see the last iteration in the count
         self._whole = rounds
         self._open(rounds)
+        if self._seats is not None:
+            self._watch = Watch(self._seats[0], self._edges)
 
     @property
     def has_begun(self) -> bool:
@@ -111,7 +113,8 @@ class AsynchronousMixing:
     @torch.no_grad()
     def mix(self) -> None:
         """Mixes with the values that neighbors have put; waits for neighbors that are too far behind."""
-        self._heal()
+        if self._watch is not None:
+            self._watch.meet_if_needed()
         self.discard()
         if self._pace.is_paused:
             # The neighbors continued during the pause. They should not wait until this rank has caught up.
@@ -222,21 +225,6 @@ class AsynchronousMixing:
         result = repeated(self._seats[1], begin)()
         return None if result is None else int(result[0])
 
-    def _heal(self) -> None:
-        """Meets the ranks that are left if the topology has fallen apart, or if the group has failed."""
-        if self._seats is None:
-            return
-        reason = self.context.backend.failure
-        if not reason:
-            gone = frozenset([*self.context.backend.lost_ranks(), *self.context.backend.left_ranks()])
-            if gone == self._checked or self._holds_without(gone):
-                self._checked = gone
-                return
-            reason = f"the topology falls apart without the ranks {sorted(gone)}"
-        while reason:
-            self._seats[0].meet(dist.DistBackendError(reason))  # raises if no rank is gone
-            reason = self.context.backend.failure
-
     def _renew(self) -> None:
         """Opens windows among the ranks that are left: the first that all of them do after a meeting, wherever they are."""
         assert self._seats is not None
@@ -244,27 +232,24 @@ class AsynchronousMixing:
             self.discard()
         seat = self._seats[0]
         self._iteration = max(self._iteration, seat.resume)
-        self.context, self._checked = seat.context, frozenset()
+        self.context = seat.context
         # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
         # end when the last neighbor has left them.
         with contextlib.suppress(dist.DistBackendError):
             self._open(Plans(self._whole.topology, self.context))
             self._put(self._out)
 
-    def _holds_without(self, gone: frozenset[int]) -> bool:
-        """Returns whether all other ranks hear of each other, over all rounds together."""
-        topology = self._rounds.topology
-        assert topology is not None  # checked when the windows were opened
-        rest = [rank for rank in range(topology.size) if rank not in gone]
-        union = np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0)
-        return is_strongly_connected(union[np.ix_(rest, rest)])
+    def _edges(self) -> NDArray[np.bool_]:
+        """Returns whether there is an edge in any round of a period."""
+        assert self._rounds.topology is not None  # checked when the windows were opened
+        return edges_of(self._rounds.topology)
 
     def _open(self, rounds: Plans) -> None:
         topology = rounds.topology
         if topology is None or topology.period is None:
             raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
         self._rounds = rounds
-        self._in, self._out = _neighbors(topology, self.context.rank)
+        self._in, self._out = neighbors_of(topology, self.context.rank)
         name = f"{self._name}.{self._generation}"
         self._generation += 1
         create = self.context.backend.create_window
@@ -296,10 +281,3 @@ class AsynchronousMixing:
         if put == 0.0 or not self._pace.takes_part(rank) or self._windows[0].is_gone(rank):
             return None
         return self._iteration - (int(put) - 1)
-
-
-def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """Returns a rank's in-neighbors and out-neighbors in any round of a period."""
-    union = np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0)
-    others = [r for r in range(topology.size) if r != rank]
-    return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]

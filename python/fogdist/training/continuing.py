@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
+import numpy as np
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.membership import Seat, members_of
+from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Machines, Mixing, Round
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 OnLoss: TypeAlias = Literal["raise", "continue"]
 
@@ -135,6 +140,58 @@ def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], lis
         return results
 
     return finish
+
+
+class Watch:
+    """The meetings of ranks that go at their own pace. No exchange of theirs fails, so each step has to look.
+
+    A rank goes on without lost neighbors until the graph falls apart without them, or until the group has failed, for
+    example because another rank is in a meeting already. Then it meets the others; the seat's listener opens what the
+    ranks that are left need.
+
+    Args:
+        seat: The object's.
+        edges: Returns the graph of the present group, as a matrix of whether there is an edge; None if it need not hold
+            together.
+    """
+
+    def __init__(self, seat: Seat, edges: Callable[[], NDArray[np.bool_]] | None = None) -> None:
+        self._seat = seat
+        self._edges = edges
+        # The ranks without which the graph of this epoch holds together.
+        self._checked: tuple[int, frozenset[int]] = (seat.epoch, frozenset())
+
+    def meet_if_needed(self) -> None:
+        """Returns once the group works, and its graph holds together without the ranks that are gone.
+
+        Raises:
+            torch.distributed.DistBackendError: The group failed for another reason than a loss; and as `Seat.meet`.
+        """
+        while reason := self._reason():
+            self._seat.meet(dist.DistBackendError(reason))  # raises if no rank is gone
+
+    def _reason(self) -> str:
+        backend = self._seat.context.backend
+        if backend.failure:
+            return backend.failure
+        if self._edges is None:
+            return ""
+        gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
+        if (
+            self._checked[0] != self._seat.epoch
+        ):  # a graph that is apart from the beginning is the user's choice
+            self._checked = self._seat.epoch, frozenset()
+        known = self._seat.epoch, gone
+        if known == self._checked or _holds_without(self._edges(), gone):
+            self._checked = known
+            return ""
+        return f"the topology falls apart without the ranks {sorted(gone)}"
+
+
+def _holds_without(edges: NDArray[np.bool_], gone: frozenset[int]) -> bool:
+    """Returns whether all other ranks hear of each other."""
+    rest = [rank for rank in range(len(edges)) if rank not in gone]
+    return is_strongly_connected(edges[np.ix_(rest, rest)])
 
 
 def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
