@@ -26,6 +26,8 @@ _LEAST_DEVIATION = 0.05
 # The sleeps between two looks at the neighbors' numbers, in seconds, doubled from the first to the last.
 _FIRST_SLEEP = 50e-6
 _LAST_SLEEP = 1e-3
+# The number of a rank that makes no more rounds; exact in the window's float64.
+_NO_MORE = 1 << 52
 
 
 class Deadlines:
@@ -149,12 +151,11 @@ class Arrivals:
 
     def tell(self) -> None:
         """Tells the out-neighbors that this rank has sent its values of another round; call it after that."""
-        self._made += 1
-        self._window.p = float(self._made)
-        with contextlib.suppress(
-            dist.DistBackendError
-        ):  # a neighbor is lost; the values' own messages report it
-            self._window.put(self._window.tensor, self._peers, with_p=True, skip_lost=True)
+        self._say(self._made + 1)
+
+    def leave(self) -> None:
+        """Tells the out-neighbors that this rank makes no more rounds, so that they do not wait for it."""
+        self._say(_NO_MORE)
 
     def wait(self) -> None:
         """Waits until the in-neighbors have come to this round, except for late ones."""
@@ -163,12 +164,19 @@ class Arrivals:
         self._late |= self._deadlines.wait(waited_for, self._look, self._must_give_way)
         for rank in filter(self._has_come, set(self._in) - self._late):
             # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
-            self._due[rank] = max(self._due[rank] + 1, self._number(rank))
+            self._due[rank] = min(max(self._due[rank] + 1, self._number(rank)), _NO_MORE)
         self._deadlines.end_round()
 
     def free(self) -> None:
         """Frees the window; collective among neighbors."""
         self._window.free()
+
+    def _say(self, made: int) -> None:
+        self._made = made
+        self._window.p = float(made)
+        # If a neighbor is lost, the values' own messages report it.
+        with contextlib.suppress(dist.DistBackendError):
+            self._window.put(self._window.tensor, self._peers, with_p=True, skip_lost=True)
 
     def _look(self, rank: int) -> bool | None:
         if self._has_come(rank):
