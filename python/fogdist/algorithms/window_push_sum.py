@@ -81,6 +81,7 @@ class WindowPushSum(WindowAlgorithm):
     # By the windows' names, which are the same in each epoch.
     _p: dict[str, float]
     _mean_p: dict[str, float]
+    _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
     _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
     _patience: float | None
@@ -88,7 +89,7 @@ class WindowPushSum(WindowAlgorithm):
     def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
         if patience is not None:
             patience = check_factor(patience, "patience")
-        self._p, self._mean_p, self._biased, self._kept = {}, {}, set(), {}
+        self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
         self._arrivals, self._patience = None, patience
         options["compare"] = {**(options.get("compare") or {}), "patience": patience}
         super().__init__(*arguments, **options)
@@ -107,12 +108,13 @@ class WindowPushSum(WindowAlgorithm):
 
     def mean_weights(self) -> dict[Tensor, float]:
         """See `Algorithm.mean_weights`: the p of their buckets."""
-        return {parameter: self._p[name] for name, parameter in self._named()}
+        return {parameter: self._before.get(name, self._p[name]) for name, parameter in self._named()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Algorithm.load_state_dict`. The state has p, but no shares on their way: call `settle` before you save it.
 
-        All ranks load the state of one step, between two steps, and their parameters too.
+        A state that is saved within a round is that of before the round, as the parameters are. All ranks load the state of
+        one step, between two steps, and their parameters too.
 
         Raises:
             ValueError: As `Algorithm`; or the buckets are not those of the ranks that saved it, and p differs within one.
@@ -132,7 +134,7 @@ class WindowPushSum(WindowAlgorithm):
                 )
         for name in self._p:
             self._p[name], self._mean_p[name] = found[name][0] if name in found else (1.0, 1.0)
-        self._kept = {}
+        self._kept, self._before = {}, {}
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """Returns the fractions of a bucket with weight `p` that the rank keeps and sends.
@@ -245,6 +247,7 @@ class WindowPushSum(WindowAlgorithm):
             with_p=True,
             skip_lost=self._seat is not None,
         )
+        self._before[window.name] = p
         self._p[window.name] = kept * p
         return handle
 
@@ -258,6 +261,7 @@ class WindowPushSum(WindowAlgorithm):
         )
         name = window.name
         self._p[name], window.p = window.p, 1.0
+        self._before.pop(name, None)
         if name in self._kept:
             shares, p = self._kept.pop(name)
             window.tensor.add_(shares)
@@ -289,7 +293,9 @@ class WindowPushSum(WindowAlgorithm):
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
         pieces = {
-            parameter: torch.tensor([self._p[name], self._mean_p[name]], dtype=torch.float64, device="cpu")
+            parameter: torch.tensor(
+                [self._before.get(name, self._p[name]), self._mean_p[name]], dtype=torch.float64, device="cpu"
+            )
             for name, parameter in self._named()
         }
         return {"push_sum": pieces} if pieces else {}
