@@ -511,11 +511,14 @@ def close_early() -> list[int]:
     wrapper = wrapped(base, model, None, patience=5.0)
     for number in range(10):
         train_step(wrapper, base, rank, number)
-    if rank != 2:
-        until = time.monotonic() + 20.0
-        while wrapper.late_neighbors() != [2] and time.monotonic() < until:
-            train_step(wrapper, base, rank, 10)
-    late = wrapper.late_neighbors()
+    if rank == 2:
+        wrapper.close()
+    fogdist.barrier()
+    late: list[int] = []
+    until = time.monotonic() + 20.0
+    while rank != 2 and late != [2] and time.monotonic() < until:
+        train_step(wrapper, base, rank, 10)
+        late = wrapper.late_neighbors()
     wrapper.close()
     return late
 
