@@ -209,6 +209,7 @@ class Soak:
                 totals.hangs += 1
                 totals.problems.append(str(failures))
                 return losses
+            stack.callback(world.abandon)
             if names is not None:  # the end of the hosts ends it
                 multiprocessing.get_context("forkserver").Process(
                     target=keep_store, args=(names[RANKS],), daemon=True
@@ -334,6 +335,9 @@ class _Faults(threading.Thread):
         self._world, self._board, self._schedule, self._last, self._tail = world, board, schedule, last, tail
         self._no_more = threading.Event()
         self._cuts = contextlib.ExitStack()
+        # A link has one fault at a time.
+        self._links = [threading.Lock() for _ in range(RANKS)]
+        self._error: BaseException | None = None
         self.began: float | None = None
         self.over = 0.0
         self.ended: dict[int, float] = {}
@@ -347,7 +351,10 @@ class _Faults(threading.Thread):
             if self._no_more.wait(0.01):
                 return
         self.began = time.monotonic()
-        self._schedule.run(self._inject, until=self._no_more)
+        try:
+            self._schedule.run(self._inject, until=self._no_more)
+        except BaseException as error:  # the ranks are to end all the same
+            self._error = error
         last = max([self.began + self._last, *self.ended.values()])
         self._no_more.wait(max(0.0, last + self._tail - time.monotonic()))
         self.over = time.monotonic()
@@ -355,10 +362,12 @@ class _Faults(threading.Thread):
         self._board.over[0] = self._board.steps.max() + OVER_STEPS
 
     def finish(self) -> None:
-        """Returns when no fault will happen any more."""
+        """Returns when no fault will happen any more; raises if one could not happen."""
         self._no_more.set()
         self.join()
         self._cuts.close()
+        if self._error is not None:
+            raise self._error
 
     def _inject(self, fault: Fault) -> None:
         if fault.rank in self.ended:  # since the schedule was drawn with other times
@@ -378,7 +387,8 @@ class _Faults(threading.Thread):
             self._board.order[fault.rank] = 1.0 + OWN.index(fault.kind)
             time.sleep(fault.seconds)
         elif self._names is not None and fault.kind in ("cut", "slow", "lossy"):
-            self._disturb(fault, self._names[fault.rank])
+            with self._links[fault.rank]:
+                self._disturb(fault, self._names[fault.rank])
         else:
             fault.inject(self._world.pid(fault.rank))
         if fault.kind in ("stop", "deadlock"):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soak_faults
 import soak_operations
-from fogdist.testing.faults import Schedule
+from fogdist.testing import faults
+from fogdist.testing.faults import Fault, Schedule
 from harness import BACKEND
 from soak_faults import MODES, Soak
 from soak_modes import RANKS, Board, Mode
@@ -106,3 +109,54 @@ def test_what_is_counted(tmp_path: Path) -> None:
     for seed in (1, 2):
         append(file, {"seed": seed})
     assert json.loads(file.read_text()) == {"runs": [{"seed": 1}, {"seed": 2}]}
+
+
+class Link:
+    """Counts the faults of a link that happen at the same time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.all = 0
+
+    @contextlib.contextmanager
+    def fault(self, device: str, *_: object, namespace: str) -> Iterator[None]:
+        self.now += 1
+        self.all += 1
+        self.most = max(self.most, self.now)
+        yield
+        self.now -= 1
+
+
+class Counter(Mode):
+    """Ranks that only count their steps."""
+
+    initialize = False
+
+    def step(self) -> bool:
+        return bool(self.board.over[0])
+
+
+def test_faults_of_one_link_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link = Link()
+    for name in ("slow_link", "lossy_link"):
+        monkeypatch.setattr(soak_faults, name, link.fault)
+    schedule = Schedule(Fault(0.01 * when, 0, "slow" if when % 2 else "lossy", 0.1) for when in range(5))
+    board = Board(tmp_path / "board")
+    board.steps[:] = soak_faults.WARM_STEPS
+    injector = soak_faults._Faults(None, board, schedule, 0.0, 0.0, ["host"] * RANKS, None)
+    injector.start()
+    while not board.over[0] and injector.is_alive():
+        time.sleep(0.01)
+    injector.finish()
+    assert link.all == 5 and link.most == 1 and board.over[0] > 0
+
+
+def test_a_fault_that_cannot_happen_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the ranks trained on until they counted as stuck."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise faults.Unavailable("no tc")
+
+    monkeypatch.setattr(soak_faults.Fault, "inject", fail)
+    soak = Soak({"counter": Counter}, seed=1)
+    with pytest.raises(faults.Unavailable, match="no tc"):
+        soak._run_world("counter", Schedule([Fault(0.0, 0, "stop", 0.1)]), 0.0, 1, soak.totals["counter"])
