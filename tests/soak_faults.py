@@ -77,7 +77,7 @@ START_SECONDS = 60.0
 # In which a rank comes to the moment at which it is to end, at most.
 MOMENT_SECONDS = 10.0
 # Frequencies of faults on several hosts. The link of a rank that is cut stays so, and the rank counts as lost.
-HOST_KINDS: dict[Kind, float] = {"kill": 2.0, "cut": 2.0, "stop": 1.0, "slow": 1.0, "lossy": 1.0}
+HOST_KINDS: dict[Kind, float] = {"kill": 2.0, "cut": 1.0, "stop": 1.5, "slow": 1.5, "lossy": 1.5}
 LOST_BY: tuple[Kind, ...] = ("kill", "segfault", "cut")
 # Of links, while they last.
 SLOW_RATE, LOSS = "20mbit", 0.05
@@ -185,7 +185,9 @@ class Soak:
         before = leftovers.shared_memory_entries()
         totals.worlds += not is_twin
         kind = self._modes[mode]
-        tail = kind.tail + (2 * HOST_TIMEOUT if self._on_hosts else 0)
+        # A rank that is cut off is noticed late; then it notices itself that the Store is silent.
+        is_cut = any(fault.kind == "cut" for fault in schedule.faults)
+        tail = kind.tail + (2 * HOST_TIMEOUT if is_cut else 0)
         losses: dict[int, list[float]] = {}
         begin = time.monotonic()
         marks = [begin]

@@ -32,7 +32,7 @@ PATIENCE_SECONDS, GROUP_TIMEOUT = 20.0, 10.0
 # Steps that a rank records, which are more than it can make in a world.
 MOST_STEPS = 1 << 16
 # Frequencies of faults on one host.
-KINDS: dict[Kind, float] = {"kill": 3.0, "segfault": 1.0, "stop": 2.0, "deadlock": 1.0}
+KINDS: dict[Kind, float] = {"kill": 3.0, "segfault": 1.0, "stop": 3.0, "deadlock": 2.0}
 # These happen in the rank's own process, at its next step.
 OWN: tuple[Kind, ...] = ("deadlock", "lose_store")
 STORE_PORT = 29517
