@@ -4,8 +4,9 @@ In each step all ranks call the next of `OPERATIONS`, whose result each of them 
 and the moment at which a rank ends its process:
 
 - before: the others have called the operation, the rank has not.
+- within: a timer of the system ends the process while it calls the operation or waits for it, a few microseconds or some
+  milliseconds after the call.
 - begun: the operation is in flight, and the rank does not wait for it yet.
-- within: a timer of the system ends the process while the rank waits, after a few microseconds or some milliseconds.
 - after: the rank's part is complete, and perhaps not that of the others.
 
 The ranks that are left go on with `fogdist.reconfigure`.
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from soak_modes import RANKS, Board, Reconfigured
 from torch import Tensor
 
-MOMENTS = ("before", "begun", "within", "after")
+MOMENTS = ("before", "within", "begun", "after")
 # More than a message carries inline, and more than MPI sends before the receiver has agreed.
 SMALL, LARGE = 100, 300_000
 # In which the others come to the operation that this rank does not call.
@@ -77,9 +78,11 @@ class Operations(Reconfigured):
         name, begin = list(OPERATIONS.items())[index]
         try:
             self._come_to(index, "before")
-            works, is_right = begin(self)
-            self._come_to(index, "begun")
             self._come_to(index, "within")
+            works, is_right = begin(self)
+            within = self.board.doing[self.rank]
+            self._come_to(index, "begun")
+            self.board.doing[self.rank] = within
             for work in works:
                 work.wait()
             self._come_to(index, "after")
