@@ -291,11 +291,8 @@ def faults_table(runs: Iterable[Mapping[str, Any]], place: str) -> str:
     rows = []
     for mode in (mode for mode in TRAININGS if mode in found):
         parts = found[mode]
-        sums = {
-            name: sum(part[name] for part in parts)
-            for name in ("steps", "seconds", "own_steps", "own_seconds", *FAILURES)
-        }
-        share = throughput(sums)
+        sums = {name: sum(part[name] for part in parts) for name in FAILURES}
+        share = throughput(parts)
         ratios = [ratio for part in parts for ratio in part["loss_ratios"]]
         failures = [f"{sums[name]} {name}" for name in FAILURES if sums[name]]
         rows.append(

@@ -13,9 +13,10 @@ handle the first one. A lost rank is not replaced. What is counted and must be 0
 - orphans and leftovers: processes of ended ranks, and names in /dev/shm.
 
 Every so many worlds of a mode (--twins) run a second time without faults, right before or after, with the same seed and
-for as long. Throughput is that of the ranks that live and are not stopped, relative to that of all ranks without
-faults. The loss of survivors is compared with that of the same ranks without faults after as many steps. The time to
-the next step is that from a loss to the end of the first step that a survivor began after it.
+for as long. The loss of survivors is compared with that of the same ranks without faults after as many steps.
+Throughput is that of the ranks that live and are not stopped, relative to that of as many ranks in times without
+faults: in the twins, and from some time after one fault to the next one. The time to the next step is that from a loss
+to the end of the first step that a survivor began after it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from soak_modes import (
     train,
 )
 from soak_operations import Operations
-from soak_totals import ENDS, Totals, append, loss_ratio, result, table
+from soak_totals import ENDS, Pace, Totals, append, loss_ratio, result, table
 
 MODES: dict[str, type[Mode]] = {
     "asynchronous": Asynchronous,
@@ -85,6 +86,8 @@ SLOW_RATE, LOSS = "20mbit", 0.05
 SETTLE_SECONDS = leftovers.SETTLE_SECONDS
 # Seconds after which a host counts as lost.
 HOST_TIMEOUT = 4
+# Seconds for which a fault disturbs the others after its end: a second, and for a link the time until it counts as lost.
+DISTURBED, DISTURBED_BY_CUT = 1.0, 1.5 * HOST_TIMEOUT + 1.0
 # How long a rank is stopped or hangs, in seconds: less than a timeout.
 PAUSES = (0.1, 0.8)
 # Of every so many worlds of a mode, one has its second loss so many seconds after the first, at most.
@@ -277,14 +280,24 @@ class Soak:
             return losses
         totals.moments.update(self._modes[mode].moments[place - 1] for place in faults.moments_hit)
         all_pauses = [pause for pauses in faults.pauses.values() for pause in pauses]
+        disturbed = [
+            (begin, begin + fault.seconds + (DISTURBED_BY_CUT if fault.kind == "cut" else DISTURBED))
+            for begin, fault in faults.happened
+        ]
+        # A rank may be killed later than its fault began.
+        disturbed += [(when, when + DISTURBED) for when in faults.ended.values()]
+        marks = [faults.began, *sorted(faults.ended.values()), faults.over]
         for rank in range(RANKS):
             ends = board.ends[rank, : int(board.steps[rank])]
-            until = faults.ended.get(rank, faults.over)
-            if is_twin:
-                totals.own_steps.add(ends, faults.began, until)
-                continue
             pauses = all_pauses if self._modes[mode].all_wait else faults.pauses.get(rank, [])
-            totals.steps.add(ends, faults.began, until, pauses)
+            for fewer, (begin, until) in enumerate(itertools.pairwise(marks)):
+                pace = totals.paces.setdefault(RANKS - fewer, Pace())
+                if is_twin:
+                    pace.add_own(ends, begin, until)
+                elif faults.ended.get(rank, until) >= until:
+                    pace.add(ends, begin, until, pauses, disturbed)
+            if is_twin:
+                continue
             if rank in faults.ended:
                 continue
             for lost, when in faults.ended.items():

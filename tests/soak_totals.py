@@ -6,7 +6,7 @@ import fcntl
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,46 @@ ENDS = ("kill", "segfault")
 
 @dataclass
 class Pace:
-    """Steps of ranks, and the seconds in which they could make them."""
+    """Steps of ranks, and the seconds in which they could make them; and the same of times that no fault disturbs.
+
+    There is one for each number of living ranks, because the steps of fewer ranks take less time.
+    """
 
     steps: int = 0
     seconds: float = 0.0
+    own_steps: int = 0
+    own_seconds: float = 0.0
 
     def add(
-        self, ends: np.ndarray, begin: float, until: float, pauses: Sequence[tuple[float, float]] = ()
+        self,
+        ends: np.ndarray,
+        begin: float,
+        until: float,
+        pauses: Sequence[tuple[float, float]] = (),
+        disturbed: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Adds what a rank has made between two times, of which pauses are left out."""
+        """Adds what a rank has made between two times.
+
+        Args:
+            ends: Of its steps.
+            begin: The first time.
+            until: The second.
+            pauses: In which it could make none; what it makes counts.
+            disturbed: Times of faults and of what follows from them.
+        """
         self.steps += int(((ends > begin) & (ends <= until)).sum())
         self.seconds += until - begin - _covered(pauses, begin, until)
+        self.add_own(ends, begin, until, disturbed)
 
-    @property
-    def rate(self) -> float:
-        """Steps of a rank in a second."""
-        return self.steps / self.seconds if self.seconds else 0.0
+    def add_own(
+        self, ends: np.ndarray, begin: float, until: float, disturbed: Sequence[tuple[float, float]] = ()
+    ) -> None:
+        """Adds only what it has made outside of the disturbed times."""
+        undisturbed = (ends > begin) & (ends <= until)
+        for first, last in disturbed:
+            undisturbed &= (ends <= first) | (ends > last)
+        self.own_steps += int(undisturbed.sum())
+        self.own_seconds += until - begin - _covered(disturbed, begin, until)
 
 
 @dataclass
@@ -52,8 +76,7 @@ class Totals:
         orphans: Processes that were left.
         leftovers: Names in /dev/shm that were left.
         raised: Operations that raised on survivors because a rank was lost.
-        steps: That were made while faults happened, and the seconds in which ranks could make them.
-        own_steps: The same of the twins.
+        paces: Of living ranks, by their number; the undisturbed times are also those of the twins.
         next_step: Seconds from each loss to the next step of each survivor, by the kind of fault.
         loss_ratios: The loss of survivors relative to that of the same ranks after as many steps without faults.
         last_losses: Their loss relative to that at the start.
@@ -72,8 +95,7 @@ class Totals:
     orphans: int = 0
     leftovers: int = 0
     raised: int = 0
-    steps: Pace = field(default_factory=Pace)
-    own_steps: Pace = field(default_factory=Pace)
+    paces: dict[int, Pace] = field(default_factory=dict)
     next_step: dict[str, list[float]] = field(default_factory=dict)
     loss_ratios: list[float] = field(default_factory=list)
     last_losses: list[float] = field(default_factory=list)
@@ -116,10 +138,7 @@ def result(totals: Mapping[str, Totals], ranks: int) -> dict[str, Any]:
             "faults": dict(each.faults),
             **{name: getattr(each, name) for name in FAILURES},
             "operations_raised": each.raised,
-            "steps": each.steps.steps,
-            "seconds": round(each.steps.seconds, 3),
-            "own_steps": each.own_steps.steps,
-            "own_seconds": round(each.own_steps.seconds, 3),
+            "paces": {str(living): asdict(pace) for living, pace in sorted(each.paces.items())},
             "next_step_seconds": {
                 kind: [round(value, 4) for value in sorted(values)] for kind, values in each.next_step.items()
             },
@@ -138,11 +157,16 @@ def result(totals: Mapping[str, Totals], ranks: int) -> dict[str, Any]:
     }
 
 
-def throughput(values: Mapping[str, Any]) -> float | None:
-    """The steps of living ranks in a second, relative to those without faults; of a mode in a result."""
-    if not values["own_steps"] or not values["seconds"]:
-        return None
-    return (values["steps"] / values["seconds"]) / (values["own_steps"] / values["own_seconds"])
+def throughput(several: Sequence[Mapping[str, Any]]) -> float | None:
+    """The steps of living ranks, relative to what they make undisturbed; of a mode in results."""
+    steps = expected = 0.0
+    for living in {living for values in several for living in values["paces"]}:
+        paces = [values["paces"][living] for values in several if living in values["paces"]]
+        sums = {name: sum(pace[name] for pace in paces) for name in asdict(Pace())}
+        if sums["own_steps"]:
+            steps += sums["steps"]
+            expected += sums["seconds"] * sums["own_steps"] / sums["own_seconds"]
+    return steps / expected if expected else None
 
 
 def next_steps(values: Mapping[str, Any], *, ends: bool = True) -> list[float]:
@@ -156,7 +180,7 @@ def table(found: Mapping[str, Any]) -> str:
     columns = ["worlds", "faults", *FAILURES, "throughput", "loss", "next step p50", "p99", "cut: p50", "p99"]
     rows = [["mode", *columns]]
     for mode, values in found["modes"].items():
-        share, ratio = throughput(values), percentile(values["loss_ratios"], 50)
+        share, ratio = throughput([values]), percentile(values["loss_ratios"], 50)
         seconds = [next_steps(values), next_steps(values, ends=False)]
         times = [percentile(each, p) for each in seconds for p in (50, 99)]
         rows.append(
