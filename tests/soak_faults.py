@@ -219,12 +219,14 @@ class Soak:
                 multiprocessing.get_context("forkserver").Process(
                     target=keep_store, args=(names[RANKS],), daemon=True
                 ).start()
-            faults = _Faults(world, board, schedule, last, tail, names, self._moments.get(mode))
+            faults = _Faults(
+                world, board, schedule, last, tail, kind.patience, names, self._moments.get(mode)
+            )
             faults.start()
             outcomes = world.run_by_rank(
                 train,
                 [(kind, str(Path(folder, "board")), names and names[rank]) for rank in range(RANKS)],
-                timeout=START_SECONDS + last + tail + kind.patience,
+                timeout=START_SECONDS + last + tail + 2 * kind.patience,
             )
             faults.finish()
             marks += [faults.began or time.monotonic(), time.monotonic()]
@@ -322,6 +324,7 @@ class _Faults(threading.Thread):
         schedule: The faults.
         last: When the last of them may come, in seconds from the first steps.
         tail: Seconds from the last one to the end.
+        patience: For so many seconds more, living ranks may not have made a step since the last loss.
         names: Of hosts, if each rank is on one of its own.
         moments: At which ranks are to be killed, if the mode knows them.
 
@@ -342,12 +345,14 @@ class _Faults(threading.Thread):
         schedule: Schedule,
         last: float,
         tail: float,
+        patience: float,
         names: list[str] | None,
         moments: Iterator[int] | None,
     ) -> None:
         super().__init__(daemon=True)
         self._names, self._moments = names, moments
         self._world, self._board, self._schedule, self._last, self._tail = world, board, schedule, last, tail
+        self._patience = patience
         self._no_more = threading.Event()
         self._cuts = contextlib.ExitStack()
         # A link has one fault at a time.
@@ -372,9 +377,19 @@ class _Faults(threading.Thread):
             self._error = error
         last = max([self.began + self._last, *self.ended.values()])
         self._no_more.wait(max(0.0, last + self._tail - time.monotonic()))
+        # On a busy machine, ranks may take longer than that.
+        while not self._have_stepped_since(last) and time.monotonic() < last + self._tail + self._patience:
+            if self._no_more.wait(0.01):
+                break
         self.over = time.monotonic()
         # Ranks that exchange in step end after the same one, which none has reached yet.
         self._board.over[0] = self._board.steps.max() + OVER_STEPS
+
+    def _have_stepped_since(self, when: float) -> bool:
+        """Whether all living ranks have begun and ended a step since then."""
+        board = self._board
+        made = {rank: int(board.steps[rank]) for rank in range(RANKS) if rank not in self.ended}
+        return all(steps > 1 and board.ends[rank, steps - 2] > when for rank, steps in made.items())
 
     def finish(self) -> None:
         """Returns when no fault will happen any more; raises if one could not happen."""

@@ -149,7 +149,7 @@ def test_faults_of_one_link_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_
     schedule = Schedule(Fault(0.01 * when, 0, "slow" if when % 2 else "lossy", 0.1) for when in range(5))
     board = Board(tmp_path / "board")
     board.steps[:] = soak_faults.WARM_STEPS
-    injector = soak_faults._Faults(None, board, schedule, 0.0, 0.0, ["host"] * RANKS, None)
+    injector = soak_faults._Faults(None, board, schedule, 0.0, 0.0, 0.0, ["host"] * RANKS, None)
     injector.start()
     while not board.over[0] and injector.is_alive():
         time.sleep(0.01)
