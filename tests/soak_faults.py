@@ -496,8 +496,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     place = "hosts" if options.hosts else "one host"
     found = {"place": place, "seed": options.seed, "minutes": round(minutes, 2)} | result(soak.totals, RANKS)
     print(f"{found['faults']} faults in {minutes:.1f} minutes\n{table(found)}")
-    for values in found["modes"].values():
-        for problem in values["problems"]:
+    for totals in soak.totals.values():
+        for problem in totals.problems[:20]:
             print(problem)
     if options.json is not None:
         append(options.json, found)

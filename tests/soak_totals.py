@@ -147,7 +147,8 @@ def result(totals: Mapping[str, Totals], ranks: int) -> dict[str, Any]:
             "moments": dict(sorted(each.moments.items())),
             "possible_moments": each.possible_moments,
             "world_seconds": {name: round(value, 1) for name, value in each.seconds.items()},
-            "problems": each.problems[:20],
+            # Without stacks, which name files of this machine.
+            "problems": [problem.partition("\n")[0] for problem in each.problems[:20]],
         }
     return {
         "ranks": ranks,
