@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-advise benchmark-model clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -58,10 +58,12 @@ help:
 	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
+	@echo "make benchmark-performance   all for docs/performance.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
+	@echo "make benchmark-loss-long  the same, longer and with more seeds   (half an hour)"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
@@ -187,6 +189,11 @@ benchmark-model: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/model.py $(ARGS)
 	@$(IN_VENV) python benchmarks/cluster_plots.py
 
+# All of docs/performance.md, one after the other: each needs the machine for itself.
+benchmark-performance:
+	@for each in cluster model loss loss-long advise; do $(MAKE) --no-print-directory benchmark-$$each || exit; done
+	@$(IN_VENV) python benchmarks/performance_tables.py
+
 benchmark-timeline: build
 	@echo "== benchmark of the timeline"
 	@$(IN_VENV) python benchmarks/timeline.py --json timeline.json $(ARGS)
@@ -199,6 +206,13 @@ benchmark-scale: build
 benchmark-loss: build
 	@echo "== steps to a loss"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --plot docs/pictures/time_to_loss.svg $(ARGS)
+
+# Longer runs with more seeds, of the ways that come near DDP's loss.
+benchmark-loss-long: build
+	@echo "== loss of long runs"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --steps 1600 --target 0.36 --more-ranks \
+		--seeds 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 --json benchmarks/results/loss_long.json --ways \
+		ddp_fog one_peer_exp static_exp base_k hierarchical gossip_pga exact_diffusion gradient_tracking $(ARGS)
 
 # If something could not be installed, exits with an error after testing the rest.
 test-mpi: build

@@ -12,7 +12,7 @@ accelerator is a sleep, and the model is ResNet-50 by the sizes of its layers, d
 
 In each, the ranks first measure their links and a step without exchange, as `fog advise` has them do, and the choice is
 made from that. Then each setting of the grid (topology x local steps x bucket size) trains by
-DecentralizedSGD(order="awc"), in a random order. Its step is that of its median round, of an exchange and its local
+DecentralizedSGD(order="awc"), in a random order. Its step is the mean over whole rounds of an exchange and its local
 steps. The choice is made from the same grid.
 
 The choice is judged twice against the best of the grid: by its measured step, against the fastest of all settings; and by
@@ -73,9 +73,7 @@ class AdvisedRank(ClusterRank):
         return measure(TRANSFER_SECONDS)
 
     def train(self, code: str | None, local_steps: int, bucket_mb: float, rounds: int) -> float:
-        """Makes a setting, one round that does not count, and so many rounds; returns seconds of a step.
-
-        It is that of the median round: other programs may have the processor for a moment.
+        """Makes a setting, one round that does not count, and so many rounds; returns seconds of a step, their mean.
 
         Args:
             code: The argument `mixing`, as `fog advise` prints it; None for no exchange.
@@ -96,13 +94,10 @@ class AdvisedRank(ClusterRank):
             for _ in range(local_steps - 1):
                 optimizer.step()
         self._step(trainer)
-        times = []
-        for _ in range(rounds):
-            begin = time.perf_counter()
-            for _ in range(local_steps):
-                self._step(trainer)
-            times.append((time.perf_counter() - begin) / local_steps)
-        return statistics.median(times)
+        begin = time.perf_counter()
+        for _ in range(rounds * local_steps):
+            self._step(trainer)
+        return (time.perf_counter() - begin) / (rounds * local_steps)
 
 
 def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -196,7 +191,7 @@ def judged(points: list[dict[str, Any]], compute: float) -> dict[str, Any]:
         return seconds
 
     fastest = min(points, key=lambda point: point["step_s"])
-    allowed = (1 + TOLERANCE) * max(compute, fastest["step_s"])
+    allowed = advice.longest_step(fastest["step_s"], compute, TOLERANCE)
     within = [point for point in points if point["step_s"] <= allowed]
     soonest = min(within, key=agreement)
     errors = [abs(point["predicted_step_s"] / point["step_s"] - 1) for point in points]
@@ -252,8 +247,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--buckets", type=float, nargs="+", default=BUCKETS_MB, help="MiB of the real model, of the grid")
     add("--compute", type=float, default=COMPUTE_SECONDS, metavar="SECONDS", help="of an emulated step")
     add("--seed", type=int, default=0, help="of the order of the settings")
-    add("--json", type=Path, default=RESULTS, help="file for the results (default: %(default)s)")
+    add("--json", type=Path, help=f"file for the results (default if all clusters run: {RESULTS})")
     arguments = parser.parse_args()
+    if arguments.json is None and arguments.clusters == list(CLUSTERS):
+        arguments.json = RESULTS
     if arguments.hosts < 2 or arguments.hosts % 2 or arguments.hosts > 32:
         parser.error(f"--hosts: got {arguments.hosts}; must be even, from 2 to 32")
     if arguments.rounds < 1 or min(arguments.local_steps) < 1:
@@ -281,10 +278,11 @@ def main() -> None:
         about |= found.pop("facts")
         print_result(found)
         results.append(found)
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"facts": about, "failures": failures, "clusters": results}, indent=1) + "\n"
-        )
+        if options.json is not None:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(
+                json.dumps({"facts": about, "failures": failures, "clusters": results}, indent=1) + "\n"
+            )
     if failures:
         sys.exit("\n".join(["These clusters failed:", *failures]))
 

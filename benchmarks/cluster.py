@@ -48,6 +48,7 @@ import json
 import os
 import platform
 import random
+import signal
 import statistics
 import sys
 import time
@@ -81,6 +82,7 @@ MOST_LATE = 0.05
 LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
 PAUSES = 0.05
 SLOW_HOST, SLOW_LINK = 2.0, 0.1
+HOSTS = [2, 4, 8, 16]
 STRAGGLER = 1  # the host
 PHASE_SECONDS = 90.0
 SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
@@ -350,7 +352,8 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
     idle, whole = (after - before for before, after in zip(cores, cores_end, strict=True))
     durations = [each["end"] - each["begin"] for each in answers]
     rates = [each["steps"] / duration for each, duration in zip(answers, durations, strict=True)]
-    # All steps of the turn were sent, those that do not count too.
+    # All that was sent in the turn counts here, in the step that does not count too.
+    sent_steps = statistics.fmean(each["sent"] for each in answers)
     made = statistics.fmean(each["steps"] + 1 for each in answers)
     wire = [max(b[0] - a[0], b[1] - a[1]) for a, b in zip(sent, sent_end, strict=True)]
     # Of a fixed number of steps the last rank counts: far from a slow rank the first steps do not feel it yet.
@@ -359,7 +362,7 @@ def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps
         "steps": max(each["steps"] for each in answers),
         "idle": idle / whole,
         "waited": max(each["waited"] / duration for each, duration in zip(answers, durations, strict=True)),
-        "bytes": statistics.fmean(wire) / made,
+        "bytes": statistics.fmean(wire) / max(1.0, sent_steps),
         "cpu": statistics.fmean(each["cpu"] for each in answers) / made,
     }
 
@@ -419,7 +422,7 @@ def parse_arguments() -> argparse.Namespace:
     names = ["a", "b", "c", "a strong", "slow host", "slow link", "pauses"]
     add = parser.add_argument
     add("--scenarios", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
-    add("--hosts", type=int, nargs="+", default=[2, 4, 8, 16], help="numbers of hosts, 2 to 32")
+    add("--hosts", type=int, nargs="+", default=HOSTS, help="numbers of hosts, 2 to 32")
     add("--ways", nargs="+", choices=list(WAYS), metavar="NAME", help=", ".join(WAYS))
     add("--rounds", type=int, default=3, help="turns of each way in a world")
     add("--steps", type=int, default=4, help="steps of a turn")
@@ -431,9 +434,12 @@ def parse_arguments() -> argparse.Namespace:
         help="emulated compute of a step, more with over ten ranks (default: %(default)s)",
     )
     add("--seed", type=int, default=0, help="of the order of the turns and of pauses")
-    add("--json", type=Path, default=RESULTS, help="file for the points (default: %(default)s)")
+    add("--json", type=Path, help=f"file for the points (default for a whole run or with --keep: {RESULTS})")
     add("--keep", action="store_true", help="keep the points of the file that are of other worlds")
     arguments = parser.parse_args()
+    is_whole = (arguments.scenarios, arguments.hosts, arguments.ways) == (names, HOSTS, None)
+    if arguments.json is None and (is_whole or arguments.keep):
+        arguments.json = RESULTS
     for name in ("rounds", "steps"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name}: got {getattr(arguments, name)}; must be 1 or more")
@@ -448,6 +454,8 @@ def prepare(seed: int, rounds: int) -> dict[str, Any]:
     """Makes this process ready to fork ranks, or exits where hosts cannot be emulated; returns facts of the run."""
     if reason := missing():
         sys.exit(f"emulated hosts: {reason}")
+    # So that the hosts are removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     load_extension()
     # Forked processes then neither traverse nor copy these objects.
     gc.collect()
@@ -473,7 +481,7 @@ def main() -> None:
         sys.exit("no scenario has these ways on these numbers of hosts")
     points: list[dict[str, Any]] = []
     failures: list[str] = []
-    if arguments.keep and arguments.json.exists():
+    if arguments.keep and arguments.json is not None and arguments.json.exists():
         before = json.loads(arguments.json.read_text())
         points, failures = before["points"], before["failures"]
     for world in worlds:
@@ -485,15 +493,17 @@ def main() -> None:
             sys.exit(f"emulated hosts: {error}")
         for point in found:
             about |= point.pop("facts")
+            point |= {"date": about["date"], "load average before": about["load average before"]}
         if found:
             print_points(found)
         print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
         measured_now = (world.name, world.hosts, world.ranks_per_host)
         points = [point for point in points if world_of(point) != measured_now] + found
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(
-            json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"
-        )
+        if arguments.json is not None:
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            arguments.json.write_text(
+                json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"
+            )
     print_goals(points)
     if failures:
         sys.exit("\n".join(["These worlds failed:", *failures]))

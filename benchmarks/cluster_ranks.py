@@ -271,10 +271,13 @@ class ClusterRank:
         """Makes one step, and then so many more; or as many more as begin within so many seconds.
 
         Returns:
-            When the first step had ended, when the last one ended, how many came after the first one, the seconds of
-            this process's CPU, and how long its threads could run and had no core, after the first step.
+            When the first step had ended, when the last one ended, how many came after the first one, for how many
+            steps values were sent, the seconds of this process's CPU, and how long its threads could run and had no
+            core, after the first step.
         """
         trainer = self.trainers[way]
+        period = self.job.local_steps if way in LOCAL else 1
+        exchanges = trainer.steps // period
         cpu = time.process_time()
         self._step(trainer)
         begin, waited = time.perf_counter(), waiting_time()
@@ -285,7 +288,14 @@ class ClusterRank:
         end = time.perf_counter()
         waited = waiting_time() - waited
         trainer.stand_still()
-        return {"begin": begin, "end": end, "steps": made, "cpu": time.process_time() - cpu, "waited": waited}
+        return {
+            "begin": begin,
+            "end": end,
+            "steps": made,
+            "sent": period * (trainer.steps // period - exchanges),
+            "cpu": time.process_time() - cpu,
+            "waited": waited,
+        }
 
     def check(self, way: str) -> list[float]:
         """The values of a way's first parameter, for tests."""
@@ -397,7 +407,8 @@ class ClusterRank:
 
 
 def prefer() -> None:
-    """Gives this process a higher priority, also where the kernel counts priorities among those of a session only."""
+    """Gives this process a higher priority, in a session of its own, as the kernel may count it within a session only."""
+    os.setsid()
     os.nice(-PRIORITY)
     with contextlib.suppress(OSError):  # not there, or off
         Path("/proc/self/autogroup").write_text(str(-PRIORITY))

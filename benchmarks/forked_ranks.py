@@ -26,6 +26,7 @@ class WorldFailed(RuntimeError):
 
 def die_with_parent() -> None:
     """Ends this process as soon as the program ends, also if that is killed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the program does then is not this process's
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

@@ -294,11 +294,10 @@ def extrapolate(
 ) -> list[dict[str, Any]]:
     """Models each scenario's ways on any number of hosts, and asks the second simulator where it can."""
     examples: dict[tuple[str, str], dict[str, Any]] = {}
-    for point in points:  # by the largest cluster
+    # The cluster whose time is dilated the least is the nearest to a real one; of these the largest.
+    for point in sorted(points, key=lambda point: (point["dilation"]["time"], -point["hosts"])):
         if point["scaling"] == "weak":
-            key = (point["scenario"], point["way"])
-            if key not in examples or point["hosts"] > examples[key]["hosts"]:
-                examples[key] = point
+            examples.setdefault((point["scenario"], point["way"]), point)
     results, asked = [], []
     for (scenario, way), example in sorted(examples.items()):
         for count in hosts:

@@ -1,7 +1,7 @@
-"""Fills the tables of docs/performance.md from the files in benchmarks/results.
+"""Fills the tables of docs/performance.md and docs/howto/inject_faults.md from the files in benchmarks/results.
 
-    python benchmarks/performance_tables.py            # writes the page anew
-    python benchmarks/performance_tables.py --check    # fails if the page says anything else than the files
+    python benchmarks/performance_tables.py            # writes the pages anew
+    python benchmarks/performance_tables.py --check    # fails if a page says anything else than the files
 
 A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``.
 """
@@ -22,8 +22,13 @@ from typing import Any
 from cluster_plots import WAYS
 from loss_steps import median_steps
 
+# At the end, so modules of the benchmarks come before modules of the tests with the same name.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from soak_totals import FAILURES, next_steps, percentile, throughput
+
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+PAGES = [ROOT / "docs" / "performance.md", ROOT / "docs" / "howto" / "inject_faults.md"]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
     "none": "no exchange",
@@ -34,6 +39,17 @@ NAMES = {
     "qg_momentum": "quasi-global momentum",
 }
 MARK = " (s)"
+# By the names of tests/soak_faults.py and tests/soak_torchft.py.
+TRAININGS = {
+    "neighbors": '`DecentralizedDataParallel`, mode "sync", `on_loss="continue"`',
+    "asynchronous-on-loss": 'the same, mode "async"',
+    "asynchronous": 'mode "async", `skip_lost=True`',
+    "collectives": "allreduce; a new group of those left, which the test knows",
+    "reconfigured": "allreduce; `fogdist.reconfigure`",
+    "operations": "each operation in turn; `fogdist.reconfigure`",
+    "torchft": "torchft with the waits of its README (10 s for replicas, 5 s for heartbeats)",
+    "torchft-tuned": "torchft with short waits (0.1 s and 1 s)",
+}
 # Of the model's errors.
 GOAL = 0.05
 STRAGGLERS = ("slow host", "slow link", "pauses")
@@ -259,6 +275,49 @@ def time_table(points: Sequence[Point], loss: Mapping[str, Any], ranks: int = 16
     return table(["way", "steps", "ms a step", "time, DDP on Gloo = 1"], rows)
 
 
+def faults_table(runs: Iterable[Mapping[str, Any]], place: str) -> str:
+    """Returns what soaks with faults have shown on one host, or on several, by the way of training."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for run in runs:
+        for mode, values in run["modes"].items() if run["place"] == place else ():
+            if values["faults"]:
+                found.setdefault(mode, []).append(values)
+
+    def times(parts: Sequence[Mapping[str, Any]], ends: bool) -> str:
+        seconds = [second for part in parts for second in next_steps(part, ends=ends)]
+        shown = [f"{percentile(seconds, p):.2f}" for p in (50, 99)] if seconds else []
+        return " / ".join(shown)
+
+    rows = []
+    for mode in (mode for mode in TRAININGS if mode in found):
+        parts = found[mode]
+        sums = {name: sum(part[name] for part in parts) for name in FAILURES}
+        share = throughput(parts)
+        ratios = [ratio for part in parts for ratio in part["loss_ratios"]]
+        failures = [f"{sums[name]} {name}" for name in FAILURES if sums[name]]
+        rows.append(
+            [
+                TRAININGS[mode],
+                str(sum(sum(part["faults"].values()) for part in parts)),
+                ", ".join(failures) or "0",
+                "" if share is None else percent(share),
+                f"{signed(statistics.median(ratios) - 1, 2)} ({len(ratios)} pairs)" if ratios else "",
+                times(parts, True),
+                times(parts, False),
+            ]
+        )
+    head = ["training", "faults", "failures", "throughput, %", "loss, %", "next step, s", "after a cut, s"]
+    return table(head, rows)
+
+
+def moments_of(runs: Iterable[Mapping[str, Any]]) -> str:
+    """Returns at how many moments of operations ranks were killed, of how many."""
+    parts = [part for run in runs for part in run["modes"].values() if part["possible_moments"]]
+    hit = {moment for part in parts for moment in part["moments"]}
+    ends = sum(sum(part["moments"].values()) for part in parts)
+    return f"{ends} kills at {len(hit)} of {max(part['possible_moments'] for part in parts)} moments\n"
+
+
 def tables() -> dict[str, Callable[[], str]]:
     """Returns what makes each table, by name."""
 
@@ -280,8 +339,12 @@ def tables() -> dict[str, Callable[[], str]]:
         "modelled c": lambda: extrapolated_table("c", read("model")),
         "advice": lambda: advice_table(read("advise")),
         "loss": lambda: loss_table(read("loss")),
+        "loss of long runs": lambda: loss_table(read("loss_long")),
         "loss of many ranks": lambda: many_ranks_table(read("loss")),
         "time to loss": lambda: time_table(points(), read("loss")),
+        "faults on one host": lambda: faults_table(read("faults")["runs"], "one host"),
+        "faults on hosts": lambda: faults_table(read("faults")["runs"], "hosts"),
+        "moments": lambda: moments_of(read("faults")["runs"]),
     }
 
 
@@ -296,22 +359,21 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the page, or checks it."""
+    """Writes the pages, or checks them."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--check", action="store_true", help="fail if the page differs, and leave it as it is"
-    )
+    parser.add_argument("--check", action="store_true", help="fail if a page differs, and leave it as it is")
     arguments = parser.parse_args()
-    before = PAGE.read_text()
-    after = filled(before)
-    if arguments.check and after != before:
-        sys.exit(
-            f"{PAGE.relative_to(ROOT)} is not what the files in benchmarks/results say: run {Path(__file__).name}"
-        )
-    if not arguments.check:
-        PAGE.write_text(after)
+    for path in PAGES:
+        before = path.read_text()
+        after = filled(before)
+        if arguments.check and after != before:
+            sys.exit(
+                f"{path.relative_to(ROOT)} is not what the files in benchmarks/results say: run {Path(__file__).name}"
+            )
+        if not arguments.check:
+            path.write_text(after)
 
 
 if __name__ == "__main__":

@@ -80,20 +80,27 @@ def symmetric(ranks: int) -> Topology:
 
 
 def hierarchical(ranks: int) -> Topology:
-    """Means within machines, and the static exponential graph between them."""
-    machines = topologies.mixing_matrix(topologies.ExponentialTwoGraph(ranks // RANKS_PER_MACHINE))
+    """Means within machines, and the one-peer exponential graph between them."""
+    machines = topologies.one_peer_exponential(ranks // RANKS_PER_MACHINE)
     within = np.full((RANKS_PER_MACHINE, RANKS_PER_MACHINE), 1 / RANKS_PER_MACHINE)
-    return Topology("hierarchical", [np.kron(machines, within)])
+    return Topology(
+        "hierarchical", [np.kron(machines.matrix(t), within) for t in range(machines.period or 1)]
+    )
+
+
+def base_3(ranks: int) -> Topology:
+    """Base-3, as in benchmarks/cluster.py; at powers of two its rounds are those of a hypercube, a peer each."""
+    return topologies.base_graph(ranks, 2)
 
 
 _awc = partial(algorithms.DecentralizedSGD, order="awc")
-# The names are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
+# The names and topologies are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
 WAYS: dict[str, Way] = {
     "ddp_fog": Way(simulate.GradientAverage),
     "one_peer_exp": Way(_awc, topologies.one_peer_exponential),
     "static_exp": Way(_awc, static_exponential),
     "hierarchical": Way(_awc, hierarchical),
-    "base_k": Way(_awc, topologies.base_graph),
+    "base_k": Way(_awc, base_3),
     "local_sgd": Way(partial(algorithms.LocalSGD, local_steps=LOCAL_STEPS)),
     "gossip_diloco": Way(
         partial(algorithms.GASLoC, local_steps=LOCAL_STEPS, outer_momentum=0.5),
@@ -272,7 +279,7 @@ def mixing_theory() -> list[dict[str, Any]]:
         for name, make in (
             ("static_exp", static_exponential),
             ("one_peer_exp", topologies.one_peer_exponential),
-            ("base_k", topologies.base_graph),
+            ("base_k", base_3),
         ):
             topology = make(ranks)
             seen = simulate.consensus(topology, 24)

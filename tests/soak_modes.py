@@ -8,7 +8,7 @@ import resource
 import statistics
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ PATIENCE_SECONDS, GROUP_TIMEOUT = 20.0, 10.0
 # Steps that a rank records, which are more than it can make in a world.
 MOST_STEPS = 1 << 16
 # Frequencies of faults on one host.
-KINDS: dict[Kind, float] = {"kill": 3.0, "segfault": 1.0, "stop": 2.0, "deadlock": 1.0}
+KINDS: dict[Kind, float] = {"kill": 3.0, "segfault": 1.0, "stop": 3.0, "deadlock": 2.0}
 # These happen in the rank's own process, at its next step.
 OWN: tuple[Kind, ...] = ("deadlock", "lose_store")
 STORE_PORT = 29517
@@ -47,19 +47,23 @@ class Board:
         lost: Whether the parent has let the rank end.
         order: What is to happen to the rank at its next step: 0, or 1 for the first of `OWN`, and so on.
         seconds: For how long.
+        moment: The moment of its work at which the rank is to end its process, counted from 1; 0 for none.
+        doing: The moment at which it is.
+        died: When it has ended its process, or was about to.
         over: The step after which ranks end their training; 0 while it goes on.
+        seed: Of the data that the ranks train on.
     """
 
     def __init__(self, path: Path) -> None:
-        size = 8 * RANKS * (MOST_STEPS + 4) + 8
+        size = 8 * (RANKS * (MOST_STEPS + 7) + 2)
         if not path.exists():
             path.write_bytes(b"")
             os.truncate(path, size)
         numbers = np.memmap(path, np.float64, "r+")
         self.ends = numbers[: RANKS * MOST_STEPS].reshape(RANKS, MOST_STEPS)
-        rest = numbers[RANKS * MOST_STEPS : -1].reshape(4, RANKS)
-        self.steps, self.lost, self.order, self.seconds = rest
-        self.over = numbers[-1:]
+        rest = numbers[RANKS * MOST_STEPS : -2].reshape(7, RANKS)
+        self.steps, self.lost, self.order, self.seconds, self.moment, self.doing, self.died = rest
+        self.over, self.seed = numbers[-2:-1], numbers[-1:]
 
     def count(self, rank: int) -> bool:
         """Records the end of a step; returns whether there is room for more."""
@@ -76,14 +80,12 @@ class Report:
     Attributes:
         wrong: What was not as it must be.
         raised: How many operations raised because a rank was lost.
-        first_loss: Before the first step.
-        last_loss: After the last one.
+        losses: Before the first step, and after each one, in modes that learn.
     """
 
     wrong: list[str] = field(default_factory=list)
     raised: int = 0
-    first_loss: float = 0.0
-    last_loss: float = 0.0
+    losses: list[float] = field(default_factory=list)
 
 
 class Mode:
@@ -99,6 +101,7 @@ class Mode:
         patience: A rank whose step takes so many seconds hangs.
         tail: Seconds from the last fault to the end of a world, in which survivors must make a step.
         kinds: Frequencies of the faults that the mode survives, on one host.
+        moments: Names of what a rank does in turn, at each of which a rank can be killed; none if that is not known.
     """
 
     all_wait = False
@@ -106,6 +109,7 @@ class Mode:
     patience = PATIENCE_SECONDS
     tail = 2.0
     kinds: Mapping[Kind, float] = KINDS
+    moments: Sequence[str] = ()
 
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.board, self.report = rank, board, Report()
@@ -136,11 +140,14 @@ class Mode:
 class Neighbors(Mode):
     """`DecentralizedDataParallel` in mode "sync", whose ranks go on with those that are left.
 
-    Each rank pulls the parameters, which are equal, to its own number, so averages lie between the first value and all
-    ranks' numbers. A mix that were torn, or whose weights did not sum to 1, would show.
+    Each rank pulls parameters, which are equal, to its own number, so averages lie between the first value and all ranks'
+    numbers. A mix that were torn, or whose weights did not sum to 1, would show. Beside them, the ranks learn a linear model
+    from samples with noise, so that the loss with and without faults can be compared.
     """
 
     START = 10.0
+    # Of the linear model: its rate is such that the noise of the gradients, with two ranks, adds about 1% to the loss.
+    INPUTS, SAMPLES, RATE = 64, 32, 0.02
     all_wait = True
     options: Mapping[str, Any] = {"mode": "sync", "on_loss": "continue"}
 
@@ -149,25 +156,31 @@ class Neighbors(Mode):
 
         super().__init__(rank, board)
         fogdist.init()
-        pulled = _Pulled(torch.full((NUMEL,), self.START), float(rank))
+        torch.manual_seed(int(board.seed[0]))
+        self.truth = torch.randn(self.INPUTS)
+        self.samples = torch.Generator().manual_seed(RANKS * int(board.seed[0]) + rank)
+        module = _PulledAndLearned(torch.full((NUMEL,), self.START), float(rank), torch.zeros(self.INPUTS))
+        groups = [{"params": [module.values]}, {"params": [module.weight], "lr": self.RATE}]
         self.model = fogdist.DecentralizedDataParallel(
-            pulled,
-            torch.optim.SGD(pulled.parameters(), lr=0.05),
+            module,
+            torch.optim.SGD(groups, lr=0.05),
             fogdist.topology.FullyConnectedGraph(RANKS),
             **self.options,
         )
-        self.values = pulled.values
-        self.report.first_loss = self._loss()
+        self.values, self.weight = module.values, module.weight
+        self.report.losses.append(self._loss())
 
     def step(self) -> bool:
+        inputs = torch.randn(self.SAMPLES, self.INPUTS, generator=self.samples)
+        outputs = inputs @ self.truth + torch.randn(self.SAMPLES, generator=self.samples)
         self.model.optimizer.zero_grad()
-        self.model().backward()
+        self.model(inputs, outputs).backward()
         self.model.optimizer.step()
         values = self.values.detach()
         first = values[0].item()
         self.expect(f"values from {values.min()} to {values.max()}", bool((values == first).all()))
         self.expect(f"{first} is no average", 0.0 <= first <= self.START)
-        self.report.last_loss = self._loss()
+        self.report.losses.append(self._loss())
         return 0.0 < self.board.over[0] <= self.board.steps[self.rank] + 1
 
     def close(self) -> None:
@@ -179,8 +192,8 @@ class Neighbors(Mode):
         self.expect(f"{value} is far from {middle}", abs(value - middle) < 1.0)
 
     def _loss(self) -> float:
-        middle = statistics.mean(self.living())
-        return 0.5 * (self.values[0].item() - middle) ** 2
+        """Returns the loss that the linear model has on average over all possible samples."""
+        return 0.5 * ((self.weight.detach() - self.truth).square().sum().item() + 1.0)
 
 
 class Asynchronous(Neighbors):
@@ -206,16 +219,17 @@ class AsynchronousOnLoss(Asynchronous):
     kinds = KINDS
 
 
-class _Pulled(nn.Module):
-    """Parameters whose loss is half their squared distance from a number."""
+class _PulledAndLearned(nn.Module):
+    """Values whose loss is half their squared distance from a number, and a linear model with that of its errors."""
 
-    def __init__(self, values: Tensor, target: float) -> None:
+    def __init__(self, values: Tensor, target: float, weight: Tensor) -> None:
         super().__init__()
-        self.values = nn.Parameter(values)
+        self.values, self.weight = nn.Parameter(values), nn.Parameter(weight)
         self.target = target
 
-    def forward(self) -> Tensor:
-        return 0.5 * (self.values - self.target).square().sum()
+    def forward(self, inputs: Tensor, outputs: Tensor) -> Tensor:
+        errors = inputs @ self.weight - outputs
+        return 0.5 * ((self.values - self.target).square().sum() + errors.square().mean())
 
 
 class Collectives(Mode):
@@ -289,25 +303,21 @@ class Reconfigured(Collectives):
         for _ in range(RANKS):
             try:
                 self.group = fogdist.reconfigure()
+                members = list(fogdist.membership.current().living)
+                self.expect(f"{members} are left of {self.members}", set(members) < set(self.members))
+                self.members = members
                 number = torch.tensor([self.number])
                 dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+                self.begin_again()
             except dist.DistError as again:
                 error = again
                 continue
-            members = list(fogdist.membership.current().living)
-            self.expect(f"{members} are left of {self.members}", set(members) < set(self.members))
-            self.members, self.number = members, int(number)
+            self.number = int(number)
             return
         raise error
 
-
-MODES: dict[str, type[Mode]] = {
-    "asynchronous": Asynchronous,
-    "asynchronous-on-loss": AsynchronousOnLoss,
-    "collectives": Collectives,
-    "neighbors": Neighbors,
-    "reconfigured": Reconfigured,
-}
+    def begin_again(self) -> None:
+        """Makes what the operations of a new group need; every member calls it."""
 
 
 def train(mode: type[Mode], path: str, host: str | None) -> Report:

@@ -18,7 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from soak_modes import GROUP_TIMEOUT, MODES, NUMEL, Board, Mode
+from soak_modes import GROUP_TIMEOUT, NUMEL, Board, Mode
 
 _SERVER = """
 import sys, threading
@@ -111,5 +111,5 @@ if __name__ == "__main__":
     import soak_faults
     import soak_torchft  # ranks find its classes by this name
 
-    MODES.update({"torchft": soak_torchft.Torchft, "torchft-tuned": soak_torchft.Tuned})
+    soak_faults.MODES.update({"torchft": soak_torchft.Torchft, "torchft-tuned": soak_torchft.Tuned})
     sys.exit(soak_faults.main())

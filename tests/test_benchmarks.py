@@ -20,8 +20,9 @@ from typing import Any
 import device_operations
 import pytest
 import torch
-from harness import ALL
+from harness import ALL, WorldPool
 from hosts import emulated_hosts
+from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 # Numbers of ranks for the benchmarks that compare one rank alone with several.
@@ -67,6 +68,14 @@ def test_collectives(tmp_path: Path) -> None:
         assert set(row["times"]) == systems, row
     allgather = next(r for r in rows if r["operation"] == "allgather" and r["bytes"] == 64 << 10)
     assert allgather["bytes_moved"] == 3 * allgather["bytes"]
+
+
+def test_stragglers(script_worlds: WorldPool, tmp_path: Path) -> None:
+    options = ["--steps", "20", "--milliseconds", "1", "--modes", "sync", "sync, patience"]
+    script = [ROOT / "benchmarks" / "stragglers.py", *options]
+    lines = run_script(script, 3, tmp_path / "log", script_worlds).splitlines()
+    assert [line[:28].strip() for line in lines] == ["", "sync", "sync, patience"], lines
+    assert all(0 < int(share.rstrip("%")) <= 100 for line in lines[1:] for share in line[28:].split()), lines
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -103,14 +103,15 @@ def check_point(point: dict[str, Any], sent: float) -> None:
 
 
 def test_two_hosts(tmp_path: Path) -> None:
-    ways = ["ddp_gloo", "one_peer_exp"]
+    ways = ["ddp_gloo", "one_peer_exp", "gossip_diloco"]
     written = run_cluster(tmp_path, "--scenarios", "a", "--hosts", "2", "--ways", *ways, "--seed", "3")
     points = {point["way"]: point for point in written["points"]}
     assert set(points) == {"none", *ways}
     assert not written["failures"] and written["facts"]["seed"] == 3
     for point in points.values():
         # A ring all-reduce of two sends half of the tensor twice; one peer gets all of it once.
-        check_point(point, 1.0)
+        check_point(point, 1 / point["local_steps"])
+    assert points["gossip_diloco"]["local_steps"] == 8
 
 
 def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
@@ -172,6 +173,40 @@ def test_hosts_of_a_killed_program_are_removed() -> None:
     while state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < deadline, f"process {pid} lives"
         time.sleep(0.05)
+
+
+def test_a_terminated_program_removes_its_hosts(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                BENCHMARKS / "cluster.py",
+                "--scenarios",
+                "a",
+                "--hosts",
+                "2",
+                "--rounds",
+                "1000",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while "turn 1 of" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        assert any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
+        process.terminate()
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM, log.read_text()
+    finally:
+        process.kill()
+    assert not any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

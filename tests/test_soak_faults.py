@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import soak_faults
-from fogdist.testing.faults import Schedule
+import soak_operations
+from fogdist.testing import faults
+from fogdist.testing.faults import Fault, Schedule
 from harness import BACKEND
-from soak_faults import Soak, result, table
-from soak_modes import MODES, RANKS, Board, Mode
+from soak_faults import MODES, Soak
+from soak_modes import RANKS, Board, Mode
+from soak_totals import Pace, append, loss_ratio, next_steps, result, table, throughput
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own modes in it")
 
@@ -25,17 +34,31 @@ LONG = {"asynchronous-on-loss"}
     "mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode in LONG)) for mode in sorted(MODES)]
 )
 def test_faults_harm_only_the_ranks_that_they_happen_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    soak = Soak({mode: MODES[mode]}, seed=3, every=(0.2, 0.5), seconds=2.5)
-    monkeypatch.setattr(soak_faults, "OWN_SECONDS", 0.3)
+    soak = Soak({mode: MODES[mode]}, seed=3, every=(0.2, 0.5), seconds=2.5, twins=int(mode == "neighbors"))
     soak.run(0)
-    found = result(soak)
+    found = result(soak.totals, RANKS)
     assert not found["failures"], "\n".join(found["modes"][mode]["problems"])
     values = found["modes"][mode]
     assert values["faults"].get("kill", 0) + values["faults"].get("segfault", 0) > 0, values
-    assert values["next_step_seconds"]["samples"] > 0 and values["throughput"] > 0, values
-    if mode in ("collectives", "reconfigured"):
+    assert next_steps(values) and throughput([values]) > 0, values
+    if mode in ("collectives", "operations", "reconfigured"):
         assert values["operations_raised"] > 0, values
+    if mode == "neighbors":
+        # They learn, and in few steps the others' samples change little; the soak itself shows how little.
+        (ratio,) = values["loss_ratios"]
+        assert max(values["last_losses"]) < 0.9 and 0.5 < ratio < 2.0, values
+    if mode == "operations":
+        ended = values["faults"].get("kill", 0) + values["faults"].get("segfault", 0)
+        assert sum(values["moments"].values()) == ended, values
     assert mode in table(found)
+
+
+def test_all_moments_of_all_operations_have_their_turn() -> None:
+    soak = Soak({"operations": MODES["operations"]}, seed=2)
+    moments = soak_operations.Operations.moments
+    turns = soak._moments["operations"]
+    assert sorted(next(turns) for _ in moments) == list(range(1, len(moments) + 1))
+    assert len(set(moments)) == len(moments) == 4 * len(soak_operations.OPERATIONS)
 
 
 class Broken(Mode):
@@ -60,11 +83,10 @@ class Broken(Mode):
 def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak_faults, "SETTLE_SECONDS", 0.2)
     monkeypatch.setattr(soak_faults, "START_SECONDS", 1.0)
-    monkeypatch.setattr(soak_faults, "OWN_SECONDS", 0.1)
     soak = Soak({"broken": Broken}, seed=1)
     totals = soak.totals["broken"]
     try:
-        soak._run_world("broken", Schedule([]), 0.5, totals)
+        soak._run_world("broken", Schedule([]), 0.0, 1, totals)
     finally:
         for pid in soak_faults.leftovers.leftover_processes():
             os.kill(pid, 9)
@@ -73,4 +95,75 @@ def test_failures_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
                 os.unlink(f"/dev/shm/{name}")
     assert (totals.hangs, totals.crashes, totals.orphans, totals.leftovers) == (1, 1, 1, 1), totals
     assert 0 < totals.wrong <= 5 and len(totals.problems) >= RANKS, totals
-    assert result(soak)["failures"] == totals.failures
+    assert result(soak.totals, RANKS)["failures"] == totals.failures
+
+
+def test_what_is_counted(tmp_path: Path) -> None:
+    pace = Pace()
+    pace.add(np.array([1.0, 2.0, 3.0, 4.0]), 1.0, 3.0, [(0.0, 1.5), (1.2, 1.7)], [(1.5, 2.5)])
+    assert pace.steps == 2 and pace.seconds == pytest.approx(1.3)
+    assert pace.own_steps == 1 and pace.own_seconds == pytest.approx(1.0)
+    pace.add_own(np.array([1.0, 2.0, 3.0]), 0.0, 3.0)
+    assert pace.steps == 2 and pace.own_steps == 4 and pace.own_seconds == pytest.approx(4.0)
+    # Two steps in 1.3 s, where one a second is usual; nothing is known of three ranks by themselves.
+    paces = {"2": dataclasses.asdict(pace), "3": dataclasses.asdict(Pace(5, 1.0))}
+    assert throughput([{"paces": paces}]) == pytest.approx(2 / 1.3)
+    assert throughput([{"paces": {}}]) is None
+    # After five steps, the last of them.
+    assert loss_ratio([[9.0, 9.0, 9.0, 9.0, 3.0, 0.0]], [[8.0, 8.0, 8.0, 8.0, 1.0], [5.0] * 7]) == 1.0
+    assert loss_ratio([], []) is None
+    file = tmp_path / "runs.json"
+    for seed in (1, 2):
+        append(file, {"seed": seed})
+    assert json.loads(file.read_text()) == {"runs": [{"seed": 1}, {"seed": 2}]}
+
+
+class Link:
+    """Counts the faults of a link that happen at the same time."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.all = 0
+
+    @contextlib.contextmanager
+    def fault(self, device: str, *_: object, namespace: str) -> Iterator[None]:
+        self.now += 1
+        self.all += 1
+        self.most = max(self.most, self.now)
+        yield
+        self.now -= 1
+
+
+class Counter(Mode):
+    """Ranks that only count their steps."""
+
+    initialize = False
+
+    def step(self) -> bool:
+        return bool(self.board.over[0])
+
+
+def test_faults_of_one_link_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    link = Link()
+    for name in ("slow_link", "lossy_link"):
+        monkeypatch.setattr(soak_faults, name, link.fault)
+    schedule = Schedule(Fault(0.01 * when, 0, "slow" if when % 2 else "lossy", 0.1) for when in range(5))
+    board = Board(tmp_path / "board")
+    board.steps[:] = soak_faults.WARM_STEPS
+    injector = soak_faults._Faults(None, board, schedule, 0.0, 0.0, 0.0, ["host"] * RANKS, None)
+    injector.start()
+    while not board.over[0] and injector.is_alive():
+        time.sleep(0.01)
+    injector.finish()
+    assert link.all == 5 and link.most == 1 and board.over[0] > 0
+
+
+def test_a_fault_that_cannot_happen_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the ranks trained on until they counted as stuck."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise faults.Unavailable("no tc")
+
+    monkeypatch.setattr(soak_faults.Fault, "inject", fail)
+    soak = Soak({"counter": Counter}, seed=1)
+    with pytest.raises(faults.Unavailable, match="no tc"):
+        soak._run_world("counter", Schedule([Fault(0.0, 0, "stop", 0.1)]), 0.0, 1, soak.totals["counter"])

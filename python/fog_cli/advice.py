@@ -401,6 +401,17 @@ def settings(
     return found
 
 
+def longest_step(fastest: float, compute: float, tolerance: float) -> float:
+    """Returns the seconds that a step may take by the module's rule.
+
+    Args:
+        fastest: Seconds of the step of the fastest setting.
+        compute: Seconds of a step alone.
+        tolerance: How much longer a step may take, 0.05 for 5 %.
+    """
+    return (1 + tolerance) * (compute if fastest <= (1 + tolerance) * compute else fastest)
+
+
 def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
     """Returns the setting that the module's rule chooses.
 
@@ -409,9 +420,8 @@ def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
         compute: Seconds of a step alone.
         tolerance: How much longer a step may take, 0.05 for 5 %.
     """
-    fastest = min(each.step for each in found)
-    beside = compute if fastest <= compute * (1 + tolerance) else fastest
-    fast = [each for each in found if each.step <= beside * (1 + tolerance)]
+    allowed = longest_step(min(each.step for each in found), compute, tolerance)
+    fast = [each for each in found if each.step <= allowed]
     soonest = min(each.agreement for each in fast)
     good = [each for each in fast if each.agreement <= EQUALLY_GOOD * soonest]
     return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))

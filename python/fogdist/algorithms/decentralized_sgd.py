@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB
-from fogdist.training.algorithm import Algorithm
+from fogdist.training.algorithm import Algorithm, check_factor
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import GlobalAverage, MixingLike
 from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.patient_mixer import PatientMixer, patient_mixing
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
@@ -44,15 +46,27 @@ class DecentralizedSGD(OverlappingAlgorithm):
     by an embedding's `max_norm`, the exchange starts at its end.) If W is not doubly stochastic, ranks agree on a
     weighted mean: `PushSumSGD` corrects that.
 
+    With `patience` ranks wait for each other, but not for a late one: a rank waits for each neighbor up to a deadline, as
+    in `WindowPushSum`. A neighbor that has not come by then is left out of the round, and until it is back; its weight
+    goes to the rank's own values, so weights add up to 1. The neighbor leaves this rank out of the same round: if the
+    weights are symmetric, the mean of all ranks stays as it is. If not, leaving j out at i moves the mean of n ranks by
+    ``w_ji (x_i - x_j) / n``; `WindowPushSum` keeps it on any graph. A value counts in its own round or not at all. A rank
+    that was left out goes on in the round of its neighbors, so ranks may have made different numbers of steps. A neighbor
+    that ends in good order is left out from then on. If one is lost, the step raises, or leaves it out too if `on_loss` is
+    "continue".
+
     Args:
         optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
+        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. `mixing` must then be a graph, a
+            topology with a period, or None for the group's topology of now. Parameters are sent to windows, which take
+            up to 4 times their size for each in-neighbor. None to wait for all neighbors.
         **options: `mixing`, `local_steps`, `group`, `bucket_cap_mb` and `on_loss` of `Algorithm`. In local steps, without
             averages, the three orders are the same.
 
     Raises:
-        ValueError: `order` is none of the three; and as `Algorithm`.
+        ValueError: `order` is none of the three; `patience` is below 0 or does not go with `mixing`; and as `Algorithm`.
     """
 
     runs_alone: ClassVar[bool] = False
@@ -67,6 +81,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         model: Models,
         *,
         order: Order = "atc",
+        patience: float | None = None,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
         if order not in get_args(Order):
@@ -74,8 +89,15 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.order = order
         self.takes_lbfgs = order == "atc"
         self._mixer = Mixer()
-        options["compare"] = {**options.get("compare", {}), "order": order}
+        if patience is not None:
+            patience = check_factor(patience, "patience")
+            mixing = patient_mixing(options.get("mixing"), current(options.get("group")))
+            options["mixing"] = mixing
+        options["compare"] = {**options.get("compare", {}), "order": order, "patience": patience}
         super().__init__(optimizer, model, **options)
+        if patience is not None:
+            self.mixing = mixing  # the mixer goes on after losses by itself
+            self._mixer = PatientMixer(self.name, patience, self._seat)
         if order != "atc":
             self.hook_forward("with forward" if order == "awc" else "before forward")
 
@@ -83,14 +105,27 @@ class DecentralizedSGD(OverlappingAlgorithm):
         """See `Algorithm.advance`."""
         return Algorithm.advance(self) if self.order == "atc" else super().advance()
 
+    def late_neighbors(self) -> list[int]:
+        """Returns the in-neighbors that were left out of the last round; none without `patience`."""
+        return self._mixer.left_out
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`. With `patience` all ranks load, between the same two steps."""
+        super().load_state_dict(state_dict)
+        self._mixer.restart()
+
+    def members_changed(self) -> None:
+        """See `Algorithm.members_changed`."""
+        self._mixer.renew()
+
     def combine(self) -> None:
         """Averages after the local steps of "atc"."""
-        self._mixer.begin(self.buckets, self.mixing, self.this_round())
+        self.rounds = self._mixer.begin(self.buckets, self.mixing, self.this_round())
         self._mixer.finish()
 
     def begin(self) -> None:
         """Begins the exchange ("awc") or makes all of it ("cta")."""
-        self._mixer.begin(self.buckets, self.mixing, self.this_round())
+        self.rounds = self._mixer.begin(self.buckets, self.mixing, self.this_round())
         if self.order == "cta":
             self._mixer.finish()
 

@@ -314,6 +314,11 @@ class WindowPushSum(WindowAlgorithm):
         super()._abandon(reason)
         self._arrivals = None
 
+    def _stand_aside(self) -> None:
+        super()._stand_aside()
+        if self._arrivals is not None and not self._is_closed:
+            self._arrivals.leave()  # a neighbor that was late may be in an earlier round
+
     def _open_all(self) -> None:
         super()._open_all()
         if self._patience is not None:

@@ -10,20 +10,19 @@ import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.streams import wait_until_complete
-from fogdist.topology import Topology
 from fogdist.training.continuing import Continuing, OnLoss, Watch, highest, take_seat
 from fogdist.training.mixing import GlobalAverage, Mixing, Round
 from fogdist.training.pace import MAX_STALENESS, Pace
-from fogdist.training.plans import Plans
+from fogdist.training.plans import Plans, edges_of, neighbors_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
     from fog_pg._C import Window
@@ -232,16 +231,15 @@ class AsynchronousMixing:
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round of a period."""
-        topology = self._rounds.topology
-        assert topology is not None  # checked when the windows were opened
-        return _union(topology)
+        assert self._rounds.topology is not None  # checked when the windows were opened
+        return edges_of(self._rounds.topology)
 
     def _open(self, rounds: Plans) -> None:
         topology = rounds.topology
         if topology is None or topology.period is None:
             raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
         self._rounds = rounds
-        self._in, self._out = _neighbors(topology, self.context.rank)
+        self._in, self._out = neighbors_of(topology, self.context.rank)
         name = f"{self._name}.{self._generation}"
         self._generation += 1
         create = self.context.backend.create_window
@@ -274,15 +272,3 @@ class AsynchronousMixing:
         if put == 0.0 or not self._pace.takes_part(rank) or self._windows[0].is_gone(rank):
             return None
         return self._iteration - (int(put) - 1)
-
-
-def _neighbors(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """Returns a rank's in-neighbors and out-neighbors in any round of a period."""
-    union = _union(topology)
-    others = [r for r in range(topology.size) if r != rank]
-    return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]
-
-
-def _union(topology: Topology) -> NDArray[np.bool_]:
-    """Returns whether there is an edge in any round of a period."""
-    return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0))

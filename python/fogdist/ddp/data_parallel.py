@@ -25,6 +25,7 @@ from fogdist.flight_record import count_step
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
+from fogdist.training.algorithm import check_factor
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import forward_changes_parameters
 from fogdist.training.continuing import OnLoss, check_on_loss
@@ -61,7 +62,8 @@ class DecentralizedDataParallel(nn.Module):
     parameters. With mode "sync" all ranks make their steps together: the exchange of round t starts with the training
     forward pass (called as a function, gradients enabled, outside of ``torch.func``), runs during forward and backward,
     and the step waits for it. With "async" each rank goes at its own pace: a step mixes with the values that the
-    neighbors put last, makes the optimizer's step and puts the result; see `staleness`. (Sync: the scheme of Decent-DP,
+    neighbors put last, makes the optimizer's step and puts the result; see `staleness`. In between, with `patience` ranks of
+    mode "sync" wait for each other, but not for late ones. (Sync: the scheme of Decent-DP,
     Wang et al., ICLR 2025, arXiv 2410.11998. Async: in the manner of AD-PSGD, Lian et al., ICML 2018, arXiv 1710.06952,
     with one-sided windows.)
 
@@ -100,6 +102,8 @@ class DecentralizedDataParallel(nn.Module):
             parameter has one for itself.
         broadcast: Whether parameters and buffers start as those of rank 0. If False, the user must ensure equal values.
         average_buffers: As above.
+        patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with `average_buffers` or DTensors.
+            Ranks may then have made different numbers of steps.
         max_staleness: For "async": a rank that is more than this number of iterations ahead of an in-neighbor waits
             before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). None for no bound. By
             default "auto": it waits after 8 iterations without news of a neighbor that has made fewer, as
@@ -148,6 +152,7 @@ class DecentralizedDataParallel(nn.Module):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         broadcast: bool = True,
         average_buffers: bool = False,
+        patience: float | None = None,
         max_staleness: int | Literal["auto"] | None = "auto",
         staleness_damping: float = 0.0,
         skip_lost: bool = False,
@@ -162,17 +167,21 @@ class DecentralizedDataParallel(nn.Module):
         bucket_bytes = cap_bytes(bucket_cap_mb)
         _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost, timeout)
         check_on_loss(on_loss)
+        if patience is not None:
+            patience = _check_patience(patience, mode, average_buffers)
         self._context = current(group)
         self._mode = mode
+        self._is_patient = patience is not None
         self.module = module
         self._plans = self._plans_of(topology)
         named = dict(module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         sharded = [name for name, parameter in trained.items() if is_sharded(parameter)]
-        if mode == "async" and sharded:
+        if sharded and (mode == "async" or patience is not None):
+            how = "in mode 'async'" if mode == "async" else "with patience"
             raise TypeError(
-                f"module must have ordinary parameters in mode 'async', got the DTensor {sharded[0]!r}; mode 'sync' and "
-                "fogdist.algorithms take these"
+                f"module must have ordinary parameters {how}, got the DTensor {sharded[0]!r}; mode 'sync' without "
+                "patience and fogdist.algorithms take these"
             )
         if not trained:
             raise ValueError("module must have parameters that require gradients, got none")
@@ -214,6 +223,7 @@ class DecentralizedDataParallel(nn.Module):
         items = [
             f"mode: {mode}",
             f"on_loss: {on_loss}",
+            f"patience: {patience}",
             *self._plans.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
@@ -228,7 +238,13 @@ class DecentralizedDataParallel(nn.Module):
         name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
-                self._context, self._flat_parameters, self._flat_buffers, self._neighbors(), name, on_loss
+                self._context,
+                self._flat_parameters,
+                self._flat_buffers,
+                self._neighbors(),
+                name,
+                on_loss,
+                patience,
             )
         else:
             self._mixing = AsynchronousMixing(
@@ -380,6 +396,12 @@ class DecentralizedDataParallel(nn.Module):
         """
         return self._mixing.staleness() if self._release is not None else {}
 
+    def late_neighbors(self) -> list[int]:
+        """Returns the in-neighbors that were left out of the last exchange; none without `patience`."""
+        if self._release is None or not isinstance(self._mixing, SynchronousMixing):
+            return []
+        return self._mixing.left_out
+
     def close(self) -> None:
         """Ends mixing: module and optimizer continue alone. Collective among neighbors in mode "async".
 
@@ -462,11 +484,13 @@ class DecentralizedDataParallel(nn.Module):
     # --- inside ---
 
     def _plans_of(self, topology: TopologyLike) -> Plans:
-        if topology is None and self._mode == "async":
+        has_windows = self._mode == "async" or self._is_patient
+        if topology is None and has_windows:
             topology = topology_of(self._context)
         rounds = Plans(topology, self._context)
-        if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
-            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
+        if has_windows and (rounds.topology is None or rounds.topology.period is None):
+            how = "in mode 'async'" if self._mode == "async" else "with patience"
+            raise ValueError(f"topology must have a period {how}, got {topology!r}")
         return rounds
 
     def _check_open(self, method: str) -> None:
@@ -584,6 +608,17 @@ def _check_asynchronous_options(
     if mode == "sync" and any(given.values()):
         names = ", ".join(name for name, is_given in given.items() if is_given)
         raise ValueError(f"{names} must not be given in mode 'sync': it is for mode 'async'")
+
+
+def _check_patience(patience: float, mode: str, average_buffers: bool) -> float:
+    patience = check_factor(patience, "patience")
+    if mode == "async":
+        raise ValueError(
+            "patience must be None in mode 'async', in which ranks do not wait for late ones: max_staleness"
+        )
+    if average_buffers:
+        raise ValueError("average_buffers must be False with patience, got True")
+    return patience
 
 
 def _optimizer_of(

@@ -12,6 +12,7 @@ from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Continuing, OnLoss, repeated, take_seat
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
+from fogdist.training.patient_mixer import PatientMixer
 
 
 class SynchronousMixing:
@@ -27,6 +28,7 @@ class SynchronousMixing:
         mixing: The peers and weights of each round.
         name: The same on all ranks, and unique among the mixings of the group.
         on_loss: "continue" to go on with the ranks that are left after a loss.
+        patience: To leave late neighbors out (`PatientMixer`); there are no buffers then.
     """
 
     def __init__(
@@ -37,19 +39,25 @@ class SynchronousMixing:
         mixing: Mixing,
         name: str,
         on_loss: OnLoss = "raise",
+        patience: float | None = None,
     ) -> None:
         self._whole = context
         self._name = name
         # Averages of all ranks have a seat of their own: ranks may have begun different exchanges when they begin one.
         self._seats: tuple[Seat, Seat] | None = None
+        self._is_patient = patience is not None
         if on_loss == "continue":
             self._seats = take_seat(context.group, name), take_seat(context.group, f"{name} global")
         self._mixing = self._continuing(mixing)
-        self.round = 0  # the round of the next exchange
+        self._next = 0  # the round of the next exchange
         self._begun = 0
         self._parameters = parameters
         self._buffers = buffers
         self._mixer = Mixer()
+        if patience is not None:
+            self._mixer = PatientMixer(name, patience, None if self._seats is None else self._seats[0])
+            if self._seats is not None:
+                self._seats[0].on_change(self._mixer.renew)
         self._sent: list[tuple[Tensor, Tensor, Finish]] = []
 
     @property
@@ -58,24 +66,40 @@ class SynchronousMixing:
         return self._whole if self._seats is None else self._seats[0].context
 
     def _continuing(self, mixing: Mixing) -> Mixing:
-        return mixing if self._seats is None else Continuing(mixing, self._seats[0])
+        if self._seats is None or self._is_patient:  # a patient mixer goes on by itself
+            return mixing
+        return Continuing(mixing, self._seats[0])
 
     @property
     def has_begun(self) -> bool:
         """Whether an exchange is in flight."""
         return self._mixer.has_begun
 
+    @property
+    def left_out(self) -> list[int]:
+        """The neighbors that were left out of the last exchange."""
+        return self._mixer.left_out
+
+    @property
+    def round(self) -> int:
+        """The round of the next exchange."""
+        return self._next
+
+    @round.setter
+    def round(self, value: int) -> None:
+        self._next = value
+        self._mixer.restart()
+
     @torch.no_grad()
     def begin(self) -> None:
         """Starts the next round's exchange, with the current values."""
-        round = Round.of(self.context, self.round, self._name)
+        round = Round.of(self.context, self._next, self._name)
         self._parameters.reattach()
-        self._mixer.begin(self._parameters, self._mixing, round)
+        self._next = self._mixer.begin(self._parameters, self._mixing, round) + 1
         self._buffers.reattach()
         for place, flat in enumerate(self._buffers.flats):
             copy = flat.clone()
             self._sent.append((flat, copy, self._mixing.begin([copy], round.part(-1 - place))))
-        self.round += 1
         self._begun += 1
 
     @torch.no_grad()
@@ -94,7 +118,8 @@ class SynchronousMixing:
 
     def finish(self) -> None:
         """Completes the exchange that this rank or only other ranks have begun, if any; collective."""
-        most = self._most_begun()
+        # Ranks of whom some were left out of rounds have begun different numbers of them, and each completes its own.
+        most = 0 if self._is_patient else self._most_begun()
         if self.has_begun:
             self.mix()
         # Ranks that have begun one exchange more than this rank cannot complete it alone.
@@ -155,6 +180,7 @@ class SynchronousMixing:
     def close(self) -> None:
         """Waits for the exchange in flight, if any."""
         self.discard()
+        self._mixer.close()
 
     def after_global_average(self) -> None:
         """Does nothing, because the next exchange sends the values that are current then."""

@@ -29,17 +29,26 @@ class Mixer:
         """Whether an exchange is in flight."""
         return self._buckets is not None
 
+    @property
+    def left_out(self) -> list[int]:
+        """The neighbors without whom the last exchange was completed."""
+        return []
+
     @shown_as("begin of an exchange")
     @torch.no_grad()
-    def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> None:
+    def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> int:
         """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
 
         Call `FlatBuckets.reattach` before, as the memory of parameters may have been replaced.
+
+        Returns:
+            The number of the round: the given one, or a later one where this rank was left out of rounds.
         """
         for number in buckets.sending_order:
             self.add(buckets, number, mixing, round)
         self._buckets, self._round = buckets, round
         self._changes.begin(buckets)
+        return round.number
 
     @torch.no_grad()
     def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
@@ -71,6 +80,15 @@ class Mixer:
         """Waits for the exchange in flight, and drops its result."""
         self._changes.forget()
         self._arrive()
+
+    def restart(self) -> None:
+        """Makes the next exchange begin anew, whatever the numbers of rounds were: call it on all ranks alike."""
+
+    def renew(self) -> None:
+        """Called after ranks were lost, on all that are left."""
+
+    def close(self) -> None:
+        """Tells the neighbors that no exchange follows."""
 
     def accept_changes(self) -> None:
         """Accepts the changes of parameters since `begin`, so that `finish` does not warn of them."""

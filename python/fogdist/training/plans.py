@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeAlias
 
+import numpy as np
+
 from fogdist.agreement import digest
 from fogdist.context import Context
 from fogdist.exchange import RANKS, Exchange
@@ -12,6 +14,8 @@ from fogdist.lazy import nx
 from fogdist.topology import Peers, Topology, uniform_weights
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fog_pg._C import NeighborPlan
 
 TopologyLike: TypeAlias = "nx.DiGraph | Topology | None"
@@ -141,3 +145,15 @@ def topology_of(context: Context) -> Topology:
     return Topology.from_graph(
         "group's topology", graph if context.topology.is_weighted else uniform_weights(graph)
     )
+
+
+def edges_of(topology: Topology) -> NDArray[np.bool_]:
+    """Returns, as a matrix, whether there is an edge in any round of a topology with a period."""
+    return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0))
+
+
+def neighbors_of(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """Returns a rank's in-neighbors and out-neighbors in any round of a topology with a period."""
+    union = edges_of(topology)
+    others = [r for r in range(topology.size) if r != rank]
+    return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]

@@ -82,6 +82,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _pace: Pace | None
     _watch: Watch | None
     _is_closed: bool  # after a loss, until windows of the ranks that are left are open
+    _is_ending: bool  # this rank makes no more rounds
     _prefix: str
     _handles: list[int]
 
@@ -106,7 +107,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self.windows = []
         self._handles = []
         self._pace = self._watch = None
-        self._is_closed = self.has_sent = False
+        self._is_closed = self._is_ending = self.has_sent = False
         super().__init__(
             optimizer,
             model,
@@ -154,8 +155,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
             torch.distributed.DistBackendError: A neighbor did not come in time. All windows are freed all the
                 same.
         """
-        if self._pace is not None:
-            self._pace.pause()  # so that neighbors do not wait for this rank while it waits for them
+        self._is_ending = True
+        self._stand_aside()
         for hook in self._hooks:
             hook.remove()
         if self._seat is not None and self._pace is not None:
@@ -205,6 +206,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
         for window in self.windows:
             self.reopened(window)
         self._wait()
+        if self._is_ending:
+            self._stand_aside()
 
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting: ranks have agreed on the new owner, so no rank sends any more."""
@@ -290,6 +293,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
         """Waits for in-neighbors that are too far behind, unless ranks exchange in step anyway."""
         if self._pace is not None and not self.force_barrier:
             self._pace.wait(self.max_staleness)
+
+    def _stand_aside(self) -> None:
+        """Tells the neighbors not to wait for this rank, which waits for them."""
+        if self._pace is not None and not self._is_closed:
+            self._pace.pause()
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
