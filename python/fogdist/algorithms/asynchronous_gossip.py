@@ -14,13 +14,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark, wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import OnLoss, Watch, await_all
+from fogdist.training.continuing import OnLoss, Watch
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -156,7 +155,7 @@ class AsynchronousGossip(Algorithm):
             self._apply_all()
             with torch.no_grad():
                 self._windows.publish()
-            self._await_all()  # so that no rank reads or moves before all have published
+            self.await_all()  # so that no rank reads or moves before all have published
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `settle` or `finish` before.
@@ -225,17 +224,11 @@ class AsynchronousGossip(Algorithm):
         """Waits until the moves of all ranks have arrived, and applies those for this rank."""
         assert self._windows is not None
         self._windows.end_transfers()
-        self._await_all()
+        self.await_all()
         with torch.no_grad():
             self.buckets.reattach()
             self._windows.collect()
             self.buckets.write_back()
-
-    def _await_all(self) -> None:
-        if self._seat is None:
-            barrier(group=self._group)
-        else:
-            await_all(self._seat)
 
     def _graph(self) -> nx.Graph:
         """Returns who gossips with whom, which connects all ranks that are left."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fogdist.collectives import barrier
 from fogdist.context import current
 from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import check_count
-from fogdist.training.continuing import Continuing, OnLoss, Watch, await_all
+from fogdist.training.continuing import Continuing, OnLoss, Watch
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, NoMixing, Round
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
@@ -132,7 +131,7 @@ class WAGMA(OverlappingAlgorithm):
         for hook in self._hooks:
             hook.remove()
         if self._seat is not None and self._windows:
-            self._await_all()  # so that no other rank waits in a meeting while this one waits in `free`
+            self.await_all()  # so that no other rank waits in a meeting while this one waits in `free`
         windows, self._windows = self._windows, []
         for window in windows:
             window.free()
@@ -234,12 +233,6 @@ class WAGMA(OverlappingAlgorithm):
                 if self._seat is None or not gone:
                     raise
 
-    def _await_all(self) -> None:
-        if self._seat is None:
-            barrier(group=self._group)
-        else:
-            await_all(self._seat)
-
     def _take(self, window: Window) -> None:
         """Averages with the members that have sent since the last average of all."""
         last = self.rounds // self.period * self.period
@@ -253,12 +246,12 @@ class WAGMA(OverlappingAlgorithm):
 
     def _forget(self) -> None:
         """Empties the slots: what was sent before a state was loaded may have numbers of later rounds. Collective."""
-        self._await_all()
+        self.await_all()
         for window in self._windows:
             window.update(
                 0.0, [(peer, 0.0) for peer in window.in_neighbors], reset=True, clone=True, with_p=True
             )
-        self._await_all()
+        self.await_all()
         self._must_forget = False
 
     def _fog_give_up(self) -> None:

@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
+from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.flight_record import count_step
 from fogdist.membership import Seat
@@ -21,7 +22,7 @@ from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.continuing import Continuing, OnLoss, check_on_loss, take_seat
+from fogdist.training.continuing import Continuing, OnLoss, await_all, check_on_loss, take_seat
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
@@ -249,6 +250,13 @@ class Algorithm(DistributedOptimizer):
     def initial(self, name: str) -> list[Tensor]:
         """Returns the values of one of `state_vectors` before the first step with these parameters; default: zeros."""
         return self.buckets.zeros()
+
+    def await_all(self) -> None:
+        """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
+        if self._seat is None:
+            barrier(group=self._group)
+        else:
+            await_all(self._seat)
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.

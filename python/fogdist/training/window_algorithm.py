@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import barrier, wait
+from fogdist.collectives import wait
 from fogdist.context import handles
 from fogdist.packing import BUCKET_CAP_MB, signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
-from fogdist.training.continuing import OnLoss, Watch, await_all
+from fogdist.training.continuing import OnLoss, Watch
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -298,13 +298,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
         """Tells the neighbors not to wait for this rank, which waits for them."""
         if self._pace is not None and not self._is_closed:
             self._pace.pause()
-
-    def await_all(self) -> None:
-        """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
-        if self._seat is None:
-            barrier(group=self._group)
-        else:
-            await_all(self._seat)
 
     def meet_if_needed(self) -> None:
         """With ``on_loss="continue"``, agrees with the others on who is left if they can no longer go on without it."""
