@@ -9,7 +9,7 @@ from torch import Tensor
 from fogdist.context import Context
 from fogdist.membership import Seat
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.continuing import Continuing, OnLoss, repeated, take_seat
+from fogdist.training.continuing import Continuing, OnLoss, highest, take_seat
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
 from fogdist.training.patient_mixer import PatientMixer
@@ -135,22 +135,14 @@ class SynchronousMixing:
 
     def _most_begun(self) -> int:
         """Returns the largest number of exchanges that any rank has begun."""
-
-        def begin(context: Context) -> Finish:
-            most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
-            work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=f"{self._name}.begun")
-
-            def finish() -> list[Tensor]:
-                work.wait()
-                return [most]
-
-            return finish
-
+        name = f"{self._name}.begun"
         if self._seats is None:
-            return int(begin(self._whole)()[0])
+            most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
+            self._whole.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name).wait()
+            return int(most)
         # A rank that gives this up has learned of the others' exchanges by the meeting already.
-        result = repeated(self._seats[1], begin)()
-        return self._begun if result is None else int(result[0])
+        result = highest(self._seats[1], self._begun, name)
+        return self._begun if result is None else result
 
     def accept_changes(self) -> None:
         """Accepts the changes of the parameters since the exchange began."""
