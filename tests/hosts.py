@@ -45,11 +45,13 @@ def sent_bytes(name: str) -> int:
 
 
 @contextlib.contextmanager
-def emulated_hosts(count: int, rate: str | None = None) -> Iterator[list[str]]:
+def emulated_hosts(
+    count: int, rate: str | None = None, *, centers: int = 1, between: str | None = None
+) -> Iterator[list[str]]:
     """Makes hosts as the benchmarks do; skips the test if that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
-            names = stack.enter_context(unskipped_hosts(count, rate))
+            names = stack.enter_context(unskipped_hosts(count, rate, centers=centers, between=between))
         except Unavailable as reason:
             pytest.skip(f"several hosts: {reason}")
         yield names
@@ -110,6 +112,7 @@ def run_on_hosts(
     calls: Sequence[tuple[str, Sequence[Any]]],
     *,
     rate: str | None = None,
+    between: str | None = None,
     timeout: float = 60.0,
     killed: Sequence[int] = (),
     mortal: Sequence[int] = (),
@@ -125,6 +128,7 @@ def run_on_hosts(
         module: The name of the test module.
         calls: Names of functions, with their arguments.
         rate: As for `emulated_hosts`.
+        between: The hosts are in two centers, with a link of this rate.
         timeout: The timeout of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         mortal: Ranks that MPI may then end by a signal.
@@ -141,7 +145,7 @@ def run_on_hosts(
     # fog's own default, unless the test has set something else
     variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
-    with emulated_hosts(max(placement) + 1, rate) as names:
+    with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
         world = World(len(placement), initialize=False, environment=variables, finalizing=finalizing)
         try:
             outcomes = world.run_by_rank(

@@ -15,7 +15,8 @@ import pytest
 from fog_cli import advice, main
 from fog_cli.advice import Network, Setting, Traffic, Transfer, Way, best, exchange_seconds, reasons, settings
 from fog_cli.commands import advise as command
-from hosts import emulated_hosts
+from fog_cli.programs.advise_ranks import measure
+from hosts import emulated_hosts, run_on_hosts
 from scripts import ROOT
 
 MB = 2**20
@@ -196,6 +197,28 @@ def test_a_host_with_a_slow_link_is_a_site() -> None:
     assert network.site_of == [0, 1, 0, 0]
     assert network.host_rates == [100.0, 10.0, 100.0, 100.0]
     assert network.trunks == {(0, 1): 10.0, (1, 0): 10.0}
+
+
+def links_here() -> dict[str, Any]:
+    """Measures on each rank what `fog advise` does."""
+    import fogdist
+
+    fogdist.init()
+    found = measure(0.3)
+    fogdist.shutdown()
+    return found
+
+
+def test_links_of_two_sites_are_measured_beyond_their_bursts(tmp_path: Path) -> None:
+    placement = range(4)
+    found = run_on_hosts(
+        tmp_path, placement, "test_advice", [("links_here", [])], rate="300mbit", between="15mbit"
+    )
+    network = Network.of(found[0][0])
+    assert list(network.site_of) == [0, 0, 1, 1]
+    # A link lets 70 kB more pass at once after a pause, which was most of a shorter transfer.
+    assert all(0.6 * 15e6 / 8 < each < 1.15 * 15e6 / 8 for each in network.trunks.values())
+    assert all(5 * 15e6 / 8 < each < 1.15 * 300e6 / 8 for each in network.host_rates)
 
 
 def test_groups_of_consecutive_ranks() -> None:

@@ -6,6 +6,7 @@ all have measured, as a line of JSON.
 
 from __future__ import annotations
 
+import math
 import runpy
 import statistics
 import sys
@@ -36,7 +37,7 @@ def measure(seconds: float) -> dict[str, Any]:
     topology's round, so that what they share shows. Within hosts, all ranks send to the next one of their host.
 
     Args:
-        seconds: That one transfer is to take, about.
+        seconds: That one transfer is to take, at least.
 
     Returns:
         What `fog_cli.advice.Network.of` takes, the same on all ranks.
@@ -98,17 +99,27 @@ def _transfer(x: Tensor, y: Tensor, target: int | None, source: int | None) -> f
 def _timed(
     target: int | None, source: int | None, ranks: Sequence[int], seconds: float
 ) -> list[tuple[float, float]]:
-    """Bytes and seconds of what each of `ranks` received, of transfers that take about so many seconds."""
-    size = _PROBE
+    """Bytes and seconds of what each of `ranks` received, of transfers that each take so many seconds or some more."""
+    rank = dist.get_rank()
+    sizes = [_PROBE] * dist.get_world_size()  # by receiver, as links differ
+
+    def times() -> list[float]:
+        x = torch.zeros(sizes[rank if target is None else target] // 4)
+        y = torch.empty(sizes[rank] // 4)
+        # What a limited link lets pass at once after a pause goes with a first transfer.
+        _transfer(x, y, target, source)
+        return _of_all(_transfer(x, y, target, source))
+
     while True:
-        x, y = torch.zeros(size // 4), torch.empty(size // 4)
-        slowest = max(_of_all(_transfer(x, y, target, source)))
-        if slowest >= seconds / 4 or size >= _MOST:
+        taken = times()
+        short = [each for each in ranks if 0.0 < taken[each] < seconds and sizes[each] < _MOST]
+        if not short:
             break
-        # By steps, as the first transfer of a size makes buffers.
-        size = min(_MOST, size * max(2, min(8, int(seconds / max(slowest, 1e-6)))))
-    trials = [_of_all(_transfer(x, y, target, source)) for _ in range(_TRIALS)]
-    return [(float(size), statistics.median(trial[rank] for trial in trials)) for rank in ranks]
+        for each in short:
+            # By steps, as the first transfer of a size makes buffers.
+            sizes[each] = min(_MOST, sizes[each] * max(2, min(8, math.ceil(seconds / taken[each]))))
+    trials = [times() for _ in range(_TRIALS)]
+    return [(float(sizes[each]), statistics.median(trial[each] for trial in trials)) for each in ranks]
 
 
 def _latency(target: int | None, source: int | None) -> float:
