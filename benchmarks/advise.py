@@ -24,7 +24,6 @@ factor of four in the second number. Where the processor was short, most of what
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import statistics
@@ -46,6 +45,7 @@ from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
 from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed
+from report import write_results
 from workloads import FLOAT_BYTES, MODELS, SCENARIOS, Dilation, Scenario, emulated, sizes_of
 
 RESULTS = Path(__file__).parent / "results" / "advise.json"
@@ -280,10 +280,7 @@ def main() -> None:
         print_result(found)
         results.append(found)
         if options.json is not None:
-            options.json.parent.mkdir(parents=True, exist_ok=True)
-            options.json.write_text(
-                json.dumps({"facts": about, "failures": failures, "clusters": results}, indent=1) + "\n"
-            )
+            write_results(options.json, about, failures, clusters=results)
     if failures:
         sys.exit("\n".join(["These clusters failed:", *failures]))
 

@@ -65,6 +65,7 @@ from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, Job, keep_store, serve
 from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, missing, traffic
 from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed
+from report import write_results
 from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
 
 from fog_pg._extension import load as load_extension
@@ -500,10 +501,7 @@ def main() -> None:
         measured_now = (world.name, world.hosts, world.ranks_per_host)
         points = [point for point in points if world_of(point) != measured_now] + found
         if arguments.json is not None:
-            arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            arguments.json.write_text(
-                json.dumps({"facts": about, "failures": failures, "points": points}, indent=1) + "\n"
-            )
+            write_results(arguments.json, about, failures, points=points)
     print_goals(points)
     if failures:
         sys.exit("\n".join(["These worlds failed:", *failures]))

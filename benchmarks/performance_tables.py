@@ -311,11 +311,14 @@ def faults_table(runs: Iterable[Mapping[str, Any]], place: str) -> str:
 
 
 def moments_of(runs: Iterable[Mapping[str, Any]]) -> str:
-    """Returns at how many moments of operations ranks were killed, of how many."""
+    """Returns at how many moments of operations ranks were killed, of how many, and which were never hit."""
     parts = [part for run in runs for part in run["modes"].values() if part["possible_moments"]]
     hit = {moment for part in parts for moment in part["moments"]}
     ends = sum(sum(part["moments"].values()) for part in parts)
-    return f"{ends} kills at {len(hit)} of {max(part['possible_moments'] for part in parts)} moments\n"
+    possible = max(part["possible_moments"] for part in parts)
+    missed = {moment for part in parts for moment in part.get("missed_moments", ())} - hit
+    names = f"; never hit: {', '.join(map(repr, sorted(missed)))}" if missed else ""
+    return f"{ends} kills at {len(hit)} of {possible} moments{names}\n"
 
 
 def tables() -> dict[str, Callable[[], str]]:

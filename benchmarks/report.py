@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from interleaved import Times
 
@@ -98,6 +99,14 @@ def write_json(path: Path, facts: Mapping[str, object], rows: Sequence[Row]) -> 
     """Writes the facts about a run, and its rows."""
     content = {**facts, "rows": [dataclasses.asdict(row) for row in rows]}
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_results(
+    path: Path, facts: Mapping[str, object], failures: Sequence[str], **results: Sequence[Mapping[str, Any]]
+) -> None:
+    """Writes what a benchmark of several worlds has found so far: the facts about it, what failed, and its results."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"facts": facts, "failures": failures, **results}, indent=1) + "\n")
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -112,15 +112,33 @@ class ProcessGroupFog(Backend):
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
 
-    def __init__(self, store: Store, rank: int, size: int, options: ProcessGroupFog.Options) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        options: ProcessGroupFog.Options,
+        known: ProcessGroupFog | None = None,
+        known_ranks: Sequence[int] = [],
+    ) -> None:
         """Blocks until all ranks have come to `store`; the first group of a process starts MPI if it is needed.
 
+        Args:
+            store: The group's.
+            rank: This rank.
+            size: The number of ranks.
+            options: A copy stays with the group.
+            known: An older group of this process that contains all ranks of the new one, if there is one. The wait
+                then ends with an error as soon as one of them is known to be gone.
+            known_ranks: Their ranks in it.
+
         Raises:
-            ValueError: `options.between_hosts`, `options.reduce`, FOG_BETWEEN_HOSTS, FOG_REDUCE or FOG_RMA_BYTES has
-                an invalid value, or the first group has chosen another transport between hosts.
-            torch.distributed.DistBackendError: Some ranks did not come within the timeout, or ranks have different
-                values of `between_hosts` or `reduce` (the error names the ranks), or RMA was requested and is not
-                available.
+            ValueError: `known_ranks` are not different ranks of `known`, one for each rank; `options.between_hosts`,
+                `options.reduce`, FOG_BETWEEN_HOSTS, FOG_REDUCE or FOG_RMA_BYTES has an invalid value, or the first
+                group has chosen another transport between hosts.
+            torch.distributed.DistBackendError: Some ranks did not come within the timeout, or will not come because they
+                are gone; ranks have different values of `between_hosts` or `reduce` (the error names the ranks), or RMA
+                was requested and is not available.
         """
 
     def neighbor_allreduce(
@@ -648,7 +666,14 @@ class Liveness:
 class Rendezvous:
     """For tests: the meeting of ranks in a Store, which every group uses."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None: ...
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        gone: Callable[[Sequence[int]], dict[int, str]] | None = None,
+    ) -> None: ...
     def allgather(self, key: str, value: str) -> list[str]:
         """Every rank's value."""
 

@@ -48,7 +48,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _store, _timeouts, environment
+    from fog_pg import _known, _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -82,8 +82,9 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         options.group_size if is_first else dist.get_world_size(),
     )
     _store.limit_silence(options.store, environment.HOST_TIMEOUT.get())
+    known = (None, []) if is_first else _known.acquaintance(backend_options.global_ranks_in_group)
     backend: ProcessGroupFog = extension.ProcessGroupFog(
-        options.store, options.group_rank, options.group_size, backend_options
+        options.store, options.group_rank, options.group_size, backend_options, *known
     )
     logging.getLogger("fog_pg").debug(
         "group %s: rank %d of %d, timeout %s",

@@ -30,7 +30,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from soak_modes import (
     train,
 )
 from soak_operations import Operations
-from soak_totals import ENDS, Pace, Totals, append, loss_ratio, result, table
+from soak_totals import ENDS, Pace, Totals, append, loss_ratio, moments_in, result, table
 
 MODES: dict[str, type[Mode]] = {
     "asynchronous": Asynchronous,
@@ -104,6 +105,7 @@ class Soak:
         seconds: Of a world, at most.
         on_hosts: Whether each rank is on a host of its own.
         twins: Of every so many worlds of a mode, one runs without faults as well; 0 for none.
+        before: By mode, the moments at which earlier soaks have killed ranks, which this one is to complete.
 
     Attributes:
         totals: By mode.
@@ -117,18 +119,16 @@ class Soak:
         seconds: float = 12.0,
         on_hosts: bool = False,
         twins: int = 0,
+        before: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self._modes, self._seed, self._every, self._seconds = modes, seed, every, seconds
         self._on_hosts, self._twins = on_hosts, twins
         self.totals = {mode: Totals() for mode in modes}
-        self._moments: dict[str, Iterator[int]] = {}
+        self._moments: dict[str, Moments] = {}
         for mode, kind in modes.items():
-            self.totals[mode].possible_moments = len(kind.moments)
+            self.totals[mode].possible_moments = kind.moments
             if kind.moments:
-                # Another seed begins elsewhere, so that two soaks complete each other.
-                first = random.Random(seed).randrange(len(kind.moments))
-                places = [1 + (first + place) % len(kind.moments) for place in range(len(kind.moments))]
-                self._moments[mode] = itertools.cycle(places)
+                self._moments[mode] = Moments(kind.moments, (before or {}).get(mode, {}), seed)
 
     def run(self, number: int) -> None:
         """Runs the world of this number, and its twin."""
@@ -280,7 +280,8 @@ class Soak:
                 totals.problems.append(f"{mode}: {outcome}")
         if faults.began is None:
             return losses
-        totals.moments.update(self._modes[mode].moments[place - 1] for place in faults.moments_hit)
+        if mode in self._moments:
+            totals.moments.update(self._moments[mode].hit(place) for place in faults.moments_hit)
         all_pauses = [pause for pauses in faults.pauses.values() for pause in pauses]
         disturbed = [
             (begin, begin + fault.seconds + (DISTURBED_BY_CUT if fault.kind == "cut" else DISTURBED))
@@ -315,6 +316,43 @@ class Soak:
         return losses
 
 
+class Moments:
+    """Chooses the moments of work at which ranks are killed: those that were hit least.
+
+    A moment may be missed, for example if an operation is over before the timer that is to end the rank within it. So it is
+    tried again, but after some times no more often than others are hit.
+
+    Args:
+        names: Of the moments; their numbers count from 1.
+        hits: How often each was hit before.
+        seed: Of the moment to begin with.
+    """
+
+    TRIES = 4
+
+    def __init__(self, names: Sequence[str], hits: Mapping[str, int], seed: int) -> None:
+        self._names = names
+        self._hits, self._tries = Counter(hits), Counter[str]()
+        self._first = random.Random(seed).randrange(len(names))
+
+    def next(self) -> int:
+        """Returns the number of the moment to try now."""
+        order = (1 + (self._first + place) % len(self._names) for place in range(len(self._names)))
+        place = min(order, key=self._cost)
+        self._tries[self._names[place - 1]] += 1
+        return place
+
+    def hit(self, place: int) -> str:
+        """Counts a moment at which a rank was killed; returns its name."""
+        name = self._names[place - 1]
+        self._hits[name] += 1
+        return name
+
+    def _cost(self, place: int) -> tuple[int, int]:
+        name = self._names[place - 1]
+        return max(self._hits[name], self._tries[name] // self.TRIES), self._tries[name]
+
+
 class _Faults(threading.Thread):
     """Injects the faults of a world while its ranks train, and says when the training is over.
 
@@ -347,7 +385,7 @@ class _Faults(threading.Thread):
         tail: float,
         patience: float,
         names: list[str] | None,
-        moments: Iterator[int] | None,
+        moments: Moments | None,
     ) -> None:
         super().__init__(daemon=True)
         self._names, self._moments = names, moments
@@ -407,7 +445,7 @@ class _Faults(threading.Thread):
         if fault.kind in LOST_BY:
             self.ended_by[fault.rank] = fault.kind
         if fault.kind in ENDS and self._moments is not None:
-            self._kill_at(next(self._moments), fault)
+            self._kill_at(self._moments.next(), fault)
             return
         if fault.kind in LOST_BY:
             self._board.lost[fault.rank] = 1.0
@@ -477,11 +515,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="N",
         help="of N worlds, one runs without faults too; 0: none (default: 4)",
     )
-    parser.add_argument("--json", type=Path, help="file to whose runs the result is added")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="file to whose runs the result is added; moments of operations that they have missed come first",
+    )
     options = parser.parse_args(arguments)
     leftovers.isolate()
     modes = {name: MODES[name] for name in options.modes}
-    soak = Soak(modes, options.seed, tuple(options.every), on_hosts=options.hosts, twins=options.twins)
+    before = {} if options.json is None else moments_in(options.json)
+    soak = Soak(
+        modes, options.seed, tuple(options.every), on_hosts=options.hosts, twins=options.twins, before=before
+    )
     begin = time.monotonic()
     number = 0
     while time.monotonic() < begin + 60 * options.minutes:

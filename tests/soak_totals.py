@@ -81,7 +81,7 @@ class Totals:
         loss_ratios: The loss of survivors relative to that of the same ranks after as many steps without faults.
         last_losses: Their loss relative to that at the start.
         moments: What ranks did when they were killed, in modes that know it.
-        possible_moments: How many of these there are.
+        possible_moments: All of these.
         seconds: Of the start of worlds, their training and their end.
         problems: In words.
     """
@@ -100,7 +100,7 @@ class Totals:
     loss_ratios: list[float] = field(default_factory=list)
     last_losses: list[float] = field(default_factory=list)
     moments: Counter[str] = field(default_factory=Counter)
-    possible_moments: int = 0
+    possible_moments: Sequence[str] = ()
     seconds: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
@@ -145,7 +145,8 @@ def result(totals: Mapping[str, Totals], ranks: int) -> dict[str, Any]:
             "loss_ratios": [round(value, 5) for value in sorted(each.loss_ratios)],
             "last_losses": [round(value, 5) for value in sorted(each.last_losses)],
             "moments": dict(sorted(each.moments.items())),
-            "possible_moments": each.possible_moments,
+            "possible_moments": len(each.possible_moments),
+            "missed_moments": [moment for moment in each.possible_moments if moment not in each.moments],
             "world_seconds": {name: round(value, 1) for name, value in each.seconds.items()},
             # Without stacks, which name files of this machine.
             "problems": [problem.partition("\n")[0] for problem in each.problems[:20]],
@@ -159,14 +160,12 @@ def result(totals: Mapping[str, Totals], ranks: int) -> dict[str, Any]:
 
 
 def throughput(several: Sequence[Mapping[str, Any]]) -> float | None:
-    """The steps of living ranks, relative to what they make undisturbed; of a mode in results."""
+    """The steps of living ranks, relative to what they make undisturbed in the same soak; of a mode in results."""
     steps = expected = 0.0
-    for living in {living for values in several for living in values["paces"]}:
-        paces = [values["paces"][living] for values in several if living in values["paces"]]
-        sums = {name: sum(pace[name] for pace in paces) for name in asdict(Pace())}
-        if sums["own_steps"]:
-            steps += sums["steps"]
-            expected += sums["seconds"] * sums["own_steps"] / sums["own_seconds"]
+    for pace in (pace for values in several for pace in values["paces"].values()):
+        if pace["own_steps"]:
+            steps += pace["steps"]
+            expected += pace["seconds"] * pace["own_steps"] / pace["own_seconds"]
     return steps / expected if expected else None
 
 
@@ -199,6 +198,15 @@ def table(found: Mapping[str, Any]) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
     )
+
+
+def moments_in(path: Path) -> dict[str, Counter[str]]:
+    """Returns how often ranks were killed at each moment in the runs of a file, by mode; none if it does not exist."""
+    moments: dict[str, Counter[str]] = {}
+    for run in json.loads(path.read_text())["runs"] if path.exists() else []:
+        for mode, values in run["modes"].items():
+            moments.setdefault(mode, Counter()).update(values["moments"])
+    return moments
 
 
 def append(path: Path, found: Mapping[str, Any]) -> None:

@@ -294,6 +294,58 @@ def test_asynchronous_ranks_go_on(
     assert len(means) == 1
 
 
+def close_while_others_meet(
+    graph: str, victim: int, closer: int, closes_later: bool
+) -> tuple[Membership, float, float]:
+    """A rank comes to the end of its training while the others meet after a loss, or the others meet while it ends it.
+
+    Args:
+        graph: The topology: without the victim it falls apart.
+        victim: The rank that is lost.
+        closer: The rank that ends its training before the others.
+        closes_later: Whether it does so only once it knows of the loss; otherwise it waits for the others at the loss.
+    """
+    fogdist.init()
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = Point(float(rank))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapper = fogdist.DecentralizedDataParallel(
+        model, optimizer, topology_of(graph, size), "async", broadcast=False, on_loss="continue"
+    )
+    backend = fogdist.context.current().backend
+    for _ in range(10):
+        optimizer.step()
+    fogdist.barrier()
+    if rank == victim:
+        time.sleep(0.0 if closes_later else 0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank != closer or closes_later:
+        while victim not in backend.lost_ranks():
+            time.sleep(0.01)
+    begin = time.monotonic()
+    if rank != closer:
+        for _ in range(60):
+            optimizer.step()
+            time.sleep(0.002)
+    wrapper.close()
+    seconds = time.monotonic() - begin
+    mean = fogdist.allreduce(torch.ones(1), group=fogdist.reconfigure())
+    return membership.current(), seconds, float(mean)
+
+
+@pytest.mark.parametrize("closes_later", [True, False])
+@pytest.mark.parametrize(("graph", "victim"), [("star", 0), ("ring", 1)])
+def test_a_rank_closes_while_others_meet(
+    new_world: Callable[..., World], graph: str, victim: int, closes_later: bool
+) -> None:
+    outcomes = new_world(4, timeout=20.0).run_raw(close_while_others_meet, graph, victim, 3, closes_later)
+    living = tuple(rank for rank in range(4) if rank != victim)
+    for outcome in survivors_of(outcomes, {victim: 0.0}):
+        members, seconds, mean = outcome.value
+        assert members.living == living, members
+        assert seconds < 10.0 and mean == 1.0
+
+
 @pytest.mark.parametrize(("kind", "case"), paired(FEW_KINDS, PLACEMENTS))
 def test_ranks_of_several_hosts_go_on(tmp_path: Path, kind: str, case: str) -> None:
     placement, deaths = PLACEMENTS[case]

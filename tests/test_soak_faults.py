@@ -21,7 +21,7 @@ from fogdist.testing.faults import Fault, Schedule
 from harness import BACKEND
 from soak_faults import MODES, Soak
 from soak_modes import RANKS, Board, Mode
-from soak_totals import Pace, append, loss_ratio, next_steps, result, table, throughput
+from soak_totals import Pace, append, loss_ratio, moments_in, next_steps, result, table, throughput
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own modes in it")
 
@@ -54,11 +54,28 @@ def test_faults_harm_only_the_ranks_that_they_happen_to(mode: str, monkeypatch: 
 
 
 def test_all_moments_of_all_operations_have_their_turn() -> None:
-    soak = Soak({"operations": MODES["operations"]}, seed=2)
-    moments = soak_operations.Operations.moments
-    turns = soak._moments["operations"]
-    assert sorted(next(turns) for _ in moments) == list(range(1, len(moments) + 1))
-    assert len(set(moments)) == len(moments) == 4 * len(soak_operations.OPERATIONS)
+    names = soak_operations.Operations.moments
+    assert len(set(names)) == len(names) == 4 * len(soak_operations.OPERATIONS)
+    moments = soak_faults.Moments(names, {}, seed=2)
+    assert sorted(moments.next() for _ in names) == list(range(1, len(names) + 1))
+
+
+def test_moments_that_were_missed_come_first(tmp_path: Path) -> None:
+    """Those of earlier runs too; one that cannot be hit is tried some times, and then no more often than others."""
+    file = tmp_path / "soak.json"
+    assert moments_in(file) == {}
+    for hits in ({"a": 1, "b": 2}, {"a": 1, "d": 1}):
+        append(file, {"modes": {"operations": {"moments": hits}, "neighbors": {"moments": {}}}})
+    before = moments_in(file)
+    assert before == {"operations": {"a": 2, "b": 2, "d": 1}, "neighbors": {}}
+    moments, tried = soak_faults.Moments("abcd", before["operations"], seed=2), ""
+    for _ in range(40):
+        place = moments.next()
+        tried += "abcd"[place - 1]
+        if place != 3:
+            assert moments.hit(place) == tried[-1]
+    assert tried.startswith("cccc" + "d" + "cccc")
+    assert min(map(tried.count, "abd")) >= 4 and tried.count("c") <= moments.TRIES * (2 + tried.count("a"))
 
 
 class Broken(Mode):
@@ -109,6 +126,9 @@ def test_what_is_counted(tmp_path: Path) -> None:
     paces = {"2": dataclasses.asdict(pace), "3": dataclasses.asdict(Pace(5, 1.0))}
     assert throughput([{"paces": paces}]) == pytest.approx(2 / 1.3)
     assert throughput([{"paces": {}}]) is None
+    # Another soak counts relative to its own speed, which is ten times as high.
+    faster = {"2": dataclasses.asdict(Pace(20, 1.3, 40, 4.0))}
+    assert throughput([{"paces": paces}, {"paces": faster}]) == pytest.approx(2 / 1.3)
     # After five steps, the last of them.
     assert loss_ratio([[9.0, 9.0, 9.0, 9.0, 3.0, 0.0]], [[8.0, 8.0, 8.0, 8.0, 1.0], [5.0] * 7]) == 1.0
     assert loss_ratio([], []) is None

@@ -13,13 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 
 from fog_pg import environment
+from fog_pg._known import backend_of
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
 from fogdist.handles import HandleTable
@@ -475,14 +475,3 @@ def _connect() -> tuple[dist.ProcessGroup, ProcessGroupFog, bool]:
     if backend is None:
         raise RuntimeError(f"the backend of a new fog group must be a ProcessGroupFog, got {beside}")
     return beside, backend, True
-
-
-def backend_of(group: dist.ProcessGroup) -> ProcessGroupFog | None:
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-    except RuntimeError:  # no backend for CPU tensors
-        return None
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the backend in an object that lacks fog's own operations.
-    while hasattr(backend, "wrapped_pg"):
-        backend = backend.wrapped_pg
-    return cast("ProcessGroupFog", backend) if backend.name() == "fog" else None

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fog_pg import Part
+from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.context import Context, Survivors
 from fogdist.detection import suspend_detection
@@ -148,9 +149,8 @@ class Seat:
         self._members.context.backend.abort()
         self._members.meet(failure)
 
-    def resume_at(self, number: int) -> None:
-        """Goes on from this exchange."""
-        self.resume = number
+    def tell_of_change(self) -> None:
+        """Calls the listener."""
         listener = None if self._listener is None else self._listener()
         if listener is not None:
             listener()
@@ -218,8 +218,11 @@ class Members:
             for name, number in seats.items():
                 numbers[name] = max(number, numbers.get(name, 0))
         self._numbers = numbers
-        for name, seat in list(self._seats.items()):
-            seat.resume_at(numbers.get(name, 0))
+        all_seats = list(self._seats.values())
+        for seat in all_seats:
+            seat.resume = numbers.get(seat.name, 0)
+        for seat in all_seats:
+            seat.tell_of_change()
         if old is not None and not was_given:
             dist.destroy_process_group(old.group)
 
@@ -289,7 +292,7 @@ class Members:
             use_local_synchronization=True,
             group_desc=f"epoch {before.epoch + 1}",
         )
-        backend = contexts.backend_of(group)
+        backend = backend_of(group)
         assert backend is not None  # it was created as such
         first = self._whole()
         machines = [whole.machine_of[place] for place in places]

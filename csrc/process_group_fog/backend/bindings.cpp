@@ -169,13 +169,16 @@ PYBIND11_MODULE(_C, module) {
 
   group
       .def(
-          py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<ProcessGroupFog::Options> options) {
-            return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(options));
+          py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<ProcessGroupFog::Options> options,
+                      const c10::intrusive_ptr<ProcessGroupFog>& known, std::vector<int> known_ranks) {
+            return c10::make_intrusive<ProcessGroupFog>(store, rank, size, std::move(options), known.get(), std::move(known_ranks));
           }),
           py::arg("store"),
           py::arg("rank"),
           py::arg("size"),
           py::arg("options"),
+          py::arg("known") = py::none(),
+          py::arg("known_ranks") = std::vector<int>(),
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allreduce",

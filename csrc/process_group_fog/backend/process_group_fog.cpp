@@ -32,7 +32,13 @@ void enable_timing(c10d::Backend& delegate) {
 
 } // namespace
 
-ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options)
+ProcessGroupFog::ProcessGroupFog(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<Options> options,
+    const ProcessGroupFog* known,
+    std::vector<int> known_ranks)
     : Backend(rank, size),
       options_(std::move(options)),
       device_backends_(store, rank, size, options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }) {
@@ -42,7 +48,15 @@ ProcessGroupFog::ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, i
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
   choose_between_hosts(options_->between_hosts);
-  group_ = connect(store, rank, size, options_->timeout, name, sums_by(options_->reduce));
+  Acquaintance acquaintance;
+  if (known != nullptr) {
+    TORCH_CHECK_VALUE(
+        known_ranks.size() == static_cast<size_t>(size), "known_ranks: got ", known_ranks.size(), " ranks; allowed are ", size,
+        ", one for each rank of this group");
+    known->check_ranks("known_ranks", known_ranks);
+    acquaintance = {known->group_, std::move(known_ranks)};
+  }
+  group_ = connect(store, rank, size, options_->timeout, name, sums_by(options_->reduce), acquaintance);
 }
 
 ProcessGroupFog::ProcessGroupFog(
@@ -79,11 +93,7 @@ c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
     uint64_t number,
     const c10::intrusive_ptr<c10d::Store>& store,
     const c10::intrusive_ptr<Options>& options) const {
-  for (const int rank : ranks) {
-    TORCH_CHECK_VALUE(
-        rank >= 0 && rank < size_, "part: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
-    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "part: ranks: got rank ", rank, " more than once");
-  }
+  check_ranks("part: ranks", ranks);
   TORCH_CHECK_VALUE(
       std::count(ranks.begin(), ranks.end(), rank_) == 1, "part: ranks: got none of this rank, ", rank_, "; it must be one of them");
   auto group = group_->engine.add_part(*group_, number, options->group_name, ranks);
@@ -91,6 +101,14 @@ c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
   made->c10d::Backend::setGroupUid(options->group_name);
   made->setGroupDesc(options->group_desc);
   return made;
+}
+
+void ProcessGroupFog::check_ranks(const char* argument, const std::vector<int>& ranks) const {
+  for (const int rank : ranks) {
+    TORCH_CHECK_VALUE(
+        rank >= 0 && rank < size_, argument, ": got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ", size_);
+    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, argument, ": got rank ", rank, " more than once");
+  }
 }
 
 void ProcessGroupFog::watch(const std::vector<int>& ranks) const {
@@ -112,12 +130,7 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     const c10::intrusive_ptr<c10d::Store>& store,
     const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& options) {
-  for (const int rank : ranks) {
-    TORCH_CHECK_VALUE(
-        rank >= 0 && rank < size_, "split: ranks: got rank ", rank, "; allowed are ranks 0 to ", size_ - 1, " of this group of ",
-        size_);
-    TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, "split: ranks: got rank ", rank, " more than once");
-  }
+  check_ranks("split: ranks", ranks);
   auto child = child_options("split", options);
   child->global_ranks_in_group.clear();
   for (const int rank : ranks) {
@@ -139,8 +152,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     device_backends_.split(store, ranks, *child, nullptr);
     return nullptr;
   }
-  auto group =
-      c10::make_intrusive<ProcessGroupFog>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child);
+  auto group = c10::make_intrusive<ProcessGroupFog>(
+      store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child, this, ranks);
   device_backends_.split(store, ranks, *child, &group->device_backends_);
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;

@@ -57,8 +57,15 @@ class ProcessGroupFog : public c10d::Backend {
     std::string reduce;
   };
 
-  // Blocks until all `size` ranks have come to `store`.
-  ProcessGroupFog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  // Blocks until all `size` ranks have come to `store`. `known`: an older group of this process that contains them, if
+  // there is one, and `known_ranks` their ranks in it. Then the end of one of them ends the wait.
+  ProcessGroupFog(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<Options> options,
+      const ProcessGroupFog* known = nullptr,
+      std::vector<int> known_ranks = {});
   // For ranks that have met. `engine_owner` keeps the group's engine alive, unless it is the process's. `store` is for
   // delegates of devices.
   ProcessGroupFog(
@@ -390,6 +397,7 @@ class ProcessGroupFog : public c10d::Backend {
   }
   // The device that this group is bound to, or otherwise the process's accelerator.
   at::Device accelerator(const char* op) const;
+  void check_ranks(const char* argument, const std::vector<int>& ranks) const;
   void check_root(const char* op, int64_t root) const;
   void check_peer(const char* op, int peer, int tag) const;
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -107,8 +108,8 @@ void bind_testing(py::module_& module) {
       release_gil);
   py::class_<Rendezvous>(module, "Rendezvous")
       .def(
-          py::init<c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds>(), py::arg("store"), py::arg("rank"),
-          py::arg("size"), py::arg("timeout"), release_gil)
+          py::init<c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds, Rendezvous::Gone>(), py::arg("store"),
+          py::arg("rank"), py::arg("size"), py::arg("timeout"), py::arg("gone") = py::none(), release_gil)
       .def("allgather", &Rendezvous::allgather, py::arg("key"), py::arg("value"), release_gil)
       .def("finish", &Rendezvous::finish, release_gil);
   py::class_<VirtualWorld>(module, "VirtualWorld")

@@ -67,8 +67,8 @@ Place read_place(const std::string& text) {
 // The creation of a group.
 class Meeting {
  public:
-  Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout)
-      : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout)), timeout_(timeout) {}
+  Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, Rendezvous::Gone gone)
+      : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout, std::move(gone))), timeout_(timeout) {}
 
   ~Meeting() {
     if (monitor_) { // no transport was created
@@ -415,7 +415,8 @@ std::shared_ptr<Group> connect(
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums) {
+    SumsBy sums,
+    const Acquaintance& known) {
   auto& engine = process_engine();
   engine.check_not_forked();
   PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
@@ -437,7 +438,11 @@ std::shared_ptr<Group> connect(
   }
   runtime.check_first_start();
   engine.watchdog().check();
-  Meeting meeting(store, rank, size, timeout);
+  Rendezvous::Gone gone;
+  if (known.group) {
+    gone = [known](const std::vector<int>& members) { return known.gone(members); };
+  }
+  Meeting meeting(store, rank, size, timeout, std::move(gone));
   engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile
   meeting.meet(name, sums);
   auto network_sums = meeting.network_sums(name);

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "engine/acquaintance.hpp"
 #include "engine/engine.hpp"
 #include "job/between_hosts.hpp"
 
@@ -16,15 +17,16 @@ namespace fog {
 Engine& process_engine();
 
 // Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
-// every rank has come; throws DistBackendError with the missing ranks after `timeout`. `sums`: whether MPI or fog does
-// allreduce, reduce and reduce_scatter between hosts.
+// every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known
+// to be gone. `sums`: whether MPI or fog does allreduce, reduce and reduce_scatter between hosts.
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums);
+    SumsBy sums,
+    const Acquaintance& known);
 
 // Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the
 // first call has an effect; connect() calls it if it was not called before.

@@ -1,9 +1,11 @@
 #include "job/rendezvous.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -35,31 +37,25 @@ std::vector<std::pair<int, std::string>> split(const std::string& all) {
   return parts;
 }
 
-// Lists the ranks that are not in `here`: the lowest ones by number, and how many more there are.
-std::string list_missing(const std::vector<std::pair<int, std::string>>& here, int size) {
-  constexpr int kNamed = 20;
-  std::vector<bool> known(static_cast<size_t>(size));
-  for (const auto& [rank, text] : here) {
-    known.at(static_cast<size_t>(rank)) = true;
-  }
+// Lists the lowest ranks by number, and how many more there are.
+std::string listed(const std::vector<int>& ranks) {
+  constexpr size_t kNamed = 20;
   std::string text;
-  int missing = 0;
-  for (int rank = 0; rank < size; ++rank) {
-    if (!known[static_cast<size_t>(rank)] && ++missing <= kNamed) {
-      text += (text.empty() ? "" : ", ") + std::to_string(rank);
-    }
+  for (size_t i = 0; i < std::min(ranks.size(), kNamed); ++i) {
+    text += (text.empty() ? "" : ", ") + std::to_string(ranks[i]);
   }
-  return missing <= kNamed ? text : text + " and " + std::to_string(missing - kNamed) + " more";
+  return ranks.size() <= kNamed ? text : text + " and " + std::to_string(ranks.size() - kNamed) + " more";
 }
 
 } // namespace
 
-Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout)
+Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout, Gone gone)
     : store_(std::move(store)),
       appends_(store_->hasExtendedApi()),
       rank_(rank),
       size_(size),
       timeout_(timeout),
+      gone_(std::move(gone)),
       prefix_("fog/" + std::to_string(store_->add("fog/rendezvous/" + std::to_string(rank), 1)) + "/") {}
 
 std::string Rendezvous::store_host() const {
@@ -95,26 +91,75 @@ std::string Rendezvous::get(const std::string& key) {
   return {value.begin(), value.end()};
 }
 
-void Rendezvous::wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::string()>& missing) {
+void Rendezvous::wait(const std::string& key, const std::vector<std::string>& keys, const Missing& missing) {
   std::vector<std::string> prefixed;
   prefixed.reserve(keys.size());
   for (const auto& each : keys) {
     prefixed.push_back(prefix_ + each);
   }
+  std::string reason;
   try {
-    store_->wait(prefixed, for_torch(timeout_));
-  } catch (const std::exception& error) {
-    std::string names;
-    try {
-      names = missing();
-    } catch (const std::exception&) { // the store itself is gone, as the first error says
+    if (!gone_) {
+      store_->wait(prefixed, for_torch(timeout_));
+    } else if (!wait_for_living(key, prefixed, missing)) {
+      reason = "the time is over";
     }
-    C10_THROW_ERROR(
-        DistBackendError,
-        c10::str(
-            "fog: rank ", rank_, " of ", size_, " waited for ", timeout_.count(), " ms at the step '", key, "' of setting up the group",
-            names.empty() ? "" : "; not there: rank(s) " + names, ". The store said: ", error.what()));
+  } catch (const c10::DistBackendError&) { // a rank is gone
+    throw;
+  } catch (const std::exception& error) {
+    reason = error.what();
   }
+  if (reason.empty()) {
+    return;
+  }
+  std::string names;
+  try {
+    names = listed(missing());
+  } catch (const std::exception&) { // the store itself is gone, as the first error says
+  }
+  C10_THROW_ERROR(
+      DistBackendError,
+      c10::str(
+          "fog: rank ", rank_, " of ", size_, " waited for ", timeout_.count(), " ms at the step '", key, "' of setting up the group",
+          names.empty() ? "" : "; not there: rank(s) " + names, ". The store said: ", reason));
+}
+
+// Asks the store again and again, because a wait in it that ends without a result prints warnings of torch.
+bool Rendezvous::wait_for_living(const std::string& key, const std::vector<std::string>& keys, const Missing& missing) {
+  using Clock = std::chrono::steady_clock;
+  // The store serves all ranks: more of them ask less often.
+  const auto shortest = std::chrono::microseconds(100 + 20 * size_);
+  const auto longest = std::chrono::microseconds(10'000 + 200 * size_);
+  const auto between_looks = std::chrono::milliseconds(200 + 4 * size_);
+  const auto began = Clock::now();
+  const auto deadline = deadline_after(timeout_);
+  auto next_look = began + between_looks;
+  while (!store_->check(keys)) {
+    const auto now = Clock::now();
+    if (now >= next_look) {
+      // A lost rank may have come to the step before. What it had told the store is there once its end is known.
+      const auto gone = gone_(missing());
+      const auto absent = missing();
+      if (absent.empty()) { // the last one was lost before it could say that all are there
+        return true;
+      }
+      for (const auto& [rank, name] : gone) {
+        if (std::find(absent.begin(), absent.end(), rank) != absent.end()) {
+          C10_THROW_ERROR(
+              DistBackendError,
+              c10::str(
+                  "fog: rank ", rank_, " of ", size_, " waited at the step '", key, "' of setting up the group for its rank ", rank,
+                  ", which will not come: ", name, " is lost or has ended"));
+        }
+      }
+      next_look = Clock::now() + between_looks;
+    }
+    if (now >= deadline) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::clamp<Clock::duration>((now - began) / 2, shortest, longest));
+  }
+  return true;
 }
 
 void Rendezvous::put(const std::string& key, const std::string& value) {
@@ -148,7 +193,21 @@ void Rendezvous::note(const std::string& key) {
 }
 
 std::string Rendezvous::not_noted(const std::string& key) {
-  return list_missing(there(key), size_);
+  return listed(missing(key));
+}
+
+std::vector<int> Rendezvous::missing(const std::string& key) {
+  std::vector<bool> known(static_cast<size_t>(size_));
+  for (const auto& [rank, text] : there(key)) {
+    known.at(static_cast<size_t>(rank)) = true;
+  }
+  std::vector<int> ranks;
+  for (int rank = 0; rank < size_; ++rank) {
+    if (!known[static_cast<size_t>(rank)]) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
 }
 
 std::vector<std::string> Rendezvous::allgather(const std::string& key, const std::string& value) {
@@ -167,7 +226,7 @@ std::vector<std::string> Rendezvous::allgather(const std::string& key, const std
       awaited.push_back(rank_key(key, rank));
     }
   }
-  wait(key, awaited, [&] { return not_noted(key); });
+  wait(key, awaited, [&] { return missing(key); });
   std::vector<std::string> values(static_cast<size_t>(size_));
   for (auto& [rank, text] : appends_ ? split(get(key + "/all")) : there(key)) {
     values.at(static_cast<size_t>(rank)) = std::move(text);
@@ -183,7 +242,7 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
     set(zero, value);
     return value;
   }
-  wait(key, {zero}, [] { return std::string("0"); });
+  wait(key, {zero}, [&] { return has(zero) ? std::vector<int>() : std::vector<int>{0}; });
   return get(zero);
 }
 

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,10 +19,14 @@ namespace fog {
 // its rendezvous in the store, and each rendezvous has its own keys.
 class Rendezvous {
  public:
-  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout);
+  // Returns how those of these ranks are called that are known to be gone, so that nobody waits for them.
+  using Gone = std::function<std::map<int, std::string>(const std::vector<int>& ranks)>;
+
+  // `gone`: null if nothing is known about the ranks.
+  Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size, std::chrono::milliseconds timeout, Gone gone = nullptr);
 
   // Returns every rank's value under `key`, in rank order. A rank makes at most five requests, for any number of ranks,
-  // or one request per rank if the store cannot append.
+  // or one request per rank if the store cannot append. With `gone`, it also asks from time to time whether all have come.
   std::vector<std::string> allgather(const std::string& key, const std::string& value);
 
   // Returns rank 0's value under `key`; `make` makes it on rank 0.
@@ -62,15 +67,21 @@ class Rendezvous {
   // put() adds this rank's value under `key`; there() returns the values that have arrived.
   void put(const std::string& key, const std::string& value);
   std::vector<std::pair<int, std::string>> there(const std::string& key);
-  // Waits for `keys`, which the step `key` needs. `missing` lists the ranks that have not come to the step, for the
-  // error.
-  void wait(const std::string& key, const std::vector<std::string>& keys, const std::function<std::string()>& missing);
+  // Returns the ranks that have not come to the step `key`.
+  std::vector<int> missing(const std::string& key);
+  // Waits for `keys`, which the step `key` needs. `missing` lists the ranks that have not come to the step; if there
+  // are none, nothing is waited for.
+  using Missing = std::function<std::vector<int>()>;
+  void wait(const std::string& key, const std::vector<std::string>& keys, const Missing& missing);
+  // Does so while it looks for ranks that are gone. Returns false at the timeout.
+  bool wait_for_living(const std::string& key, const std::vector<std::string>& keys, const Missing& missing);
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const bool appends_; // the store can append to a value
   const int rank_;
   const int size_;
   const std::chrono::milliseconds timeout_;
+  const Gone gone_;
   const std::string prefix_;
   std::vector<std::string> exchanged_; // keys, the same on every rank
 };

@@ -49,7 +49,11 @@ class AsynchronousGossip(Algorithm):
     than a half for the same reason, because several neighbors may move a rank at the same time: if a_i neighbors choose
     i in a step on average, ``w_ij = 1 / (2 + max(a_i, a_j))``, which is 1/3 on regular graphs. The weight of a slow rank
     in the result is proportional to its steps. Gradients are computed at the parameters in the model, which only the
-    rank's own `step` changes. x_j is read in place: on CPUs it may contain a part of a step that j is making. The
+    rank's own `step` changes.
+
+    x_j is read in place and without a lock. On CPUs some of its elements may be from before a step that j is making, and
+    others from after its optimizer's part, its inbox or its move: elements that would be equal may differ for a while.
+    The sum is not affected, because each element of j loses what the same element of i gains, whatever was read. The
     reading runs beside the backward pass and the moves beside the next forward pass, so a rank that computes for longer
     waits for neither. A step reads by itself if no training pass of the model, called as a function, came before it.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fogdist.context import Context
 from fogdist.streams import wait_until_complete
-from fogdist.training.continuing import Continuing, OnLoss, Watch, highest, take_seat
+from fogdist.training.continuing import Continuing, OnLoss, Watch, await_all, highest, take_seat
 from fogdist.training.mixing import GlobalAverage, Mixing, Round
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.plans import Plans, edges_of, neighbors_of
@@ -83,6 +83,8 @@ class AsynchronousMixing:
         self._generation = 0
         self._puts: list[dist.Work] = []
         self._is_counted = True  # whether neighbors can see the last iteration in the count
+        # The number of the exchange of the second seat in which ranks agree to close, once this one has come to it.
+        self._closing: int | None = None
         self._whole = rounds
         self._open(rounds)
         if self._seats is not None:
@@ -184,40 +186,44 @@ class AsynchronousMixing:
     def follow(self, rounds: Plans) -> None:
         """Mixes along another topology from now on; collective."""
         self.close()
-        self._whole = rounds
+        self._whole, self._closing = rounds, None
         self._open(Plans(rounds.topology, self.context))
         self.after_global_average()
         self.round = 0
 
     def after_global_average(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number; collective."""
-        done = self._everywhere(f"{self._name}.done", self._iteration)
-        self._iteration = self._iteration if done is None else done
+        seat = None if self._seats is None else self._seats[1]
+        self._iteration = highest(self.context, seat, self._iteration, f"{self._name}.done")
         self._put(self._out)
         wait_until_complete(self._puts)
         self.discard()
-        self._everywhere(f"{self._name}.all have put", 0)
+        highest(self.context, seat, 0, f"{self._name}.all have put")
 
     def close(self) -> None:
-        """Ends the windows; collective among neighbors."""
+        """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""
         self.pause()
-        self._pace.free()
-        for window in self._windows:
-            window.free(self._timeout)
+        if self._seats is None:
+            self._pace.free()
+            for window in self._windows:
+                window.free(self._timeout)
+            return
+        # A rank that waited for its neighbors in `free` would not hear of a meeting in which they wait for it. Once all
+        # ranks have come here, nobody writes or reads any more, so nobody has to wait.
+        self._closing = self._seats[1].completed
+        assert self._watch is not None
+        self._watch.meet_if_needed()
+        await_all(self._seats[1])
+        self._pace.abandon()
+        self._windows.clear()
 
     # --- inside ---
-
-    def _everywhere(self, name: str, number: int) -> int | None:
-        """Returns the largest of the ranks' numbers; None if other ranks had got it before a loss. Collective."""
-        if self._seats is not None:
-            return highest(self._seats[1], number, name)
-        most = torch.tensor([number], device="cpu")
-        self.context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name).wait()
-        return int(most)
 
     def _renew(self) -> None:
         """Opens windows among the ranks that are left: the first that all of them do after a meeting, wherever they are."""
         assert self._seats is not None
+        if self._closing is not None and max(self._seats[1].completed, self._seats[1].resume) > self._closing:
+            return  # all ranks have come to `close`, as this one or another one knows
         with contextlib.suppress(dist.DistBackendError):  # of neighbors that are gone
             self.discard()
         seat = self._seats[0]
@@ -228,6 +234,8 @@ class AsynchronousMixing:
         with contextlib.suppress(dist.DistBackendError):
             self._open(Plans(self._whole.topology, self.context))
             self._put(self._out)
+        if self._closing is not None:
+            self.pause()
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round of a period."""

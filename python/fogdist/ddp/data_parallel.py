@@ -403,8 +403,9 @@ class DecentralizedDataParallel(nn.Module):
         return self._mixing.left_out
 
     def close(self) -> None:
-        """Ends mixing: module and optimizer continue alone. Collective among neighbors in mode "async".
+        """Ends mixing: module and optimizer continue alone.
 
+        Collective among neighbors in mode "async", and among all ranks that are left with ``on_loss="continue"``.
         A program need not call it at its end.
         """
         if self._release is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context
@@ -119,7 +118,11 @@ class SynchronousMixing:
     def finish(self) -> None:
         """Completes the exchange that this rank or only other ranks have begun, if any; collective."""
         # Ranks of whom some were left out of rounds have begun different numbers of them, and each completes its own.
-        most = 0 if self._is_patient else self._most_begun()
+        most = 0
+        if not self._is_patient:
+            # A rank that gives this up has learned of the others' exchanges by the meeting already.
+            seat = None if self._seats is None else self._seats[1]
+            most = highest(self._whole, seat, self._begun, f"{self._name}.begun")
         if self.has_begun:
             self.mix()
         # Ranks that have begun one exchange more than this rank cannot complete it alone.
@@ -132,17 +135,6 @@ class SynchronousMixing:
         if self._seats is not None:
             mixing = Continuing(mixing, self._seats[1])
         mixing.begin(flats, Round(self.context, 0, f"{self._name} global"), in_place=True)()
-
-    def _most_begun(self) -> int:
-        """Returns the largest number of exchanges that any rank has begun."""
-        name = f"{self._name}.begun"
-        if self._seats is None:
-            most = torch.tensor([self._begun], dtype=torch.int64, device="cpu")
-            self._whole.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name).wait()
-            return int(most)
-        # A rank that gives this up has learned of the others' exchanges by the meeting already.
-        result = highest(self._seats[1], self._begun, name)
-        return self._begun if result is None else result
 
     def accept_changes(self) -> None:
         """Accepts the changes of the parameters since the exchange began."""

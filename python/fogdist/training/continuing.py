@@ -143,11 +143,13 @@ def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], lis
     return finish
 
 
-def highest(seat: Seat, number: int, name: str) -> int | None:
-    """Returns the largest of the numbers of all ranks that are left; None if others had got it before a loss. Collective.
+def highest(context: Context, seat: Seat | None, number: int, name: str) -> int:
+    """Returns the largest of the numbers of all ranks. Collective.
 
     Args:
-        seat: The place in the exchanges.
+        context: The group, for objects that do not go on after losses.
+        seat: The place in the exchanges of one that does; then the ranks are those that are left. The result is this rank's
+            own number if others had got the largest one before a loss.
         number: This rank's.
         name: Of the operation, the same on all ranks.
     """
@@ -162,13 +164,13 @@ def highest(seat: Seat, number: int, name: str) -> int | None:
 
         return finish
 
-    result = repeated(seat, begin)()
-    return None if result is None else int(result[0])
+    result = begin(context)() if seat is None else repeated(seat, begin)()
+    return number if result is None else int(result[0])
 
 
 def await_all(seat: Seat) -> None:
     """Returns when all ranks that are left have called it, or when one had returned from it before a loss. Collective."""
-    highest(seat, 0, f"{seat.name} barrier")
+    highest(seat.context, seat, 0, f"{seat.name} barrier")
 
 
 class Watch:

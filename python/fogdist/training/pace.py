@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import deque
 from datetime import timedelta
 
 import torch
@@ -20,14 +21,15 @@ MAX_STALENESS = 8
 # The sleeps between two checks of a waiting rank, in seconds, doubled from the first to the last.
 _FIRST_SLEEP = 50e-6
 _LAST_SLEEP = 2e-3
-# A rank stops waiting for a neighbor that has made no exchange for this time, and for _QUIET_TIMES times its longest
-# recent exchange: it may be evaluating, have ended or be stuck. It is waited for again after its next exchange.
-_QUIET_SECONDS = 1.0
-# The factor by which the longest exchange decays with each exchange, so that the time of an evaluation is forgotten
-# soon.
-_FORGETTING = 0.9
+# A rank stops waiting for a neighbor that has made no exchange for this time, and for _QUIET_TIMES times the longest of
+# its last _REMEMBERED exchanges: it may be evaluating, have ended or be stuck. It is waited for again after its next
+# exchange. So one that often gets no core is waited for, and one that has always been in time holds nobody up for long.
+_QUIET_SECONDS = 0.1
 _QUIET_TIMES = 5.0
 _QUIET_MOST_SECONDS = 15.0
+_REMEMBERED = 64
+# The same for a neighbor of which no exchange is known, and for an answer of one on another host.
+_UNKNOWN_SECONDS = 1.0
 # All objects in use, for `staleness_of`.
 _in_use: weakref.WeakSet[Pace] = weakref.WeakSet()
 
@@ -50,9 +52,9 @@ class Pace:
     training, and the staleness of a neighbor that gets no core grows. A rank waits only for ranks with fewer exchanges,
     so there is always a rank that does not wait, and ranks cannot wait in a circle.
 
-    A rank does not wait for a neighbor that has been quiet for much longer than its longest recent exchange (at most 15
-    s): scripts do not announce that a rank ends its training, evaluates, or waits in a collective for the ranks that
-    would wait for it here. This class does not handle lost ranks; the exchange itself reports them.
+    A rank does not wait for a neighbor that has been quiet for much longer than its longest recent exchange (at least 0.1
+    s, at most 15 s): scripts do not announce that a rank ends its training, evaluates, or waits in a collective for the
+    ranks that would wait for it here. This class does not handle lost ranks; the exchange itself reports them.
 
     A rank writes its count into its own memory. A neighbor reads it only when, by its own information, this rank may be
     too far behind. Between two reads the information is old, so the last exchange of a neighbor may have been up to twice
@@ -91,6 +93,7 @@ class Pace:
         self._shown = shown.numpy()
         self._made = 0
         self._last = time.monotonic()
+        self._times = deque[float](maxlen=_REMEMBERED)
         self._in = in_neighbors
         self._job_ranks = dist.get_process_group_ranks(context.group)
         self._counts = dict.fromkeys(self._peers, 0)  # the neighbors' exchanges, as last seen
@@ -135,7 +138,8 @@ class Pace:
         """
         now = time.monotonic()
         if self._made:
-            self._shown[1] = max(_FORGETTING * self._shown[1], now - self._last)
+            self._times.append(now - self._last)
+            self._shown[1] = max(self._times)
         self._last = now
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
@@ -166,7 +170,7 @@ class Pace:
     def catch_up(self) -> int:
         """Sets this rank's count to the largest count of its own and its neighbors', and returns it."""
         for rank in self._peers:
-            self._look(rank, _QUIET_SECONDS)
+            self._look(rank, _UNKNOWN_SECONDS)
         self._made = max([self._made, *self._counts.values()])
         return self._made
 
@@ -175,6 +179,11 @@ class Pace:
         self.pause()
         _in_use.discard(self)
         self._window.free(self._timeout)
+
+    def abandon(self) -> None:
+        """Ends the use of the window without waiting, once no rank of the group uses it any more."""
+        _in_use.discard(self)
+        del self._window
 
     def _say(self, *, paused: bool) -> None:
         self._window.p = 1.0 if paused else 0.0
@@ -208,7 +217,8 @@ class Pace:
         while self.takes_part(rank) and not self.is_gone(rank) and not (self._gives_way and backend.failure):
             most = patience
             if most is None:
-                most = min(max(_QUIET_SECONDS, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
+                least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
+                most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
                 if rank in self._passed_over:  # does not wait, but notices its next exchange
                     most = 0.0
             left = begin + most - time.monotonic()

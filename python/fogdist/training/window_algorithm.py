@@ -47,8 +47,9 @@ class WindowAlgorithm(OverlappingAlgorithm):
         bucket_cap_mb: As in `Algorithm`; each bucket is a window.
         max_staleness: The largest number of exchanges that a rank makes without news of an in-neighbor that has made
             fewer; then it waits for it. None for any number. A rank does not wait for a neighbor that is lost, or that
-            has been quiet for a second and five times as long as its own exchanges take. (As the bound of stale
-            synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be slower.)
+            has been quiet for 0.1 s and five times as long as the longest of that rank's last 64 exchanges. (As the bound of
+            stale synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be
+            slower.)
         group: As in `Algorithm`.
         on_loss: As in `Algorithm`. With "continue", neighbors that are lost are left out at once, and their weights return to
             the rank itself. Ranks that exchange in step then agree on who is left and repeat the round; others do so once
