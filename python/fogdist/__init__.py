@@ -274,3 +274,6 @@ else:  # a type checker is to find misspelt names
         if name == "simulate":  # most scripts do not use it
             return importlib.import_module("fogdist.simulate")
         return legacy.find(name, __name__, globals())
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
