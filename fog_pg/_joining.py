@@ -1,7 +1,7 @@
 """The first group of a process that joins a running job: it takes no work, and connects nobody.
 
-The members of a job that can be joined have told the job's Store how to connect with them. What follows, from here to the
-first exchange, is in `fogdist.joining`.
+The members of a job that can be joined have told the job's Store how to connect with them. What follows, from here to
+the first exchange, is in `fogdist.joining`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,12 @@ def publish(store: Store, rank: int, group: int, entry: str) -> None:
 def publish_secret(store: Store, secret: str) -> None:
     """Passes the job's secret on to processes that join."""
     store.set(_SECRET, secret)
+
+
+def entry_of(store: Store, rank: int) -> str | None:
+    """Returns how to connect with the last process that had a rank; None if there was none."""
+    key = _ENTRY.format(rank=rank)
+    return json.loads(store.get(key))["entry"] if store.check([key]) else None
 
 
 def read_world(store: Store, size: int) -> World:

@@ -7,6 +7,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,13 +16,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fogdist
 import pytest
+import torch
+import torch.distributed as dist
+from fogdist import algorithms
+from harness import ALL, World
+from hosts import connections
 from scripts import ROOT
 
 TIMEOUT = 90.0
 RANKS = 4
-# A joining process has this time from its start to its first exchange on a machine with a core for it (docs/membership.md);
-# tests only check that it joins.
+# A joining process has this time from its start to its first exchange on a machine with a core for it
+# (docs/membership.md); tests only check that it joins.
 KINDS = [
     "wrapper",
     "DecentralizedSGD",
@@ -34,8 +42,9 @@ KINDS = [
 ]
 
 SCRIPT = """
-import json, os, signal, sys, time
+import ctypes, json, os, signal, sys, time
 from datetime import timedelta
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test that is killed leaves no rank
 import torch
 import torch.distributed as dist
 import fogdist
@@ -93,8 +102,6 @@ class Job:
     """A job of ranks on this host, whose Store is in this process."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        import torch.distributed as dist
-
         self.folder = folder
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.options = {"kind": "DecentralizedSGD", "steps": 100_000, "end": str(folder / "end"), **options}
@@ -204,7 +211,9 @@ def lose(job: Job, number: int, others: list[int], living: list[int]) -> None:
     job.until_living(others, living)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[2:])]
+)
 def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> None:
     """Rank 2 is lost and a new process takes its number; all train on, and end close to each other."""
     job = new_job(kind=kind)
@@ -238,6 +247,7 @@ def test_further_losses_and_joins(new_job: Callable[..., Job]) -> None:
     job.end([third, second, 2, 3])
 
 
+@pytest.mark.long
 def test_two_processes_join_at_once(new_job: Callable[..., Job]) -> None:
     job = new_job(kind="wrapper")
     for number in (1, 2):
@@ -265,11 +275,16 @@ PHASES = [
 
 # Imported by Python at its start, from the folder of FAULTY, before the script.
 SITE = """
-import builtins, importlib, os, signal, sys, threading
+import importlib, os, signal
 
 owner, name, when, how = os.environ["FOG_TEST_FAULT"].split(" ")
 
-def fail(*_):
+failed = []
+
+def fail():
+    if failed:
+        return
+    failed.append(True)
     os.kill(os.getpid(), getattr(signal, how))
 
 def install():
@@ -309,7 +324,7 @@ def test_a_process_that_is_killed_while_it_joins(new_job: Callable[..., Job], tm
     job = new_job()
     rest = [0, 1, 3]
     lose(job, 2, rest, [0, 1, 3])
-    for phase in PHASES:
+    for phase in PHASES if ALL else PHASES[4:6]:
         new = job.join(2, **faulty(tmp_path, phase, "SIGKILL"))
         assert job.processes[new][0].wait(TIMEOUT) == -signal.SIGKILL, (phase, job.log(new))
         job.until_living(rest, [0, 1, 3])
@@ -319,6 +334,7 @@ def test_a_process_that_is_killed_while_it_joins(new_job: Callable[..., Job], tm
     job.end([*rest, new])
 
 
+@pytest.mark.long
 def test_a_process_that_stops_while_it_joins(new_job: Callable[..., Job], tmp_path: Path) -> None:
     """The others wait for it a few seconds, and count it as lost. Its number is free again when it has ended."""
     job = new_job()
@@ -336,7 +352,10 @@ def test_a_process_that_stops_while_it_joins(new_job: Callable[..., Job], tmp_pa
 
 @pytest.mark.parametrize(
     "phase",
-    [("fogdist.joining.Newcomer", "_read", "before"), ("fogdist.joining.Newcomer", "enter", "before")],
+    [
+        ("fogdist.joining.Newcomer", "_read", "before"),
+        pytest.param(("fogdist.joining.Newcomer", "enter", "before"), marks=pytest.mark.long),
+    ],
 )
 def test_the_rank_that_gives_its_state_is_lost(
     new_job: Callable[..., Job], tmp_path: Path, phase: tuple[str, str, str]
@@ -405,7 +424,7 @@ def test_a_job_that_raises_on_losses_cannot_be_joined(new_job: Callable[..., Job
         "this process was started to join a running job as rank 2, but the job cannot be joined"
         in job.log(new)
     )
-    job.end([0, 1, 2, 3])
+    assert [process.poll() for process, _ in job.processes[:RANKS]] == [None] * RANKS, job.report()
 
 
 def test_a_secret_of_the_environment(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,3 +437,70 @@ def test_a_secret_of_the_environment(new_job: Callable[..., Job], monkeypatch: p
     new = job.join(2)
     job.until_living([0, 1, 3, new], [0, 1, 2, 3])
     job.end([0, 1, 3, new])
+
+
+# --- what it costs without newcomers ----------------------------------------------------------------------------
+
+QUIET = """
+import ctypes, mmap
+import torch.distributed as dist
+from fogdist.joining import Door
+
+class NoStore:
+    def __getattr__(self, name):
+        raise AssertionError(f"the Store is asked: {name}")
+
+door = Door(NoStore())
+libc = ctypes.CDLL(None)
+syscall, prctl = libc.syscall, libc.prctl
+assert door.is_quiet(0)
+PR_SET_SECCOMP, SECCOMP_MODE_STRICT, SYS_exit = 22, 1, 60
+assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT, 0, 0, 0) == 0
+for _ in range(10_000):
+    if not door.is_quiet(0):
+        syscall(SYS_exit, 1)
+syscall(SYS_exit, 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86_64")
+def test_looking_for_newcomers_makes_no_system_call() -> None:
+    """A process that may make none but exit looks ten thousand times; any other would kill it."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'python'}"}
+    done = subprocess.run([sys.executable, "-c", QUIET], env=environment, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0
+
+
+def train_quietly(steps: int) -> list[int]:
+    """Returns how many packets each connection to the Store has sent, before and after some steps."""
+    fogdist.init()
+    model = torch.nn.Linear(4, 4)
+    fogdist.broadcast_parameters(model.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
+    store = dist.distributed_c10d._get_default_store()
+
+    def packets() -> int:
+        offset = 136  # of tcpi_segs_out in struct tcp_info
+        infos = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232) for each in connections(store)]
+        assert infos
+        return sum(struct.unpack_from("I", info, offset)[0] for info in infos)
+
+    def step() -> None:
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+
+    step()
+    fogdist.barrier()
+    before = packets()
+    store.check(["a request"])
+    asked = packets()
+    assert asked > before
+    for _ in range(steps):
+        step()
+    return [asked, packets()]
+
+
+def test_steps_without_newcomers_ask_the_store_nothing(new_world: Callable[..., World]) -> None:
+    for before, after in new_world(2).run(train_quietly, 100):
+        assert before <= after <= before + 1  # an acknowledgement may come late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, membership, topology
-from fogdist.membership import Membership, _Decision, _Log
+from fogdist.membership import Membership, _Decision, _Join, _Log, _Minutes
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
@@ -555,6 +556,30 @@ def test_if_all_come_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             each.result()
             for each in [pool.submit(meet_in, monkeypatch, store, rank, 3, []) for rank in range(3)]
         ] == [{}] * 3
+
+
+def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]:
+    return {"completed": completed, "taken": taken, "first": first, "counts": {"steps": steps}}
+
+
+def test_who_joins_begins_where_the_farthest_rank_is() -> None:
+    """Within a round of three exchanges, it begins the round and gives up what a rank has completed."""
+    join = _Join(1, "entry")
+    came = {0: {"a": report(6, 6, 6, 2)}, 1: {"a": report(7, 9, 6, 2)}, 3: {"a": report(5, 6, 3, 1)}}
+    decision = _Minutes(came, {2}, {2: join}, {"a"}).decision([0, 1, 2, 3])
+    assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: join}
+    assert decision.numbers == {"a": 7}
+    assert decision.report_of("a") == came[1]["a"] and decision.report_of("b") is None
+    assert _Decision.from_json(json.loads(json.dumps(decision.to_json(5)))) == decision
+
+
+@pytest.mark.parametrize("gone", [set(), {3}])
+def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set[int]) -> None:
+    """It would wait there for a process that begins with the first object. The ranks go on, as a new epoch."""
+    came = {rank: {"a": report(6, 6, 6, 2), "b": report(5, 5 + (rank == 1), 5, 2)} for rank in (0, 1, 3)}
+    decision = _Minutes(came, gone, {2: _Join(1, "entry")}, {"a"}).decision([0, 1, 3])
+    assert decision is not None and decision.joins == {} and decision.members == tuple({0, 1, 3} - gone)
+    assert _Minutes(came, set(), {}, set()).decision([0, 1, 3]) is None
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

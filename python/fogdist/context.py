@@ -98,8 +98,8 @@ class Context:
         gossips: The unnamed gossips of this rank with single other ranks.
         windows: The open windows by name, the same names on all ranks. While any is open, the topology cannot change.
         survivors: The ranks that this group is of, if it has taken the place of one that has lost some.
-        is_joining: Whether this process is about to join a job that runs already, of which this is the first group. What
-            all ranks do together before they train is then left out here: the process gets it from the others.
+        is_joining: Whether this process is about to join a job that runs already, of which this is the first group.
+            What all ranks do together before they train is then left out: the process gets it from the others.
     """
 
     group: dist.ProcessGroup

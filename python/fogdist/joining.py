@@ -1,11 +1,12 @@
 """How a process comes into a job that trains already: what it and the job's ranks tell each other, up to the meeting.
 
-A process that joins takes a *ticket* in the Store of the job's first group, and tells what it is: its rank, how to connect
-with it, its objects, and a proof that it knows the job's secret. It draws the attention of the ranks by a counter in their
-shared memory, so a rank that looks for newcomers in each step reads a number and asks nobody (`Door.is_quiet`). The
-rank with the lowest number answers: it refuses, with the reason, or copies the state of its objects into an anonymous file and
-trains on, while the newcomer reads that. When the newcomer has loaded the state it says that it is ready. Only then do the ranks
-meet, as after a loss (`fogdist.membership`), and all that they do for it is to agree.
+A process that joins takes a *ticket* in the Store of the job's first group, and tells what it is: its rank, how to
+connect with it, its objects, and a proof that it knows the job's secret. It draws the attention of the ranks by a
+counter in their shared memory, so a rank that looks for newcomers in each step reads a number and asks nobody
+(`Door.is_quiet`). The rank with the lowest number answers: it refuses, with the reason, or copies the state of its
+objects into an anonymous file and trains on, while the newcomer reads that. When the newcomer has loaded the state it
+says that it is ready. Only then do the ranks meet, as after a loss (`fogdist.membership`), and all that they do for it
+is to agree.
 """
 
 from __future__ import annotations
@@ -163,19 +164,25 @@ class Door:
             if ticket in self._over or not self._has(ticket, "request"):
                 continue
             told = json.loads(self._store.get(_key(ticket, "request")))
-            request = Request(ticket, told["rank"], told["entry"], tuple(told["seats"]), told["seat"])
+            try:
+                request = Request(
+                    ticket, int(told["rank"]), str(told["entry"]), tuple(told["seats"]), str(told["seat"])
+                )
+                given = str(told["proof"])
+            except (KeyError, TypeError, ValueError) as error:
+                self._refuse(ticket, f"its request is not complete: {error!r}")
+                continue
             if not self._is_there(request.entry) or self._has(ticket, "admitted"):
                 self._end(ticket)
                 continue
-            proof = _proof("request", str(ticket), told["entry"])
-            is_known = hmac.compare_digest(told["proof"], proof)
+            is_known = hmac.compare_digest(
+                given.encode(), _proof("request", str(ticket), request.entry).encode()
+            )
             reason = judge(request) if is_known else "it does not know the job's secret (FOG_JOB_SECRET)"
             if reason is None:
                 self._waits = True
             elif reason:
-                _log.warning("a process that wants to join as rank %d is refused: %s", request.rank, reason)
-                self._store.set(_key(ticket, "refused"), reason)
-                self._end(ticket)
+                self._refuse(ticket, reason)
             elif self._has(ticket, "ready"):
                 ready.setdefault(request.rank, request)
             elif not self._has(ticket, "answer"):
@@ -194,6 +201,11 @@ class Door:
         self._store.set(_key(ticket, "admitted"), json.dumps(decision))
         self._end(ticket)
 
+    def _refuse(self, ticket: int, reason: str) -> None:
+        _log.warning("a process that wants to join (ticket %d) is refused: %s", ticket, reason)
+        self._store.set(_key(ticket, "refused"), reason)
+        self._end(ticket)
+
     def _has(self, ticket: int, what: str) -> bool:
         return bool(self._store.check([_key(ticket, what)]))
 
@@ -204,7 +216,7 @@ class Door:
 
 
 class _Copy:
-    """A state in an anonymous file, which a thread writes. The file is sealed when it is whole, and empty if that failed.
+    """A state in an anonymous file, which a thread writes. It is sealed when it is whole, and empty if that failed.
 
     Args:
         state: The state, of which this makes a copy at once.
@@ -212,8 +224,9 @@ class _Copy:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._writer = threading.Thread(target=self._write, args=(_copied(state),), daemon=True)
-        self._writer.start()
+        self._lock = threading.Lock()
+        self._is_written = self._is_over = False
+        threading.Thread(target=self._write, args=(_copied(state),), daemon=True).start()
 
     def _write(self, state: Any) -> None:
         try:
@@ -223,11 +236,17 @@ class _Copy:
             _log.exception("the state for a process that joins could not be written")
             os.ftruncate(self.file, 0)
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        with self._lock:
+            self._is_written = True
+            if self._is_over:
+                os.close(self.file)
 
     def close(self) -> None:
-        """Ends this rank's use of the file."""
-        self._writer.join()
-        os.close(self.file)
+        """Closes the file as soon as it is written, without waiting for that."""
+        with self._lock:
+            self._is_over = True
+            if self._is_written:
+                os.close(self.file)
 
 
 def _copied(state: Any) -> Any:

@@ -51,6 +51,8 @@ _FIRST_PAUSE = 1e-3
 _LAST_PAUSE = 50e-3
 # How long the ranks wait for a process that joins after they have agreed: it is ready, and waits for them.
 _CONNECT_TIMEOUT = timedelta(seconds=5)
+# A meeting to let a process in that has to be postponed is repeated after 2, 4, 8 ... rounds, and at most so many.
+_MOST_PAUSES = 64
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,8 @@ class Seat:
     def enter(self) -> bool:
         """Call it where a rank can join, before an exchange (or a step with several) is begun.
 
-        On a rank of the job it looks for newcomers, which costs a comparison if there is none. On a process that joins it
-        gets the state of all objects, and joins the others.
+        On a rank of the job it looks for newcomers, which costs a comparison if there is none. On a process that joins
+        it gets the state of all objects, and joins the others.
 
         Returns:
             Whether this process has joined just now.
@@ -227,6 +229,7 @@ class Members:
         self._seats: weakref.WeakValueDictionary[str, Seat] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
         self._door: Door | None = None
+        self._postponed = self._pauses = 0  # meetings in a row that let nobody in; rounds before the next one
         self._newcomer: Newcomer | None = None
         first = contexts.current(group)
         if first.is_joining:
@@ -244,7 +247,8 @@ class Members:
 
         Args:
             name: The same on all ranks, and that of no other living seat.
-            state: What a process that joins gets of the object; None if the seat is of an object with another one, or cannot be joined.
+            state: What a process that joins gets of the object; None if the object has another seat for that, or cannot
+                be joined.
         """
         seat = self._seats[name] = Seat(self, name, state)
         self._open_door()
@@ -310,8 +314,11 @@ class Members:
         if decision.joins:
             entries = {rank: join.entry for rank, join in decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
-        elif joins and self._door is not None:
-            self._door.look_again()  # the ranks were in different exchanges
+            self._postponed = 0
+        elif joins and self._door is not None:  # the ranks were in exchanges of different objects
+            self._door.look_again()
+            self._postponed += 1
+            self._pauses = min(2**self._postponed, _MOST_PAUSES)
         self._adopt(decision, before.epoch + 1)
         for name, seat in list(self._seats.items()):
             seat.resume_at(self._numbers.get(name, 0))
@@ -465,6 +472,9 @@ class Members:
         """Answers newcomers, on the rank with the lowest number, and meets the others if one is ready."""
         if self.context.rank != 0:
             return
+        if self._pauses:
+            self._pauses -= 1
+            return
         try:
             ready = door.look(
                 self.membership.epoch,
@@ -501,15 +511,13 @@ class Members:
                 name.startswith(f"{other} ") for other in own if self._seats[other].state is not None
             ):
                 return f"the job has {name}, which a process cannot join"
+        last = _joining.entry_of(self._joining_store(), rank)
+        if last is not None and last != request.entry and _extension.load().announce(last):
+            return f"rank {rank} still runs; a process takes the number of a rank that is gone"
         if rank not in self.membership.living:
             return ""
         backend, place = self.context.backend, self.membership.living.index(rank)
-        if place in backend.lost_ranks() or place in backend.left_ranks():
-            return ""
-        entries = _joining.read_world(self._joining_store(), self._size).entries
-        if rank in entries and _extension.load().announce(entries[rank]):
-            return f"rank {rank} still runs; a process takes the number of a rank that is gone"
-        return None
+        return "" if place in backend.lost_ranks() or place in backend.left_ranks() else None
 
     def _join(self, newcomer: Newcomer, seat: Seat) -> None:
         """Makes this process a member of the job."""

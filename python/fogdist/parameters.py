@@ -84,8 +84,8 @@ def broadcast_optimizer_state(
     """Overwrites an optimizer's state and options with those of one rank. Collective.
 
     The function sends all contents of ``state_dict()``: tensors, numbers, None, and the options of the parameter groups.
-    An optimizer does not need to have made a step; if the root has no state, no rank has state afterwards. A process that
-    joins does nothing here, as in `broadcast_parameters`.
+    An optimizer does not need to have made a step; if the root has no state, no rank has state afterwards. A process
+    that joins does nothing here, as in `broadcast_parameters`.
 
     Args:
         optimizer: With the same parameter groups, by number of parameters, on all ranks.

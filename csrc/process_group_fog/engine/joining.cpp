@@ -4,6 +4,7 @@
 #include <thread>
 
 #include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
 #include "core/deadline.hpp"
@@ -51,7 +52,7 @@ bool announce(const std::string& entry) {
 void prepare_to_join(int rank, int size, const std::vector<std::string>& entries, std::chrono::milliseconds timeout) {
   auto& runtime = Runtime::instance();
   auto& engine = process_engine();
-  engine.check_not_forked();
+  read_settings();
   TORCH_CHECK_VALUE(!entries.empty(), "prepare_to_join: entries: got none; allowed is at least one");
   TORCH_CHECK_WITH(
       DistBackendError, !runtime.joined() && process_transport() == nullptr,
@@ -103,7 +104,11 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
     const auto peer = read_introduction(entry);
     processes.watch(rank, peer.pid);
     if (is_member) {
-      engine.take_in(rank, peer.pid, peer.address);
+      try {
+        engine.take_in(rank, peer.pid, peer.address);
+      } catch (const c10::DistBackendError& error) { // the peer stays lost, and this rank goes on without it
+        LOG(WARNING) << message_of(error);
+      }
     }
   }
   for (const auto& [rank, entry] : entries) {

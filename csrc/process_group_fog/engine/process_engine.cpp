@@ -422,13 +422,7 @@ Engine& process_engine() {
   return *engine;
 }
 
-std::shared_ptr<Group> connect(
-    const c10::intrusive_ptr<c10d::Store>& store,
-    int rank,
-    int size,
-    std::chrono::milliseconds timeout,
-    const std::string& name,
-    SumsBy sums) {
+void read_settings() {
   auto& engine = process_engine();
   engine.check_not_forked();
   PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
@@ -437,6 +431,17 @@ std::shared_ptr<Group> connect(
   long_wait();
   static std::once_flag once;
   std::call_once(once, [&] { engine.set_lost_after(whole_seconds("FOG_LOST_AFTER", 0, 0, 1'000'000)); });
+}
+
+std::shared_ptr<Group> connect(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    std::chrono::milliseconds timeout,
+    const std::string& name,
+    SumsBy sums) {
+  auto& engine = process_engine();
+  read_settings();
   const Suspended suspended(engine); // other ranks may take long to come
   const auto& runtime = Runtime::instance();
   observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);

@@ -31,6 +31,9 @@ void make_process_transport(
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
+// Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.
+void read_settings();
+
 // Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`. `sums`: whether MPI or fog does
 // allreduce, reduce and reduce_scatter between hosts.

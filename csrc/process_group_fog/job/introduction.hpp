@@ -41,8 +41,8 @@ Introduction read_introduction(const std::string& text);
 // Throws DistBackendError if two ranks have different versions or settings. The error is the same on all ranks.
 void check_alike(const std::vector<Introduction>& ranks);
 
-// Throws DistBackendError if some ranks know another secret than others, or none. If none knows one, rank 0's offer becomes
-// the secret of this process's job.
+// Throws DistBackendError if some ranks know another secret than others, or none. If none knows one, rank 0's offer
+// becomes the secret of this process's job.
 void settle_secret(const std::vector<Introduction>& ranks);
 
 // Checks the versions only; `versions` has one description per rank.

@@ -48,9 +48,9 @@ class PeerMonitor {
   // Sets the job's processes: this one is rank `rank` of `size`, and `others` holds the line of listen() of each other
   // rank.
   //
-  // Both ends of a connection prove that they know the job's secret. `reached` lists the addresses at which processes of
-  // the job have been reached. A port that is refused at such an address is that of a process that has ended; at other
-  // addresses a firewall may refuse it.
+  // Both ends of a connection prove that they know the job's secret. `reached` lists the addresses at which processes
+  // of the job have been reached. A port that is refused at such an address is that of a process that has ended; at
+  // other addresses a firewall may refuse it.
   void meet(int rank, int size, std::map<int, std::string> others, const std::vector<std::string>& reached);
 
   // Begins to watch `peer`. Its end is noticed as soon as there is a connection.

@@ -22,12 +22,13 @@ constexpr auto kVisit = std::chrono::seconds(10);
 // The number of times that a connection at a peer's address may be accepted and then closed.
 constexpr size_t kMostCut = 3;
 
-// The greeting. The side that connects sends who it is, whom it means, and the proof that it knows the job's secret. The
-// other side answers with kWelcome and its own proof. What the visitor proves is about the line by which the listener has
-// told where it listens, which has a nonce, and about a nonce of its own, which counts once; so nobody can use a proof
-// again. It takes no more messages than a greeting without proofs, because a process answers only while it makes progress.
-// If two processes connect to each other at once, the lower rank leaves its own connection as soon as the other one is
-// made. A side that leaves a connection announces it, because it would otherwise look like the end of its process.
+// The greeting. The side that connects sends who it is, whom it means, and the proof that it knows the job's secret.
+// The other side answers with kWelcome and its own proof. What the visitor proves is about the line by which the
+// listener has told where it listens, which has a nonce, and about a nonce of its own, which counts once; so nobody can
+// use a proof again. It takes no more messages than a greeting without proofs, because a process answers only while it
+// makes progress. If two processes connect to each other at once, the lower rank leaves its own connection as soon as
+// the other one is made. A side that leaves a connection announces it, because it would otherwise look like the end of
+// its process.
 struct Hello {
   int32_t from;
   int32_t to;

@@ -138,8 +138,8 @@ class Algorithm(DistributedOptimizer):
     saves_state: ClassVar[bool] = True
     """Whether `state_dict` contains the algorithm's state."""
     can_be_joined: ClassVar[bool] = False
-    """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps` calls
-    of `step`, and a subclass with other exchanges calls `enter` at the beginning of each round."""
+    """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
+    calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
     warns_apart: ClassVar[bool] = True
     """Whether ranks warn if they start from different parameters."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
