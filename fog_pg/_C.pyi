@@ -596,6 +596,52 @@ def load_mpi() -> None:
         RuntimeError: If it cannot be opened or does not follow the MPI standard ABI.
     """
 
+def job_secret() -> str:
+    """The secret of this process's job; "" if there is none yet.
+
+    Raises:
+        ValueError: FOG_JOB_SECRET is too short.
+    """
+
+def set_job_secret(secret: str) -> None:
+    """Sets the secret of a process that has none."""
+
+def announced() -> int:
+    """How often processes that want to join have asked for this process's attention. It costs no system call."""
+
+def own_entry() -> str:
+    """What another process needs to connect with this one; "" if none can, because there is no world yet, or MPI runs."""
+
+def read_entry(entry: str) -> dict[str, str | int]:
+    """The properties of the process with this entry: protocol, rank, pid, host_id, host_name, job."""
+
+def announce(entry: str) -> bool:
+    """Asks the process with this entry for its attention; False if it has ended."""
+
+def prepare_to_join(rank: int, size: int, entries: Sequence[str], timeout: timedelta) -> None:
+    """Makes this process a rank of the job of the processes with these entries, without a connection to any.
+
+    Raises:
+        torch.distributed.DistBackendError: They are of another build or host.
+    """
+
+def add_whole(
+    id: int, rank: int, size: int, reason: str, store: Store, options: ProcessGroupFog.Options
+) -> ProcessGroupFog:
+    """The job's first group on a process that joins. It refuses all work, with this reason."""
+
+def connect_with(entries: Mapping[int, str], is_member: bool, timeout: timedelta) -> list[int]:
+    """Connects this process with others, which do the same.
+
+    Args:
+        entries: The entries of the others, by their ranks in the first group.
+        is_member: Whether this process is a member of the job already, and the others join.
+        timeout: The others are lost if they do not come within it.
+
+    Returns:
+        The ranks that have come.
+    """
+
 def mpi_library() -> str:
     """Path of the chosen library; empty if no library was chosen."""
 
@@ -625,6 +671,12 @@ def protocol() -> str:
     """The properties that all ranks of a job must share: the versions of fog and torch, and the number and layout of
     the protocol.
     """
+
+def hmac_sha256(key: bytes, data: bytes) -> bytes:
+    """For tests: the HMAC with SHA-256."""
+
+def random_secret() -> str:
+    """For tests: a secret as rank 0 makes it, in hexadecimal digits."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """The largest size of the memory that a rank shares.

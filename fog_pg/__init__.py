@@ -48,7 +48,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _known, _store, _timeouts, environment
+    from fog_pg import _joining, _known, _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -72,20 +72,21 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         return part.whole.part(part.ranks, part.number, options.store, backend_options)
     # In groups after torch's first, group_rank is not the process's rank.
     is_first = not dist.is_initialized()
-    if is_first and options.group_size > 1 and (restarts := environment.RESTARTS.get()):
-        raise RuntimeError(
-            f"this process is rank {options.group_rank}, which was lost and started again (FOG_RESTARTS={restarts}); a "
-            "rank cannot join a running job yet. The other ranks go on without it"
-        )
     extension.observe_as(
         options.group_rank if is_first else dist.get_rank(),
         options.group_size if is_first else dist.get_world_size(),
     )
     _store.limit_silence(options.store, environment.HOST_TIMEOUT.get())
-    known = (None, []) if is_first else _known.acquaintance(backend_options.global_ranks_in_group)
-    backend: ProcessGroupFog = extension.ProcessGroupFog(
-        options.store, options.group_rank, options.group_size, backend_options, *known
-    )
+    backend: ProcessGroupFog
+    if is_first and options.group_size > 1 and _joining.wants_to_join():
+        backend = _joining.begin(extension, options, backend_options)
+    else:
+        known = (None, []) if is_first else _known.acquaintance(backend_options.global_ranks_in_group)
+        backend = extension.ProcessGroupFog(
+            options.store, options.group_rank, options.group_size, backend_options, *known
+        )
+    if is_first:
+        _joining.note_first(backend, options.store)
     logging.getLogger("fog_pg").debug(
         "group %s: rank %d of %d, timeout %s",
         backend_options.group_name,

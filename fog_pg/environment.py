@@ -49,6 +49,12 @@ def whole(least: int, most: int, unit: str) -> Kind[int]:
     return Kind(unit, f"whole {unit} {end}", parse)
 
 
+def secret(least: int) -> Kind[str]:
+    """A text of at least so many characters."""
+    allowed = f"texts of at least {least} characters"
+    return Kind("text", allowed, lambda text: text if len(text.encode()) >= least else _REFUSED)
+
+
 FLAG: Kind[bool] = Kind("0 or 1", "0 and 1", lambda text: {"0": False, "1": True}.get(text, _REFUSED))
 TEXT: Kind[str] = Kind("text", "any text", lambda text: text)
 
@@ -64,6 +70,7 @@ class Variable(Generic[T]):
         reader: "Python", "C++", "Python, C++", "fog run", or "build" (setup.py and the programs that it calls).
         meaning: One or two sentences.
         owner: The program that defines the variable; "fog" for fog's own variables.
+        is_secret: Whether nothing may show the value.
     """
 
     name: str
@@ -72,6 +79,7 @@ class Variable(Generic[T]):
     reader: str
     meaning: str
     owner: str = "fog"
+    is_secret: bool = False
 
     def get(self, environment: Mapping[str, str] | None = None) -> T:
         """Returns the value.
@@ -87,7 +95,8 @@ class Variable(Generic[T]):
             return self.default
         value = self.kind.parse(text)
         if value is _REFUSED:
-            raise ValueError(f"{self.name}: got '{text}'; allowed are {self.kind.allowed}")
+            shown = f"{len(text.encode())} characters" if self.is_secret else f"'{text}'"
+            raise ValueError(f"{self.name}: got {shown}; allowed are {self.kind.allowed}")
         return value  # type: ignore[return-value]
 
     def is_set(self) -> bool:
@@ -219,7 +228,23 @@ RESTARTS = Variable(
     0,
     "Python",
     "Set by `fog run --keep-going --max-restarts`: how often this rank was started again. From 1 on the other ranks train "
-    "already, and the first group raises an error, because a rank cannot join a running job yet.",
+    "already, and the process joins them: docs/membership.md.",
+)
+JOIN = Variable(
+    "FOG_JOIN",
+    FLAG,
+    False,
+    "Python",
+    "With 1, this process joins a running job, as the rank of its variables: docs/membership.md.",
+)
+JOB_SECRET = Variable(
+    "FOG_JOB_SECRET",
+    secret(16),
+    "",
+    "Python, C++",
+    "The job's secret, the same on all ranks. Ranks of other hosts that connect, and ranks that join, prove that they "
+    "know it. `fog run` makes one; without it rank 0 does, and passes it on through the Store: docs/security.md.",
+    is_secret=True,
 )
 LOG_LEVEL = Variable(
     "FOG_LOG_LEVEL",

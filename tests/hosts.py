@@ -84,9 +84,9 @@ def silences() -> list[float]:
 def await_silences(expected: list[float], patience: float = 25.0) -> None:
     """Waits until exactly these connections exist; connections that are being made come and go."""
     deadline = time.monotonic() + patience
-    while silences() != expected and time.monotonic() < deadline:
+    while (found := silences()) != expected and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert silences() == expected
+    assert found == expected
 
 
 def _join_on_host(name: str, folder: str, timeout: float) -> None:

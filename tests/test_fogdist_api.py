@@ -59,6 +59,7 @@ def test_every_module_imports_only_what_is_below_it():
         "shards",
         "parameters",
         "consensus",
+        "joining",
         "membership",
         "training",
         "algorithms",

@@ -296,7 +296,7 @@ dist.init_process_group("fog", store=dist.HashStore(), rank=1, world_size=2)
 
 
 def test_a_rank_that_was_started_again_learns_that_it_cannot_join() -> None:
-    """Otherwise it would wait for the others, which have a group already, until the timeout of half an hour."""
+    """Where the job has nothing that it can join, it would otherwise wait for the others until the timeout of half an hour."""
     done = subprocess.run(
         [sys.executable, "-c", REJOINS],
         cwd=ROOT,
@@ -307,7 +307,7 @@ def test_a_rank_that_was_started_again_learns_that_it_cannot_join() -> None:
         check=False,
     )
     assert (
-        "RuntimeError: this process is rank 1, which was lost and started again (FOG_RESTARTS=1)"
+        "RuntimeError: this process was started to join a running job as rank 1, but the job cannot be joined"
         in done.stderr
     )
 

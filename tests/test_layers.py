@@ -31,6 +31,8 @@ MORE = {
     "transport/message": {"transport/shared_memory"},
     # It joins a job and makes the engine of that job.
     "engine/process_engine": {"transport/shared_memory"},
+    # A process that joins makes its links before it has a transport.
+    "engine/joining": {"transport/shared_memory"},
     # The memory of operations is in the arena.
     "engine/operation_transfers": {"transport/shared_memory"},
     # Other processes read it as an anonymous file.

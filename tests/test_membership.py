@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -20,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, membership, topology
-from fogdist.membership import Membership, _Log
+from fogdist.membership import Membership, _Decision, _Join, _Log, _Minutes
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
@@ -512,9 +513,9 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
         log = _Log(store, "meeting")
         log.append({"came": rank, "seats": {"a": rank}})
         log.append({"gone": 100 + rank % 2, "by": rank})
-        came, gone = log.read()
-        assert rank in came and 100 + rank % 2 in gone
-        decisions.append(log.decide({rank: {"a": rank}}))
+        minutes = log.read()
+        assert rank in minutes.came and 100 + rank % 2 in minutes.gone
+        decisions.append(log.decide(_Decision({rank: {"a": {"completed": rank}}}, {})))
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(8)]
     for thread in threads:
@@ -522,8 +523,8 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
     for thread in threads:
         thread.join()
     log = _Log(store, "meeting")
-    came, gone = log.read()
-    assert came == {rank: {"a": rank} for rank in range(8)} and gone == {100, 101}
+    minutes = log.read()
+    assert minutes.came == {rank: {"a": rank} for rank in range(8)} and minutes.gone == {100, 101}
     assert log.is_decided() and len(decisions) == 8
     assert all(decision == decisions[0] for decision in decisions)
 
@@ -559,12 +560,18 @@ def meet_in(
     """Returns what a rank of a group agrees on with the others, or the text of its error."""
     monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
+    whole = SimpleNamespace(
+        rank=rank, size=size, group=group, backend=FakeBackend(lost, timeout), is_joining=False
+    )
+    monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
     seat = members.seat("a")
     seat.completed = 10 + rank
-    whole = SimpleNamespace(rank=rank, group=group, backend=FakeBackend(lost, timeout))
     try:
-        return members._agreed(whole, dist.DistBackendError("the first error"))
+        decision = members._agreed(whole, dist.DistBackendError("the first error"), ())
+        return (
+            {} if decision is None else {r: seats["a"]["completed"] for r, seats in decision.living.items()}
+        )
     except dist.DistBackendError as error:
         return str(error)
 
@@ -574,7 +581,7 @@ def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
         first = [pool.submit(meet_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
-        assert [each.result() for each in first] == [{0: {"a": 10}, 1: {"a": 11}}] * 2
+        assert [each.result() for each in first] == [{0: 10, 1: 11}] * 2
         second = [pool.submit(meet_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
         assert [each.result() for each in second] == [
             f"this rank {rank} was declared lost in epoch 1, and takes no part any more" for rank in (2, 3)
@@ -591,7 +598,7 @@ def test_ranks_wait_for_each_other_and_learn_of_losses_from_each_other(
         assert not any(each.done() for each in early)
         last = pool.submit(meet_in, monkeypatch, store, 3, 4, [2])
         decisions = [each.result() for each in (*early, last)]
-    assert decisions == [{0: {"a": 10}, 1: {"a": 11}, 3: {"a": 13}}] * 3
+    assert decisions == [{0: 10, 1: 11, 3: 13}] * 3
 
 
 def test_if_all_come_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,6 +608,30 @@ def test_if_all_come_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
             each.result()
             for each in [pool.submit(meet_in, monkeypatch, store, rank, 3, []) for rank in range(3)]
         ] == [{}] * 3
+
+
+def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]:
+    return {"completed": completed, "taken": taken, "first": first, "counts": {"steps": steps}}
+
+
+def test_who_joins_begins_where_the_farthest_rank_is() -> None:
+    """Within a round of three exchanges, it begins the round and gives up what a rank has completed."""
+    join = _Join(1, "entry")
+    came = {0: {"a": report(6, 6, 6, 2)}, 1: {"a": report(7, 9, 6, 2)}, 3: {"a": report(5, 6, 3, 1)}}
+    decision = _Minutes(came, {2}, {2: join}, {"a"}).decision([0, 1, 2, 3])
+    assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: join}
+    assert decision.numbers == {"a": 7}
+    assert decision.report_of("a") == came[1]["a"] and decision.report_of("b") is None
+    assert _Decision.from_json(json.loads(json.dumps(decision.to_json(5)))) == decision
+
+
+@pytest.mark.parametrize("gone", [set(), {3}])
+def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set[int]) -> None:
+    """It would wait there for a process that begins with the first object. The ranks go on, as a new epoch."""
+    came = {rank: {"a": report(6, 6, 6, 2), "b": report(5, 5 + (rank == 1), 5, 2)} for rank in (0, 1, 3)}
+    decision = _Minutes(came, gone, {2: _Join(1, "entry")}, {"a"}).decision([0, 1, 3])
+    assert decision is not None and decision.joins == {} and decision.members == tuple({0, 1, 3} - gone)
+    assert _Minutes(came, set(), {}, set()).decision([0, 1, 3]) is None
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fog_pg import environment
+from fog_pg._joining import world_to_join
 from fog_pg._known import backend_of
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
@@ -97,6 +98,8 @@ class Context:
         gossips: The unnamed gossips of this rank with single other ranks.
         windows: The open windows by name, the same names on all ranks. While any is open, the topology cannot change.
         survivors: The ranks that this group is of, if it has taken the place of one that has lost some.
+        is_joining: Whether this process is about to join a job that runs already, of which this is the first group.
+            What all ranks do together before they train is then left out: the process gets it from the others.
     """
 
     group: dist.ProcessGroup
@@ -109,6 +112,7 @@ class Context:
     gossips: Gossips = field(default_factory=Gossips)
     windows: dict[str, OpenWindow] = field(default_factory=dict)
     survivors: Survivors | None = None
+    is_joining: bool = False
 
     def next_number(self) -> int:
         """Returns the next number of an object that the ranks make collectively, for the names of its messages."""
@@ -255,12 +259,15 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
             *topology.items(),
             *_items(windows),
         ]
-        check_same_everywhere(backend, "topology", items)
+        is_joining = previous.main.is_joining if previous is not None else world_to_join(backend) is not None
+        if not is_joining:
+            check_same_everywhere(backend, "topology", items)
     except BaseException:
         if previous is None and owns_group:
             dist.destroy_process_group(group)
         raise
     main = Context(group, backend, rank, size, _machines(group, backend, ranks_per_machine), topology)
+    main.is_joining = is_joining
     session = _Session(main, owns_group, ranks_per_machine, {}, HandleTable())
     if previous is not None:
         session.handles = previous.handles
@@ -350,7 +357,8 @@ def set_topology(
     context = current(group)
     graph = ExponentialGraph(context.size) if topology is None else topology
     seen = see_topology(graph, is_weighted, context.rank, context.size)
-    check_same_everywhere(context.backend, "topology", [*seen.items(), *_items(context.windows)])
+    if not context.is_joining:
+        check_same_everywhere(context.backend, "topology", [*seen.items(), *_items(context.windows)])
     if _is_frozen(context, seen):
         return False
     context.topology = seen

@@ -7,6 +7,8 @@ compare-and-set decides for all who is left: the next epoch. The living then for
 nothing and waits for nobody, so a further loss at this point is simply the next epoch's. All that follows from an epoch is a
 pure function of it (`fogdist.topology.Topology.without`).
 
+A process that joins becomes a member by such a meeting too (`fogdist.joining`), in the place of a rank that is gone.
+
 Objects that exchange in step with other ranks have a `Seat`. Ranks may have come to the meeting in different exchanges. Each tells the
 number of exchanges that it has completed, and the largest number is where all go on: a rank that has made fewer gives
 up those between, and keeps its own values in them.
@@ -18,21 +20,24 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fog_pg import Part
+from fog_pg import Part, _extension, _joining, environment
 from fog_pg._known import backend_of
 from fogdist import context as contexts
+from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
 from fogdist.detection import suspend_detection
 from fogdist.exchange import MACHINES, RANKS, Nodes
 from fogdist.flight_record import note_epoch
+from fogdist.joining import Door, Newcomer, Request, check_object, publish_object
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import Topology, TopologyError, uniform_weights
@@ -45,6 +50,10 @@ _log = logging.getLogger("fogdist")
 # The pauses between two looks at the Store, in seconds, doubled from the first to the last.
 _FIRST_PAUSE = 1e-3
 _LAST_PAUSE = 50e-3
+# How long the ranks wait for a process that joins after they have agreed: it is ready, and waits for them.
+_CONNECT_TIMEOUT = timedelta(seconds=5)
+# A meeting to let a process in that has to be postponed is repeated after 2, 4, 8 ... rounds, and at most so many.
+_MOST_PAUSES = 64
 
 
 @dataclass(frozen=True)
@@ -52,9 +61,9 @@ class Membership:
     """The ranks of a group that take part, by their numbers in the group that they began with.
 
     Attributes:
-        epoch: How many times the ranks have agreed on a loss.
+        epoch: How many times the ranks have agreed on a loss, or on a process that joins.
         living: The ranks that take part, ascending.
-        lost: The others: they were lost, or have left.
+        lost: The others: they were lost, or have left. A process that joins takes the number of one of them.
     """
 
     epoch: int
@@ -102,6 +111,22 @@ def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     return members.context.group
 
 
+class Joinable(Protocol):
+    """The state of an object that a process gets when it joins."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns the values; tensors may change later."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes the values that another rank has saved."""
+
+    def counts(self) -> dict[str, int]:
+        """Returns the numbers that are the same on all ranks at the beginning of an exchange."""
+
+    def set_counts(self, counts: dict[str, int]) -> None:
+        """Sets these numbers to those of the other ranks, before the first exchange with them."""
+
+
 class Seat:
     """The place of one object in the exchanges that it makes in step with the same object of other ranks.
 
@@ -113,9 +138,11 @@ class Seat:
         resume: Exchanges with smaller numbers are given up, because other ranks have completed them already.
     """
 
-    def __init__(self, members: Members, name: str) -> None:
+    def __init__(self, members: Members, name: str, state: Joinable | None) -> None:
         self._members = members
         self.name = name
+        self.state = state
+        self._begun: tuple[int, dict[str, int]] | None = None
         self.completed = self.resume = 0
         self._taken = 0
         self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
@@ -134,6 +161,36 @@ class Seat:
         """Returns the number of the next exchange."""
         self._taken += 1
         return self._taken - 1
+
+    def enter(self) -> bool:
+        """Call it where a rank can join, before an exchange (or a step with several) is begun.
+
+        On a rank of the job it looks for newcomers, which costs a comparison if there is none. On a process that joins
+        it gets the state of all objects, and joins the others.
+
+        Returns:
+            Whether this process has joined just now.
+        """
+        has_joined = self._members.enter(self)
+        self._begun = self._taken, {} if self.state is None else self.state.counts()
+        return has_joined
+
+    def report(self) -> dict[str, Any]:
+        """Returns what the meeting has to know of this seat."""
+        first, counts = self._begun or (self._taken, {})
+        return {"completed": self.completed, "taken": self._taken, "first": first, "counts": counts}
+
+    def start_at(self, number: int, report: Mapping[str, Any] | None) -> None:
+        """Takes up the exchanges of the others, on a process that joins.
+
+        Args:
+            number: Where all go on.
+            report: Of a rank that is there.
+        """
+        self._taken = self.completed = number if report is None else report["first"]
+        self.resume = number
+        if report is not None and self.state is not None:
+            self.state.set_counts(report["counts"])
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Sets a method that is called after each change of the membership, before an exchange is repeated."""
@@ -171,18 +228,63 @@ class Members:
         self._context: Context | None = None
         self._seats: weakref.WeakValueDictionary[str, Seat] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
+        self._door: Door | None = None
+        self._postponed = self._pauses = 0  # meetings in a row that let nobody in; rounds before the next one
+        self._newcomer: Newcomer | None = None
+        first = contexts.current(group)
+        if first.is_joining:
+            world = _joining.world_to_join(first.backend)
+            assert world is not None  # its backend was made so
+            self._newcomer = Newcomer(world, first.rank, size, first.backend.options._timeout.total_seconds())
 
     @property
     def context(self) -> Context:
         """The group of the living: at first the whole group."""
         return self._whole() if self._context is None else self._context
 
-    def seat(self, name: str) -> Seat:
-        """Returns a new seat. `name` is the same on all ranks, and that of no other living seat."""
-        seat = self._seats[name] = Seat(self, name)
+    def seat(self, name: str, state: Joinable | None = None) -> Seat:
+        """Returns a new seat.
+
+        Args:
+            name: The same on all ranks, and that of no other living seat.
+            state: What a process that joins gets of the object; None if the object has another seat for that, or cannot
+                be joined.
+        """
+        seat = self._seats[name] = Seat(self, name, state)
+        self._open_door()
         # Other ranks may have made theirs, and exchanges, before the last loss.
         seat.resume = self._numbers.get(name, 0)
         return seat
+
+    def check_same(self, name: str, argument: str, items: Sequence[str]) -> None:
+        """Compares an object of the ranks: among themselves, or with that of the job if this process joins. Collective.
+
+        Args:
+            name: The object's.
+            argument: As of `check_same_everywhere`.
+            items: As of `check_same_everywhere`.
+
+        Raises:
+            ValueError: They differ. torch.distributed.DistBackendError: A rank does not come.
+        """
+        self._open_door()
+        is_joinable = self._newcomer is not None or self._door is not None
+        topology = self._whole().topology.items() if is_joinable else []
+        if self._newcomer is not None:
+            check_object(self._newcomer.world, name, argument, [*items, *topology])
+            return
+        check_same_everywhere(self.context.backend, argument, items)
+        if self._door is not None and self.context.rank == 0:
+            publish_object(self._joining_store(), name, [*items, *topology])
+
+    def enter(self, seat: Seat) -> bool:
+        """See `Seat.enter`."""
+        if self._newcomer is not None:
+            self._join(self._newcomer, seat)
+            return True
+        if self._door is not None and not self._door.is_quiet(self.membership.epoch):
+            self._attend(self._door, seat)
+        return False
 
     def meet_if_needed(self) -> None:
         """Agrees on the next membership if the present group has failed or a rank of it is gone."""
@@ -193,78 +295,85 @@ class Members:
         elif backend.lost_ranks() or backend.left_ranks():
             self.meet(dist.DistBackendError(f"{_described(backend)} is gone"))
 
-    def meet(self, failure: BaseException) -> None:
-        """Agrees on the next membership with the other ranks, who all come to this too; see `Seat.meet`."""
-        whole, before = self.context, self.membership
-        living = self._agreed(whole, failure)
-        if not living:
+    def meet(self, failure: BaseException, joins: Sequence[Request] = ()) -> None:
+        """Agrees on the next membership with the other ranks, who all come to this too; see `Seat.meet`.
+
+        Args:
+            failure: Why they meet, which is raised if there is no change.
+            joins: Processes that are ready to join.
+        """
+        context, before = self.context, self.membership
+        decision = self._agreed(context, failure, joins)
+        if decision is None:
             raise failure
-        survivors = Survivors(tuple(sorted(living)), len(before.living) + len(before.lost))
-        lost = frozenset(range(survivors.size)).difference(living)
-        context = self._formed(whole, before, survivors)
-        contexts.adopt(context)
-        old, was_given = self._context, self.is_given
-        self._context, self.is_given = context, False
-        self.membership = Membership(before.epoch + 1, survivors.living, lost)
-        note_epoch(self.membership.epoch)
-        _log.warning(
-            "epoch %d of the membership: training goes on with the ranks %s, without %s",
-            self.membership.epoch,
-            list(survivors.living),
-            sorted(lost - before.lost),
-        )
-        numbers: dict[str, int] = {}
-        for seats in living.values():
-            for name, number in seats.items():
-                numbers[name] = max(number, numbers.get(name, 0))
-        self._numbers = numbers
-        all_seats = list(self._seats.values())
-        for seat in all_seats:
-            seat.resume = numbers.get(seat.name, 0)
-        for seat in all_seats:
+        for join in decision.joins.values():
+            assert (
+                self._door is not None
+            )  # it has asked for the meeting on the lowest rank, and all ranks have one
+            self._door.admit(join.ticket, decision.to_json(before.epoch + 1))
+        if decision.joins:
+            entries = {rank: join.entry for rank, join in decision.joins.items()}
+            _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
+            self._postponed = 0
+        elif joins and self._door is not None:  # the ranks were in exchanges of different objects
+            self._door.look_again()
+            self._postponed += 1
+            self._pauses = min(2**self._postponed, _MOST_PAUSES)
+        self._adopt(decision, before.epoch + 1)
+        seats = list(self._seats.values())
+        for seat in seats:
+            seat.resume = self._numbers.get(seat.name, 0)
+        for seat in seats:
             seat.tell_of_change()
-        if old is not None and not was_given:
-            dist.destroy_process_group(old.group)
 
     # --- inside ---
 
     def _whole(self) -> Context:
         return contexts.current(self._group())
 
-    @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
-    def _agreed(self, whole: Context, failure: BaseException) -> dict[int, dict[str, int]]:
-        """Meets the other ranks. Returns the living ranks with the exchanges that each had completed, by seat.
+    def _store(self) -> dist.Store:
+        store: dist.Store = distributed_c10d._get_process_group_store(self._whole().group)
+        return store
 
-        The result is empty if no rank is gone.
-        """
+    @property
+    def _size(self) -> int:
+        return len(self.membership.living) + len(self.membership.lost)
+
+    @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
+    def _agreed(self, context: Context, failure: BaseException, joins: Sequence[Request]) -> _Decision | None:
+        """Meets the other ranks. Returns the decision; None if no rank is gone, and none wanted to join."""
         before = self.membership
         numbers = before.living
-        mine = numbers[whole.rank]
-        prefix = f"fog/membership/{whole.backend.id & (2**64 - 1):x}/{before.epoch + 1}"
-        timeout = whole.backend.options._timeout.total_seconds()
+        mine = numbers[context.rank]
+        prefix = f"fog/membership/{self._whole().backend.id:x}/{before.epoch + 1}"
+        timeout = context.backend.options._timeout.total_seconds()
         deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
         try:
-            log = _Log(distributed_c10d._get_process_group_store(whole.group), prefix)
-            log.append({"came": mine, "seats": {name: seat.completed for name, seat in self._seats.items()}})
+            log = _Log(self._store(), prefix)
+            for join in joins:
+                log.append(
+                    {"joins": join.rank, "ticket": join.ticket, "entry": join.entry, "seat": join.seat}
+                )
+            log.append({"came": mine, "seats": {name: seat.report() for name, seat in self._seats.items()}})
             told: set[int] = set()
             while True:
-                gone = {numbers[rank] for rank in (*whole.backend.lost_ranks(), *whole.backend.left_ranks())}
+                gone = {
+                    numbers[rank] for rank in (*context.backend.lost_ranks(), *context.backend.left_ranks())
+                }
                 for rank in sorted(gone - told):
                     log.append({"gone": rank, "by": mine})
                 told |= gone
-                came, lost = log.read()
-                missing = [rank for rank in numbers if rank not in came and rank not in lost]
+                minutes = log.read()
+                missing = [rank for rank in numbers if rank not in minutes.came and rank not in minutes.gone]
                 if not missing or log.is_decided():
-                    living = {rank: seats for rank, seats in came.items() if rank not in lost}
-                    living = {} if len(living) == len(numbers) else living
-                    decided = {int(rank): seats for rank, seats in log.decide(living).items()}
+                    decided = log.decide(minutes.decision(numbers))
                     break
                 if time.monotonic() >= deadline:
                     raise dist.DistBackendError(
                         f"the ranks {missing} of the group did not come within {timeout:g} s to agree on who is "
                         f"left, after: {failure}"
                     ) from failure
-                whole.backend.watch([numbers.index(rank) for rank in missing])
+                context.backend.watch([numbers.index(rank) for rank in missing])
                 time.sleep(pause)
                 pause = min(2 * pause, _LAST_PAUSE)
         except dist.DistBackendError:
@@ -274,47 +383,253 @@ class Members:
                 f"the membership cannot change, because the group's Store does not answer: {error}; it had to change "
                 f"after: {failure}"
             ) from failure
-        if decided and mine not in decided:
+        if decided is not None and mine not in decided.living:
             raise dist.DistBackendError(
                 f"this rank {mine} was declared lost in epoch {before.epoch + 1}, and takes no part any more"
             ) from failure
         return decided
 
-    def _formed(self, whole: Context, before: Membership, survivors: Survivors) -> Context:
-        """Creates the group of the survivors, without a message."""
-        places = [before.living.index(rank) for rank in survivors.living]
-        globals_ = dist.get_process_group_ranks(whole.group)
+    def _adopt(self, decision: _Decision, epoch: int) -> None:
+        """Makes the group of a decision the present one, without a message."""
+        before, size = self.membership, self._size
+        living = decision.members
+        context = self._formed(epoch, Survivors(living, size))
+        contexts.adopt(context)
+        old, was_given = self._context, self.is_given
+        self._context, self.is_given = context, False
+        self.membership = Membership(epoch, living, frozenset(range(size)).difference(living))
+        note_epoch(epoch)
+        new = sorted(decision.joins)
+        _log.warning(
+            "epoch %d of the membership: training goes on with the ranks %s%s%s",
+            epoch,
+            list(living),
+            f", without {gone}" if (gone := sorted(self.membership.lost - before.lost)) else "",
+            f", of which {new} joined" if new else "",
+        )
+        self._numbers = decision.numbers
+        if old is not None and not was_given:
+            dist.destroy_process_group(old.group)
+
+    def _formed(self, epoch: int, survivors: Survivors) -> Context:
+        """Creates the group of some ranks of the first group, without a message."""
+        first = self._whole()
+        living = list(survivors.living)
+        globals_ = dist.get_process_group_ranks(first.group)
         group = dist.new_group(
-            [globals_[place] for place in places],
-            timeout=whole.backend.options._timeout,
+            [globals_[rank] for rank in living],
+            timeout=first.backend.options._timeout,
             backend="fog",
-            pg_options=Part(whole.backend, places, before.epoch + 1),
+            pg_options=Part(first.backend, living, epoch),
             use_local_synchronization=True,
-            group_desc=f"epoch {before.epoch + 1}",
+            group_desc=f"epoch {epoch}",
         )
         backend = backend_of(group)
         assert backend is not None  # it was created as such
-        first = self._whole()
-        machines = [whole.machine_of[place] for place in places]
+        machines = [first.machine_of[rank] for rank in living]
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
-        rank = places.index(whole.rank)
+        rank = living.index(first.rank)
         return Context(
             group,
             backend,
             rank,
-            len(places),
+            len(living),
             [numbers[machine] for machine in machines],
-            _healed(first.topology, survivors.living, rank),
+            _healed(first.topology, living, rank),
             None
             if first.machine_topology is None
             else _healed(
                 first.machine_topology,
-                sorted({first.machine_of[rank] for rank in survivors.living}),
+                sorted({first.machine_of[rank] for rank in living}),
                 numbers[machines[rank]],
                 MACHINES,
             ),
             survivors=survivors,
         )
+
+    # --- processes that join ---
+
+    def _is_joinable(self) -> bool:
+        """Whether processes can join this group: it is the process's first one, of several ranks of one host."""
+        first = self._whole()
+        is_first = first.size > 1 and _joining.store_of_first(first.backend) is not None
+        return is_first and bool(_extension.load().own_entry())
+
+    def _joining_store(self) -> dist.Store:
+        store = _joining.store_of_first(self._whole().backend)
+        assert store is not None  # this is the process's first group
+        return store
+
+    def _open_door(self) -> None:
+        """Tells the Store how to connect with this rank, when its first object that goes on after losses is made."""
+        if self._door is not None or self._newcomer is not None or not self._is_joinable():
+            return
+        extension, first = _extension.load(), self._whole()
+        store = self._joining_store()
+        self._door = Door(store)
+        _joining.publish(store, first.rank, first.backend.id, extension.own_entry())
+        if self.context.rank == 0 and not environment.JOB_SECRET.is_set():
+            _joining.publish_secret(store, extension.job_secret())
+
+    def _attend(self, door: Door, seat: Seat) -> None:
+        """Answers newcomers, on the rank with the lowest number, and meets the others if one is ready."""
+        if self.context.rank != 0:
+            return
+        if self._pauses:
+            self._pauses -= 1
+            return
+        try:
+            ready = door.look(
+                self.membership.epoch,
+                self._judged,
+                lambda: {
+                    name: each.state.save() for name, each in self._seats.items() if each.state is not None
+                },
+            )
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:  # of the Store
+            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
+            return
+        joins = [request for request in ready if request.seat == seat.name]
+        if len(joins) < len(ready):
+            door.look_again()
+        if joins:
+            ranks = sorted(request.rank for request in joins)
+            self.context.backend.abort()
+            self.meet(dist.DistBackendError(f"the ranks {ranks} join"), joins)
+
+    def _judged(self, request: Request) -> str | None:
+        """Returns why a newcomer is refused; "" if it is not, and None if this is not known yet."""
+        rank, own = request.rank, sorted(self._seats)
+        if not 0 <= rank < self._size:
+            return f"rank {rank} is none of the {self._size} ranks that the job began with"
+        if list(request.seats) != own:
+            return (
+                f'it has {", ".join(request.seats) or "no object"} with on_loss="continue", the job\'s ranks have '
+                f"{', '.join(own)}"
+            )
+        for name in own:
+            if self._seats[name].state is None and not any(
+                name.startswith(f"{other} ") for other in own if self._seats[other].state is not None
+            ):
+                return f"the job has {name}, which a process cannot join"
+        last = _joining.entry_of(self._joining_store(), rank)
+        if last is not None and last != request.entry and _extension.load().announce(last):
+            return f"rank {rank} still runs; a process takes the number of a rank that is gone"
+        if rank not in self.membership.living:
+            return ""
+        backend, place = self.context.backend, self.membership.living.index(rank)
+        return "" if place in backend.lost_ranks() or place in backend.left_ranks() else None
+
+    def _join(self, newcomer: Newcomer, seat: Seat) -> None:
+        """Makes this process a member of the job."""
+        names = sorted(self._seats)
+        state = newcomer.pull(names, seat.name)
+        for name, each in list(self._seats.items()):
+            if each.state is not None:
+                each.state.load(state[name])
+        told = newcomer.enter()
+        epoch, decision = told["epoch"], _Decision.from_json(told)
+        extension, rank = _extension.load(), self._whole().rank
+        # Those that join with this process: they are as new as this one, so nobody has to wait for the other.
+        beside = {other: join.entry for other, join in decision.joins.items() if other != rank}
+        extension.connect_with(beside, True, _CONNECT_TIMEOUT)
+        extension.connect_with(newcomer.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)
+        self._newcomer, self._whole().is_joining = None, False
+        self.membership = Membership(epoch - 1, (), frozenset(range(self._size)))
+        self._adopt(decision, epoch)
+        self._door = Door(self._joining_store())
+        for name, each in list(self._seats.items()):
+            each.start_at(self._numbers.get(name, 0), decision.report_of(name))
+
+
+@dataclass(frozen=True)
+class _Join:
+    """A process that joins, as the ranks have agreed."""
+
+    ticket: int
+    entry: str
+
+
+@dataclass(frozen=True)
+class _Decision:
+    """What a meeting has decided.
+
+    Attributes:
+        living: What each rank that is left has told of its seats (`Seat.report`).
+        joins: The processes that join, by rank.
+    """
+
+    living: dict[int, dict[str, dict[str, Any]]]
+    joins: dict[int, _Join]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of the next epoch, ascending."""
+        return tuple(sorted({*self.living, *self.joins}))
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The number of the exchange at which all go on, by seat."""
+        numbers: dict[str, int] = {}
+        for seats in self.living.values():
+            for name, report in seats.items():
+                numbers[name] = max(report["completed"], numbers.get(name, 0))
+        return numbers
+
+    def report_of(self, name: str) -> dict[str, Any] | None:
+        """Returns what a rank that is at this exchange has told of a seat; None if no rank has the seat."""
+        reports = [seats[name] for seats in self.living.values() if name in seats]
+        return max(reports, key=lambda report: (report["completed"], report["first"]), default=None)
+
+    def to_json(self, epoch: int) -> dict[str, Any]:
+        """Returns it as values of JSON."""
+        joins = {rank: {"ticket": join.ticket, "entry": join.entry} for rank, join in self.joins.items()}
+        return {"epoch": epoch, "living": self.living, "joins": joins}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> _Decision:
+        """Returns what `to_json` has described."""
+        return cls(
+            {int(rank): seats for rank, seats in values["living"].items()},
+            {int(rank): _Join(**join) for rank, join in values["joins"].items()},
+        )
+
+
+@dataclass
+class _Minutes:
+    """What ranks have told in a meeting.
+
+    Attributes:
+        came: What each rank that has come has told of its seats.
+        gone: The ranks that are gone.
+        joins: The processes that are ready to join, by rank.
+        seats: The names of the seats at whose exchange they come in.
+    """
+
+    came: dict[int, dict[str, dict[str, Any]]]
+    gone: set[int]
+    joins: dict[int, _Join]
+    seats: set[str]
+
+    def decision(self, before: Sequence[int]) -> _Decision | None:
+        """Returns the decision, as far as this is known; None if nothing changes.
+
+        Args:
+            before: The ranks of the present epoch.
+        """
+        living = {rank: seats for rank, seats in self.came.items() if rank not in self.gone}
+        if len(living) == len(before) and not self.joins:
+            return None
+        # A rank within an exchange of another seat would wait there for the process that joins, which is not there.
+        busy = {
+            name
+            for seats in living.values()
+            for name, report in seats.items()
+            if report["taken"] > report["completed"]
+        }
+        return _Decision(living, self.joins if busy <= self.seats else {})
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
@@ -370,27 +685,29 @@ class _Log:
             if self._store.compare_set(self._told, before, after).decode() == after:
                 return
 
-    def read(self) -> tuple[dict[int, dict[str, int]], set[int]]:
-        """Returns the exchanges of each rank that has come, by seat, and the ranks that are gone."""
-        came: dict[int, dict[str, int]] = {}
-        gone: set[int] = set()
+    def read(self) -> _Minutes:
+        """Returns what the ranks have told."""
+        minutes = _Minutes({}, set(), {}, set())
         for line in self._text().splitlines():
             entry = json.loads(line)
             if "came" in entry:
-                came[entry["came"]] = entry["seats"]
+                minutes.came[entry["came"]] = entry["seats"]
+            elif "joins" in entry:
+                minutes.joins[entry["joins"]] = _Join(entry["ticket"], entry["entry"])
+                minutes.seats.add(entry["seat"])
             else:
-                gone.add(entry["gone"])
-        return came, gone
+                minutes.gone.add(entry["gone"])
+        return minutes
 
     def is_decided(self) -> bool:
         """Returns whether a rank has decided."""
         return bool(self._store.check([self._decision]))
 
-    def decide(self, living: dict[int, dict[str, int]]) -> dict[str, dict[str, int]]:
+    def decide(self, decision: _Decision | None) -> _Decision | None:
         """Decides, unless another rank has decided already; returns the decision."""
-        decided = self._store.compare_set(self._decision, "", json.dumps(living))
-        result: dict[str, dict[str, int]] = json.loads(decided)
-        return result
+        text = "{}" if decision is None else json.dumps(decision.to_json(0))
+        decided = json.loads(self._store.compare_set(self._decision, "", text))
+        return _Decision.from_json(decided) if decided else None
 
     def _text(self) -> str:
         return self._store.get(self._told).decode() if self._store.check([self._told]) else ""

@@ -25,6 +25,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrites parameters with those of one rank, in place. Collective.
 
+    A process that joins a running job (docs/membership.md) gets the state of the others later, and does nothing here.
+
     Args:
         params: A dict of names to tensors, such as ``model.state_dict()``; or tensors or (name, tensor) pairs,
             such as ``model.named_parameters()``. Names, shapes and dtypes must be the same on all ranks; a
@@ -41,6 +43,8 @@ def broadcast_parameters(
     context = current(group)
     root = check_rank(root_rank, context.size, "root_rank")
     named = _named(params)
+    if context.is_joining:
+        return
     _check_same_signatures(context, named)
     _broadcast_tensors(context, [tensor for _, tensor in named], root)
 
@@ -80,7 +84,8 @@ def broadcast_optimizer_state(
     """Overwrites an optimizer's state and options with those of one rank. Collective.
 
     The function sends all contents of ``state_dict()``: tensors, numbers, None, and the options of the parameter groups.
-    An optimizer does not need to have made a step; if the root has no state, no rank has state afterwards.
+    An optimizer does not need to have made a step; if the root has no state, no rank has state afterwards. A process
+    that joins does nothing here, as in `broadcast_parameters`.
 
     Args:
         optimizer: With the same parameter groups, by number of parameters, on all ranks.
@@ -99,6 +104,8 @@ def broadcast_optimizer_state(
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer must not be an LBFGS: its state cannot be broadcast")
+    if context.is_joining:
+        return
     check_same_everywhere(
         context.backend,
         "optimizer",

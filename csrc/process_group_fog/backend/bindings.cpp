@@ -14,6 +14,7 @@
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
 #include "backend/given_timeout.hpp"
+#include "backend/joining_bindings.hpp"
 #include "backend/observation_bindings.hpp"
 #include "backend/testing_bindings.hpp"
 #include "backend/window_bindings.hpp"
@@ -340,6 +341,7 @@ PYBIND11_MODULE(_C, module) {
       py::arg("dtype"));
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
+  fog::bind_joining(module);
   fog::bind_testing(module);
   module.def(
       "set_delegate_factory",

@@ -18,6 +18,7 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "job/rendezvous.hpp"
+#include "job/secret.hpp"
 #include "transport/shared_memory/machine.hpp"
 #include "windows/deferred_free.hpp"
 
@@ -86,6 +87,14 @@ void bind_testing(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> release_gil;
   bind_liveness(module);
   module.def("protocol", &protocol);
+  module.def(
+      "hmac_sha256",
+      [](const std::string& key, const std::string& data) {
+        const auto proof = hmac_sha256(key.data(), key.size(), data.data(), data.size());
+        return py::bytes(reinterpret_cast<const char*>(proof.data()), proof.size());
+      },
+      py::arg("key"), py::arg("data"));
+  module.def("random_secret", &random_secret);
   module.def("arena_bytes", &shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
   module.def(
       "emulate",

@@ -18,6 +18,8 @@ struct Pulse {
   std::atomic<int64_t> oldest; // when the oldest operation in flight began, in nanoseconds of the clock; 0: none
   // Written by peers: the number of those that count this process as lost.
   alignas(64) std::atomic<uint32_t> lost_by;
+  // Written by processes that want to join the job: how often one has asked for the attention of this process.
+  std::atomic<uint32_t> announced;
 };
 
 // What a peer read of them at once.

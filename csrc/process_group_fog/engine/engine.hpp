@@ -47,12 +47,27 @@ class Engine final : public Driver, public MessageHandler {
   // DistBackendError if the system refuses the threads.
   void start_threads(std::chrono::milliseconds patience);
   // Adds a group of processes that have met. `addresses`: where to reach the members of this host; those of other hosts
-  // are not used.
+  // are not used. None: this process knows them already.
   std::shared_ptr<Group> add_group(
       uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses);
   // Adds a group of some members of another one, which may have failed. Nothing is sent, and no rank waits: each of
   // `ranks` makes the same call, with the same number, which is used once in that group. This rank is one of them.
   std::shared_ptr<Group> add_part(const Group& whole, uint64_t number, std::string name, const std::vector<int>& ranks);
+
+  // --- processes that join, see joining.hpp ---
+  // The number of calls for attention by processes that want to join. Takes no lock.
+  uint32_t announced() const {
+    return pulse_.load(std::memory_order_relaxed)->announced.load(std::memory_order_acquire);
+  }
+  // Process `pid` takes the place of a peer that has ended, or that this process has not known yet. Throws
+  // DistBackendError if the process of that peer may still run.
+  void take_in(int peer_id, int pid, const std::string& address);
+  // Counts a peer as lost. `may_run`: its process may go on.
+  void give_up(int peer_id, const std::string& how, bool may_run);
+  // Returns whether the peer has attached this process; throws Unreachable if it is lost.
+  bool attached_by(int peer_id);
+  // Makes the group refuse all operations on this rank, with this reason. The other ranks are not told.
+  void refuse_work(const std::shared_ptr<Group>& group, const std::string& reason);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
   // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the
@@ -344,6 +359,7 @@ class Engine final : public Driver, public MessageHandler {
   Outbox outbox_;
   std::unordered_set<int> departed_; // world ranks that said goodbye
   std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye, or have ended
+  std::unordered_map<int, int> pids_; // of processes that have joined, by world rank
   std::unordered_set<int> lost_; // world ranks that ended without a goodbye
   // the ones among lost_ that only do not answer: they may still write to this process's memory
   std::unordered_set<int> silent_;

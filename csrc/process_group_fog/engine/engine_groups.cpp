@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
@@ -37,7 +38,7 @@ std::shared_ptr<Group> Engine::add_group(
         continue;
       }
       ++local;
-      if (member != rank) {
+      if (member != rank && !addresses.empty()) {
         transport_->attach(peer.peer_id, peer.pid, addresses[member]);
       }
     }
@@ -65,16 +66,66 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
   auto id = hash_more(hash_more(kEmptyHash, static_cast<int64_t>(whole.id)), static_cast<int64_t>(number));
   std::unordered_map<int, int> hosts;
   std::vector<Member> members;
+  Lock lock(mutex_);
   for (const int rank : ranks) {
     auto member = whole.members[rank];
     member.host = hosts.emplace(member.host, static_cast<int>(hosts.size())).first->second;
     id = hash_more(id, static_cast<int64_t>(member.peer_id));
+    if (const auto joined = pids_.find(member.peer_id); joined != pids_.end()) {
+      member.pid = joined->second;
+    }
     members.push_back(std::move(member));
   }
+  lock.unlock();
   const auto mine = std::find(ranks.begin(), ranks.end(), whole.rank);
-  // The members are attached since `whole` was created.
-  return add_group(
-      id, std::move(name), static_cast<int>(mine - ranks.begin()), std::move(members), std::vector<std::string>(ranks.size()));
+  // The members are attached since `whole` was created, or since they have joined.
+  return add_group(id, std::move(name), static_cast<int>(mine - ranks.begin()), std::move(members), {});
+}
+
+void Engine::take_in(int peer_id, int pid, const std::string& address) {
+  Lock lock(mutex_);
+  check_peers(lock);
+  if (silent_.count(peer_id) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0 && transport_->shares_memory(peer_id)) {
+    declare_lost(peer_id, kLost, false); // only other ranks have noticed it so far
+  }
+  if (silent_.count(peer_id) > 0) {
+    C10_THROW_ERROR(
+        DistBackendError, c10::str("fog: a process cannot take the place of world rank ", peer_id, ", whose process may still run"));
+  }
+  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
+    transport_->renew(peer_id);
+    lost_.erase(peer_id);
+    departed_.erase(peer_id);
+    released_by_.erase(peer_id);
+    liveness_.forget(peer_id);
+    FlightRecord::note_lost(peer_id, false);
+  }
+  pids_[peer_id] = pid;
+  transport_->attach(peer_id, pid, address);
+  unlock_and_deliver(lock);
+}
+
+void Engine::give_up(int peer_id, const std::string& how, bool may_run) {
+  Lock lock(mutex_);
+  if (lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
+    declare_lost(peer_id, how, may_run);
+  }
+  unlock_and_deliver(lock);
+}
+
+bool Engine::attached_by(int peer_id) {
+  look_for_ended_peers();
+  const Lock lock(mutex_);
+  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
+    throw Unreachable(peer_id);
+  }
+  return transport_->attached_by(peer_id);
+}
+
+void Engine::refuse_work(const std::shared_ptr<Group>& group, const std::string& reason) {
+  Lock lock(mutex_);
+  fail(group, c10d::ErrorType::COMM_ERROR, reason, false);
+  unlock_and_deliver(lock);
 }
 
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {

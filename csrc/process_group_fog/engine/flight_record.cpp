@@ -203,9 +203,9 @@ void FlightRecord::note_arrival(uint64_t number, int peer) noexcept {
   }
 }
 
-void FlightRecord::note_lost(int peer) noexcept {
+void FlightRecord::note_lost(int peer, bool lost) noexcept {
   if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
-    file->peers[peer].lost.store(1, std::memory_order_relaxed);
+    file->peers[peer].lost.store(lost ? 1 : 0, std::memory_order_relaxed);
   }
 }
 

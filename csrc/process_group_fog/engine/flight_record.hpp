@@ -44,7 +44,7 @@ class FlightRecord {
   // These write to the record of this process, if there is one.
   // A message of a world rank has come for the operation; of the last one, the time since the one before is counted.
   static void note_arrival(uint64_t number, int peer) noexcept;
-  static void note_lost(int peer) noexcept; // a world rank was lost
+  static void note_lost(int peer, bool lost = true) noexcept; // a world rank was lost
   // The progress of the training; any thread may call these, without the engine's lock.
   static void note_step() noexcept; // a step has ended
   static void note_epoch(int64_t epoch) noexcept; // of the membership

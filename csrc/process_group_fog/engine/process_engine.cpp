@@ -147,6 +147,7 @@ void Meeting::meet(const std::string& name, SumsBy sums) {
   }
   check_alike(ranks_);
   check_one_world(name);
+  settle_secret(ranks_);
   for (const auto& rank : ranks_) {
     places_.push_back({rank.host, false, rank.address, ""});
   }
@@ -254,10 +255,7 @@ void Meeting::make_transport() {
       throw;
     }
   }
-  auto made = std::make_unique<ProcessTransport>(
-      runtime, engine, engine.watchdog(), std::move(monitor_), std::move(links_), std::move(remote_memory));
-  transport = made.get();
-  engine.use(std::move(made));
+  make_process_transport(std::move(monitor_), std::move(links_), std::move(remote_memory));
 }
 
 std::string Meeting::listen() {
@@ -296,8 +294,7 @@ void Meeting::watch_other_hosts(const ReachProbe* probe) {
       others.emplace(ranks_[member].world_rank, places_[member].listener);
     }
   }
-  const auto token = hash_more(kEmptyHash, runtime.job().data(), runtime.job().size());
-  process_engine().with_lock([&] { monitor.load()->meet(runtime.rank(), runtime.size(), token, std::move(others), reached); });
+  process_engine().with_lock([&] { monitor.load()->meet(runtime.rank(), runtime.size(), std::move(others), reached); });
 }
 
 std::shared_ptr<NetworkSums> Meeting::network_sums(const std::string& name) {
@@ -369,6 +366,22 @@ class Suspended {
 
 } // namespace
 
+ProcessTransport* process_transport() {
+  return transport.load();
+}
+
+void make_process_transport(
+    std::unique_ptr<PeerMonitor> its_monitor,
+    std::unique_ptr<shared_memory::Links> links,
+    std::unique_ptr<mpi::RemoteMemory> remote_memory) {
+  auto& engine = process_engine();
+  monitor = its_monitor.get();
+  auto made = std::make_unique<ProcessTransport>(
+      Runtime::instance(), engine, engine.watchdog(), std::move(its_monitor), std::move(links), std::move(remote_memory));
+  transport = made.get();
+  engine.use(std::move(made));
+}
+
 void observe_as(int rank, int size) {
   static std::once_flag once;
   std::call_once(once, [&] {
@@ -409,6 +422,17 @@ Engine& process_engine() {
   return *engine;
 }
 
+void read_settings() {
+  auto& engine = process_engine();
+  engine.check_not_forked();
+  PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
+  check_interface();
+  rma_bytes();
+  long_wait();
+  static std::once_flag once;
+  std::call_once(once, [&] { engine.set_lost_after(whole_seconds("FOG_LOST_AFTER", 0, 0, 1'000'000)); });
+}
+
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -418,13 +442,7 @@ std::shared_ptr<Group> connect(
     SumsBy sums,
     const Acquaintance& known) {
   auto& engine = process_engine();
-  engine.check_not_forked();
-  PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
-  check_interface();
-  rma_bytes();
-  long_wait();
-  static std::once_flag once;
-  std::call_once(once, [&] { engine.set_lost_after(whole_seconds("FOG_LOST_AFTER", 0, 0, 1'000'000)); });
+  read_settings();
   const Suspended suspended(engine); // other ranks may take long to come
   const auto& runtime = Runtime::instance();
   observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);

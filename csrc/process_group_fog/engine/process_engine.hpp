@@ -13,8 +13,27 @@
 
 namespace fog {
 
+class ProcessTransport;
+class PeerMonitor;
+namespace shared_memory {
+class Links;
+}
+namespace mpi {
+class RemoteMemory;
+}
+
 // Lives until the process ends, as MPI does.
 Engine& process_engine();
+// The engine's transport; null before the first group of several ranks.
+ProcessTransport* process_transport();
+// Makes it. `remote_memory` may be null.
+void make_process_transport(
+    std::unique_ptr<PeerMonitor> its_monitor,
+    std::unique_ptr<shared_memory::Links> links,
+    std::unique_ptr<mpi::RemoteMemory> remote_memory);
+
+// Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.
+void read_settings();
 
 // Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known

@@ -11,11 +11,22 @@
 
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
+#include "job/secret.hpp"
 
 namespace fog {
 namespace {
 
 std::string own_protocol;
+
+std::string secret_mark() {
+  const auto proof = proof_of("fog mark of the secret");
+  std::ostringstream text;
+  text << std::hex << std::setfill('0');
+  for (const auto byte : proof) {
+    text << std::setw(2) << static_cast<int>(byte);
+  }
+  return text.str();
+}
 
 } // namespace
 
@@ -39,6 +50,11 @@ Introduction introduce() {
   mine.protocol = own_protocol;
   mine.between_hosts = name_of(between_hosts());
   mine.links = has_local_links();
+  if (job_secret().empty()) {
+    mine.offered_secret = random_secret();
+  } else {
+    mine.secret_mark = secret_mark();
+  }
   mine.pid = static_cast<int>(getpid());
   mine.host_id = host_id();
   mine.host_name = host_name();
@@ -54,6 +70,8 @@ std::string to_text(const Introduction& rank) {
        << rank.beacon << '\n'
        << rank.between_hosts << '\n'
        << rank.reduce << '\n'
+       << rank.secret_mark << '\n'
+       << rank.offered_secret << '\n'
        << rank.links << '\n'
        << rank.launched << '\n'
        << rank.job << '\n'
@@ -80,6 +98,8 @@ Introduction read_introduction(const std::string& text) {
   rank.beacon = next();
   rank.between_hosts = next();
   rank.reduce = next();
+  rank.secret_mark = next();
+  rank.offered_secret = next();
   rank.links = next() == "1";
   rank.launched = next() == "1";
   rank.job = next();
@@ -124,6 +144,20 @@ void check_alike(const std::vector<Introduction>& ranks) {
   };
   check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &Introduction::between_hosts);
   check_setting("FOG_REDUCE (or the option reduce)", &Introduction::reduce);
+}
+
+void settle_secret(const std::vector<Introduction>& ranks) {
+  const auto& first = ranks[0].secret_mark;
+  for (size_t rank = 1; rank < ranks.size(); ++rank) {
+    const auto& its = ranks[rank].secret_mark;
+    TORCH_CHECK_WITH(
+        DistBackendError, its == first, "fog: ranks disagree on FOG_JOB_SECRET: rank 0 has ", first.empty() ? "none" : "one", ", rank ",
+        rank, " has ", its.empty() ? "none" : (first.empty() ? "one" : "another"),
+        ". The launcher must pass it to all ranks, or to none");
+  }
+  if (first.empty()) {
+    set_job_secret(ranks[0].offered_secret);
+  }
 }
 
 } // namespace fog

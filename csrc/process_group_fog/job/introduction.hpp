@@ -17,6 +17,8 @@ struct Introduction {
   std::string protocol;
   std::string between_hosts; // the setting of the process
   std::string reduce; // the setting of the group, see SumsBy
+  std::string secret_mark; // shows whether two processes know the same secret; empty if it knows none yet
+  std::string offered_secret; // of a process that knows none; rank 0's becomes the job's
   bool links = true; // false if it has no local links
   bool launched = false; // whether a launcher has started it with this group as its world
   std::string job; // its world, and its rank there; empty if this is its first group
@@ -38,6 +40,10 @@ Introduction read_introduction(const std::string& text);
 
 // Throws DistBackendError if two ranks have different versions or settings. The error is the same on all ranks.
 void check_alike(const std::vector<Introduction>& ranks);
+
+// Throws DistBackendError if some ranks know another secret than others, or none. If none knows one, rank 0's offer
+// becomes the secret of this process's job.
+void settle_secret(const std::vector<Introduction>& ranks);
 
 // Checks the versions only; `versions` has one description per rank.
 void check_versions(const std::vector<std::string>& versions);

@@ -11,6 +11,7 @@
 
 #include "core/whole_seconds.hpp"
 #include "job/network_interface.hpp"
+#include "job/secret.hpp"
 
 namespace fog {
 namespace {
@@ -49,13 +50,17 @@ std::string PeerMonitor::listen(const std::vector<std::string>& addresses) {
       epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listener_, &event);
     }
   }
-  return describe_listener(listener_, addresses);
+  if (nonce_.empty()) {
+    nonce_ = random_secret();
+  }
+  const auto where = describe_listener(listener_, addresses);
+  own_line_ = where.empty() ? "" : where + " nonce=" + nonce_;
+  return own_line_;
 }
 
-void PeerMonitor::meet(int rank, int size, uint64_t token, std::map<int, std::string> others, const std::vector<std::string>& reached) {
+void PeerMonitor::meet(int rank, int size, std::map<int, std::string> others, const std::vector<std::string>& reached) {
   rank_ = rank;
   size_ = size;
-  token_ = token;
   host_timeout_ = host_timeout();
   own_ = own_addresses();
   others_ = std::move(others);
@@ -263,6 +268,7 @@ PeerMonitor::Connection& PeerMonitor::take(int fd, State state, int peer) {
   connection.peer = peer;
   connection.departed = false;
   connection.received.clear();
+  connection.greeting.clear();
   connection.fd = fd;
   return connection;
 }

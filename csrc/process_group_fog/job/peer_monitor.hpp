@@ -48,10 +48,10 @@ class PeerMonitor {
   // Sets the job's processes: this one is rank `rank` of `size`, and `others` holds the line of listen() of each other
   // rank.
   //
-  // `token` is common to all processes of the job; a stranger who connects does not know it. `reached` lists the
-  // addresses at which processes of the job have been reached. A port that is refused at such an address is that of a
-  // process that has ended; at other addresses a firewall may refuse it.
-  void meet(int rank, int size, uint64_t token, std::map<int, std::string> others, const std::vector<std::string>& reached);
+  // Both ends of a connection prove that they know the job's secret. `reached` lists the addresses at which processes
+  // of the job have been reached. A port that is refused at such an address is that of a process that has ended; at
+  // other addresses a firewall may refuse it.
+  void meet(int rank, int size, std::map<int, std::string> others, const std::vector<std::string>& reached);
 
   // Begins to watch `peer`. Its end is noticed as soon as there is a connection.
   void begin(int peer);
@@ -103,7 +103,8 @@ class PeerMonitor {
     State state = State::kFree;
     int peer = -1; // -1 for a visitor that is not known yet
     bool departed = false;
-    std::string received; // bytes of a visitor's greeting, or of signs of life
+    std::string received; // bytes of a greeting, or of signs of life
+    std::string greeting; // what this process has sent
     Clock::time_point limit; // deadline of an attempt, or of a visitor's greeting
   };
   struct Place {
@@ -119,6 +120,7 @@ class PeerMonitor {
     Clock::time_point again; // time of the next attempt, if `own` is null
     Clock::time_point asked; // for its signs of life
     Signs signs;
+    std::set<std::string> greetings; // that it has sent, each of which counts once
     bool trying = false; // is in trying_
     bool given_up = false;
     bool ended = false;
@@ -161,8 +163,9 @@ class PeerMonitor {
   int rank_ = -1;
   int size_ = 0;
   int host_timeout_ = 0;
-  uint64_t token_ = 0;
   std::map<int, std::string> others_; // the lines of their listen()
+  std::string nonce_; // in the line of this process
+  std::string own_line_;
   std::vector<std::string> own_; // own addresses
   std::set<std::string> reached_;
   std::unordered_map<int, Peer> peers_;
@@ -173,6 +176,7 @@ class PeerMonitor {
   std::vector<Connection*> visitors_;
   bool departed_ = false;
   bool told_of_limit_ = false;
+  bool told_of_stranger_ = false;
   std::vector<Ended> ended_;
   std::vector<int> expelled_by_;
   const Pulse* pulse_ = nullptr;

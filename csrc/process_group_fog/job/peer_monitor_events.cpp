@@ -7,7 +7,10 @@
 #include <cerrno>
 #include <cstring>
 
+#include <c10/util/Logging.h>
+
 #include "job/peer_monitor.hpp"
+#include "job/secret.hpp"
 
 namespace fog {
 namespace {
@@ -19,14 +22,19 @@ constexpr auto kVisit = std::chrono::seconds(10);
 // The number of times that a connection at a peer's address may be accepted and then closed.
 constexpr size_t kMostCut = 3;
 
-// The side that connects sends this with its own rank and the rank that it means, and receives one byte. If two
-// processes connect to each other at once, the lower rank leaves its own connection as soon as the other one is made. A
-// side that leaves a connection announces it, because it would otherwise look like the end of its process.
+// The greeting. The side that connects sends who it is, whom it means, and the proof that it knows the job's secret.
+// The other side answers with kWelcome and its own proof. What the visitor proves is about the line by which the
+// listener has told where it listens, which has a nonce, and about a nonce of its own, which counts once; so nobody can
+// use a proof again. It takes no more messages than a greeting without proofs, because a process answers only while it
+// makes progress. If two processes connect to each other at once, the lower rank leaves its own connection as soon as
+// the other one is made. A side that leaves a connection announces it, because it would otherwise look like the end of
+// its process.
 struct Hello {
-  uint64_t token;
   int32_t from;
   int32_t to;
+  Nonce nonce;
 };
+using Proof = std::array<uint8_t, 32>;
 constexpr char kWelcome = 'y';
 constexpr char kLeft = 'd';
 // The last byte of a process that ends in good order.
@@ -41,6 +49,26 @@ constexpr char kLost = 'l';
 bool put(int fd, const void* data, size_t bytes) { // so few bytes always fit
   return ::send(fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
+
+template <typename Message>
+std::string bytes_of(const Message& message) {
+  return {reinterpret_cast<const char*>(&message), sizeof(message)};
+}
+
+// Removes a message from the front of `received`, which is long enough.
+template <typename Message>
+Message take_from(std::string& received) {
+  Message message;
+  std::memcpy(&message, received.data(), sizeof(message));
+  received.erase(0, sizeof(message));
+  return message;
+}
+
+Proof prove(const char* who, const std::string& greeting, const std::string& line) {
+  return proof_of(std::string("fog peer ") + who + ' ' + greeting + line);
+}
+constexpr const char* kVisitor = "visitor";
+constexpr const char* kListener = "listener";
 
 bool is_for_later(int error) {
   return error == EAGAIN || error == EINTR;
@@ -109,23 +137,29 @@ void PeerMonitor::accept_all() {
 }
 
 void PeerMonitor::on_visitor(Connection& visitor) {
-  std::array<char, sizeof(Hello) + 8> bytes; // the process may have left or said goodbye already
+  std::array<char, sizeof(Hello) + sizeof(Proof) + 8> bytes; // the process may have left or said goodbye already
   const auto count = recv(visitor.fd, bytes.data(), bytes.size() - visitor.received.size(), 0);
   if (count < 0 && is_for_later(errno)) {
     return;
   }
   visitor.received.append(bytes.data(), static_cast<size_t>(std::max<ssize_t>(count, 0)));
-  if (visitor.received.size() < sizeof(Hello)) {
+  if (visitor.received.size() < sizeof(Hello) + sizeof(Proof)) {
     if (count <= 0) {
       drop(visitor);
     }
     return;
   }
-  Hello hello = {};
-  std::memcpy(&hello, visitor.received.data(), sizeof(hello));
-  const bool is_of_the_job = hello.token == token_ && hello.to == rank_ && others_.count(hello.from) > 0;
+  const auto greeting = visitor.received.substr(0, sizeof(Hello));
+  const auto hello = take_from<Hello>(visitor.received);
+  const auto proof = take_from<Proof>(visitor.received);
+  const bool is_meant = hello.to == rank_ && others_.count(hello.from) > 0;
+  const bool is_of_the_job = is_meant && equal_in_constant_time(proof, prove(kVisitor, greeting, own_line_));
+  if (is_meant && !is_of_the_job && !std::exchange(told_of_stranger_, true)) {
+    LOG(WARNING) << "fog: world rank " << rank_
+                 << " has refused a connection whose process does not know the job's secret. Further cases are not reported.";
+  }
   auto* peer = is_of_the_job ? &peers_[hello.from] : nullptr;
-  if (peer == nullptr || peer->ended) {
+  if (peer == nullptr || peer->ended || !peer->greetings.insert(greeting).second) {
     drop(visitor);
     return;
   }
@@ -135,15 +169,15 @@ void PeerMonitor::on_visitor(Connection& visitor) {
   }
   visitor.peer = hello.from;
   peer->theirs = &visitor;
-  put(visitor.fd, &kWelcome, 1);
+  const auto answer = kWelcome + bytes_of(prove(kListener, greeting, own_line_));
+  put(visitor.fd, answer.data(), answer.size());
   if (departed_) {
     put(visitor.fd, &kGoodbye, 1);
   }
   if (rank_ < hello.from && peer->own != nullptr) {
     leave(*peer->own);
   }
-  const auto more = visitor.received.substr(sizeof(hello));
-  visitor.received.clear();
+  const auto more = std::exchange(visitor.received, {});
   adopt(visitor);
   on_bytes(visitor, more.data(), more.size());
 }
@@ -225,9 +259,10 @@ void PeerMonitor::expel(int number) {
 void PeerMonitor::on_connected(Connection& connection) {
   const int number = connection.peer;
   auto& peer = peers_[number];
-  const Hello hello{token_, rank_, number};
+  const Hello hello{rank_, number, random_nonce()};
+  const auto message = bytes_of(hello) + bytes_of(prove(kVisitor, bytes_of(hello), others_[number]));
   int error = error_of_socket(connection.fd);
-  if (error == 0 && !put(connection.fd, &hello, sizeof(hello))) {
+  if (error == 0 && !put(connection.fd, message.data(), message.size())) {
     error = errno;
     if (is_for_later(error)) { // not connected yet
       return;
@@ -238,6 +273,7 @@ void PeerMonitor::on_connected(Connection& connection) {
       put(connection.fd, &kGoodbye, 1);
     }
     connection.state = State::kGreeting;
+    connection.greeting = bytes_of(hello);
     watch(connection, EPOLLIN | EPOLLRDHUP);
     return;
   }
@@ -250,17 +286,25 @@ void PeerMonitor::on_connected(Connection& connection) {
 void PeerMonitor::on_greeting(Connection& connection) {
   const int number = connection.peer;
   auto& peer = peers_[number];
-  std::array<char, 8> bytes;
+  std::array<char, 64> bytes;
   const auto count = recv(connection.fd, bytes.data(), bytes.size(), 0);
   const int error = count < 0 ? errno : 0;
   if (is_for_later(error)) {
     return;
   }
-  if (count > 0 && bytes[0] == kWelcome) {
-    reached_.insert(peer.places.front().address.text);
-    peer.places.clear();
-    adopt(connection);
-    on_bytes(connection, bytes.data() + 1, static_cast<size_t>(count) - 1);
+  auto& received = connection.received;
+  received.append(bytes.data(), static_cast<size_t>(std::max<ssize_t>(count, 0)));
+  if (received.size() >= 1 + sizeof(Proof) && received.front() == kWelcome) {
+    received.erase(0, 1);
+    if (equal_in_constant_time(take_from<Proof>(received), prove(kListener, connection.greeting, others_[number]))) {
+      reached_.insert(peer.places.front().address.text);
+      peer.places.clear();
+      const auto more = std::exchange(received, {});
+      adopt(connection);
+      on_bytes(connection, more.data(), more.size());
+      return;
+    }
+  } else if (count > 0 && received.size() < 1 + sizeof(Proof)) {
     return;
   }
   drop(connection);

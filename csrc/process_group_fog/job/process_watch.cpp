@@ -43,6 +43,16 @@ void ProcessWatch::watch(int peer, int pid) {
   pidfds_.emplace(peer, fd);
 }
 
+void ProcessWatch::forget(int peer) {
+  if (const auto found = pidfds_.find(peer); found != pidfds_.end()) {
+    epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, found->second, nullptr);
+    close(found->second);
+    pidfds_.erase(found);
+  }
+  known_.erase(peer);
+  ended_already_.erase(std::remove(ended_already_.begin(), ended_already_.end(), peer), ended_already_.end());
+}
+
 bool ProcessWatch::has_ended(int peer) const {
   if (known_.count(peer) > 0) {
     return true;

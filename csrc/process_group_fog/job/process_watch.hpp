@@ -19,6 +19,9 @@ class ProcessWatch {
   // only sign.
   void watch(int peer, int pid);
 
+  // Forgets that process, so that another one can be watched under its number.
+  void forget(int peer);
+
   // Returns whether that process is watched and known to have ended. Costs a system call.
   bool has_ended(int peer) const;
 

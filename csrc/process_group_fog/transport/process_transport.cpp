@@ -75,6 +75,7 @@ class ProcessTransport::Mapped final : public Incoming {
         source_(source),
         header_(header),
         arena_(transport.links_.arena_of(source)),
+        inbox_(transport.links_.shared_inbox_of(source)),
         data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
     if (!arena_) { // the peer was forgotten meanwhile
       throw Unreachable(source);
@@ -94,6 +95,9 @@ class ProcessTransport::Mapped final : public Incoming {
     if (bytes < header_.bytes) {
       return true;
     }
+    if (transport_.links_.shared_inbox_of(source_) != inbox_) { // another process has taken the sender's place
+      return false;
+    }
     const bool stands = transport_.links_.stands(source_, header_.transfer, header_.withdrawals);
     Header taken;
     taken.kind = MessageKind::kTaken;
@@ -107,6 +111,7 @@ class ProcessTransport::Mapped final : public Incoming {
   const PeerId source_;
   const Header header_;
   const std::shared_ptr<const shared_memory::ForeignArena> arena_;
+  const std::shared_ptr<const shared_memory::Inbox> inbox_;
   const char* const data_;
 };
 
@@ -119,6 +124,7 @@ ProcessTransport::ProcessTransport(
     std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(runtime.rank()),
       size_(runtime.size()),
+      has_mpi_(runtime.started()),
       handler_(handler),
       monitor_(std::move(monitor)),
       owned_links_(std::move(links)),
@@ -139,16 +145,6 @@ ProcessTransport::ProcessTransport(
 
 const char* ProcessTransport::way_to(PeerId peer) const {
   return links_.reaches(peer) ? "shared memory" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
-}
-
-std::vector<PeerId> ProcessTransport::spoken_with() const {
-  std::vector<PeerId> peers;
-  for (PeerId peer = 0; peer < size_; ++peer) {
-    if (peer != self_ && has_spoken_with(peer)) {
-      peers.push_back(peer);
-    }
-  }
-  return peers;
 }
 
 std::vector<Transport::Ended> ProcessTransport::ended() {

@@ -45,7 +45,24 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
-  std::vector<PeerId> spoken_with() const override;
+  bool attached_by(PeerId peer) const override {
+    return links_.attached_by(peer);
+  }
+  void renew(PeerId peer) override {
+    forget(peer);
+    processes_.forget(peer);
+    links_.renew(peer);
+    held_.erase(peer);
+  }
+  std::vector<PeerId> spoken_with() const override {
+    std::vector<PeerId> peers;
+    for (PeerId peer = 0; peer < size_; ++peer) {
+      if (peer != self_ && has_spoken_with(peer)) {
+        peers.push_back(peer);
+      }
+    }
+    return peers;
+  }
   bool has_spoken_with(PeerId peer) const override {
     return links_.has_spoken_with(peer) || messages_.has_spoken_with(peer);
   }
@@ -113,7 +130,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
 
   bool poll() override;
   bool must_poll() override {
-    return !given_up_ &&
+    return has_mpi_ && !given_up_ &&
         (messages_.must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
   }
   Flow flow() const override;
@@ -179,6 +196,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
 
   const PeerId self_;
   const int size_;
+  const bool has_mpi_;
   MessageHandler& handler_;
   ProcessWatch processes_;
   const std::unique_ptr<PeerMonitor> monitor_;

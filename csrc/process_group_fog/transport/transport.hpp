@@ -166,6 +166,12 @@ class Transport {
   // `peer` is process `pid` of this host. Its end is noticed from now on, and messages go through shared memory if that
   // can be mapped.
   virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
+  // Returns whether `peer` has attached this process, and so sends to it through shared memory.
+  virtual bool attached_by(PeerId peer) const {
+    return false;
+  }
+  // Forgets the process of `peer`, which has ended and was forgotten, so that another process can be attached in its place.
+  virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
   // Returns how large data is sent there: "shared memory", "rma" or "messages".

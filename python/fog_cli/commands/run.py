@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -396,6 +397,9 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     # PYTHONUNBUFFERED makes the output of the ranks visible at once.
     variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
     variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
+    # With --node-rank each host has a `fog run` of its own, and rank 0 makes the secret.
+    if getattr(arguments, "node_rank", None) is None and not variables.get("FOG_JOB_SECRET"):
+        variables["FOG_JOB_SECRET"] = secrets.token_hex(32)
     if arguments.network_interface:
         names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
         variables |= dict.fromkeys(names, arguments.network_interface)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,6 +41,8 @@ class AdaptThenCombine(DecentralizedSGD):
         TypeError: As `Algorithm`.
         ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
     """
+
+    can_be_joined: ClassVar[bool] = False  # passes, and not steps, make a round
 
     _in_backward: bool
     # With steps within the backward pass, if training goes on after losses: of each bucket. Backward passes may complete

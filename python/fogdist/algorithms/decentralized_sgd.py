@@ -70,10 +70,12 @@ class DecentralizedSGD(OverlappingAlgorithm):
     """
 
     runs_alone: ClassVar[bool] = False
+    can_be_joined: ClassVar[bool] = True
 
     order: Order
     takes_lbfgs: bool  # type: ignore[misc]  # of its order
     _mixer: Mixer
+    _is_patient: bool
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.order = order
         self.takes_lbfgs = order == "atc"
         self._mixer = Mixer()
+        self._is_patient = patience is not None
         if patience is not None:
             patience = check_factor(patience, "patience")
             mixing = patient_mixing(options.get("mixing"), current(options.get("group")))
@@ -104,6 +107,14 @@ class DecentralizedSGD(OverlappingAlgorithm):
     def advance(self) -> Any:
         """See `Algorithm.advance`."""
         return Algorithm.advance(self) if self.order == "atc" else super().advance()
+
+    def is_joinable(self) -> bool:
+        """See `Algorithm.is_joinable`."""
+        return super().is_joinable() and not self._is_patient
+
+    def enters_in_step(self) -> bool:
+        """See `Algorithm.enters_in_step`."""
+        return Algorithm.enters_in_step(self) if self.order == "atc" else super().enters_in_step()
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last round; none without `patience`."""
@@ -158,6 +169,8 @@ class LocalSGD(Algorithm):
     Raises:
         ValueError: As `Algorithm`.
     """
+
+    can_be_joined: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class DiLoCo(Algorithm):
     """
 
     state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "previous")
+    can_be_joined: ClassVar[bool] = True
 
     outer_lr: float
     outer_momentum: float

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch.optim import Optimizer
 
@@ -32,6 +32,8 @@ class GossipPGA(Algorithm):
     Raises:
         ValueError: As `Algorithm`.
     """
+
+    can_be_joined: ClassVar[bool] = True
 
     period: int
 

@@ -37,6 +37,7 @@ class PushSumSGD(Algorithm):
     """
 
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
+    can_be_joined: ClassVar[bool] = True
     mean_weight: ClassVar[str | None] = "p"
 
     _is_biased: bool = False

@@ -22,13 +22,14 @@ from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
 from fogdist.flight_record import count_step
+from fogdist.membership import members_of
 from fogdist.packing import BUCKET_CAP_MB, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import check_factor
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import forward_changes_parameters
-from fogdist.training.continuing import OnLoss, check_on_loss
+from fogdist.training.continuing import OnLoss, check_joinable, check_on_loss
 from fogdist.training.mixing import Neighbors
 from fogdist.training.passes import is_training_pass
 from fogdist.training.plans import Plans, TopologyLike, topology_of
@@ -170,6 +171,14 @@ class DecentralizedDataParallel(nn.Module):
         if patience is not None:
             patience = _check_patience(patience, mode, average_buffers)
         self._context = current(group)
+        check_joinable(
+            group,
+            mode == "sync"
+            and patience is None
+            and on_loss == "continue"
+            and not forward_changes_parameters(module),
+            f"a wrapper with mode={mode!r}, patience={patience} and on_loss={on_loss!r}, of this module,",
+        )
         self._mode = mode
         self._is_patient = patience is not None
         self.module = module
@@ -229,13 +238,17 @@ class DecentralizedDataParallel(nn.Module):
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
             *(f"{n!r}, not mixed: {signature_of(t)}" for n, t in others.items()),
         ]
+        name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
+        is_joining = self._context.is_joining
         with self._flat_parameters.released_on_error(), self._flat_buffers.released_on_error():
-            check_same_everywhere(self._context.backend, "module", items)
-        if broadcast:
+            if on_loss == "continue":
+                members_of(group).check_same(name, "module", items)
+            else:
+                check_same_everywhere(self._context.backend, "module", items)
+        if broadcast and not is_joining:
             self._broadcast(others.values())
         self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
         self._mixing: SynchronousMixing | AsynchronousMixing
-        name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
         if mode == "sync":
             self._mixing = SynchronousMixing(
                 self._context,
@@ -245,6 +258,7 @@ class DecentralizedDataParallel(nn.Module):
                 name,
                 on_loss,
                 patience,
+                None if self._begins_after_forward else _State(self),
             )
         else:
             self._mixing = AsynchronousMixing(
@@ -585,6 +599,30 @@ class DecentralizedDataParallel(nn.Module):
 
     def _neighbors(self) -> Neighbors:
         return Neighbors(self._plans.topology)
+
+
+class _State:
+    """The module, with its buffers, and the optimizer, for a process that joins."""
+
+    def __init__(self, wrapper: DecentralizedDataParallel) -> None:
+        self._reference = weakref.ref(wrapper)
+
+    def save(self) -> dict[str, Any]:
+        """See `fogdist.membership.Joinable`."""
+        wrapper = self._wrapper
+        return {"module": wrapper.module.state_dict(), "optimizer": wrapper.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See `fogdist.membership.Joinable`."""
+        wrapper = self._wrapper
+        wrapper.module.load_state_dict(state["module"])
+        wrapper.optimizer.load_state_dict(state["optimizer"])
+
+    @property
+    def _wrapper(self) -> DecentralizedDataParallel:
+        wrapper = self._reference()
+        assert wrapper is not None  # its forward passes and steps call this
+        return wrapper
 
 
 def _check_asynchronous_options(

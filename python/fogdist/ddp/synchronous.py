@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any, Protocol
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,16 @@ from fogdist.training.continuing import Continuing, OnLoss, highest, take_seat
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Round
 from fogdist.training.patient_mixer import PatientMixer
+
+
+class State(Protocol):
+    """What a wrapper has besides its mixing."""
+
+    def save(self) -> dict[str, Any]:
+        """Returns the values; tensors may change later."""
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Takes the values that another rank has saved."""
 
 
 class SynchronousMixing:
@@ -28,6 +41,7 @@ class SynchronousMixing:
         name: The same on all ranks, and unique among the mixings of the group.
         on_loss: "continue" to go on with the ranks that are left after a loss.
         patience: To leave late neighbors out (`PatientMixer`); there are no buffers then.
+        state: What a process that joins gets in addition; None if none can.
     """
 
     def __init__(
@@ -39,6 +53,7 @@ class SynchronousMixing:
         name: str,
         on_loss: OnLoss = "raise",
         patience: float | None = None,
+        state: State | None = None,
     ) -> None:
         self._whole = context
         self._name = name
@@ -46,7 +61,8 @@ class SynchronousMixing:
         self._seats: tuple[Seat, Seat] | None = None
         self._is_patient = patience is not None
         if on_loss == "continue":
-            self._seats = take_seat(context.group, name), take_seat(context.group, f"{name} global")
+            joinable = None if state is None or patience is not None else _Joinable(self, state)
+            self._seats = take_seat(context.group, name, joinable), take_seat(context.group, f"{name} global")
         self._mixing = self._continuing(mixing)
         self._next = 0  # the round of the next exchange
         self._begun = 0
@@ -90,8 +106,16 @@ class SynchronousMixing:
         self._mixer.restart()
 
     @torch.no_grad()
-    def begin(self) -> None:
+    def begin(self, in_step: bool = False) -> None:
         """Starts the next round's exchange, with the current values."""
+        if (
+            self._seats is not None
+            and self._seats[0].state is not None
+            and self._seats[0].enter()
+            and in_step
+        ):
+            for parameter in self._parameters.tensors:  # they are of parameters that it had before it joined
+                parameter.grad = None
         round = Round.of(self.context, self._next, self._name)
         self._parameters.reattach()
         self._next = self._mixer.begin(self._parameters, self._mixing, round) + 1
@@ -105,7 +129,7 @@ class SynchronousMixing:
     def mix(self) -> None:
         """Waits for the exchange in flight, or for a new one, and writes it into parameters and buffers."""
         if not self.has_begun:
-            self.begin()
+            self.begin(in_step=True)
         sent, self._sent = self._sent, []
         try:
             self._mixer.finish()
@@ -168,3 +192,41 @@ class SynchronousMixing:
 
     def after_global_average(self) -> None:
         """Does nothing, because the next exchange sends the values that are current then."""
+
+
+class _Joinable:
+    """The state of a wrapper for a process that joins (`fogdist.membership.Joinable`).
+
+    Args:
+        mixing: The wrapper's; this does not keep it alive.
+        state: The other state.
+    """
+
+    def __init__(self, mixing: SynchronousMixing, state: State) -> None:
+        self._reference = weakref.ref(mixing)
+        self._state = state
+
+    @property
+    def _mixing(self) -> SynchronousMixing:
+        mixing = self._reference()
+        assert mixing is not None  # the seat belongs to it
+        return mixing
+
+    def save(self) -> dict[str, Any]:
+        """See `Joinable`."""
+        return self._state.save()
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Joinable`."""
+        self._state.load(state)
+
+    def counts(self) -> dict[str, int]:
+        """See `Joinable`."""
+        mixing = self._mixing
+        return {"next": mixing._next, "begun": mixing._begun}
+
+    def set_counts(self, counts: dict[str, int]) -> None:
+        """See `Joinable`."""
+        mixing = self._mixing
+        mixing._next, mixing._begun = counts["next"], counts["begun"]

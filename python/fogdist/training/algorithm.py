@@ -17,12 +17,20 @@ from fogdist.arguments import plain
 from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.flight_record import count_step
-from fogdist.membership import Seat
+from fogdist.membership import Seat, members_of
 from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.continuing import Continuing, OnLoss, await_all, check_on_loss, take_seat
+from fogdist.training.continuing import (
+    Continuing,
+    OnLoss,
+    await_all,
+    check_joinable,
+    check_on_loss,
+    take_seat,
+)
+from fogdist.training.joining_state import AlgorithmState
 from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
 from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
@@ -129,6 +137,9 @@ class Algorithm(DistributedOptimizer):
     """Whether the optimizer may evaluate its closure several times per step, not equally often on all ranks."""
     saves_state: ClassVar[bool] = True
     """Whether `state_dict` contains the algorithm's state."""
+    can_be_joined: ClassVar[bool] = False
+    """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
+    calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
     warns_apart: ClassVar[bool] = True
     """Whether ranks warn if they start from different parameters."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
@@ -217,8 +228,13 @@ class Algorithm(DistributedOptimizer):
         # differently.
         self._number = context.next_number()
         self._fog_title = self.name
+        check_joinable(
+            group,
+            on_loss == "continue" and self.is_joinable(),
+            f"{self.algorithm_name} with on_loss={on_loss!r}",
+        )
         if on_loss == "continue":
-            self._seat = take_seat(group, self.name)
+            self._seat = take_seat(group, self.name, AlgorithmState(self) if self.is_joinable() else None)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
@@ -250,6 +266,18 @@ class Algorithm(DistributedOptimizer):
     def initial(self, name: str) -> list[Tensor]:
         """Returns the values of one of `state_vectors` before the first step with these parameters; default: zeros."""
         return self.buckets.zeros()
+
+    def is_joinable(self) -> bool:
+        """Returns whether a process can join the ranks that train by it, with these arguments."""
+        return self.can_be_joined
+
+    def enters_in_step(self) -> bool:
+        """Returns whether a round begins with this step."""
+        return (self.steps + 1) % self.local_steps == 0
+
+    def enter(self) -> bool:
+        """Lets processes join at the beginning of a round; on one that joins, joins. Returns whether this one has."""
+        return self._seat is not None and self.can_be_joined and self._seat.enter()
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
@@ -410,6 +438,9 @@ class Algorithm(DistributedOptimizer):
                 self.overflowed = self._fog_unscale()
                 if self.is_running:
                     self.refresh()
+                    # A process that has just joined has others' parameters now, and gradients of its own ones.
+                    if self._seat is not None and self.enters_in_step() and self.enter():
+                        self.overflowed = True
                     result = self.advance()
                     self.buckets.write_back()
                 else:
@@ -524,8 +555,12 @@ class Algorithm(DistributedOptimizer):
         with buckets.released_on_error():
             context = self.context
             if context.size > 1:
-                check_same_everywhere(context.backend, "model", [*items, *buckets.layout()])
-                if self.warns_apart and not self._has_state:
+                described = [*items, *buckets.layout()]
+                if self._seat is None:
+                    check_same_everywhere(context.backend, "model", described)
+                else:
+                    members_of(self._group).check_same(self.name, "model", described)
+                if self.warns_apart and not self._has_state and not context.is_joining:
                     _warn_if_apart(context, parameters)
             buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.context import Context
-from fogdist.membership import Seat, members_of
+from fogdist.context import Context, current
+from fogdist.membership import Joinable, Seat, members_of
 from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Mixing, Round
 
@@ -28,9 +28,17 @@ def check_on_loss(on_loss: OnLoss) -> None:
         raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
 
 
-def take_seat(group: dist.ProcessGroup | None, name: str) -> Seat:
-    """Returns the seat of an object that goes on after losses; `name` is the same on all ranks."""
-    return members_of(group).seat(name)
+def take_seat(group: dist.ProcessGroup | None, name: str, state: Joinable | None = None) -> Seat:
+    """Returns the seat of an object that goes on after losses; arguments as of `Members.seat`."""
+    return members_of(group).seat(name, state)
+
+
+def check_joinable(group: dist.ProcessGroup | None, is_joinable: bool, what: str) -> None:
+    """Raises ValueError if this process joins a job, and `what` cannot be joined."""
+    if not is_joinable and current(group).is_joining:
+        raise ValueError(
+            f"this process joins a running job, and {what} cannot be joined; docs/membership.md has what can be"
+        )
 
 
 @dataclass

@@ -73,7 +73,8 @@ class OverlappingAlgorithm(Algorithm):
         if not self._saw_forward:
             # A rank without data for this step still takes part in the round.
             self._passes = [count + 1 for count in self._passes]
-            self._begin_if_due()
+            if self._begin_if_due():  # it has just joined, and has gradients of other parameters
+                self.overflowed = True
         self._saw_forward = False
         self.synchronize_now()
         self.steps += 1  # counted even if the step raises, because the neighbors count it too
@@ -143,13 +144,20 @@ class OverlappingAlgorithm(Algorithm):
             warn_too_many_passes("forward", self.local_steps)
         self._begin_if_due()
 
-    def _begin_if_due(self) -> None:
+    def enters_in_step(self) -> bool:
+        """See `Algorithm.enters_in_step`: the round begins with a forward pass."""
+        return False
+
+    def _begin_if_due(self) -> bool:
+        """Begins a round if one is due; returns whether this process has just joined the others."""
         count = max(self._passes) if self.counts_passes else (self.steps % self.local_steps) + 1
         if count < self.local_steps or self.is_in_round or self.is_alone:
-            return
+            return False
         with torch.no_grad():
             self.refresh()
+            has_joined = self.enter()
             self.begin()
         self.is_in_round = (
             True  # set only now: if `begin` raised for wrong weights, the user may correct them
         )
+        return has_joined

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -68,6 +69,11 @@ bool Inbox::open(int ranks) {
 }
 
 std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
+  auto inbox = find(address);
+  return inbox && inbox->open(ranks) ? std::move(inbox) : nullptr;
+}
+
+std::unique_ptr<Inbox> Inbox::find(const std::string& address) {
   std::istringstream fields(address);
   int pid = 0;
   int number = 0;
@@ -82,7 +88,32 @@ std::unique_ptr<Inbox> Inbox::attach(const std::string& address, int ranks) {
   auto inbox = std::unique_ptr<Inbox>(new Inbox(fd, address));
   uint64_t its_token = 0; // checked first, so that another file is not changed
   const bool found = pread(fd, &its_token, sizeof(its_token), offsetof(Shared, token)) == sizeof(its_token) && its_token == token;
-  return found && inbox->open(ranks) ? std::move(inbox) : nullptr;
+  return found ? std::move(inbox) : nullptr;
+}
+
+void Inbox::renew(int writer) const {
+  auto& slot = slots()[writer];
+  slot.peer.store(0);
+  slot.ring.written.store(0);
+  slot.ring.read.store(0);
+  slot.ring.writer_waits.store(0);
+}
+
+bool Inbox::announce(const std::string& address) {
+  const auto inbox = find(address);
+  const size_t bytes = pages(sizeof(Shared));
+  struct stat file = {};
+  // An inbox that is not open yet is empty.
+  if (!inbox || fstat(inbox->fd_, &file) != 0 || static_cast<size_t>(file.st_size) < bytes) {
+    return false;
+  }
+  void* memory = map(inbox->fd_, bytes);
+  if (memory == nullptr) {
+    return false;
+  }
+  static_cast<Shared*>(memory)->pulse.announced.fetch_add(1);
+  munmap(memory, bytes);
+  return true;
 }
 
 void Inbox::drop(uint32_t index) const {

@@ -71,6 +71,11 @@ class Inbox {
   std::atomic<uint32_t>& peer(int writer) const {
     return slots()[writer].peer;
   }
+  // Empties the ring of a writer whose process has ended, for another process in its place.
+  void renew(int writer) const;
+  // Draws the attention of the process that has published its inbox as `address`, see Pulse::announced. Returns false if
+  // there is no such process any more.
+  static bool announce(const std::string& address);
   // Memory that the owner fills and peers empty.
   char* chunk(uint32_t index) const {
     return reinterpret_cast<char*>(shared_) + bytes_ - (kChunks - index) * kChunkBytes;
@@ -102,6 +107,8 @@ class Inbox {
   };
 
   Inbox(int fd, std::string address);
+  // Returns the inbox that a process has published as `address`, not mapped; nullptr if it is not there.
+  static std::unique_ptr<Inbox> find(const std::string& address);
   Slot* slots() const;
 
   const int fd_;

@@ -63,6 +63,14 @@ void Links::map_arena(int peer, const std::string& address) {
   }
 }
 
+void Links::renew(int peer) {
+  forget(peer);
+  if (inbox_ && places_[peer] >= 0) {
+    link(peer).inbox = nullptr;
+    inbox_->renew(places_[peer]);
+  }
+}
+
 void Links::detach(int peer) {
   if (!reaches(peer)) {
     return;

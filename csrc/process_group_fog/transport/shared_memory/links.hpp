@@ -33,6 +33,9 @@ class Links {
   // Sends messages to `peer` through its inbox from now on, if that can be mapped. It may be called twice, first with
   // an address that lacks the arena.
   void attach(int peer, const std::string& address);
+  // Forgets the process that had this number and has ended, so that another one can be attached in its place. That one
+  // must not attach this process before it sees that this process has attached it.
+  void renew(int peer);
   // Reverts attach(), for a peer that turns out to be on another host.
   void detach(int peer);
   bool reaches(int peer) const {
@@ -134,6 +137,11 @@ class Links {
   const Inbox& inbox_of(int peer) const {
     return *links_[places_[peer]].inbox;
   }
+  // Returns it as an object that outlives the peer: it is unmapped when nobody reads there any more, also if another
+  // process has taken the peer's place.
+  std::shared_ptr<const Inbox> shared_inbox_of(int peer) const {
+    return places_[peer] < 0 ? nullptr : links_[places_[peer]].inbox;
+  }
   // Returns the number of peers on this host.
   int peers() const {
     return source_count_.load();
@@ -148,7 +156,7 @@ class Links {
   static constexpr int kMessagesPerPoll = 64; // enough to empty a burst, few enough to return to other work soon
 
   struct Link {
-    std::unique_ptr<Inbox> inbox; // the peer's
+    std::shared_ptr<Inbox> inbox; // the peer's
     std::deque<std::vector<char>> queue; // records for which its ring has no space
     size_t unsent = 0; // bytes of these
     std::shared_ptr<const ForeignArena> arena;

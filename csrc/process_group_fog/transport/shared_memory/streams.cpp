@@ -62,7 +62,8 @@ class Streams::Reading final : public Incoming {
         group(header.group),
         streams_(streams),
         source_(source),
-        before_(header.withdrawals) {}
+        before_(header.withdrawals),
+        inbox_(streams.links_.shared_inbox_of(source)) {}
 
   size_t available() const override {
     return filled;
@@ -77,6 +78,9 @@ class Streams::Reading final : public Incoming {
   }
   bool take(size_t bytes_taken) override {
     taken = bytes_taken;
+    if (streams_.links_.shared_inbox_of(source_) != inbox_) { // another process has taken the sender's place
+      return false;
+    }
     const bool stands = streams_.links_.stands(source_, transfer, before_);
     while (!chunks.empty() && chunks.front().end <= taken) {
       chunks.pop_front();
@@ -102,6 +106,7 @@ class Streams::Reading final : public Incoming {
   Streams& streams_;
   const PeerId source_;
   const uint32_t before_;
+  const std::shared_ptr<const Inbox> inbox_; // with the chunks
 };
 
 void Streams::say(PeerId peer, MessageKind kind, uint64_t transfer, size_t bytes, uint32_t chunk) {

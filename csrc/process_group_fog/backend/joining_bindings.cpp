@@ -1,0 +1,54 @@
+#include "backend/joining_bindings.hpp"
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+
+#include "backend/process_group_fog.hpp"
+#include "engine/joining.hpp"
+#include "engine/process_engine.hpp"
+#include "job/introduction.hpp"
+#include "job/secret.hpp"
+
+namespace py = pybind11;
+
+namespace fog {
+
+void bind_joining(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> release_gil;
+  module.def("job_secret", &job_secret);
+  module.def("set_job_secret", &set_job_secret, py::arg("secret"));
+  module.def("announced", [] { return process_engine().announced(); });
+  module.def("own_entry", &own_entry, release_gil);
+  module.def("announce", &announce, py::arg("entry"), release_gil);
+  module.def(
+      "read_entry",
+      [](const std::string& entry) {
+        const auto read = read_introduction(entry);
+        py::dict result;
+        result["protocol"] = read.protocol;
+        result["rank"] = read.world_rank;
+        result["pid"] = read.pid;
+        result["host_id"] = read.host_id;
+        result["host_name"] = read.host_name;
+        result["job"] = read.job;
+        return result;
+      },
+      py::arg("entry"));
+  module.def(
+      "prepare_to_join", &prepare_to_join, py::arg("rank"), py::arg("size"), py::arg("entries"), py::arg("timeout"), release_gil);
+  module.def(
+      "add_whole",
+      [](uint64_t id, int rank, int size, const std::string& reason, const c10::intrusive_ptr<c10d::Store>& store,
+         const c10::intrusive_ptr<ProcessGroupFog::Options>& options) {
+        auto group = add_whole(id, options->group_name, rank, size, reason);
+        return c10::make_intrusive<ProcessGroupFog>(std::move(group), options, nullptr, store);
+      },
+      py::arg("id"), py::arg("rank"), py::arg("size"), py::arg("reason"), py::arg("store"), py::arg("options"), release_gil);
+  module.def("connect_with", &connect_with, py::arg("entries"), py::arg("is_member"), py::arg("timeout"), release_gil);
+}
+
+} // namespace fog

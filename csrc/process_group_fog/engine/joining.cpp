@@ -1,0 +1,137 @@
+#include "engine/joining.hpp"
+
+#include <numeric>
+#include <thread>
+
+#include <c10/util/Exception.h>
+#include <c10/util/Logging.h>
+#include <c10/util/StringUtil.h>
+
+#include "core/deadline.hpp"
+#include "core/failure.hpp"
+#include "engine/process_engine.hpp"
+#include "job/hosts.hpp"
+#include "job/introduction.hpp"
+#include "job/mpi_runtime.hpp"
+#include "job/peer_monitor.hpp"
+#include "job/process_watch.hpp"
+#include "transport/process_transport.hpp"
+#include "transport/shared_memory/arena.hpp"
+#include "transport/shared_memory/inbox.hpp"
+#include "transport/shared_memory/links.hpp"
+
+namespace fog {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Between two looks at the other side, which is about to connect.
+constexpr auto kPause = std::chrono::microseconds(200);
+constexpr const char* kNotConnected = "was lost: it joined, but did not connect in time";
+
+} // namespace
+
+std::string own_entry() {
+  const auto& runtime = Runtime::instance();
+  const auto* transport = process_transport();
+  if (transport == nullptr || !runtime.joined() || runtime.started()) {
+    return {};
+  }
+  auto mine = introduce();
+  mine.job = runtime.job();
+  mine.world_rank = runtime.rank();
+  mine.host = runtime.host();
+  mine.address = transport->address();
+  return to_text(mine);
+}
+
+bool announce(const std::string& entry) {
+  return shared_memory::Inbox::announce(read_introduction(entry).address);
+}
+
+void prepare_to_join(int rank, int size, const std::vector<std::string>& entries, std::chrono::milliseconds timeout) {
+  auto& runtime = Runtime::instance();
+  auto& engine = process_engine();
+  read_settings();
+  TORCH_CHECK_VALUE(!entries.empty(), "prepare_to_join: entries: got none; allowed is at least one");
+  TORCH_CHECK_WITH(
+      DistBackendError, !runtime.joined() && process_transport() == nullptr,
+      "fog: this process has a world already, and cannot join another job");
+  const auto mine = introduce();
+  const auto first = read_introduction(entries.front());
+  TORCH_CHECK_WITH(
+      DistBackendError, mine.protocol == first.protocol,
+      "fog: this process cannot join the job, which has another version: the job's is ", first.protocol, "; this one's is ",
+      mine.protocol);
+  for (const auto& entry : entries) {
+    const auto member = read_introduction(entry);
+    TORCH_CHECK_WITH(
+        DistBackendError, member.host_id == mine.host_id, "fog: this process on host ", mine.host_name, " cannot join the job: rank ",
+        member.world_rank, " is on host ", member.host_name, ", and a process joins over shared memory only, on the host of all ranks");
+  }
+  std::vector<int> local(static_cast<size_t>(size));
+  std::iota(local.begin(), local.end(), 0);
+  shared_memory::Arena::expect_ranks(size);
+  auto links = std::make_unique<shared_memory::Links>(rank, size, true);
+  links->settle(local);
+  TORCH_CHECK_WITH(
+      DistBackendError, !links->address(true).empty(), "fog: this process cannot join the job: the system gives it no shared memory");
+  engine.start_threads(timeout);
+  runtime.settle(first.host, size, std::vector<int>(local.size(), 0));
+  runtime.join(first.job, rank, size);
+  make_process_transport(std::make_unique<PeerMonitor>(), std::move(links), nullptr);
+}
+
+std::shared_ptr<Group> add_whole(uint64_t id, const std::string& name, int rank, int size, const std::string& reason) {
+  std::vector<Member> members;
+  const auto& runtime = Runtime::instance();
+  for (int member = 0; member < size; ++member) {
+    members.push_back({member, 0, 0, runtime.host(), host_name()});
+  }
+  auto& engine = process_engine();
+  auto group = engine.add_group(id, name, rank, std::move(members), {});
+  engine.refuse_work(group, reason);
+  return group;
+}
+
+std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is_member, std::chrono::milliseconds timeout) {
+  auto& engine = process_engine();
+  const auto deadline = deadline_after(timeout);
+  std::vector<int> come;
+  ProcessWatch processes;
+  // Members attach first; a process that joins attaches each member that has done so.
+  for (const auto& [rank, entry] : entries) {
+    const auto peer = read_introduction(entry);
+    processes.watch(rank, peer.pid);
+    if (is_member) {
+      try {
+        engine.take_in(rank, peer.pid, peer.address);
+      } catch (const c10::DistBackendError& error) { // the peer stays lost, and this rank goes on without it
+        LOG(WARNING) << message_of(error);
+      }
+    }
+  }
+  for (const auto& [rank, entry] : entries) {
+    const auto peer = read_introduction(entry);
+    bool attached = false;
+    try {
+      while (!(attached = engine.attached_by(rank)) && !processes.has_ended(rank) && Clock::now() < deadline) {
+        engine.check_interrupt();
+        std::this_thread::sleep_for(kPause);
+      }
+    } catch (const Unreachable&) {
+      continue;
+    }
+    if (!attached) {
+      engine.give_up(rank, processes.has_ended(rank) ? kLost : kNotConnected, !processes.has_ended(rank));
+      continue;
+    }
+    if (!is_member) {
+      engine.take_in(rank, peer.pid, peer.address);
+    }
+    come.push_back(rank);
+  }
+  return come;
+}
+
+} // namespace fog

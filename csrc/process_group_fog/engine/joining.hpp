@@ -1,0 +1,38 @@
+// How a process comes into a job that runs already, in the place of one that has ended. For now on one host, over
+// shared memory. Who joins, and when, is decided in Python (fogdist.joining); here are the connections.
+//
+// The process that joins begins with the job's first group, which takes no work on it, and with no connection. It asks
+// the members for attention (announce), and tells each its entry. When the members have agreed that it is one of them,
+// each takes it in: it empties the ring of the process that has ended, and attaches the new one. Only when that is seen
+// may the new one attach the member. So both sides wait for each other, for less than a millisecond if both run.
+#pragma once
+
+#include <chrono>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/engine.hpp"
+
+namespace fog {
+
+// What a process tells others about itself, so that they can connect: the text of an Introduction. Empty if no process
+// can join this one's world: it has none yet, or MPI runs, whose world cannot grow.
+std::string own_entry();
+
+// Draws the attention of the process with this entry. Returns false if it has ended.
+bool announce(const std::string& entry);
+
+// Makes this process world rank `rank` of `size`, without a connection. `entries`: those of members, at least one.
+// Throws DistBackendError if their build or host is another one.
+void prepare_to_join(int rank, int size, const std::vector<std::string>& entries, std::chrono::milliseconds timeout);
+
+// Creates the job's first group, which refuses all work, with this reason.
+std::shared_ptr<Group> add_whole(uint64_t id, const std::string& name, int rank, int size, const std::string& reason);
+
+// Connects this process with others, by world rank, which connect with this one at the same time. `is_member`: this
+// process is a member of the job, and the others join. Returns the ranks that have come; the others are lost.
+std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is_member, std::chrono::milliseconds timeout);
+
+} // namespace fog

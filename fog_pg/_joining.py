@@ -1,0 +1,133 @@
+"""The first group of a process that joins a running job: it takes no work, and connects nobody.
+
+The members of a job that can be joined have told the job's Store how to connect with them. What follows, from here to
+the first exchange, is in `fogdist.joining`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fog_pg import environment
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from fog_pg._C import ProcessGroupFog
+
+# Keys of the first group's Store. Each rank's entry, with the group's id; the secret, if rank 0 has made it.
+_ENTRY = "fog/world/entry/{rank}"
+_SECRET = "fog/world/secret"
+
+_REASON = (
+    "this process joins a running job as rank {rank}, so operations of the whole group are not possible; objects with "
+    'on_loss="continue" join the other ranks in their first exchange, and fogdist.reconfigure() returns a group from then on'
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """What a job's Store says about its members.
+
+    Attributes:
+        store: The Store of the first group.
+        id: The id of the first group.
+        entries: How to connect with each rank.
+    """
+
+    store: Store
+    id: int
+    entries: dict[int, str]
+
+
+# The id of this process's first group, and its Store as its backend has got it.
+_first: tuple[int, Store] | None = None
+# The job that this process joins.
+_world: World | None = None
+
+
+def wants_to_join() -> bool:
+    """Returns whether this process is to join a job that runs already."""
+    return environment.RESTARTS.get() > 0 or environment.JOIN.get()
+
+
+def world_to_join(backend: ProcessGroupFog) -> World | None:
+    """Returns the world of the job that this process joins with its first group; None if it does not."""
+    return _world if _world is not None and _world.id == backend.id else None
+
+
+def note_first(backend: ProcessGroupFog, store: Store) -> None:
+    """Remembers the process's first group."""
+    global _first
+    _first = backend.id, store
+
+
+def store_of_first(backend: ProcessGroupFog) -> Store | None:
+    """Returns the Store of this process's first group, where the job can be joined; None for the backend of another one."""
+    return _first[1] if _first is not None and _first[0] == backend.id else None
+
+
+def publish(store: Store, rank: int, group: int, entry: str) -> None:
+    """Tells the Store how to connect with this process.
+
+    Args:
+        store: That of the first group.
+        rank: The process's rank.
+        group: The id of the first group.
+        entry: Of `fog_pg._C.own_entry`.
+    """
+    store.set(_ENTRY.format(rank=rank), json.dumps({"entry": entry, "id": group}))
+
+
+def publish_secret(store: Store, secret: str) -> None:
+    """Passes the job's secret on to processes that join."""
+    store.set(_SECRET, secret)
+
+
+def entry_of(store: Store, rank: int) -> str | None:
+    """Returns how to connect with the last process that had a rank; None if there was none."""
+    key = _ENTRY.format(rank=rank)
+    return json.loads(store.get(key))["entry"] if store.check([key]) else None
+
+
+def read_world(store: Store, size: int) -> World:
+    """Returns what the Store says now; without entries if nobody can join."""
+    entries, group = {}, 0
+    for rank in range(size):
+        key = _ENTRY.format(rank=rank)
+        if store.check([key]):
+            told = json.loads(store.get(key))
+            entries[rank], group = told["entry"], told["id"]
+    return World(store, group, entries)
+
+
+def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog:
+    """Creates the backend of the first group on a process that joins.
+
+    Raises:
+        RuntimeError: The job cannot be joined. ValueError: FOG_JOB_SECRET is not allowed.
+            torch.distributed.DistBackendError: Its ranks have another version, or are on another host.
+    """
+    global _world
+    store, rank, size = options.store, options.group_rank, options.group_size
+    world = read_world(store, size)
+    who = f"this process was started to join a running job as rank {rank}"
+    if not world.entries:
+        raise RuntimeError(
+            f"{who}, but the job cannot be joined: its ranks share no single host, have no object with "
+            'on_loss="continue", or have not begun to train'
+        )
+    if not extension.job_secret():
+        if not store.check([_SECRET]):
+            raise RuntimeError(
+                f"{who}, but does not know the job's secret: set FOG_JOB_SECRET as for the other ranks"
+            )
+        extension.set_job_secret(store.get(_SECRET).decode())
+    extension.prepare_to_join(rank, size, list(world.entries.values()), options.timeout)
+    backend: ProcessGroupFog = extension.add_whole(
+        world.id, rank, size, _REASON.format(rank=rank), store, backend_options
+    )
+    _world = world
+    return backend

@@ -1,0 +1,54 @@
+"""The state of an algorithm that a process gets when it joins (`fogdist.membership.Joinable`)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from fogdist.training.algorithm import Algorithm
+
+
+class AlgorithmState:
+    """The models, the optimizer and the algorithm's own state, and its numbers of steps and rounds.
+
+    Args:
+        algorithm: The algorithm, which this does not keep alive.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._reference = weakref.ref(algorithm)
+
+    @property
+    def _algorithm(self) -> Algorithm:
+        algorithm = self._reference()
+        assert algorithm is not None  # the seat belongs to it
+        return algorithm
+
+    def save(self) -> dict[str, Any]:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        models = [model.state_dict() for model in algorithm._fog_models]
+        return {"models": models, "optimizer": algorithm.state_dict()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        for model, values in zip(algorithm._fog_models, state["models"], strict=True):
+            model.load_state_dict(values)
+        algorithm.load_state_dict(state["optimizer"])
+        algorithm.refresh()
+        algorithm.members_changed()
+
+    def counts(self) -> dict[str, int]:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        return {"steps": algorithm.steps, "rounds": algorithm.rounds}
+
+    def set_counts(self, counts: dict[str, int]) -> None:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]

@@ -1,0 +1,506 @@
+"""Tests of processes that join a running job: each algorithm, losses before and after, and who is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import algorithms
+from harness import ALL, World
+from hosts import connections
+from scripts import ROOT
+
+TIMEOUT = 90.0
+RANKS = 4
+# A joining process has this time from its start to its first exchange on a machine with a core for it
+# (docs/membership.md); tests only check that it joins.
+KINDS = [
+    "wrapper",
+    "DecentralizedSGD",
+    "DecentralizedSGD/awc",
+    "DecentralizedSGD/cta",
+    "LocalSGD",
+    "DecentralizedAdamW",
+    "GossipPGA",
+    "PushSumSGD",
+    "DiLoCo",
+]
+
+SCRIPT = """
+import ctypes, json, os, signal, sys, time
+from datetime import timedelta
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a test that is killed leaves no rank
+import torch
+import torch.distributed as dist
+import fogdist
+
+options = json.loads(sys.argv[1])
+dist.init_process_group("fog", timeout=timedelta(seconds=60))
+fogdist.init(getattr(fogdist, options.get("graph", "RingGraph")))
+rank = dist.get_rank()
+is_newcomer = bool(int(os.environ.get("FOG_JOIN") or 0))
+torch.manual_seed(rank)
+dtype = torch.float64 if is_newcomer and options.get("newcomer_dtype") else torch.float32
+width = 7 if is_newcomer and options.get("newcomer_width") else 6
+model = torch.nn.Sequential(torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)).to(dtype)
+fogdist.broadcast_parameters(model.state_dict(), 0)
+kind, _, order = options["kind"].partition("/")
+on_loss = options.get("on_loss", "continue")
+if kind == "DecentralizedAdamW":
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+else:
+    inner = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+if kind == "wrapper":
+    called = fogdist.DecentralizedDataParallel(model, inner, on_loss=on_loss)
+    optimizer, count = inner, lambda: called.round
+else:
+    more = {"LocalSGD": {"local_steps": 3}, "DiLoCo": {"local_steps": 2}, "GossipPGA": {"period": 3}}.get(kind, {})
+    more |= {"order": order} if order else {}
+    optimizer = getattr(fogdist.algorithms, kind)(inner, model, on_loss=on_loss, **more)
+    called, count = model, lambda: optimizer.steps
+weights = torch.tensor([[1.0], [-1.0], [2.0], [0.5]], dtype=dtype)
+
+def say(**values):
+    print(json.dumps({"rank": rank, "pid": os.getpid(), **values}), flush=True)
+
+say(event="made", calls=0)
+known, losses = -1, []
+while count() < options["steps"] and not os.path.exists(options["end"]):
+    x = torch.randn(16, 4, dtype=dtype)
+    optimizer.zero_grad()
+    loss = ((called(x) - x @ weights) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+    now = fogdist.membership.current()
+    if now.epoch != known:
+        known = now.epoch
+        say(event="epoch", epoch=known, living=now.living, step=count())
+    time.sleep(options.get("pause", 0.01))
+with torch.no_grad():
+    values = torch.cat([p.reshape(-1) for p in model.parameters()])
+say(event="end", step=count(), loss=sum(losses[-20:]) / len(losses[-20:]), values=values.tolist(), norm=float(values.norm()))
+"""
+
+
+class Job:
+    """A job of ranks on this host, whose Store is in this process."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.folder = folder
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.options = {"kind": "DecentralizedSGD", "steps": 100_000, "end": str(folder / "end"), **options}
+        self.processes: list[tuple[subprocess.Popen[bytes], Path]] = []
+        (folder / "script.py").write_text(SCRIPT)
+
+    def start(self, rank: int, **environment: str) -> int:
+        """Starts a process; returns its number."""
+        log = self.folder / f"{len(self.processes)}.log"
+        own = {
+            "RANK": rank,
+            "WORLD_SIZE": RANKS,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": self.store.port,
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'python'}:{ROOT / 'tests'}",
+        }
+        variables = os.environ | {name: str(value) for name, value in own.items()} | environment
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, str(self.folder / "script.py"), json.dumps(self.options)],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        self.processes.append((process, log))
+        return len(self.processes) - 1
+
+    def join(self, rank: int, **environment: str) -> int:
+        """Starts a process that joins; returns its number."""
+        return self.start(rank, FOG_JOIN="1", **environment)
+
+    def kill(self, number: int, signal_: int = signal.SIGKILL) -> None:
+        self.processes[number][0].send_signal(signal_)
+
+    def log(self, number: int) -> str:
+        return self.processes[number][1].read_text(errors="replace")
+
+    def events(self, number: int, event: str) -> list[dict[str, Any]]:
+        lines = [line for line in self.log(number).splitlines() if line.startswith('{"rank"')]
+        told: list[dict[str, Any]] = [json.loads(line) for line in lines]
+        return [each for each in told if each["event"] == event]
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Waits until the condition holds."""
+        deadline = time.monotonic() + TIMEOUT
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}\n{self.report()}"
+            time.sleep(0.02)
+
+    def until_living(self, numbers: list[int], living: list[int]) -> None:
+        """Waits until these processes have agreed that these ranks take part."""
+
+        def agreed() -> bool:
+            told = [self.events(number, "epoch") for number in numbers]
+            return all(each and each[-1]["living"] == living for each in told)
+
+        self.until(agreed, f"processes {numbers} do not agree on {living}")
+
+    def end(self, numbers: list[int]) -> list[dict[str, Any]]:
+        """Ends the training; returns the last words of these processes, which have ended well."""
+        (self.folder / "end").touch()
+        for number in numbers:
+            try:
+                status = self.processes[number][0].wait(TIMEOUT)
+            except subprocess.TimeoutExpired:
+                raise AssertionError(self.report()) from None
+            assert status == 0, self.report()
+        return [self.events(number, "end")[0] for number in numbers]
+
+    def report(self) -> str:
+        texts = [
+            f"== {number}: {self.processes[number][0].poll()}\n{self.log(number)}"
+            for number in range(len(self.processes))
+        ]
+        return "\n".join(texts)
+
+    def close(self) -> None:
+        for process, _ in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(**options: Any) -> Job:
+            job = Job(tmp_path, **options)
+            stack.callback(job.close)
+            for rank in range(RANKS):
+                job.start(rank)
+            job.until(
+                lambda: all(job.events(number, "epoch") for number in range(RANKS)), "the ranks do not train"
+            )
+            return job
+
+        yield make
+
+
+def lose(job: Job, number: int, others: list[int], living: list[int]) -> None:
+    job.kill(number)
+    job.until_living(others, living)
+
+
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[2:])]
+)
+def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> None:
+    """Rank 2 is lost and a new process takes its number; all train on, and end close to each other."""
+    job = new_job(kind=kind)
+    lose(job, 2, [0, 1, 3], [0, 1, 3])
+    new = job.join(2)
+    everyone = [0, 1, 3, new]
+    job.until_living(everyone, [0, 1, 2, 3])
+    at = max(job.events(number, "epoch")[-1]["step"] for number in everyone)
+    time.sleep(1.0)
+    ends = job.end(everyone)
+    steps = [each["step"] for each in ends]
+    assert min(steps) > at and max(steps) - min(steps) <= 12, steps
+    norms = [each["norm"] for each in ends]
+    assert max(norms) - min(norms) < 0.2 * max(norms), norms
+    assert all(each["loss"] < 3.0 for each in ends[:3]), [each["loss"] for each in ends]
+    assert "Traceback" not in job.log(0) + job.log(1) + job.log(3) + job.log(new), job.report()
+
+
+def test_further_losses_and_joins(new_job: Callable[..., Job]) -> None:
+    """A joined process is lost, its place is taken again, and the rank that gave it its state is lost then."""
+    job = new_job()
+    lose(job, 1, [0, 2, 3], [0, 2, 3])
+    first = job.join(1)
+    job.until_living([0, first, 2, 3], [0, 1, 2, 3])
+    lose(job, first, [0, 2, 3], [0, 2, 3])
+    second = job.join(1)
+    job.until_living([0, second, 2, 3], [0, 1, 2, 3])
+    lose(job, 0, [second, 2, 3], [1, 2, 3])
+    third = job.join(0)
+    job.until_living([third, second, 2, 3], [0, 1, 2, 3])
+    job.end([third, second, 2, 3])
+
+
+@pytest.mark.long
+def test_two_processes_join_at_once(new_job: Callable[..., Job]) -> None:
+    job = new_job(kind="wrapper")
+    for number in (1, 2):
+        job.kill(number)
+    job.until_living([0, 3], [0, 3])
+    new = [job.join(1), job.join(2)]
+    job.until_living([0, 3, *new], [0, 1, 2, 3])
+    job.end([0, 3, *new])
+
+
+# --- a process that joins is lost -------------------------------------------------------------------------------
+
+# Where a process ends while it joins: the method, and whether before or after it.
+PHASES = [
+    ("fog_pg._joining", "begin", "after"),
+    ("fogdist.joining.Newcomer", "pull", "before"),
+    ("fogdist.joining.Newcomer", "_read", "before"),
+    ("fogdist.joining.Newcomer", "enter", "before"),
+    ("fogdist.joining.Newcomer", "_await", "before"),
+    ("fogdist.joining.Newcomer", "enter", "after"),
+    ("fogdist.joining.Newcomer", "entries", "after"),
+    ("fogdist.membership.Members", "_formed", "after"),
+    ("fogdist.membership.Members", "_join", "after"),
+]
+
+# Imported by Python at its start, from the folder of FAULTY, before the script.
+SITE = """
+import importlib, os, signal
+
+owner, name, when, how = os.environ["FOG_TEST_FAULT"].split(" ")
+
+failed = []
+
+def fail():
+    if failed:
+        return
+    failed.append(True)
+    os.kill(os.getpid(), getattr(signal, how))
+
+def install():
+    module, _, cls = owner.rpartition(".") if owner.rpartition(".")[2][0].isupper() else (owner, "", "")
+    holder = importlib.import_module(module)
+    holder = getattr(holder, cls) if cls else holder
+    original = getattr(holder, name)
+    def wrapped(*arguments, **options):
+        if when == "before":
+            fail()
+        result = original(*arguments, **options)
+        if when == "after":
+            fail()
+        return result
+    setattr(holder, name, wrapped)
+
+# After the script's own imports: when it first asks for its group.
+import torch.distributed as dist
+init = dist.init_process_group
+def init_process_group(*arguments, **options):
+    install()
+    return init(*arguments, **options)
+dist.init_process_group = init_process_group
+"""
+
+
+def faulty(folder: Path, phase: tuple[str, str, str], how: str) -> dict[str, str]:
+    """Returns variables by which a process fails in a phase."""
+    (folder / "site").mkdir(exist_ok=True)
+    (folder / "site" / "sitecustomize.py").write_text(SITE)
+    path = f"{folder / 'site'}:{ROOT}:{ROOT / 'python'}:{ROOT / 'tests'}"
+    return {"FOG_TEST_FAULT": " ".join((*phase, how)), "PYTHONPATH": path}
+
+
+def test_a_process_that_is_killed_while_it_joins(new_job: Callable[..., Job], tmp_path: Path) -> None:
+    """In each phase; the others train on, and then a process joins that is not killed."""
+    job = new_job()
+    rest = [0, 1, 3]
+    lose(job, 2, rest, [0, 1, 3])
+    for phase in PHASES if ALL else PHASES[4:6]:
+        new = job.join(2, **faulty(tmp_path, phase, "SIGKILL"))
+        assert job.processes[new][0].wait(TIMEOUT) == -signal.SIGKILL, (phase, job.log(new))
+        job.until_living(rest, [0, 1, 3])
+        assert [job.processes[number][0].poll() for number in rest] == [None] * 3, (phase, job.report())
+    new = job.join(2)
+    job.until_living([*rest, new], [0, 1, 2, 3])
+    job.end([*rest, new])
+
+
+@pytest.mark.long
+def test_a_process_that_stops_while_it_joins(new_job: Callable[..., Job], tmp_path: Path) -> None:
+    """The others wait for it a few seconds, and count it as lost. Its number is free again when it has ended."""
+    job = new_job()
+    rest = [0, 1, 3]
+    lose(job, 2, rest, [0, 1, 3])
+    new = job.join(2, **faulty(tmp_path, ("fogdist.joining.Newcomer", "enter", "after"), "SIGSTOP"))
+    job.until(lambda: all(job.events(number, "epoch")[-1]["epoch"] >= 3 for number in rest), "no third epoch")
+    job.until_living(rest, [0, 1, 3])
+    job.kill(new)
+    job.processes[new][0].wait(TIMEOUT)
+    again = job.join(2)
+    job.until_living([*rest, again], [0, 1, 2, 3])
+    job.end([*rest, again])
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        ("fogdist.joining.Newcomer", "_read", "before"),
+        pytest.param(("fogdist.joining.Newcomer", "enter", "before"), marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_that_gives_its_state_is_lost(
+    new_job: Callable[..., Job], tmp_path: Path, phase: tuple[str, str, str]
+) -> None:
+    """The process stops, the rank with the lowest number is killed, and the process goes on."""
+    job = new_job()
+    lose(job, 2, [0, 1, 3], [0, 1, 3])
+    new = job.join(2, **faulty(tmp_path, phase, "SIGSTOP"))
+    state = Path(f"/proc/{job.processes[new][0].pid}/stat")
+    job.until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop")
+    lose(job, 0, [1, 3], [1, 3])
+    job.kill(new, signal.SIGCONT)
+    job.until_living([1, new, 3], [1, 2, 3])
+    job.end([1, new, 3])
+
+
+# --- a process that is refused ----------------------------------------------------------------------------------
+
+
+def refused(job: Job, rank: int, **environment: str) -> str:
+    """Returns the last line of a process that is refused; the job's ranks train on."""
+    new = job.join(rank, **environment)
+    try:
+        status = job.processes[new][0].wait(TIMEOUT)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(job.report()) from None
+    assert status == 1, job.report()
+    assert [job.processes[number][0].poll() for number in (0, 1, 3)] == [None] * 3, job.report()
+    return re.sub(
+        r"^(\[rank\d\]: )+", "", [line for line in job.log(new).splitlines() if "Error: " in line][-1]
+    )
+
+
+def test_who_is_refused(new_job: Callable[..., Job]) -> None:
+    """Each learns the reason, and training goes on."""
+    job = new_job()
+    assert "rank 1 still runs; a process takes the number of a rank that is gone" in refused(job, 1)
+    lose(job, 2, [0, 1, 3], [0, 1, 3])
+    wrong = "another secret than the job's"
+    assert "it does not know the job's secret (FOG_JOB_SECRET)" in refused(job, 2, FOG_JOB_SECRET=wrong)
+    for option in ("newcomer_width", "newcomer_dtype"):
+        job.options[option] = True
+        new = job.join(2)
+        assert job.processes[new][0].wait(TIMEOUT) == 1, job.report()
+        assert (
+            "model must be the same as on the ranks of the job that this process joins, but differs:"
+            in job.log(new)
+        )
+        del job.options[option]
+    job.options["kind"] = "LocalSGD"
+    assert "it makes fogdist.LocalSGD 0, the job has fogdist.DecentralizedSGD 0" in refused(job, 2)
+    job.options["kind"] = "ExactDiffusion"
+    assert "this process joins a running job, and ExactDiffusion" in refused(job, 2)
+    job.options["kind"] = "DecentralizedSGD"
+    new = job.join(2)
+    job.until_living([0, 1, 3, new], [0, 1, 2, 3])
+    ends = job.end([0, 1, 3, new])
+    assert all(each["loss"] < 3.0 for each in ends[:3]), ends
+
+
+def test_a_job_that_raises_on_losses_cannot_be_joined(new_job: Callable[..., Job]) -> None:
+    job = new_job(on_loss="raise")
+    new = job.join(2)
+    assert job.processes[new][0].wait(TIMEOUT) == 1
+    assert (
+        "this process was started to join a running job as rank 2, but the job cannot be joined"
+        in job.log(new)
+    )
+    assert [process.poll() for process, _ in job.processes[:RANKS]] == [None] * RANKS, job.report()
+
+
+def test_a_secret_of_the_environment(new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it nobody joins: the Store does not have it."""
+    monkeypatch.setenv("FOG_JOB_SECRET", "the secret of this job")
+    job = new_job()
+    lose(job, 2, [0, 1, 3], [0, 1, 3])
+    message = "does not know the job's secret: set FOG_JOB_SECRET as for the other ranks"
+    assert message in refused(job, 2, FOG_JOB_SECRET="")
+    new = job.join(2)
+    job.until_living([0, 1, 3, new], [0, 1, 2, 3])
+    job.end([0, 1, 3, new])
+
+
+# --- what it costs without newcomers ----------------------------------------------------------------------------
+
+QUIET = """
+import ctypes, mmap
+import torch.distributed as dist
+from fogdist.joining import Door
+
+class NoStore:
+    def __getattr__(self, name):
+        raise AssertionError(f"the Store is asked: {name}")
+
+door = Door(NoStore())
+libc = ctypes.CDLL(None)
+syscall, prctl = libc.syscall, libc.prctl
+assert door.is_quiet(0)
+PR_SET_SECCOMP, SECCOMP_MODE_STRICT, SYS_exit = 22, 1, 60
+assert prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT, 0, 0, 0) == 0
+for _ in range(10_000):
+    if not door.is_quiet(0):
+        syscall(SYS_exit, 1)
+syscall(SYS_exit, 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86_64")
+def test_looking_for_newcomers_makes_no_system_call() -> None:
+    """A process that may make none but exit looks ten thousand times; any other would kill it."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'python'}"}
+    done = subprocess.run([sys.executable, "-c", QUIET], env=environment, timeout=TIMEOUT, check=False)
+    assert done.returncode == 0
+
+
+def train_quietly(steps: int) -> list[int]:
+    """Returns how many packets each connection to the Store has sent, before and after some steps."""
+    fogdist.init()
+    model = torch.nn.Linear(4, 4)
+    fogdist.broadcast_parameters(model.state_dict(), 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
+    store = dist.distributed_c10d._get_default_store()
+
+    def packets() -> int:
+        offset = 136  # of tcpi_segs_out in struct tcp_info
+        infos = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 232) for each in connections(store)]
+        assert infos
+        return sum(struct.unpack_from("I", info, offset)[0] for info in infos)
+
+    def step() -> None:
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+
+    step()
+    fogdist.barrier()
+    before = packets()
+    store.check(["a request"])
+    asked = packets()
+    assert asked > before
+    for _ in range(steps):
+        step()
+    return [asked, packets()]
+
+
+def test_steps_without_newcomers_ask_the_store_nothing(new_world: Callable[..., World]) -> None:
+    for before, after in new_world(2).run(train_quietly, 100):
+        assert before <= after <= before + 1  # an acknowledgement may come late
