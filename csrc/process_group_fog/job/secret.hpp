@@ -1,0 +1,29 @@
+// The job's secret. A process that wants to take part in a job proves that it knows it; the secret does not travel.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+
+#include "core/hmac_sha256.hpp"
+
+namespace fog {
+
+// Returns the secret of this process's job: FOG_JOB_SECRET, or what rank 0 of its world has made; empty if there is
+// none yet. Throws ValueError if the variable is too short. The reference stays valid, and its value once there is one.
+const std::string& job_secret();
+
+// Sets the secret, once, if the environment has none.
+void set_job_secret(const std::string& secret);
+
+// Returns 32 random bytes, as hexadecimal digits.
+std::string random_secret();
+
+// A number that is used once, so that an overheard proof cannot be used again.
+using Nonce = std::array<uint8_t, 16>;
+Nonce random_nonce();
+
+// Returns the proof that this process knows the job's secret; `text` says to whom, about what, and with which nonces.
+std::array<uint8_t, 32> proof_of(const std::string& text);
+
+} // namespace fog
