@@ -49,6 +49,12 @@ def whole(least: int, most: int, unit: str) -> Kind[int]:
     return Kind(unit, f"whole {unit} {end}", parse)
 
 
+def secret(least: int) -> Kind[str]:
+    """A text of at least so many characters."""
+    allowed = f"texts of at least {least} characters"
+    return Kind("text", allowed, lambda text: text if len(text.encode()) >= least else _REFUSED)
+
+
 FLAG: Kind[bool] = Kind("0 or 1", "0 and 1", lambda text: {"0": False, "1": True}.get(text, _REFUSED))
 TEXT: Kind[str] = Kind("text", "any text", lambda text: text)
 
@@ -64,6 +70,7 @@ class Variable(Generic[T]):
         reader: "Python", "C++", "Python, C++", "fog run", or "build" (setup.py and the programs that it calls).
         meaning: One or two sentences.
         owner: The program that defines the variable; "fog" for fog's own variables.
+        is_secret: Whether nothing may show the value.
     """
 
     name: str
@@ -72,6 +79,7 @@ class Variable(Generic[T]):
     reader: str
     meaning: str
     owner: str = "fog"
+    is_secret: bool = False
 
     def get(self, environment: Mapping[str, str] | None = None) -> T:
         """Returns the value.
@@ -87,7 +95,8 @@ class Variable(Generic[T]):
             return self.default
         value = self.kind.parse(text)
         if value is _REFUSED:
-            raise ValueError(f"{self.name}: got '{text}'; allowed are {self.kind.allowed}")
+            shown = f"{len(text.encode())} characters" if self.is_secret else f"'{text}'"
+            raise ValueError(f"{self.name}: got {shown}; allowed are {self.kind.allowed}")
         return value  # type: ignore[return-value]
 
     def is_set(self) -> bool:
@@ -110,17 +119,18 @@ LOCAL_LINKS = Variable(
     FLAG,
     True,
     "C++",
-    "With 0, ranks of one host also send their messages over MPI instead of shared memory. With FOG_BETWEEN_HOSTS=rma "
-    "each rank is then a separate node for MPI.",
+    "With 0, ranks of one host also send their messages over MPI, or by TCP with FOG_BETWEEN_HOSTS=tcp, instead of "
+    "shared memory. With FOG_BETWEEN_HOSTS=rma each rank is then a separate node for MPI.",
 )
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
-    choice("auto", "rma", "messages"),
+    choice("auto", "rma", "messages", "tcp"),
     "auto",
     "C++",
     "The transport of large data between hosts. rma: MPI RMA, the sender puts the data into the receiver's memory. "
     "messages: MPI messages. auto: RMA if a put at the start shows that the fabric moves data while the target is "
-    "outside of MPI, otherwise messages. It must be the same on all ranks.",
+    "outside of MPI, otherwise messages. tcp: connections of fog's own, for headers too; MPI is neither loaded nor "
+    "started. It must be the same on all ranks.",
 )
 RMA_BYTES = Variable(
     "FOG_RMA_BYTES",
@@ -153,8 +163,8 @@ INTERFACE = Variable(
     TEXT,
     "",
     "C++",
-    "Name of the network interface for the connections by which ranks of different hosts notice each other's end. By "
-    "default it is the interface that reaches the job's store.",
+    "Name of the network interface for the connections by which ranks of different hosts notice each other's end, and for "
+    "messages by TCP. By default it is the interface that reaches the job's store.",
 )
 CONFIRM = Variable(
     "FOG_CONFIRM",
@@ -220,6 +230,15 @@ RESTARTS = Variable(
     "Python",
     "Set by `fog run --keep-going --max-restarts`: how often this rank was started again. From 1 on the other ranks train "
     "already, and the first group raises an error, because a rank cannot join a running job yet.",
+)
+JOB_SECRET = Variable(
+    "FOG_JOB_SECRET",
+    secret(16),
+    "",
+    "C++",
+    "The job's secret, the same on all ranks. With FOG_BETWEEN_HOSTS=tcp, ranks that connect to each other prove that "
+    "they know it. Without it rank 0 makes one, and passes it on through the Store: docs/security.md.",
+    is_secret=True,
 )
 LOG_LEVEL = Variable(
     "FOG_LOG_LEVEL",
