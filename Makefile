@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -66,6 +66,7 @@ help:
 	@echo "make benchmark-loss-long  the same, longer and with more seeds   (half an hour)"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
+	@echo "make test-tcp  exchanges, collectives, windows and killed ranks by TCP, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
 	@echo "make test-notebooks  ranks of a notebook, with ipyparallel, and the notebooks of examples/notebooks   (ARGS=\"-k suspend\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
@@ -91,7 +92,7 @@ test-all: build build-tests
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
 	echo "== all tests"; \
 	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
-		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && exit $$installed
+		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && $(MAKE) test-tcp && exit $$installed
 
 # Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_window_rma.py does the
 # same for windows. Tests that kill ranks are left out: UCX's shared memory ends a process whose peer vanishes.
@@ -99,6 +100,12 @@ test-rma: build
 	@echo "== exchanges by MPI RMA"
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
+
+# Exchanges, collectives, windows and killed ranks over TCP, between ranks of this host.
+test-tcp: build
+	@echo "== everything by TCP"
+	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
+		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py tests/test_faults.py $(ARGS)
 
 # The fake device of the tests; it is compiled again only if its sources change.
 build-tests: build

@@ -24,11 +24,12 @@ All except the last are over shm. The size is that of a rank's float32 tensor. T
 
     fog rma        fog with FOG_BETWEEN_HOSTS=rma
     fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which must choose messages
+    fog tcp        fog with FOG_BETWEEN_HOSTS=tcp: its own connections, without MPI; over TCP only
     raw MPI        mpi4py on the same MPICH and the same fabric. put: MPI_Put and MPI_Win_flush. exchange: MPI_Put in
                    pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver polls the version without
                    sleep, then a sum of numpy; two buffers in turn. exchange over TCP: Irecv, Isend, Waitall, then the sum
 
-A process cannot change fog's setting, so over shm there are two pairs of ranks, one for each setting. The systems take
+A process cannot change fog's setting, so there are two pairs of ranks, one for each setting. The systems take
 turns (see interleaved.py), and a pair sleeps during the turn of the other one. Raw MPI runs in the processes of the
 first pair. The time of a put is that of rank 0, the time of an exchange the longer one of the two ranks. The first
 results of every system are checked.
@@ -93,15 +94,15 @@ FABRICS = {
         ["rma", "messages"],
         ["put, stopped", "put, computing", "exchange", "exchange, computing", "one-way, computing"],
     ),
-    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["messages"], ["exchange, tcp"]),
+    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto", "tcp"], ["messages", "tcp"], ["exchange, tcp"]),
 }
 # MPI and fog treat every rank as a separate node.
 APART = {"MPIR_CVAR_NOLOCAL": "1", "FOG_LOCAL_LINKS": "0"}
 OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
 RANKS = 2
-SYSTEMS = {"rma": "fog rma", "messages": "fog messages", "raw": "raw MPI"}
-TABLE = Table(SYSTEMS, [("rma", "raw"), ("messages", "rma"), ("messages", "raw")])
+SYSTEMS = {"rma": "fog rma", "messages": "fog messages", "tcp": "fog tcp", "raw": "raw MPI"}
+TABLE = Table(SYSTEMS, [("rma", "raw"), ("messages", "rma"), ("messages", "raw"), ("tcp", "messages")])
 COMPUTE = "compute"
 # The size of the pieces in which raw MPI puts.
 PIECE = 1 << 20

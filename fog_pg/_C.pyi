@@ -95,7 +95,7 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: The transport between hosts: "auto", "rma" or "messages"; "" (default) uses
+            between_hosts: The transport between hosts: "auto", "rma", "messages" or "tcp"; "" (default) uses
                 FOG_BETWEEN_HOSTS. The choice of the first group holds for the process, and must be the same on
                 all ranks.
             reduce: The implementation of allreduce, reduce and reduce_scatter_tensor in a group on several hosts:
@@ -135,7 +135,7 @@ class ProcessGroupFog(Backend):
         Raises:
             ValueError: `known_ranks` are not different ranks of `known`, one for each rank; `options.between_hosts`,
                 `options.reduce`, FOG_BETWEEN_HOSTS, FOG_REDUCE or FOG_RMA_BYTES has an invalid value, or the first
-                group has chosen another transport between hosts.
+                group has chosen another transport between hosts, or "mpi" is to reduce where "tcp" is the transport.
             torch.distributed.DistBackendError: Some ranks did not come within the timeout, or will not come because they
                 are gone; ranks have different values of `between_hosts` or `reduce` (the error names the ranks), or RMA
                 was requested and is not available.
@@ -374,7 +374,7 @@ class ProcessGroupFog(Backend):
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
     def transport(self, rank: int) -> str:
-        """How large data travels to another rank: "shared memory", "rma" or "messages".
+        """How large data travels to another rank: "shared memory", "rma", "messages" or "tcp".
 
         Raises:
             ValueError: `rank` is not another rank of the group.

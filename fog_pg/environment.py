@@ -119,17 +119,18 @@ LOCAL_LINKS = Variable(
     FLAG,
     True,
     "C++",
-    "With 0, ranks of one host also send their messages over MPI instead of shared memory. With FOG_BETWEEN_HOSTS=rma "
-    "each rank is then a separate node for MPI.",
+    "With 0, ranks of one host also send their messages over MPI, or by TCP with FOG_BETWEEN_HOSTS=tcp, instead of "
+    "shared memory. With FOG_BETWEEN_HOSTS=rma each rank is then a separate node for MPI.",
 )
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
-    choice("auto", "rma", "messages"),
+    choice("auto", "rma", "messages", "tcp"),
     "auto",
     "C++",
     "The transport of large data between hosts. rma: MPI RMA, the sender puts the data into the receiver's memory. "
     "messages: MPI messages. auto: RMA if a put at the start shows that the fabric moves data while the target is "
-    "outside of MPI, otherwise messages. It must be the same on all ranks.",
+    "outside of MPI, otherwise messages. tcp: connections of fog's own, for headers too; MPI is neither loaded nor "
+    "started. It must be the same on all ranks.",
 )
 RMA_BYTES = Variable(
     "FOG_RMA_BYTES",
@@ -162,8 +163,8 @@ INTERFACE = Variable(
     TEXT,
     "",
     "C++",
-    "Name of the network interface for the connections by which ranks of different hosts notice each other's end. By "
-    "default it is the interface that reaches the job's store.",
+    "Name of the network interface for the connections by which ranks of different hosts notice each other's end, and for "
+    "messages by TCP. By default it is the interface that reaches the job's store.",
 )
 CONFIRM = Variable(
     "FOG_CONFIRM",

@@ -130,7 +130,7 @@ def test_rma(tmp_path: Path) -> None:
         "exchange": {"rma", "messages", "raw"},
         "exchange, computing": {"rma", "messages", "raw", "compute"},
         "one-way, computing": {"rma", "messages", "raw", "compute"},
-        "exchange, tcp": {"messages", "raw"},
+        "exchange, tcp": {"messages", "tcp", "raw"},
     }
     places = {(row["operation"], row["bytes"]): row for row in rows}
     assert list(places) == [(name, size) for name in systems for size in (64 << 10, 1 << 20)], printed

@@ -387,7 +387,11 @@ def receive_from_the_lost(numel: int) -> tuple[str, bool, float]:
     return error, received.equal(message), time.monotonic() - begin
 
 
-@pytest.mark.parametrize(("numel", "arrives"), [(30_000, True), (1_000_000, False)])
+# Without the ring, a message arrives as a whole if its data comes with its header.
+WHOLE = 2_000 if os.environ.get("FOG_LOCAL_LINKS") == "0" else 30_000
+
+
+@pytest.mark.parametrize(("numel", "arrives"), [(WHOLE, True), (1_000_000, False)])
 def test_message_of_a_rank_lost_since(new_world: Callable[..., World], numel: int, arrives: bool) -> None:
     """A message that fits into the ring arrives; of a longer one the rest is lost, and the receiver must not wait."""
     survivor = new_world(2, timeout=LONG_TIMEOUT).run_raw(receive_from_the_lost, numel, timeout=20)[0]
@@ -404,7 +408,10 @@ def go_on_without(victim: int) -> list[list[float]]:
     """Ranks that do not need the lost one go on."""
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.new_group([r for r in range(size) if r != victim])
-    dist.barrier()
+    for _ in range(
+        2
+    ):  # by TCP, the last messages of the first barrier may wait in the victim for a connection
+        dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)

@@ -16,6 +16,7 @@ ALLOWED = {
     "transport": {"core"},
     "transport/shared_memory": {"core", "transport"},
     "transport/mpi": {"core", "job", "transport"},
+    "transport/tcp": {"core", "job", "transport"},
     "transport/in_process": {"core", "transport"},
     "engine": {"core", "job", "transport"},
     "collectives": {"core", "transport", "engine"},
@@ -26,19 +27,23 @@ ALLOWED = {
 # Files that may include more than their folder, each with the reason.
 MORE = {
     # It contains all ways between processes, and chooses one of them for each peer.
-    "transport/process_transport": {"job", "transport/shared_memory", "transport/mpi"},
+    "transport/process_transport": {"job", "transport/shared_memory", "transport/mpi", "transport/tcp"},
+    "transport/process_transfers": {"transport/shared_memory", "transport/mpi"},
+    "transport/process_transport_sending": {"transport/shared_memory"},
     # The largest number of a chunk.
     "transport/message": {"transport/shared_memory"},
     # It joins a job and makes the engine of that job.
-    "engine/process_engine": {"transport/shared_memory"},
-    # A process that joins makes its links before it has a transport.
-    "engine/joining": {"transport/shared_memory"},
+    "engine/process_engine": {"transport/shared_memory", "transport/tcp"},
+    # A process that joins makes its links and connections before it has a transport.
+    "engine/joining": {"transport/shared_memory", "transport/tcp"},
     # The memory of operations is in the arena.
     "engine/operation_transfers": {"transport/shared_memory"},
     # Other processes read it as an anonymous file.
     "engine/flight_record": {"transport/shared_memory"},
     # Calls of MPI need the engine's lock; received parts are in the arena.
     "transport/mpi/messages": {"transport/shared_memory"},
+    # Received parts are in the arena.
+    "transport/tcp/data": {"transport/shared_memory"},
     # The pool for RMA is a block of the arena, so that neighbors on the host can map it too; copies are there as well.
     "transport/mpi/remote_memory": {"transport/shared_memory"},
     "transport/mpi/notified_puts": {"transport/shared_memory"},

@@ -328,7 +328,7 @@ def alike(variables: Mapping[str, str], ranks: int = 2) -> list[Mapping[str, str
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("FOG_BETWEEN_HOSTS", "xyz", ["auto", "rma", "messages"]),
+        ("FOG_BETWEEN_HOSTS", "xyz", ["auto", "rma", "messages", "tcp"]),
         ("FOG_RMA_BYTES", "abc", ["bytes"]),
         pytest.param("FOG_RMA_BYTES", "-5", ["bytes"], marks=pytest.mark.long),
         pytest.param("FOG_BETWEEN_HOSTS", "RMA", ["auto", "rma", "messages"], marks=pytest.mark.long),

@@ -35,6 +35,7 @@ WAYS = {
     "memory": {},
     "messages": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"},
     "rma": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"},
+    "tcp": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
 }
 # How long writers and readers race.
 RACE_SECONDS = 0.5 if ALL else 0.1
@@ -54,7 +55,9 @@ def world_of() -> Iterator[Callable[[int, str], World]]:
 
 
 # test_window_rma.py has a sample of these tests over RMA.
-@pytest.fixture(params=["memory", "messages", pytest.param("rma", marks=pytest.mark.long)])
+@pytest.fixture(
+    params=["memory", "messages", *(pytest.param(way, marks=pytest.mark.long) for way in ("rma", "tcp"))]
+)
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -49,8 +49,8 @@ class ProcessGroupFog : public c10d::Backend {
     // Whether ranks that only send in an operation (for example the root of a broadcast) wait until the receivers have
     // accepted their messages. Without it they do not wait, and learn of a disagreement only at their next operation.
     bool confirm = false;
-    // The transport between hosts: "auto", "rma" or "messages"; "" uses FOG_BETWEEN_HOSTS. The value of the first group
-    // holds for the process.
+    // The transport between hosts: "auto", "rma", "messages" or "tcp"; "" uses FOG_BETWEEN_HOSTS. The value of the first
+    // group holds for the process.
     std::string between_hosts;
     // The implementation of allreduce, reduce and reduce_scatter between hosts: "fog" or "mpi". With MPI's own, the
     // death of a rank during the operation may end the other ranks, or leave them without MPI. "" uses FOG_REDUCE.
@@ -286,8 +286,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::pair<uint64_t, uint64_t> sent() const;
   // The traffic with each rank while there was an observer, see Engine::observe().
   std::unordered_map<int, PeerTraffic> traffic() const;
-  // How large data travels to that rank: "shared memory", "rma" or "messages". Throws ValueError unless it is another
-  // rank.
+  // How large data travels to that rank: "shared memory", "rma", "messages" or "tcp". Throws ValueError unless it is
+  // another rank.
   std::string transport(int rank) const;
 
  private:

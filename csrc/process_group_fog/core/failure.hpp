@@ -17,6 +17,8 @@ struct Failure {
 inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
 inline constexpr const char* kNoSign = "was lost: it shows no sign of life";
+inline constexpr const char* kCut = "was lost: the connection to it has broken";
+inline constexpr const char* kNotReached = "was lost: no connection to it could be made";
 inline constexpr const char* kSilent = "was lost: its host does not answer";
 
 // Returns a torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.

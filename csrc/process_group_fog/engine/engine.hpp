@@ -250,7 +250,8 @@ class Engine final : public Driver, public MessageHandler {
   void step_ready(Lock& lock);
   bool step_service(Lock& lock);
   void check_peers(Lock& lock);
-  void on_process_end(Lock& lock, int peer, bool silent, bool departed);
+  struct DrainingPeer;
+  void on_process_end(Lock& lock, const DrainingPeer& ended);
   void check_deadlines();
   // Declares the watched peers lost that show no sign of life for too long.
   void judge_peers(Deadline now);
@@ -387,8 +388,9 @@ class Engine final : public Driver, public MessageHandler {
   // Processes of other hosts that have ended. Until `end`, messages that they sent before may still arrive.
   struct DrainingPeer {
     int peer;
-    bool silent;
     bool departed;
+    const char* how;
+    bool may_run; // its end is not certain
     std::chrono::steady_clock::time_point end;
   };
   std::vector<DrainingPeer> draining_;

@@ -192,9 +192,10 @@ void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const 
 void Engine::check_peers(Lock& lock) {
   const auto now = Clock::now();
   if (transport_) {
-    for (const auto& [peer, silent, departed, drain] : transport_->ended()) {
+    for (const auto& [peer, silent, departed, drain, cut] : transport_->ended()) {
       released_by_.insert(peer);
-      draining_.push_back({peer, silent, departed, now + drain});
+      const char* how = cut != nullptr ? cut : silent ? kSilent : kLost;
+      draining_.push_back({peer, departed, how, silent || cut != nullptr, now + drain});
     }
     look_for_expulsions();
   }
@@ -205,11 +206,12 @@ void Engine::check_peers(Lock& lock) {
       continue;
     }
     draining_.erase(draining_.begin() + static_cast<ptrdiff_t>(i));
-    on_process_end(lock, ended.peer, ended.silent, ended.departed);
+    on_process_end(lock, ended);
   }
 }
 
-void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
+void Engine::on_process_end(Lock& lock, const DrainingPeer& ended) {
+  const int peer = ended.peer;
   released_by_.insert(peer);
   if (silent_.erase(peer) > 0) {
     on_end_of_lost(peer);
@@ -230,12 +232,12 @@ void Engine::on_process_end(Lock& lock, int peer, bool silent, bool departed) {
   if (departed_.count(peer) > 0) {
     return;
   }
-  if (departed) { // without a goodbye, because the two never communicated
+  if (ended.departed) { // without a goodbye, because the two never communicated
     departed_.insert(peer);
     lose(peer, kEnded, false);
     return;
   }
-  declare_lost(peer, silent ? kSilent : kLost, silent);
+  declare_lost(peer, ended.how, ended.may_run);
 }
 
 void Engine::watch_awaited(Operation& operation, Deadline now) {

@@ -160,7 +160,10 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
 void Engine::sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit) {
   ++sleepers_; // Increment before the check of `done`: wake_waiters() reads the count after `done` was set.
   const auto ticket = bell().listen(Doorbell::kWaiter);
-  const auto* transport = linked_.load();
+  auto* transport = linked_.load();
+  if (transport != nullptr) {
+    transport->before_sleep();
+  }
   if (!done.load() && (transport == nullptr || !transport->news())) {
     bell().sleep(Doorbell::kWaiter, ticket, limit);
   }
@@ -207,7 +210,10 @@ void Engine::drive_once(const std::atomic<bool>& done) {
 // Sleeps until a message comes, but not longer than `limit`.
 void Engine::sleep_until_message(std::chrono::nanoseconds limit) {
   const auto ticket = bell().listen(Doorbell::kWaiter);
-  const auto* transport = linked_.load();
+  auto* transport = linked_.load();
+  if (transport != nullptr) {
+    transport->before_sleep();
+  }
   if (transport == nullptr || !transport->news()) {
     bell().sleep(Doorbell::kWaiter, ticket, limit);
   }
@@ -269,6 +275,9 @@ void Engine::background() {
       }
     }
     if (!stopping_.load()) {
+      if (auto* transport = linked_.load(); transport != nullptr && waiting_.load() == 0) {
+        transport->before_sleep();
+      }
       bell().sleep(Doorbell::kBackground, ticket, pause);
     }
   }

@@ -19,6 +19,7 @@
 #include "transport/shared_memory/arena.hpp"
 #include "transport/shared_memory/inbox.hpp"
 #include "transport/shared_memory/links.hpp"
+#include "transport/tcp/connections.hpp"
 
 namespace fog {
 namespace {
@@ -79,7 +80,7 @@ void prepare_to_join(int rank, int size, const std::vector<std::string>& entries
   engine.start_threads(timeout);
   runtime.settle(first.host, size, std::vector<int>(local.size(), 0));
   runtime.join(first.job, rank, size);
-  make_process_transport(std::make_unique<PeerMonitor>(), std::move(links), nullptr);
+  make_process_transport(std::make_unique<PeerMonitor>(), std::move(links), std::make_unique<tcp::Connections>(), nullptr);
 }
 
 std::shared_ptr<Group> add_whole(uint64_t id, const std::string& name, int rank, int size, const std::string& reason) {

@@ -26,6 +26,7 @@
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/arena.hpp"
 #include "transport/shared_memory/links.hpp"
+#include "transport/tcp/connections.hpp"
 
 namespace fog {
 namespace {
@@ -37,8 +38,9 @@ constexpr auto kProbeLimit = std::chrono::milliseconds(250);
 
 // The engine's transport; null before the first group of several ranks.
 std::atomic<ProcessTransport*> transport{nullptr};
-// The monitor of the transport, or of the transport that is being created.
+// The monitor and the TCP connections of the transport, or of the transport that is being created.
 std::atomic<PeerMonitor*> monitor{nullptr};
+std::atomic<tcp::Connections*> connections{nullptr};
 
 // The second message of a rank, after it knows the others' introductions; its text has a line for each member.
 struct Place {
@@ -46,10 +48,11 @@ struct Place {
   bool linked = false; // the rank shares memory with all others
   std::string address; // as in Introduction, with its arena
   std::string listener; // address for connections of other hosts' ranks, if the host names show that there are any
+  std::string tcp; // address for messages over TCP, if the job uses that
 };
 
 std::string to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.listener + '\n';
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.listener + '\n' + place.tcp + '\n';
 }
 
 Place read_place(const std::string& text) {
@@ -61,6 +64,7 @@ Place read_place(const std::string& text) {
   place.linked = linked == "1";
   std::getline(lines, place.address);
   std::getline(lines, place.listener);
+  std::getline(lines, place.tcp);
   return place;
 }
 
@@ -73,6 +77,7 @@ class Meeting {
   ~Meeting() {
     if (monitor_) { // no transport was created
       monitor = nullptr;
+      connections = nullptr;
     }
   }
 
@@ -101,6 +106,8 @@ class Meeting {
   void watch_other_hosts(const ReachProbe* probe);
   std::unique_ptr<ReachProbe> probe_next_host();
   std::string listen();
+  // The same for messages over TCP; empty if the job does not use that.
+  std::string listen_for_messages();
   // Returns whether all ranks of the world take part.
   bool is_world() const {
     return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
@@ -119,6 +126,7 @@ class Meeting {
   const Beacon beacon_; // until all ranks have looked for it
   std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
   std::unique_ptr<PeerMonitor> monitor_; // for the transport to be created
+  std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;
 };
@@ -140,6 +148,8 @@ void Meeting::meet(const std::string& name, SumsBy sums) {
     mine.address = links_->address(false);
     monitor_ = std::make_unique<PeerMonitor>();
     monitor = monitor_.get();
+    connections_ = std::make_unique<tcp::Connections>();
+    connections = connections_.get();
   }
   mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
   for (const auto& text : rendezvous_->allgather("rank", to_text(mine))) {
@@ -149,7 +159,7 @@ void Meeting::meet(const std::string& name, SumsBy sums) {
   check_one_world(name);
   settle_secret(ranks_);
   for (const auto& rank : ranks_) {
-    places_.push_back({rank.host, false, rank.address, ""});
+    places_.push_back({rank.host, false, rank.address, "", ""});
   }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
     return;
@@ -181,6 +191,7 @@ bool Meeting::is_new_world() const {
 }
 
 void Meeting::find_places() {
+  auto& engine = process_engine();
   const int rank = rendezvous_->rank();
   std::vector<int> local; // ranks of this host, according to the names
   for (size_t peer = 0; peer < ranks_.size(); ++peer) {
@@ -189,7 +200,8 @@ void Meeting::find_places() {
     }
   }
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
-  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : ""};
+  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : "", ""};
+  mine.tcp = listen_for_messages();
   if (links_) {
     if (!is_new_world()) { // other ranks of the world may come later
       local.resize(static_cast<size_t>(Runtime::instance().size()));
@@ -211,6 +223,13 @@ void Meeting::find_places() {
   for (const auto& text : rendezvous_->allgather("place", to_text(mine))) {
     places_.push_back(read_place(text));
   }
+  engine.with_lock([&] {
+    for (int member = 0; member < rendezvous_->size(); ++member) {
+      if (member != rank && !places_[member].tcp.empty()) {
+        connections.load()->add(ranks_[member].world_rank, places_[member].tcp);
+      }
+    }
+  });
   for (size_t peer = 0; peer < places_.size() && links_; ++peer) {
     if (places_[peer].host != mine.host) {
       links_->detach(ranks_[peer].world_rank);
@@ -237,7 +256,8 @@ void Meeting::make_transport() {
   const bool linked =
       !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
   const bool launched = std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.launched; });
-  if (runtime.started() || launched || !linked) {
+  const bool uses_mpi = between_hosts() != BetweenHosts::kTcp;
+  if (uses_mpi && (runtime.started() || launched || !linked)) {
     engine.watchdog().start();
     if (!runtime.started()) {
       runtime.start(rendezvous_, job, timeout_);
@@ -247,7 +267,7 @@ void Meeting::make_transport() {
     runtime.join(job, rank, size);
   }
   std::unique_ptr<mpi::RemoteMemory> remote_memory;
-  if (runtime.started()) {
+  if (uses_mpi && runtime.started()) {
     try {
       remote_memory = mpi::RemoteMemory::open(runtime, *rendezvous_, engine.watchdog(), timeout_);
     } catch (const std::exception& error) {
@@ -255,12 +275,22 @@ void Meeting::make_transport() {
       throw;
     }
   }
-  make_process_transport(std::move(monitor_), std::move(links_), std::move(remote_memory));
+  make_process_transport(std::move(monitor_), std::move(links_), std::move(connections_), std::move(remote_memory));
 }
 
 std::string Meeting::listen() {
   const auto own = addresses_towards(rendezvous_->store_host());
   return process_engine().with_lock([&] { return monitor.load()->listen(own); });
+}
+
+std::string Meeting::listen_for_messages() {
+  if (between_hosts() != BetweenHosts::kTcp) {
+    return "";
+  }
+  const auto own = addresses_towards(rendezvous_->store_host());
+  const auto line = process_engine().with_lock([&] { return connections.load()->listen(own); });
+  TORCH_CHECK_WITH(DistBackendError, !line.empty(), "fog: between_hosts='tcp': the system forbids to listen at a TCP port");
+  return line;
 }
 
 std::unique_ptr<ReachProbe> Meeting::probe_next_host() {
@@ -373,11 +403,14 @@ ProcessTransport* process_transport() {
 void make_process_transport(
     std::unique_ptr<PeerMonitor> its_monitor,
     std::unique_ptr<shared_memory::Links> links,
+    std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory) {
   auto& engine = process_engine();
   monitor = its_monitor.get();
+  connections = its_connections.get();
   auto made = std::make_unique<ProcessTransport>(
-      Runtime::instance(), engine, engine.watchdog(), std::move(its_monitor), std::move(links), std::move(remote_memory));
+      Runtime::instance(), engine, engine.watchdog(), std::move(its_monitor), std::move(links), std::move(its_connections),
+      std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }
@@ -414,6 +447,9 @@ Engine& process_engine() {
       process_engine().set_forked();
       Timeline::forget_in_child();
       if (auto* inherited = monitor.load()) {
+        inherited->close_all();
+      }
+      if (auto* inherited = connections.load()) {
         inherited->close_all();
       }
     });

@@ -21,6 +21,9 @@ class Links;
 namespace mpi {
 class RemoteMemory;
 }
+namespace tcp {
+class Connections;
+}
 
 // Lives until the process ends, as MPI does.
 Engine& process_engine();
@@ -30,6 +33,7 @@ ProcessTransport* process_transport();
 void make_process_transport(
     std::unique_ptr<PeerMonitor> its_monitor,
     std::unique_ptr<shared_memory::Links> links,
+    std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
 // Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.

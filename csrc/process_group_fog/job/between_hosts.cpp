@@ -12,7 +12,7 @@
 namespace fog {
 namespace {
 
-constexpr std::array<BetweenHosts, 3> kWays = {BetweenHosts::kAuto, BetweenHosts::kRma, BetweenHosts::kMessages};
+constexpr std::array<BetweenHosts, 4> kWays = {BetweenHosts::kAuto, BetweenHosts::kRma, BetweenHosts::kMessages, BetweenHosts::kTcp};
 
 std::mutex choosing;
 std::optional<BetweenHosts> chosen;
@@ -28,7 +28,7 @@ BetweenHosts parse(const char* argument, const std::string& name) {
       return way;
     }
   }
-  TORCH_CHECK_VALUE(false, argument, ": got '", name, "'; allowed are 'auto', 'rma' and 'messages'");
+  TORCH_CHECK_VALUE(false, argument, ": got '", name, "'; allowed are 'auto', 'rma', 'messages' and 'tcp'");
 }
 
 BetweenHosts of_environment() {
@@ -39,7 +39,17 @@ BetweenHosts of_environment() {
 } // namespace
 
 const char* name_of(BetweenHosts way) {
-  return way == BetweenHosts::kAuto ? "auto" : way == BetweenHosts::kRma ? "rma" : "messages";
+  switch (way) {
+    case BetweenHosts::kAuto:
+      return "auto";
+    case BetweenHosts::kRma:
+      return "rma";
+    case BetweenHosts::kMessages:
+      return "messages";
+    case BetweenHosts::kTcp:
+      break;
+  }
+  return "tcp";
 }
 
 void choose_between_hosts(const std::string& option) {
@@ -68,6 +78,9 @@ SumsBy sums_by(const std::string& option) {
   const auto& name = given ? option : value;
   for (const auto sums : {SumsBy::kFog, SumsBy::kMpi}) {
     if (name == name_of(sums)) {
+      TORCH_CHECK_VALUE(
+          sums != SumsBy::kMpi || between_hosts() != BetweenHosts::kTcp, given ? "reduce" : "FOG_REDUCE",
+          ": got 'mpi', but with between_hosts='tcp' (or FOG_BETWEEN_HOSTS=tcp) MPI is not used; allowed is 'fog'");
       return sums;
     }
   }

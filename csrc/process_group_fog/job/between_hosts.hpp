@@ -10,9 +10,10 @@ enum class BetweenHosts {
   kAuto, // one-sidedly if the fabric moves data without the target's help, otherwise by messages
   kRma,
   kMessages,
+  kTcp, // by fog's own connections, without MPI
 };
 
-// Returns "auto", "rma" or "messages".
+// Returns "auto", "rma", "messages" or "tcp".
 const char* name_of(BetweenHosts way);
 
 // Takes the option of a group, or FOG_BETWEEN_HOSTS if the option is empty, or kAuto if both are. The first group
@@ -33,7 +34,7 @@ enum class SumsBy {
 const char* name_of(SumsBy sums);
 
 // Returns the option of a group, or FOG_REDUCE if the option is empty, or kFog if both are. Throws ValueError for an
-// unknown name.
+// unknown name, and for kMpi if this process does not use MPI.
 SumsBy sums_by(const std::string& option);
 
 // Returns the number of bytes of this process that others can access one-sidedly: FOG_RMA_BYTES, or 256 MiB. Throws

@@ -1,9 +1,9 @@
-// The transport between the processes of a job: shared memory on one host, and MPI between hosts, by RMA if the fabric
-// moves data by itself, otherwise by messages.
+// The transport between the processes of a job: shared memory on one host, and between hosts MPI, by RMA if the fabric
+// moves data by itself, otherwise by messages; or TCP, if the user asks for that, and to processes that join later.
 //
 // On one host data is in the sender's arena and is read there, or it streams through chunks. If the system supports
-// neither, and for windows, the data goes as MPI's payload, but its header takes the usual way, so that the order of
-// messages between two ranks is kept.
+// neither, and for windows, the data goes as the payload of MPI or TCP, but its header takes the usual way, so that the
+// order of messages between two ranks is kept.
 #pragma once
 
 #include <chrono>
@@ -23,19 +23,22 @@
 #include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
+#include "transport/tcp/messages.hpp"
 #include "transport/transport.hpp"
 
 namespace fog {
 
 class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
  public:
-  // `links` are settled. `remote_memory` is null if no data goes by RMA.
+  // `links` are settled. `remote_memory` is null if no data goes by RMA. If MPI does not run, `links` or `connections`
+  // must know each process.
   ProcessTransport(
       Runtime& runtime,
       MessageHandler& handler,
       Watchdog& watchdog,
       std::unique_ptr<PeerMonitor> monitor,
       std::unique_ptr<shared_memory::Links> links,
+      std::unique_ptr<tcp::Connections> connections,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
   std::string address() const override {
@@ -54,17 +57,20 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     links_.renew(peer);
     held_.erase(peer);
   }
-  std::vector<PeerId> spoken_with() const override {
-    std::vector<PeerId> peers;
-    for (PeerId peer = 0; peer < size_; ++peer) {
-      if (peer != self_ && has_spoken_with(peer)) {
-        peers.push_back(peer);
-      }
-    }
-    return peers;
+  // Reaches that process by TCP from now on. It listens at `line`, and its PeerMonitor at `monitor_line`, or nowhere if
+  // that is empty; then only the end of the connection shows the end of the process. A process that was not in the world
+  // at the start has a new number.
+  void attach_remote(PeerId peer, const std::string& line, const std::string& monitor_line) {
+    monitor_->add(peer, monitor_line);
+    tcp_->connections().add(peer, line);
   }
+  // The connections of this process: where it listens, and for a forked child.
+  tcp::Connections& connections() {
+    return tcp_->connections();
+  }
+  std::vector<PeerId> spoken_with() const override;
   bool has_spoken_with(PeerId peer) const override {
-    return links_.has_spoken_with(peer) || messages_.has_spoken_with(peer);
+    return links_.has_spoken_with(peer) || tcp_->has_spoken_with(peer) || (mpi_ && mpi_->has_spoken_with(peer));
   }
   bool waits_for_space(PeerId peer) const override {
     return links_.unsent(peer) > 0;
@@ -111,7 +117,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
   void go(PeerId destination, const TransferOwner& owner) override {
-    messages_.go(owner, destination);
+    wire_to(destination).go(owner, destination);
   }
   void hold_back(PeerId peer, bool hold) override {
     if (hold) {
@@ -130,32 +136,35 @@ class ProcessTransport final : public Transport, private MessageHandler, private
 
   bool poll() override;
   bool must_poll() override {
-    return has_mpi_ && !given_up_ &&
-        (messages_.must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
+    return tcp_->must_poll() || must_poll_mpi();
   }
   Flow flow() const override;
   bool sending() const override {
-    return messages_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() || links_.waiting_for_space();
+    return (mpi_ && mpi_->sending()) || tcp_->sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() ||
+        links_.waiting_for_space();
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
 
   bool has_sums_in_flight() const override {
-    return reductions_.in_flight();
+    return reductions_ && reductions_->in_flight();
   }
-  // MPI's own sums, see Reductions::among().
+  // MPI's own sums, see Reductions::among(). Requires MPI.
   mpi::Reductions& reductions() {
-    return reductions_;
+    return *reductions_;
   }
 
   Doorbell& bell() override {
     return links_.doorbell();
   }
   bool news() const override {
-    return links_.news();
+    return links_.news() || tcp_->connections().news();
   }
   bool waiting_for_space() const override {
     return links_.waiting_for_space();
+  }
+  void before_sleep() override {
+    tcp_->connections().before_sleep();
   }
 
  private:
@@ -168,6 +177,17 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     PeerId peer;
   };
 
+  Wire& wire_to(PeerId peer) const {
+    return mpi_ && !tcp_->connections().knows(peer) ? static_cast<Wire&>(*mpi_) : *tcp_;
+  }
+  bool must_poll_mpi() const {
+    return mpi_ && !given_up_ &&
+        (mpi_->must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
+  }
+  // Returns the limit of data that comes with its header.
+  size_t inline_bytes(PeerId peer) const {
+    return links_.reaches(peer) || &wire_to(peer) == tcp_.get() ? kLocalInlineBytes : kInlineBytes;
+  }
   // Returns whether data for `destination` must stay here, because the peer has asked for that or too much data waits
   // for it already.
   bool holds_back(PeerId destination) const;
@@ -196,7 +216,6 @@ class ProcessTransport final : public Transport, private MessageHandler, private
 
   const PeerId self_;
   const int size_;
-  const bool has_mpi_;
   MessageHandler& handler_;
   ProcessWatch processes_;
   const std::unique_ptr<PeerMonitor> monitor_;
@@ -204,8 +223,9 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   shared_memory::Links& links_;
   shared_memory::Streams streams_;
   shared_memory::Copies copies_;
-  mpi::Messages messages_;
-  mpi::Reductions reductions_;
+  const std::unique_ptr<mpi::Messages> mpi_; // null if MPI does not run
+  const std::unique_ptr<tcp::Messages> tcp_;
+  const std::unique_ptr<mpi::Reductions> reductions_; // null without MPI
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // null without remote memory

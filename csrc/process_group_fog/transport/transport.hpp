@@ -140,6 +140,7 @@ class Transport {
     bool silent; // its host does not answer; otherwise the system has reported its end
     bool departed; // it had announced its end
     std::chrono::milliseconds drain; // messages that it sent before may still arrive for this time
+    const char* cut = nullptr; // why it counts as lost if its process may still run: there is no connection to it
   };
   // Returns the processes whose end has been noticed since the last call.
   virtual std::vector<Ended> ended() = 0;
@@ -174,7 +175,7 @@ class Transport {
   virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
-  // Returns how large data is sent there: "shared memory", "rma" or "messages".
+  // Returns how large data is sent there: "shared memory", "rma", "messages" or "tcp".
   virtual const char* way_to(PeerId peer) const {
     return "messages";
   }
@@ -267,6 +268,8 @@ class Transport {
   virtual bool news() const = 0;
   // Returns whether messages wait for space.
   virtual bool waiting_for_space() const = 0;
+  // Call after Doorbell::listen() and before the sleep: some news rings the bell only after this.
+  virtual void before_sleep() {}
 
  private:
   Pulse own_pulse_ = {};

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,25 +19,19 @@
 #include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"
 #include "transport/mpi/look_times.hpp"
-#include "transport/transport.hpp"
+#include "transport/wire.hpp"
 
 namespace fog::mpi {
 
 // Every call needs the engine's lock.
-class Messages {
+class Messages final : public Wire {
  public:
   Messages(Runtime& runtime, MessageHandler& handler, Watchdog& watchdog);
-  ~Messages();
+  ~Messages() override;
 
-  // Called when a peer no longer reads the memory. An empty text means success.
-  using Sent = std::function<void(const std::string& error)>;
-
-  // Sends a header with a copy of the data, or without data.
-  void send(PeerId destination, const Header& header, const void* data, size_t bytes);
-  // Returns the next tag for the data of a message, so that a receiver may take the data of one sender in any order.
-  uint32_t next_tag(PeerId destination);
-  // Sends the data of a message with that tag. `held`: MPI must not report it as sent before the receiver has asked for
-  // it. `waits`: MPI gets it only after go().
+  void send(PeerId destination, const Header& header, const void* data, size_t bytes) override;
+  uint32_t next_tag(PeerId destination) override;
+  // `held`: MPI must not report it as sent before the receiver has asked for it. `waits`: MPI gets it only after go().
   void send_data(
       PeerId destination,
       uint32_t tag,
@@ -47,10 +40,10 @@ class Messages {
       bool held,
       bool waits,
       const std::shared_ptr<TransferOwner>& owner,
-      Sent sent);
-  // Starts the transfers of `owner` that wait for go(), all or those to one peer.
-  void go(const TransferOwner& owner, std::optional<PeerId> destination);
-  std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+      Sent sent) override;
+  void go(const TransferOwner& owner, std::optional<PeerId> destination) override;
+  std::shared_ptr<Incoming> receive(
+      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
   // Tracks a request that another part has begun after make_room(). `large`: its data may take a while.
   void follow(MPI_Request request, bool large, Sent ended);
   // Reserves room for one transfer before it starts, so that track() cannot fail: otherwise MPI could access memory
@@ -60,26 +53,24 @@ class Messages {
   void speak_with(PeerId peer) {
     unsent_[peer];
   }
-  // Tells that `owner` reads no more data.
-  void abandon(const TransferOwner& owner);
+  void abandon(const TransferOwner& owner) override;
 
-  bool poll();
+  bool poll() override;
   // Keeps polling for a while after a message to ranks of this host: MPI may report it as sent and still hold it.
   void look_further() {
     polled_until_ = Clock::now() + kPolledFurther;
   }
-  bool must_poll() const {
+  bool must_poll() const override {
     return !given_up_ && (!requests_.empty() || !sources_waiting_.empty() || !held_.empty() || polls_further());
   }
-  bool sending() const {
+  bool sending() const override {
     return sending_ > 0 || (!given_up_ && (!held_.empty() || polls_further()));
   }
-  // Returns whether any message has gone to that peer or come from it.
-  bool has_spoken_with(PeerId peer) const {
+  bool has_spoken_with(PeerId peer) const override {
     return unsent_.count(peer) > 0 || arriving_.count(peer) > 0;
   }
-  // Returns the bytes of small messages to a peer that MPI still reads.
-  size_t unsent(PeerId destination) const {
+  // Small messages that MPI still reads.
+  size_t unsent(PeerId destination) const override {
     const auto found = unsent_.find(destination);
     return found == unsent_.end() ? 0 : found->second;
   }
@@ -96,7 +87,7 @@ class Messages {
   }
   // Records that MPI cannot be called any more. Returns false if this was known.
   bool give_up();
-  std::vector<std::shared_ptr<TransferOwner>>& released() {
+  std::vector<std::shared_ptr<TransferOwner>>& released() override {
     return released_;
   }
 
@@ -138,7 +129,7 @@ class Messages {
     return polled_until_ != Clock::time_point() && Clock::now() < polled_until_;
   }
   int mpi_rank(PeerId peer) const {
-    return peer; // all processes of the job have started as MPI's world; MPI cannot reach a process that joins later
+    return peer; // processes that have not started as MPI's world are reached by TCP
   }
   void check_reachable(PeerId destination) const;
   // Returns whether messages to that peer must be held, for order behind those that are held already.

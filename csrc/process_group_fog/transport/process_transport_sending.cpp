@@ -1,0 +1,173 @@
+// How ProcessTransport sends: the way to each receiver.
+#include <algorithm>
+#include <cstring>
+
+#include <c10/util/SmallVector.h>
+
+#include "transport/process_transfers.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
+
+namespace fog {
+namespace {
+
+// Data that may wait for go() does so from this size on. Smaller data delays MPI's own messages only briefly.
+constexpr size_t kLeastWaiting = size_t(1) << 20;
+
+} // namespace
+
+bool ProcessTransport::holds_back(PeerId destination) const {
+  constexpr size_t kMostUnsent = size_t(4) << 20;
+  return held_.count(destination) > 0 || links_.unsent(destination) + wire_to(destination).unsent(destination) > kMostUnsent;
+}
+
+ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header& header, const void* data, Memory memory) const {
+  const bool hold = is_in_order(header) && header.bytes > 0 && holds_back(destination);
+  const bool local = links_.reaches(destination);
+  if (header.bytes <= inline_bytes(destination) && !hold) {
+    return Way::kInline;
+  }
+  if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ &&
+      puts_->reaches(destination)) {
+    return Way::kRemote; // held back or not: the data stays in its slots until it is taken
+  }
+  if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
+    return Way::kMapped;
+  }
+  return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
+}
+
+void ProcessTransport::send_inline(PeerId peer, const Header& header, const void* data) {
+  if (links_.reaches(peer)) {
+    links_.send(peer, header, data, header.bytes);
+  } else {
+    wire_to(peer).send(peer, header, data, header.bytes);
+  }
+}
+
+Transport::Sent ProcessTransport::send(
+    c10::ArrayRef<Destination> destinations,
+    const Header& message,
+    const void* data,
+    Memory memory,
+    const std::shared_ptr<TransferOwner>& owner) {
+  if (destinations.size() == 1 && message.bytes <= kLocalInlineBytes) { // most messages
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
+    if (way_of(peer, message, data, memory) == Way::kInline) {
+      auto header = message;
+      header.scale = scale;
+      header.wants_confirm = wants_confirm ? 1 : 0;
+      header.delivery = Delivery::kInline;
+      send_inline(peer, header, data);
+      return {};
+    }
+  }
+  auto header = message;
+  Sent sent;
+  std::shared_ptr<ToSeveral> outgoing;
+  const auto needed = [&] {
+    if (!outgoing) {
+      outgoing = std::make_shared<ToSeveral>(header.bytes);
+      sent.outgoing = outgoing;
+    }
+    return outgoing;
+  };
+  c10::SmallVector<Way, 8> ways;
+  std::vector<PeerId> readers;
+  for (const auto& destination : destinations) {
+    ways.push_back(way_of(destination.peer, header, data, memory));
+    if (ways.back() == Way::kStream) {
+      readers.push_back(destination.peer);
+    }
+  }
+  // Small data may change as soon as send() returns, so it is copied if it has to be held back. Data that may be
+  // overwritten is copied for receivers whose progress the stream does not track.
+  const bool waits = std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; });
+  const bool waits_beside_stream =
+      std::any_of(ways.begin(), ways.end(), [](Way way) { return way == Way::kMapped || way == Way::kPayload; });
+  if ((waits && header.bytes <= kInlineBytes) || (waits_beside_stream && memory == Memory::kOverwritten)) {
+    needed()->copy = shared_allocator().allocate(header.bytes);
+    std::memcpy(outgoing->copy.get(), data, header.bytes);
+    data = outgoing->copy.get();
+  }
+  if (!readers.empty()) {
+    needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
+  }
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    const auto& [peer, scale, wants_confirm, data_waits] = destinations[i];
+    header.scale = scale;
+    header.wants_confirm = wants_confirm ? 1 : 0;
+    header.delivery = Delivery::kInline;
+    const bool local = links_.reaches(peer);
+    switch (ways[i]) {
+      case Way::kInline:
+        send_inline(peer, header, data);
+        break;
+      case Way::kStream:
+        streams_.announce(*outgoing->stream, header);
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kMapped:
+        header.delivery = Delivery::kMapped;
+        header.address = reinterpret_cast<uintptr_t>(data);
+        header.transfer = streams_.next_transfer();
+        header.withdrawals = links_.inbox().withdrawals();
+        if (wants_confirm) { // the kTaken message confirms it too
+          header.wants_confirm = 0;
+          sent.answered.push_back(peer);
+        }
+        needed()->add(peer);
+        mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kCopied:
+      case Way::kRemote:
+      case Way::kPayload: {
+        needed()->add(peer);
+        const auto ended = [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
+          if (!error.empty()) {
+            outgoing->error = error;
+            outgoing->failed_peer = to;
+          }
+          outgoing->remove(to);
+          if (const auto alive = owner.lock()) {
+            alive->on_progress();
+          }
+        };
+        if (ways[i] == Way::kCopied) {
+          copies_.send(peer, header, data, owner, [ended] { ended(""); });
+          break;
+        }
+        if (ways[i] == Way::kRemote) {
+          if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten, owner, ended)) {
+            outgoing->puts.push_back(std::move(put));
+            break;
+          }
+        }
+        // for puts that got no slots; other receivers read the original
+        if (memory == Memory::kOverwritten && !outgoing->copy) {
+          outgoing->copy = shared_allocator().allocate(header.bytes);
+          std::memcpy(outgoing->copy.get(), data, header.bytes);
+        }
+        const void* payload = outgoing->copy ? outgoing->copy.get() : data;
+        const bool hold = is_in_order(header) && holds_back(peer);
+        header.delivery = Delivery::kPayload;
+        auto& wire = wire_to(peer);
+        header.payload_tag = wire.next_tag(peer);
+        if (local) {
+          links_.send(peer, header, nullptr, 0);
+          if (mpi_) {
+            mpi_->look_further();
+          }
+        } else {
+          wire.send(peer, header, nullptr, 0);
+        }
+        wire.send_data(
+            peer, header.payload_tag, payload, header.bytes, hold, data_waits && !local && header.bytes >= kLeastWaiting, owner, ended);
+        break;
+      }
+    }
+  }
+  return sent;
+}
+
+} // namespace fog

@@ -1,0 +1,125 @@
+// The bytes of one connection: frames of small messages, and of parts of large data between them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/tcp/data.hpp"
+
+namespace fog::tcp {
+
+// Every call needs the engine's lock.
+class Channel {
+ public:
+  class User {
+   public:
+    virtual ~User() = default;
+    // A message has come: a header, with data behind it.
+    virtual void on_message(PeerId source, const char* record, size_t length) = 0;
+    // Memory of that owner is not used any more; it must be released without the lock.
+    virtual void release(std::shared_ptr<TransferOwner> owner) = 0;
+    // A buffer that channels lend each other: only one that has read a part of a message keeps it.
+    virtual std::unique_ptr<char[]>& spare_buffer() = 0;
+  };
+  enum class Result {
+    kNothing,
+    kProgress,
+    kEnd, // the other side has closed the connection, or it is broken
+  };
+
+  Channel(PeerId peer, User& user) : peer_(peer), user_(user) {}
+
+  // --- to the peer ---
+  // Queues a header with a copy of the data.
+  void queue(const Header& header, const void* data, size_t bytes);
+  // Data that leaves when the peer asks for it.
+  void offer(std::shared_ptr<OutgoingData> data);
+  uint32_t next_tag() {
+    next_tag_ += next_tag_ == UINT32_MAX ? 2 : 1;
+    return next_tag_;
+  }
+  // Withdraws the data of that owner, in both directions.
+  void abandon(const TransferOwner& owner);
+  // The connection carries nothing from now on. What waits for it is dropped.
+  void close();
+
+  // Returns the bytes that wait to be sent, without those of data.
+  size_t unsent() const {
+    return small_.size() - small_sent_;
+  }
+  bool wants_to_write() const {
+    return !closed_ && (unsent() > 0 || part_ || !going_.empty());
+  }
+  // Writes as much as the socket takes, within limits. A failure shows in read().
+  Result write(int fd);
+
+  // --- from the peer ---
+  void expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
+    coming_[tag] = data;
+  }
+  // Queues the news that the data with that tag may come up to that byte.
+  void ask(uint32_t tag, size_t room);
+  // Reads what has come, within limits. Throws DistBackendError if that is not a message.
+  Result read(int fd);
+
+ private:
+  enum class Kind : uint32_t {
+    kMessage = 1, // a header with data
+    kPart, // the next bytes of the data with that tag
+    kAsk, // the receiver has room for the data with that tag up to byte `bytes`
+    kStop, // the receiver takes no more of that data
+    kWithdrawn, // the sender has withdrawn that data
+  };
+  struct Frame {
+    Kind kind;
+    uint32_t tag;
+    uint64_t bytes; // behind the frame, unless the kind says otherwise
+  };
+  struct Part {
+    Frame frame;
+    std::shared_ptr<OutgoingData> data;
+    const char* begin;
+    size_t sent; // with the frame
+  };
+  // Large enough for a message that comes with its data.
+  static constexpr size_t kBuffer = size_t(128) << 10;
+
+  void put(const Frame& frame) {
+    append(&frame, sizeof(frame));
+  }
+  void append(const void* data, size_t bytes);
+  void next_part();
+  void on_part_sent();
+  void end(OutgoingData& data, bool sent);
+  // Handles the frames that are in the buffer as a whole.
+  void parse();
+  void on_frame(const Frame& frame);
+  // Bytes of the part that is coming, which lie at `from`.
+  void take(const char* from, size_t bytes);
+  void come(IncomingData& data, size_t bytes);
+
+  const PeerId peer_;
+  User& user_;
+  bool closed_ = false;
+
+  std::string small_; // frames in order, the first small_sent_ bytes of which have been sent
+  size_t small_sent_ = 0;
+  std::unique_ptr<Part> part_; // that is being sent
+  std::unordered_map<uint32_t, std::shared_ptr<OutgoingData>> offered_;
+  std::deque<std::shared_ptr<OutgoingData>> going_; // data for which the peer has room
+  uint32_t next_tag_ = 0;
+
+  std::unique_ptr<char[]> buffer_;
+  size_t begin_ = 0; // of the bytes in the buffer
+  size_t end_ = 0;
+  uint32_t part_tag_ = 0;
+  size_t part_left_ = 0; // bytes of the part that is coming
+  std::unordered_map<uint32_t, std::weak_ptr<IncomingData>> coming_;
+};
+
+} // namespace fog::tcp

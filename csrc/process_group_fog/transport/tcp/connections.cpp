@@ -1,0 +1,500 @@
+#include "transport/tcp/connections.hpp"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "job/network_interface.hpp"
+#include "job/peer_monitor.hpp"
+
+namespace fog::tcp {
+namespace {
+
+// The other side of a new connection must send each of its words within this time.
+constexpr auto kPatience = std::chrono::seconds(5);
+// An address may take this long to answer in the first round, and longer in each further round.
+constexpr auto kFirstPatience = std::chrono::milliseconds(250);
+constexpr size_t kLongestRound = 3;
+// Between an attempt that has failed and the next one.
+constexpr auto kPause = std::chrono::milliseconds(20);
+constexpr auto kLookInterval = std::chrono::milliseconds(5);
+// The visitors that have not proved who they are; the oldest gives way to a new one.
+constexpr size_t kMostVisitors = 256;
+// Data that waits in the system's buffer and is not on its way yet delays messages behind it.
+constexpr int kMostNotSent = 256 << 10;
+
+void prepare(int fd, int host_timeout) {
+  keep_alive(fd, host_timeout);
+  // A receiver that is stopped, or busy, does not read for a while; that is no silence. PeerMonitor sees silent hosts.
+  const unsigned never = 0;
+  const int on = 1;
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof(never));
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostNotSent, sizeof(kMostNotSent));
+}
+
+bool is_for_later(int error) {
+  return error == EAGAIN || error == EINTR;
+}
+
+} // namespace
+
+Connections::Connections() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
+
+Connections::~Connections() {
+  owned_ringer_.reset();
+  for (auto& socket : storage_) {
+    if (socket.fd >= 0) {
+      ::close(socket.fd);
+    }
+  }
+  for (const int fd : {listener_.load(), epoll_fd_}) {
+    if (fd >= 0) {
+      ::close(fd);
+    }
+  }
+}
+
+std::string Connections::listen(const std::vector<std::string>& addresses) {
+  if (listener_ < 0) {
+    const auto at = addresses.empty() ? std::vector<std::string>{"127.0.0.1"} : addresses;
+    listener_ = listen_at(at);
+    line_ = describe_listener(listener_, at);
+    use();
+  }
+  return line_;
+}
+
+void Connections::start(PeerId self, Doorbell& bell) {
+  self_ = self;
+  host_timeout_ = PeerMonitor::host_timeout();
+  bell_ = &bell;
+  if (listener_ >= 0 || !peers_.empty()) {
+    use();
+  }
+}
+
+void Connections::use() {
+  if (bell_ != nullptr && !owned_ringer_) {
+    owned_ringer_ = std::make_unique<Ringer>(epoll_fd_, *bell_);
+    ringer_ = owned_ringer_.get();
+  }
+}
+
+void Connections::add(PeerId number, const std::string& line) {
+  use();
+  auto& peer = peers_[number];
+  if (peer.places.empty()) {
+    // Containers' bridges have the same address on every host, so own addresses come last: those of peers of this host.
+    peer.places = read_listener(line, {});
+    const auto own = own_addresses();
+    std::stable_partition(peer.places.begin(), peer.places.end(), [&](const PeerAddress& place) {
+      return std::find(own.begin(), own.end(), place.text) == own.end();
+    });
+  }
+}
+
+void Connections::want(PeerId number) {
+  auto& peer = peers_.at(number);
+  if (peer.trying || peer.open != nullptr || peer.over) {
+    return;
+  }
+  peer.trying = true;
+  peer.began = Clock::now();
+  peer.again = peer.began;
+  trying_.push_back(number);
+  if (peer.visitor == nullptr) {
+    try_next(number, peer);
+  }
+}
+
+int Connections::fd(PeerId number) const {
+  const auto found = peers_.find(number);
+  return found == peers_.end() || found->second.open == nullptr ? -1 : found->second.open->fd.load();
+}
+
+void Connections::watch_writes(PeerId number, bool on) {
+  if (auto* socket = peers_.at(number).open) {
+    watch(*socket, EPOLLIN | (on ? EPOLLOUT : 0U));
+  }
+}
+
+void Connections::close(PeerId number) {
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) {
+    return;
+  }
+  auto& peer = found->second;
+  peer.over = true;
+  for (auto* socket : {peer.own, peer.visitor, peer.open}) {
+    if (socket != nullptr) {
+      drop(*socket);
+    }
+  }
+}
+
+void Connections::close_all() {
+  for (auto* socket = sockets_.load(); socket != nullptr; socket = socket->next) {
+    if (const int fd = socket->fd; fd >= 0) {
+      ::close(fd);
+    }
+  }
+  if (listener_ >= 0) {
+    ::close(listener_);
+  }
+  if (auto* ringer = ringer_.load()) {
+    ringer->close_all();
+  }
+  ::close(epoll_fd_);
+}
+
+void Connections::poll(User& user) {
+  if (!is_used()) {
+    return;
+  }
+  auto& ringer = *owned_ringer_;
+  const bool rung = ringer.rung();
+  ringer.heard(); // before the look: later news ring again
+  const auto now = proven_ == 0 && !is_connecting() && !rung ? Clock::now() : Clock::time_point();
+  if (now != Clock::time_point() && now < next_look_) {
+    return; // only a visitor could come, which is no hurry
+  }
+  std::array<epoll_event, 32> events;
+  const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
+  for (int i = 0; i < count; ++i) {
+    if (events[i].data.ptr == nullptr) {
+      accept_all();
+      continue;
+    }
+    // The descriptor of an event may have been closed since, and its socket reused. So handlers check the state of the
+    // socket itself.
+    auto& socket = *static_cast<Socket*>(events[i].data.ptr);
+    if (socket.state != State::kOpen) {
+      on_event(socket, user);
+      continue;
+    }
+    const PeerId peer = socket.peer;
+    if ((events[i].events & EPOLLOUT) != 0) {
+      user.on_writable(peer);
+    }
+    if ((events[i].events & ~EPOLLOUT) != 0 && socket.state == State::kOpen && socket.peer == peer) {
+      user.on_readable(peer);
+    }
+  }
+  look_at_time();
+}
+
+void Connections::look_at_time() {
+  if (!is_connecting() && listens_ == (listener_ >= 0)) {
+    if (proven_ == 0) {
+      next_look_ = Clock::now() + kLookInterval;
+    }
+    return;
+  }
+  const auto now = Clock::now();
+  if (now < next_look_) {
+    return;
+  }
+  next_look_ = now + kLookInterval;
+  if (!listens_ && listener_ >= 0) { // the first time, or after descriptors had run out
+    epoll_event event = {};
+    event.events = EPOLLIN;
+    listens_ = epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listener_, &event) == 0;
+  }
+  for (size_t i = 0; i < trying_.size();) {
+    const PeerId number = trying_[i];
+    auto& peer = peers_.at(number);
+    const bool late = !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
+    if (peer.open != nullptr || peer.over || late) {
+      if (peer.open == nullptr && !peer.over) {
+        failed_.push_back(number);
+        close(number);
+      }
+      peer.trying = false;
+      trying_[i] = trying_.back();
+      trying_.pop_back();
+      continue;
+    }
+    // Once it is connected, only the choice of another address justifies leaving it: a process that does not answer may
+    // be stopped.
+    if (peer.own != nullptr && now > peer.own->limit && (peer.own->state == State::kConnecting || peer.places.size() > 1)) {
+      drop(*peer.own);
+    }
+    if (peer.own == nullptr && peer.visitor == nullptr && now >= peer.again) {
+      try_next(number, peer);
+    }
+    ++i;
+  }
+  const auto visitors = visitors_;
+  for (auto* visitor : visitors) {
+    if (now > visitor->limit) {
+      drop(*visitor);
+    }
+  }
+}
+
+void Connections::on_event(Socket& socket, User& user) {
+  switch (socket.state) {
+    case State::kConnecting:
+      on_connected(socket);
+      break;
+    case State::kGreeting:
+      on_nonce(socket);
+      break;
+    case State::kProving:
+      on_verdict(socket, user);
+      break;
+    case State::kVisitor:
+      on_hello(socket);
+      break;
+    case State::kChallenged:
+      on_proof(socket);
+      break;
+    case State::kWelcomed:
+      on_ready(socket, user);
+      break;
+    case State::kOpen:
+    case State::kFree:
+      break;
+  }
+}
+
+void Connections::accept_all() {
+  for (;;) {
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) {
+      if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) { // no descriptors: look again later
+        epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listener_, nullptr);
+        listens_ = false;
+        next_look_ = Clock::now() + 10 * kLookInterval;
+      }
+      return;
+    }
+    if (visitors_.size() >= kMostVisitors) {
+      drop(*visitors_.front());
+    }
+    auto* visitor = take(fd, State::kVisitor, -1);
+    visitor->limit = Clock::now() + kPatience;
+    visitors_.push_back(visitor);
+    watch(*visitor, EPOLLIN);
+  }
+}
+
+bool Connections::read_word(Socket& socket, size_t bytes) {
+  const auto count = recv(socket.fd, socket.received.data() + socket.count, bytes - socket.count, 0);
+  if (count > 0) {
+    socket.count += static_cast<size_t>(count);
+    if (socket.count == bytes) {
+      socket.count = 0;
+      return true;
+    }
+  } else if (count == 0 || !is_for_later(errno)) {
+    drop(socket);
+  }
+  return false;
+}
+
+bool Connections::put(Socket& socket, const void* data, size_t bytes) { // so few bytes always fit
+  if (::send(socket.fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes)) {
+    return true;
+  }
+  drop(socket);
+  return false;
+}
+
+void Connections::on_connected(Socket& socket) {
+  const bool connected = error_of_socket(socket.fd) == 0;
+  const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
+  if (sent) {
+    peers_.at(socket.peer).answered = true;
+    socket.state = State::kGreeting;
+    watch(socket, EPOLLIN);
+  } else if (!connected || !is_for_later(errno)) { // otherwise the event was that of an earlier socket
+    drop(socket);
+  }
+}
+
+void Connections::on_nonce(Socket& socket) {
+  if (!read_word(socket, sizeof(Nonce))) {
+    return;
+  }
+  std::memcpy(socket.nonce.data(), socket.received.data(), sizeof(Nonce));
+  const auto proof = prove(Side::kConnects, socket.hello, socket.nonce);
+  if (put(socket, proof.data(), proof.size())) {
+    socket.state = State::kProving;
+  }
+}
+
+void Connections::on_verdict(Socket& socket, User& user) {
+  if (!read_word(socket, sizeof(Verdict))) {
+    return;
+  }
+  Verdict verdict;
+  std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
+  const bool welcome = verdict.word == kWelcome && is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
+  if (!welcome) {
+    drop(socket);
+  } else if (put(socket, &kReady, 1)) {
+    open(socket, user);
+  }
+}
+
+void Connections::on_hello(Socket& socket) {
+  if (!read_word(socket, sizeof(Hello))) {
+    return;
+  }
+  std::memcpy(&socket.hello, socket.received.data(), sizeof(Hello));
+  if (!is_for(socket.hello, self_)) {
+    drop(socket);
+    return;
+  }
+  socket.nonce = random_nonce();
+  if (put(socket, socket.nonce.data(), socket.nonce.size())) {
+    socket.state = State::kChallenged;
+  }
+}
+
+void Connections::on_proof(Socket& socket) {
+  if (!read_word(socket, sizeof(Proof))) {
+    return;
+  }
+  Proof proof;
+  std::memcpy(proof.data(), socket.received.data(), sizeof(proof));
+  if (!is_proof(proof, Side::kConnects, socket.hello, socket.nonce)) {
+    drop(socket);
+    return;
+  }
+  const PeerId from = socket.hello.from;
+  const auto found = peers_.find(from);
+  Verdict verdict = {};
+  const bool later =
+      found == peers_.end() || found->second.over || found->second.open != nullptr || (found->second.own != nullptr && self_ < from);
+  verdict.word = later ? kLater : kWelcome;
+  if (!later) {
+    verdict.proof = prove(Side::kAccepts, socket.hello, socket.nonce);
+  }
+  if (!put(socket, &verdict, sizeof(verdict))) {
+    return;
+  }
+  if (later) {
+    drop(socket);
+    return;
+  }
+  auto& peer = found->second;
+  for (auto* other : {peer.own, peer.visitor}) { // an attempt that gives way, and one that the other side has left
+    if (other != nullptr) {
+      drop(*other);
+    }
+  }
+  visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &socket));
+  socket.peer = from;
+  socket.state = State::kWelcomed;
+  peer.visitor = &socket;
+  ++proven_;
+}
+
+void Connections::on_ready(Socket& socket, User& user) {
+  if (read_word(socket, 1)) {
+    if (socket.received[0] == kReady) {
+      open(socket, user);
+    } else {
+      drop(socket);
+    }
+  }
+}
+
+void Connections::open(Socket& socket, User& user) {
+  auto& peer = peers_.at(socket.peer);
+  proven_ += peer.own == &socket ? 1 : 0;
+  (peer.own == &socket ? peer.own : peer.visitor) = nullptr;
+  if (peer.visitor != nullptr) {
+    drop(*peer.visitor);
+  }
+  peer.open = &socket;
+  socket.state = State::kOpen;
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, socket.fd, nullptr);
+  prepare(socket.fd, host_timeout_);
+  watch(socket, EPOLLIN);
+  user.on_open(socket.peer);
+}
+
+void Connections::try_next(PeerId number, Peer& peer) {
+  if (peer.places.empty()) {
+    try_later(peer); // until host_timeout_ is over: the peer may connect to this process
+    return;
+  }
+  const int fd = begin_to_connect(peer.places[peer.place]);
+  if (fd < 0) {
+    try_later(peer);
+    return;
+  }
+  keep_alive(fd, host_timeout_);
+  peer.own = take(fd, State::kConnecting, number);
+  peer.own->hello = hello(self_, number);
+  peer.own->limit = Clock::now() + kFirstPatience * (1 << (2 * std::min(peer.rounds, kLongestRound)));
+  watch(*peer.own, EPOLLOUT);
+}
+
+void Connections::try_later(Peer& peer) {
+  if (!peer.places.empty() && ++peer.place == peer.places.size()) {
+    peer.place = 0;
+    ++peer.rounds;
+  }
+  peer.again = Clock::now() + kPause * (1 << std::min(peer.rounds, kLongestRound));
+}
+
+Connections::Socket* Connections::take(int fd, State state, PeerId peer) {
+  if (free_.empty()) {
+    auto& added = storage_.emplace_back();
+    added.next = sockets_.load();
+    free_.reserve(storage_.size());
+    free_.push_back(&added);
+    sockets_ = &added;
+  }
+  auto* socket = free_.back();
+  free_.pop_back();
+  socket->state = state;
+  socket->peer = peer;
+  socket->count = 0;
+  socket->fd = fd;
+  return socket;
+}
+
+void Connections::drop(Socket& socket) {
+  const int fd = socket.fd.exchange(-1);
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly, because a forked child may hold the same connection
+  ::close(fd);
+  if (const auto position = std::find(visitors_.begin(), visitors_.end(), &socket); position != visitors_.end()) {
+    visitors_.erase(position);
+  }
+  if (socket.peer >= 0) {
+    auto& peer = peers_.at(socket.peer);
+    proven_ -= peer.open == &socket || peer.visitor == &socket ? 1 : 0;
+    if (peer.own == &socket && !peer.over) {
+      try_later(peer);
+    }
+    for (auto* its : {&peer.own, &peer.visitor, &peer.open}) {
+      if (*its == &socket) {
+        *its = nullptr;
+      }
+    }
+  }
+  socket.state = State::kFree;
+  free_.push_back(&socket);
+}
+
+void Connections::watch(Socket& socket, uint32_t events) const {
+  epoll_event event = {};
+  event.events = events;
+  event.data.ptr = &socket;
+  if (epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, socket.fd, &event) != 0) {
+    epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, socket.fd, &event);
+  }
+}
+
+} // namespace fog::tcp

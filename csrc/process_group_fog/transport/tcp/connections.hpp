@@ -1,0 +1,176 @@
+// TCP connections to other processes of the job: one for each pair, made on first use, from either side.
+//
+// If two processes connect to each other at once, the connection of the lower number is kept: the higher one accepts it
+// and leaves its own attempt, and the lower one answers "later". A connection carries messages only once both sides know
+// that it is the one, so no message is on a connection that is left.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "job/peer_sockets.hpp"
+#include "transport/one_sided.hpp"
+#include "transport/tcp/handshake.hpp"
+#include "transport/tcp/ringer.hpp"
+
+namespace fog::tcp {
+
+// All methods except those for any thread need the engine's lock. No method waits.
+class Connections {
+ public:
+  // What sends and receives on the connections. Called by poll().
+  class User {
+   public:
+    virtual ~User() = default;
+    virtual void on_open(PeerId peer) = 0;
+    virtual void on_readable(PeerId peer) = 0;
+    virtual void on_writable(PeerId peer) = 0;
+  };
+
+  Connections();
+  ~Connections();
+  Connections(const Connections&) = delete;
+  Connections& operator=(const Connections&) = delete;
+
+  // Starts to listen, at the only address, at all addresses of the machine if several are given, or at loopback if none
+  // is. Returns a line that tells others where; the same in later calls, and empty if the system forbids it.
+  std::string listen(const std::vector<std::string>& addresses);
+  // This process is `self` from now on, and news of sockets rings `bell`.
+  void start(PeerId self, Doorbell& bell);
+  // `peer` listens at `line`. The first line stays.
+  void add(PeerId peer, const std::string& line);
+  bool knows(PeerId peer) const {
+    return peers_.count(peer) > 0;
+  }
+
+  // Begins to connect, unless there is a connection or an attempt. on_open() follows, or take_failed() names the peer.
+  void want(PeerId peer);
+  // Returns the socket of an open connection; -1 if there is none.
+  int fd(PeerId peer) const;
+  // on_writable() is called from now on, or no longer.
+  void watch_writes(PeerId peer, bool on);
+  // Closes the connection, and neither makes nor accepts another one.
+  void close(PeerId peer);
+  // Returns the peers that could not be reached for FOG_HOST_TIMEOUT.
+  std::vector<PeerId> take_failed() {
+    return std::exchange(failed_, {});
+  }
+
+  void poll(User& user);
+  // Returns whether connections are being made.
+  bool is_connecting() const {
+    return !trying_.empty() || !visitors_.empty();
+  }
+
+  // Returns whether news may come that does not ring the bell.
+  bool must_poll() const {
+    return is_used() && !ringer_.load()->works();
+  }
+
+  // --- any thread ---
+  // Returns whether news has rung the bell.
+  bool news() const {
+    const auto* ringer = ringer_.load(std::memory_order_acquire);
+    return ringer != nullptr && ringer->rung();
+  }
+  // Call after Doorbell::listen() and before the sleep that news should end.
+  void before_sleep() {
+    if (auto* ringer = ringer_.load(std::memory_order_acquire)) {
+      ringer->arm();
+    }
+  }
+  // For a forked child: closes the inherited sockets.
+  void close_all();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class State {
+    kFree,
+    kConnecting,
+    kGreeting, // expects a nonce
+    kProving, // expects a verdict
+    kVisitor, // expects a hello
+    kChallenged, // expects a proof
+    kWelcomed, // expects that the other side is ready
+    kOpen,
+  };
+  // Sockets never move and are reused, so that a forked child can go through them at any state of its parent's threads.
+  struct Socket {
+    std::atomic<int> fd{-1};
+    Socket* next = nullptr; // next of all sockets
+    State state = State::kFree;
+    PeerId peer = -1; // -1 for a visitor that has not proved who it is
+    std::array<char, 64> received; // bytes of the other side's next word
+    size_t count = 0;
+    Hello hello; // of the side that connects
+    Nonce nonce; // of the side that accepts
+    Clock::time_point limit;
+  };
+  struct Peer {
+    std::vector<PeerAddress> places; // to try in turn
+    size_t place = 0;
+    size_t rounds = 0;
+    Socket* own = nullptr; // an attempt from here
+    Socket* visitor = nullptr; // one from there that is welcome
+    Socket* open = nullptr;
+    Clock::time_point began; // of the attempts
+    Clock::time_point again; // time of the next attempt
+    bool trying = false; // is in trying_
+    bool answered = false; // one of its addresses has
+    bool over = false;
+  };
+
+  void on_event(Socket& socket, User& user);
+  void accept_all();
+  void on_connected(Socket& socket);
+  void on_nonce(Socket& socket);
+  void on_verdict(Socket& socket, User& user);
+  void on_hello(Socket& socket);
+  void on_proof(Socket& socket);
+  void on_ready(Socket& socket, User& user);
+  // Reads the other side's next word. Returns whether it is complete; drops the socket if it never will be.
+  bool read_word(Socket& socket, size_t bytes);
+  bool put(Socket& socket, const void* data, size_t bytes);
+  void open(Socket& socket, User& user);
+  void try_next(PeerId number, Peer& peer);
+  void try_later(Peer& peer);
+  void look_at_time();
+  // Returns whether anybody can be reached, or can reach this process. Without that, nothing costs anything.
+  bool is_used() const {
+    return ringer_.load(std::memory_order_relaxed) != nullptr;
+  }
+  void use();
+
+  Socket* take(int fd, State state, PeerId peer);
+  void drop(Socket& socket);
+  void watch(Socket& socket, uint32_t events) const;
+
+  const int epoll_fd_;
+  std::atomic<int> listener_{-1};
+  std::string line_;
+  bool listens_ = false; // the listener is watched
+  PeerId self_ = -1;
+  int host_timeout_ = 0;
+  Doorbell* bell_ = nullptr;
+  std::unique_ptr<Ringer> owned_ringer_;
+  std::atomic<Ringer*> ringer_{nullptr}; // null until it is needed
+  std::unordered_map<PeerId, Peer> peers_;
+  std::vector<PeerId> trying_; // peers to which a connection is wanted
+  std::deque<Socket> storage_;
+  std::atomic<Socket*> sockets_{nullptr}; // all sockets
+  std::vector<Socket*> free_;
+  std::vector<Socket*> visitors_; // that have not proved who they are, by age
+  std::vector<PeerId> failed_;
+  Clock::time_point next_look_;
+  size_t proven_ = 0; // sockets that are open or welcome
+};
+
+} // namespace fog::tcp

@@ -1,0 +1,49 @@
+// What the two sides of a new connection send each other before any message.
+//
+// The side that connects says who it is and whom it means. Then each side proves that it knows the job's secret, for a
+// nonce of the other side: first the one that connects, so that a stranger gets no proof. The connection is used once
+// the side that connects has said that it has read the welcome.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <type_traits>
+
+#include "job/secret.hpp"
+
+namespace fog::tcp {
+
+using Proof = std::array<uint8_t, 32>;
+
+// From the side that connects.
+struct Hello {
+  std::array<char, 8> magic;
+  int32_t from;
+  int32_t to;
+  Nonce nonce;
+};
+// The answer of the side that accepts is a Nonce; then the side that connects sends a Proof.
+
+// From the side that accepts.
+struct Verdict {
+  char word;
+  Proof proof; // zeros with kLater
+};
+constexpr char kWelcome = 'y';
+constexpr char kLater = 'l'; // this side is connecting to the other one already, or does not know it yet
+
+// From the side that connects.
+constexpr char kReady = 'r';
+
+static_assert(std::is_trivially_copyable_v<Hello> && std::is_trivially_copyable_v<Verdict>);
+
+Hello hello(int from, int to);
+// Returns whether these bytes are the hello of a process of this build, for process `self`.
+bool is_for(const Hello& hello, int self);
+
+enum class Side : uint8_t { kConnects, kAccepts };
+// Returns the proof of one side; `nonce` is that of the side that accepts.
+Proof prove(Side side, const Hello& hello, const Nonce& nonce);
+bool is_proof(const Proof& proof, Side side, const Hello& hello, const Nonce& nonce);
+
+} // namespace fog::tcp

@@ -1,0 +1,211 @@
+#include "transport/tcp/messages.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "core/failure.hpp"
+
+namespace fog::tcp {
+namespace {
+
+// After the end of a connection, the end of its process is usually known within this time, from the system or from the
+// peer monitor. Otherwise the process may still run, but messages may be lost, so it counts as lost.
+constexpr auto kPatience = std::chrono::milliseconds(500);
+
+} // namespace
+
+Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine)
+    : connections_(std::move(connections)), handler_(handler), engine_(engine) {}
+
+Messages::~Messages() = default;
+
+Messages::Link& Messages::link(PeerId peer) {
+  auto& link = links_[peer];
+  if (!link) {
+    link = std::make_unique<Link>(peer, static_cast<Channel::User&>(*this));
+    handler_.may_send(peer); // begins to watch for its end
+  }
+  return *link;
+}
+
+void Messages::check_reachable(PeerId peer) const {
+  // Other than with MPI, it does no harm to send to a process that has just ended: its loss ends what waits for it.
+  if (engine_.has_ended(peer)) {
+    throw Unreachable(peer);
+  }
+  TORCH_CHECK_WITH(DistBackendError, connections_->knows(peer), "fog: the address of world rank ", peer, " is not known");
+}
+
+void Messages::send(PeerId destination, const Header& header, const void* data, size_t bytes) {
+  check_reachable(destination);
+  auto& its = link(destination);
+  its.channel.queue(header, data, bytes);
+  flush(destination, its);
+}
+
+void Messages::send_data(
+    PeerId destination,
+    uint32_t tag,
+    const void* data,
+    size_t bytes,
+    bool held,
+    bool waits,
+    const std::shared_ptr<TransferOwner>& owner,
+    Sent sent) {
+  check_reachable(destination);
+  auto outgoing = std::make_shared<OutgoingData>();
+  outgoing->tag = tag;
+  outgoing->data = static_cast<const char*>(data);
+  outgoing->bytes = bytes;
+  outgoing->owner = owner;
+  outgoing->sent = std::move(sent);
+  link(destination).channel.offer(std::move(outgoing));
+}
+
+std::shared_ptr<Incoming> Messages::receive(
+    PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
+  check_reachable(source);
+  auto& its = link(source);
+  auto data = std::make_shared<IncomingData>(header, place, owner, [this, source, tag = header.payload_tag](size_t room) {
+    auto& from = link(source);
+    from.channel.ask(tag, room);
+    flush(source, from);
+  });
+  if (!its.closed) {
+    its.channel.expect(header.payload_tag, data);
+    data->grant_room();
+  } else if (auto kept = data->end()) {
+    release(std::move(kept)); // the loss of the peer ends the operation
+  }
+  return data;
+}
+
+void Messages::abandon(const TransferOwner& owner) {
+  for (const auto& [peer, its] : links_) {
+    its->channel.abandon(owner);
+    flush(peer, *its);
+  }
+}
+
+void Messages::flush(PeerId peer, Link& its) {
+  if (its.closed || !its.channel.wants_to_write()) {
+    return;
+  }
+  const int fd = connections_->fd(peer);
+  if (fd < 0) {
+    if (its.channel.unsent() > 0) {
+      connections_->want(peer);
+    }
+    return;
+  }
+  progressed_ = its.channel.write(fd) == Channel::Result::kProgress || progressed_;
+  if (its.channel.wants_to_write() != its.watches_writes) {
+    its.watches_writes = !its.watches_writes;
+    connections_->watch_writes(peer, its.watches_writes);
+  }
+}
+
+void Messages::on_open(PeerId peer) {
+  auto& its = link(peer);
+  its.watches_writes = false;
+  flush(peer, its);
+}
+
+void Messages::on_writable(PeerId peer) {
+  flush(peer, link(peer));
+  auto& its = link(peer);
+  if (!its.closed && its.watches_writes && !its.channel.wants_to_write()) { // another call has written the rest
+    its.watches_writes = false;
+    connections_->watch_writes(peer, false);
+  }
+}
+
+void Messages::on_readable(PeerId peer) {
+  auto& its = link(peer);
+  if (its.closed) {
+    return;
+  }
+  try {
+    const auto result = its.channel.read(connections_->fd(peer));
+    progressed_ = progressed_ || result != Channel::Result::kNothing;
+    if (result == Channel::Result::kEnd) {
+      break_off(peer, its);
+      return;
+    }
+  } catch (const c10::DistBackendError&) {
+    break_off(peer, its);
+    throw;
+  }
+  flush(peer, its); // answers, and data that the peer has asked for
+}
+
+void Messages::on_message(PeerId source, const char* record, size_t length) {
+  const auto header = checked_header(source, record, length, false);
+  handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
+}
+
+void Messages::break_off(PeerId peer, Link& its) {
+  if (std::exchange(its.closed, true)) {
+    return;
+  }
+  connections_->close(peer);
+  its.channel.close();
+  broken_.push_back({{peer, kCut}, Clock::now() + kPatience});
+}
+
+void Messages::forget(PeerId peer) {
+  connections_->close(peer);
+  const auto found = links_.find(peer);
+  if (found != links_.end() && !std::exchange(found->second->closed, true)) {
+    found->second->channel.close();
+  }
+}
+
+std::vector<Messages::CutOff> Messages::cut_off() {
+  for (const PeerId peer : connections_->take_failed()) {
+    auto& its = link(peer);
+    if (!std::exchange(its.closed, true)) {
+      its.channel.close();
+      broken_.push_back({{peer, kNotReached}, Clock::now()});
+    }
+  }
+  std::vector<CutOff> lost;
+  for (size_t i = 0; i < broken_.size();) {
+    const auto [cut, report] = broken_[i];
+    const bool known = handler_.has_ended(cut.peer) || handler_.is_leaving(cut.peer);
+    if (!known && Clock::now() < report) {
+      ++i;
+      continue;
+    }
+    if (!known) {
+      lost.push_back(cut);
+    }
+    broken_[i] = broken_.back();
+    broken_.pop_back();
+  }
+  return lost;
+}
+
+bool Messages::poll() {
+  progressed_ = false;
+  connections_->poll(*this);
+  return progressed_;
+}
+
+bool Messages::sending() const {
+  return !broken_.empty() || connections_->is_connecting() || std::any_of(links_.begin(), links_.end(), [](const auto& each) {
+    return !each.second->closed && each.second->channel.wants_to_write();
+  });
+}
+
+std::vector<PeerId> Messages::spoken_with() const {
+  std::vector<PeerId> peers;
+  for (const auto& [peer, its] : links_) {
+    peers.push_back(peer);
+  }
+  return peers;
+}
+
+} // namespace fog::tcp

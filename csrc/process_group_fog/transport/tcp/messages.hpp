@@ -1,0 +1,114 @@
+// Messages over TCP: to processes of other hosts, and to those with which memory cannot be shared.
+//
+// A connection carries messages in order, and parts of large data between them. Data leaves its sender when its receiver
+// has a place for it, so data that nobody takes delays no message, and takes no memory.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "transport/tcp/channel.hpp"
+#include "transport/tcp/connections.hpp"
+#include "transport/wire.hpp"
+
+namespace fog::tcp {
+
+// Every call needs the engine's lock unless its comment says otherwise.
+class Messages final : public Wire, private Connections::User, private Channel::User {
+ public:
+  // `engine` counts a process as ended only once it has told all that depend on it. `handler` may know sooner.
+  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine);
+  ~Messages() override;
+
+  void send(PeerId destination, const Header& header, const void* data, size_t bytes) override;
+  uint32_t next_tag(PeerId destination) override {
+    return link(destination).channel.next_tag();
+  }
+  void send_data(
+      PeerId destination,
+      uint32_t tag,
+      const void* data,
+      size_t bytes,
+      bool held,
+      bool waits,
+      const std::shared_ptr<TransferOwner>& owner,
+      Sent sent) override;
+  // No data waits for it: it travels in both directions at once, and delays no message.
+  void go(const TransferOwner& owner, std::optional<PeerId> destination) override {}
+  std::shared_ptr<Incoming> receive(
+      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
+  void abandon(const TransferOwner& owner) override;
+
+  bool poll() override;
+  bool must_poll() const override {
+    return connections_->must_poll();
+  }
+  bool sending() const override;
+  bool has_spoken_with(PeerId peer) const override {
+    return links_.count(peer) > 0;
+  }
+  size_t unsent(PeerId destination) const override {
+    const auto found = links_.find(destination);
+    return found == links_.end() ? 0 : found->second->channel.unsent();
+  }
+  std::vector<std::shared_ptr<TransferOwner>>& released() override {
+    return released_;
+  }
+
+  // Returns the peers with which messages were exchanged.
+  std::vector<PeerId> spoken_with() const;
+  struct CutOff {
+    PeerId peer;
+    const char* why;
+  };
+  // Returns the peers whose connection has broken, or that could not be reached, and whose end is not known.
+  std::vector<CutOff> cut_off();
+  // Closes the connection to that peer.
+  void forget(PeerId peer);
+  Connections& connections() {
+    return *connections_;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Link {
+    Link(PeerId peer, Channel::User& user) : channel(peer, user) {}
+    Channel channel;
+    bool watches_writes = false;
+    bool closed = false;
+  };
+  struct Broken {
+    CutOff cut;
+    Clock::time_point report;
+  };
+
+  void on_open(PeerId peer) override;
+  void on_readable(PeerId peer) override;
+  void on_writable(PeerId peer) override;
+  void on_message(PeerId source, const char* record, size_t length) override;
+  void release(std::shared_ptr<TransferOwner> owner) override {
+    released_.push_back(std::move(owner));
+  }
+  std::unique_ptr<char[]>& spare_buffer() override {
+    return spare_buffer_;
+  }
+  Link& link(PeerId peer);
+  void check_reachable(PeerId peer) const;
+  // Writes what waits, or begins to connect.
+  void flush(PeerId peer, Link& link);
+  void break_off(PeerId peer, Link& link);
+
+  const std::unique_ptr<Connections> connections_;
+  MessageHandler& handler_;
+  MessageHandler& engine_;
+  std::unordered_map<PeerId, std::unique_ptr<Link>> links_;
+  std::vector<std::shared_ptr<TransferOwner>> released_;
+  std::vector<Broken> broken_;
+  std::unique_ptr<char[]> spare_buffer_;
+  bool progressed_ = false; // in this poll
+};
+
+} // namespace fog::tcp

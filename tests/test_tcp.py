@@ -1,0 +1,419 @@
+"""Tests of messages over TCP (FOG_BETWEEN_HOSTS=tcp): data, connections, strangers, and losses.
+
+``make test-tcp`` runs the tests of exchanges, collectives, windows and killed ranks over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKEND, World, error_of
+from hosts import INTERFACE, TCP_USER_TIMEOUT, ip, run_on_hosts
+from reference import Checks, make_input
+from test_machines import VARIABLE
+from test_rma import PER_MACHINE, exchanges
+from test_wire_bytes import OVERHEAD, TENSOR
+
+from fog_pg import _C
+from fog_pg._store import connections
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
+]
+
+KIB, MIB = 1 << 10, 1 << 20
+RANKS = 4
+TCP = {"FOG_BETWEEN_HOSTS": "tcp"}
+APART = {**TCP, "FOG_LOCAL_LINKS": "0"}
+# From small data, which comes with its header, to data of many parts.
+SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
+SOON = 5.0
+# The time that a stranger has to say who it is, and some more.
+PATIENCE = 5.0 + SOON
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """Ranks of one host that reach each other by TCP."""
+    made = World(RANKS, environment={**APART, VARIABLE: str(PER_MACHINE)}, finalizing=1)
+    yield made
+    made.close()
+
+
+# --- data ---------------------------------------------------------------------------------------------------
+
+
+def exchange_and_check(sizes: list[int]) -> list[str]:
+    """Returns how large data travels to the others."""
+    fogdist.init()
+    with Checks() as checks:
+        for nbytes in sizes:
+            for name, operation, expected in exchanges(nbytes // 4):
+                for _ in range(2):
+                    checks.close(f"{name} of {nbytes} bytes", operation(), expected)
+    assert not any("libmpi" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return [fogdist.transport(peer) for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
+
+
+def test_exchanges_without_mpi(world: World) -> None:
+    assert world.run(exchange_and_check, SIZES) == [["tcp"] * (RANKS - 1)] * RANKS
+
+
+@pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["alone", "with others"])
+def test_between_hosts(tmp_path: Path, placement: list[int]) -> None:
+    environment = {**TCP, VARIABLE: str(len(placement) // 2)}
+    calls = [
+        ("exchange_between", [SIZES]),
+        ("windows", [tmp_path.name]),
+    ]
+    found = run_on_hosts(tmp_path, placement, __name__, calls, environment=environment)
+    for rank, (ways, _) in enumerate(found):
+        expected = [
+            "shared memory" if host == placement[rank] else "tcp"
+            for peer, host in enumerate(placement)
+            if peer != rank
+        ]
+        assert ways == expected
+
+
+def exchange_between(sizes: list[int]) -> list[str]:
+    """Exchanges and sums of all ranks; `exchanges` has machines of another size."""
+    fogdist.init()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with Checks() as checks:
+        for nbytes in sizes:
+            inputs = [make_input(r, torch.float32, nbytes // 4) for r in range(size)]
+            for _ in range(2):
+                x = inputs[rank].clone()
+                dist.all_reduce(x)
+                checks.close(f"allreduce of {nbytes} bytes", x, torch.stack(inputs).double().sum(0).float())
+                mean = fogdist.neighbor_allreduce(inputs[rank])
+                members = [inputs[r] for r in [rank, *fogdist.in_neighbor_ranks()]]
+                checks.close(
+                    f"neighbor_allreduce of {nbytes} bytes",
+                    mean,
+                    torch.stack(members).double().mean(0).float(),
+                )
+    return [fogdist.transport(peer) for peer in range(size) if peer != rank]
+
+
+def windows(done: str) -> None:
+    import window_hosts
+
+    window_hosts.everything(done)
+
+
+@pytest.mark.parametrize("machines", [False, True], ids=["ranks", "machines"])
+def test_one_tensor_for_each_peer(tmp_path: Path, machines: bool) -> None:
+    """A link carries each tensor once, as it does by MPI's messages."""
+    placement = [0, 0, 1, 1] if machines else [0, 1, 2, 3]
+    tensors = {"hierarchical": 1} if machines else {"exp2": 2, "one-peer 0": 1, "one-peer 1": 1}
+    results = run_on_hosts(
+        tmp_path, placement, "exchange_bytes", [("measure", [TENSOR, machines])], environment=TCP
+    )
+    for (found,) in results:
+        assert list(found) == list(tensors)
+        for name, number in tensors.items():
+            least, most = number * TENSOR, number * TENSOR * (1 + OVERHEAD)
+            assert all(least <= count <= most for count in found[name]), (name, found)
+
+
+def test_messages_overtake_data_that_nobody_takes(world: World) -> None:
+    """Data waits in its sender, so neither side's small messages wait for it, and the receiver keeps none of it."""
+    assert world.run(send_long_before) == [None] * RANKS
+
+
+def send_long_before() -> None:
+    rank, numel = dist.get_rank(), 16 * MIB // 4
+    other = dist.new_group(list(range(RANKS)))
+    sends = (
+        [dist.isend(torch.full((numel,), float(tag)), 1, tag=tag) for tag in range(4)] if rank == 0 else []
+    )
+    for _ in range(20):
+        x = torch.full((100,), float(rank))
+        dist.all_reduce(x, group=other)
+        assert x.eq(sum(range(RANKS))).all()
+    if rank == 1:
+        for tag in reversed(range(4)):
+            x = torch.zeros(numel)
+            dist.recv(x, 0, tag=tag)
+            assert x.eq(tag).all()
+    for send in sends:
+        assert send is not None
+        send.wait()
+    dist.barrier()
+
+
+# --- connections --------------------------------------------------------------------------------------------
+
+
+def data_connections() -> list[socket.socket]:
+    """Returns duplicates of this process's open connections for messages.
+
+    Those that show the end of a process have a limit of silence; those to the Store are left out.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    of_store = {each.getsockname() for each in connections(store)}
+    found = []
+    for name in os.listdir("/proc/self/fd"):
+        # not a connection, or closed by now
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            each.getpeername()
+            own = each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname() not in of_store
+            endless = own and each.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 0
+            if endless and each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+                found.append(each.dup())
+    return found
+
+
+def count_connections() -> int:
+    found = data_connections()
+    for each in found:
+        each.close()
+    return len(found)
+
+
+def exchange_along_ring() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    peers = [((rank + step) % size, 1.0) for step in (1, size - 1)]
+    plan = _C.NeighborPlan(rank, size, 0.0, peers, peers)
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    for numel in (10, 100_000):
+        (result,) = backend.neighbor_allreduce_blocking(torch.full((numel,), float(rank)), plan)
+        assert result.eq(sum(peer for peer, _ in peers)).all()
+
+
+def exchange_with_all(times: int = 3) -> int:
+    """Each rank exchanges with all others at once. Returns the number of connections."""
+    size = dist.get_world_size()
+    for numel in (3, 50_000) * times:
+        inputs = [torch.full((numel,), float(dist.get_rank()))] * size
+        outputs = [torch.zeros(numel) for _ in range(size)]
+        dist.all_to_all(outputs, inputs)
+        assert all(output.eq(rank).all() for rank, output in enumerate(outputs))
+    return count_connections()
+
+
+def test_connections_are_made_on_first_use(new_world: Callable[..., World]) -> None:
+    """Of two ranks that connect to each other at once, one gives way: one connection for each pair."""
+    world = new_world(6, environment=APART)
+    assert world.run(count_connections) == [0] * 6
+    world.run(exchange_along_ring)
+    assert world.run(count_connections) == [2] * 6
+    assert world.run(exchange_with_all) == [5] * 6
+
+
+def test_all_connect_at_once(new_world: Callable[..., World]) -> None:
+    for _ in range(3):
+        world = new_world(5, environment=APART)
+        assert world.run(exchange_with_all, 1) == [4] * 5
+        world.close()
+
+
+def listening_ports() -> list[int]:
+    """Returns the ports at which this process listens for messages; the Store's are left out."""
+    inodes = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                ports.append(int(fields[1].rpartition(":")[2], 16))
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return [port for port in ports if port != getattr(store, "port", None)]
+
+
+HELLO = struct.Struct("<8sii16s")
+
+
+def visit(port: int, word: bytes) -> socket.socket:
+    address = next((line for line in _own_addresses() if _connects(line, port)), None)
+    assert address is not None, f"nobody listens at port {port}"
+    stranger = socket.create_connection((address, port), timeout=PATIENCE)
+    stranger.sendall(word)
+    return stranger
+
+
+def _own_addresses() -> list[str]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 1))
+        return ["127.0.0.1", probe.getsockname()[0]]
+    return ["127.0.0.1"]
+
+
+def _connects(address: str, port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1.0):
+        return True
+    return False
+
+
+def bother(victim: int) -> list[int]:
+    """Visits a rank as strangers do; returns the bytes that each of them got before it was dropped."""
+    ports: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ports, listening_ports())
+    assert all(len(each) == 1 for each in ports), ports  # on one host there is no peer monitor
+    (port,) = ports[victim]
+    found: list[int] = []
+    crowd: list[socket.socket] = []
+    if dist.get_rank() == (victim + 1) % dist.get_world_size():
+        hello = HELLO.pack(b"fog tcp1", dist.get_rank(), victim, b"0" * 16)
+        words = [
+            b"GET / HTTP/1.0\r\n\r\n" + b"x" * 100,  # garbage
+            HELLO.pack(b"fog tcp1", 1000, victim + 1, b"0" * 16),  # meant for another rank
+            hello + b"1" * 32,  # a proof without the secret
+            hello,  # silent from now on
+            hello[:5],
+            b"",
+        ]
+        found = [heard(stranger) for stranger in [visit(port, word) for word in words]]
+        crowd = [visit(port, b"") for _ in range(300)]
+    exchange_with_all()
+    for stranger in crowd:
+        assert heard(stranger) == 0
+    return found
+
+
+def heard(stranger: socket.socket) -> int:
+    """Returns the number of bytes that a stranger gets before it is dropped; raises if that takes too long."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        while more := stranger.recv(1000):
+            got += more
+    stranger.close()
+    return len(got)
+
+
+def test_strangers_are_dropped(new_world: Callable[..., World]) -> None:
+    """Nobody learns more than a nonce of 16 bytes, and the job goes on; first connections come through the crowd."""
+    found = new_world(3, environment=APART).run(bother, 0, timeout=60)
+    assert found[1][0] == found[1][1] == 0 and found[1][2] == 16 and max(found[1]) == 16, found
+
+
+# --- losses -------------------------------------------------------------------------------------------------
+
+
+def lose_in_transfer(victim: int, moment: str) -> tuple[str, float, str]:
+    """The victim dies while large data is on its way from it and to it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    living = dist.new_group([r for r in range(size) if r != victim])
+    dist.barrier()
+    if rank == victim:
+        if moment == "during":
+            dist.irecv(torch.zeros(16 * MIB), 0)
+            dist.isend(torch.zeros(16 * MIB), 1)
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    x = torch.zeros(16 * MIB)
+    work = dist.isend(x, victim) if rank == 0 else dist.irecv(x, victim)
+    assert work is not None
+    error = error_of(work.wait)
+    seconds = time.monotonic() - begin
+    return error, seconds, error_of(lambda: dist.all_reduce(torch.ones(3), group=living))
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+def test_a_rank_that_is_killed(tmp_path: Path, moment: str) -> None:
+    calls = [("lose_in_transfer", [2, moment])]
+    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, killed=[2], environment=TCP, rate="1gbit")
+    for ((error, seconds, later),) in found[:2]:
+        assert "rank 2 " in error and "was lost: its process ended" in error and seconds < SOON, (
+            error,
+            seconds,
+        )
+        assert later == "", later
+
+
+def vanish(victim: int) -> tuple[str, float]:
+    exchange_with_all()
+    if dist.get_rank() == victim:
+        ip("link", "set", INTERFACE, "down")
+        return "", 0.0
+    begin = time.monotonic()
+    x = torch.zeros(MIB)
+    error = error_of(lambda: dist.recv(x, victim) if dist.get_rank() == 0 else dist.send(x, victim))
+    return error, time.monotonic() - begin
+
+
+def test_a_host_that_vanishes(tmp_path: Path) -> None:
+    environment = {**TCP, "FOG_HOST_TIMEOUT": "4"}
+    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, [("vanish", [2])], environment=environment)
+    for ((error, seconds),) in found[:2]:
+        assert "rank 2 " in error and "was lost: its host does not answer" in error, error
+        assert seconds < 4 + SOON, seconds
+
+
+def cut(first: int, second: int) -> tuple[str, float]:
+    """Ends the connection between two ranks that live on."""
+    exchange_with_all()
+    rank = dist.get_rank()
+    group = dist.new_group([first, second], timeout=timedelta(seconds=60))
+    if rank == first:
+        for each in data_connections():  # to all: its other peers lose it too
+            each.shutdown(socket.SHUT_RDWR)
+            each.close()
+    if rank not in (first, second):
+        return "", 0.0
+    begin = time.monotonic()
+    error = error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
+    return error, time.monotonic() - begin
+
+
+def test_a_connection_that_is_cut(new_world: Callable[..., World]) -> None:
+    """Messages may be lost, so each of the two counts the other as lost."""
+    found = new_world(3, environment=APART, finalizing=None).run(cut, 0, 1)
+    for rank, peer in ((0, 1), (1, 0)):
+        error, seconds = found[rank]
+        assert "allreduce" in error and f"rank {1 - rank} " in error, (peer, error)
+        assert "the connection to it has broken" in error or "counts this rank as lost" in error, error
+        assert seconds < SOON, seconds
+
+
+def fork_and_look() -> int:
+    """Returns the number of connections that a forked child has."""
+    exchange_with_all()
+    child = os.fork()
+    if child == 0:
+        os._exit(count_connections() + len(listening_ports()))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    exchange_with_all()
+    return status
+
+
+def test_a_forked_child_has_no_connections(world: World) -> None:
+    assert world.run(fork_and_look) == [0] * RANKS
+
+
+def test_mpi_cannot_sum(new_world: Callable[..., World]) -> None:
+    world = new_world(2, initialize=False, environment={**TCP, "FOG_REDUCE": "mpi"})
+    for outcome in world.run_raw(join, str(os.getpid())):
+        assert outcome.state == "raised" and "ValueError" in outcome.details, str(outcome)
+        assert "FOG_REDUCE" in outcome.details and "tcp" in outcome.details, outcome.details
+
+
+def join(name: str) -> None:
+    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
+
+    store = dist.HashStore()
+    dist.init_process_group("fog", store=store, rank=int(os.environ["RANK"]), world_size=2)
