@@ -479,3 +479,31 @@ def exchange_between_hosts(numel: int) -> None:
 
 def test_messages_between_hosts_come_in_parts(tmp_path: Path) -> None:
     run_on_hosts(tmp_path, [0, 1, 1], __name__, [("exchange_between_hosts", [9_000_001])])
+
+
+def exchange_between_machines(numel: int) -> None:
+    """The slices of means are encoded, and an algorithm mixes so."""
+    fogdist.init()
+    rank = fogdist.rank()
+    x = [make_input(r, torch.float32, numel) for r in range(4)]
+    fogdist.set_machine_topology(topology.RingGraph(2))
+    machine, cut = rank // 2, numel // 2
+    means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
+    found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())
+    place = x[rank].clone()
+    fogdist.wait(fogdist.hierarchical_neighbor_allreduce_nonblocking_(place, compression=Int8()))
+    assert torch.equal(place, found)
+    for begin, end in ((0, cut), (cut, numel)):
+        other = means[1 - machine][begin:end]
+        other = Int8().decode(Int8().encode(other), other.shape)
+        expected = ((other.double() + means[machine][begin:end].double()) / 2).float()
+        assert torch.equal(found[begin:end], expected)
+    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(4)]).mean(0)
+    model, target = quadratic(rank)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DecentralizedSGD(plain, model, mixing=Machines(compression=Int8()))
+    assert (train(optimizer, model, target, 150) - mean).abs().max() < 0.05
+
+
+def test_machines_exchange_compressed_means(tmp_path: Path) -> None:
+    run_on_hosts(tmp_path, [0, 0, 1, 1], __name__, [("exchange_between_machines", [100_001])])

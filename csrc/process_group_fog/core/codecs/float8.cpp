@@ -49,7 +49,7 @@ struct Stochastic {
       // The distance of neighboring numbers of the format at this value is a power of two.
       const auto power = static_cast<int32_t>(bits & 0x7F800000);
       constexpr auto kLeast = static_cast<int32_t>(Format::kSmallestNormal);
-      const auto exponent = static_cast<uint32_t>(power > kLeast ? power : kLeast);
+      const uint32_t exponent = choose(power > kLeast, static_cast<uint32_t>(power), Format::kSmallestNormal);
       const float step = float_of(exponent - (uint32_t(Format::kFraction) << 23));
       const float steps = value * float_of((254U << 23) - bits_of(step)); // divided by the step
       // The whole number below, and one more if the random number is smaller than the rest. Only choices of integers
@@ -61,7 +61,8 @@ struct Stochastic {
       whole += static_cast<float>(static_cast<int32_t>(random[i])) * 0x1p-16F < rest ? 1 : 0;
       const auto rounded = static_cast<int32_t>(bits_of(static_cast<float>(whole) * step));
       const auto top = static_cast<int32_t>(bits_of(Format::kTop));
-      out[i] = static_cast<uint8_t>(((bits >> 24) & 0x80) | Format::round(static_cast<uint32_t>(rounded > top ? top : rounded)));
+      out[i] = static_cast<uint8_t>(
+          ((bits >> 24) & 0x80) | Format::round(choose(rounded > top, static_cast<uint32_t>(top), static_cast<uint32_t>(rounded))));
     }
   }
 };

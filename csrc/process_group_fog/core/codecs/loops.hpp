@@ -26,6 +26,13 @@ FOG_LOOP float float_of(uint32_t bits) {
   return value;
 }
 
+// Returns `a` if the condition holds, otherwise `b`. Both are computed: for a plain choice the compiler would compute a
+// sum of floats in a branch, as it may raise a flag of the CPU, and loops with branches do not become vectors.
+FOG_LOOP uint32_t choose(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0U - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
 template <typename Loop, typename... Arguments>
 void run_portable(Arguments... arguments) {
   Loop::run(arguments...);

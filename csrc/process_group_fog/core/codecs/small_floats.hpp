@@ -20,7 +20,7 @@ struct SmallFloat {
     const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(kRounder)) - kRounder;
     const uint32_t odd = (magnitude >> kShift) & 1;
     const uint32_t normal = (magnitude - kRebias + ((1U << (kShift - 1)) - 1) + odd) >> kShift;
-    return static_cast<int32_t>(magnitude) < static_cast<int32_t>(kSmallestNormal) ? subnormal : normal;
+    return choose(static_cast<int32_t>(magnitude) < static_cast<int32_t>(kSmallestNormal), subnormal, normal);
   }
 
   // Returns the float of a finite magnitude of this format.
@@ -28,7 +28,7 @@ struct SmallFloat {
     const uint32_t shifted = magnitude << kShift;
     // A subnormal is a fraction without a leading one: read it as a normal number, then subtract the one.
     const float subnormal = float_of(shifted + kSmallestNormal) - float_of(kSmallestNormal);
-    return static_cast<int32_t>(shifted) < (1 << 23) ? subnormal : float_of(shifted + kRebias);
+    return float_of(choose(static_cast<int32_t>(shifted) < (1 << 23), bits_of(subnormal), shifted + kRebias));
   }
 };
 
@@ -40,15 +40,15 @@ FOG_LOOP uint16_t half_of(float value) {
   const uint32_t magnitude = bits & 0x7FFFFFFF;
   const auto compared = static_cast<int32_t>(magnitude); // vectors compare signed numbers faster
   uint32_t result = Half::round(magnitude);
-  result = compared >= ((127 + 16) << 23) ? 0x7C00 : result;
-  result = compared > 0x7F800000 ? 0x7E00 : result;
+  result = choose(compared >= ((127 + 16) << 23), 0x7C00, result);
+  result = choose(compared > 0x7F800000, 0x7E00, result);
   return static_cast<uint16_t>(((bits >> 16) & 0x8000) | result);
 }
 
 FOG_LOOP float float_of_half(uint16_t half) {
   const uint32_t magnitude = half & 0x7FFF;
   const uint32_t special = (magnitude << Half::kShift) + 2 * Half::kRebias; // infinity and NaN
-  const uint32_t bits = magnitude >= 0x7C00 ? special : bits_of(Half::widen(magnitude));
+  const uint32_t bits = choose(magnitude >= 0x7C00, special, bits_of(Half::widen(magnitude)));
   return float_of(bits | (uint32_t(half & 0x8000) << 16));
 }
 
