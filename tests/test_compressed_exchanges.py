@@ -114,11 +114,29 @@ def plan_at(rank: int, size: int) -> NeighborPlan:
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
 def test_the_result_is_the_sum_of_the_decoded_tensors(codec: Codec, how: str) -> None:
-    size = 5
+    check_sums(codec, how, 5, DTYPES if how == "exact" else [torch.float32], SIZES)
+
+
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Float16(), Sign(block=1024), TopK(0.3)], ids=repr)
+@pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
+def test_large_tensors_go_in_pieces(codec: Codec, how: str) -> None:
+    """The result is the same as in one piece, and a peer gets a message for each MiB, or one if it cannot be cut."""
+    world = check_sums(codec, how, 4, [torch.float32], [2_700_001])
+    bytes_each = codec.bytes(2_700_001)
+    pieces = 1 if isinstance(codec, TopK) else max(1, bytes_each >> 20)
+    for (sender, receiver), (messages, sent) in world.sent.items():
+        if sender != receiver:
+            assert (messages, sent) == (pieces, bytes_each)
+
+
+def check_sums(
+    codec: Codec, how: str, size: int, dtypes: Sequence[torch.dtype], numels: Sequence[int]
+) -> VirtualWorld:
+    """Compares exchanges of tensors of all these dtypes and sizes with the sums of the decoded tensors."""
     world = VirtualWorld(size, ranks_per_host=2, seed=3, most_delay=4)
     counter = 10
-    for dtype in DTYPES if how == "exact" else [torch.float32]:
-        for numel in SIZES:
+    for dtype in dtypes:
+        for numel in numels:
             counter += 1
             x = [make_input(rank, dtype, numel) for rank in range(size)]
             given = [tensor.clone() for tensor in x]
@@ -147,6 +165,7 @@ def test_the_result_is_the_sum_of_the_decoded_tensors(codec: Codec, how: str) ->
                     assert result.data_ptr() == given[rank].data_ptr()
                 else:
                     assert torch.equal(given[rank], x[rank])
+    return world
 
 
 @pytest.mark.parametrize("codec", [Int8(), TopK(0.02), RandomK(0.1)], ids=repr)

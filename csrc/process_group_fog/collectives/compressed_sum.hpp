@@ -30,7 +30,8 @@ struct Encoding {
 // neighbor_sum() of the decoded tensors, and memory is passed over as often as without a codec.
 class CompressedSum {
  public:
-  CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel);
+  // The elements may be some units of a larger tensor; `first` is the place of the first one.
+  CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel, size_t first = 0);
 
   // The bytes of a message.
   size_t bytes() const {
@@ -63,6 +64,7 @@ class CompressedSum {
   const Encoding encoding_;
   const c10::ScalarType dtype_;
   const size_t numel_;
+  const size_t first_;
   const size_t bytes_;
   const bool whole_; // messages are decoded as a whole
   const Codec::Unit unit_;

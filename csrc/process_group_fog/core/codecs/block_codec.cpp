@@ -67,7 +67,7 @@ Codec::Unit BlockCodec::unit(c10::ScalarType) const {
   return {block_, block_bytes(block_)};
 }
 
-void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out) const {
+void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const {
   const bool direct = dtype == c10::ScalarType::Float;
   const size_t item = c10::elementSize(dtype);
   const size_t block_size = block_bytes(block_);
@@ -79,7 +79,8 @@ void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, con
       widen(dtype, from, count, converted.data());
     }
     encode_block(
-        direct ? reinterpret_cast<const float*>(from) : converted.data(), count, static_cast<uint32_t>(begin / block_), draw, out);
+        direct ? reinterpret_cast<const float*>(from) : converted.data(), count, static_cast<uint32_t>((first + begin) / block_), draw,
+        out);
   }
 }
 

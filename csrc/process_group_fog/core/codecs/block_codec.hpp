@@ -24,7 +24,7 @@ class BlockCodec : public Codec {
  public:
   size_t bytes(c10::ScalarType dtype, size_t numel) const final;
   Unit unit(c10::ScalarType dtype) const final;
-  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out) const final;
+  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
   void decode(
       c10::ScalarType dtype,
       size_t numel,

@@ -41,7 +41,10 @@ class Codec {
     return false;
   }
 
-  virtual void encode(c10::ScalarType dtype, const void* in, size_t numel, const codecs::Draw& draw, uint8_t* out) const = 0;
+  // Encodes `numel` elements. They may be some units of a larger tensor, which are a part of its message; then `first` is
+  // the place of the first one, on which random numbers depend.
+  virtual void encode(
+      c10::ScalarType dtype, const void* in, size_t numel, const codecs::Draw& draw, uint8_t* out, size_t first = 0) const = 0;
 
   // The places of the elements that a message contains, in ascending order. It is empty for a codec that sends all.
   using Places = std::vector<uint64_t>;

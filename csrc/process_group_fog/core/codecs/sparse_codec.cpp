@@ -59,7 +59,7 @@ Codec::Unit SparseCodec::unit(c10::ScalarType) const {
   return {0, 0};
 }
 
-void SparseCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out) const {
+void SparseCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t) const {
   if (numel == 0) {
     return;
   }

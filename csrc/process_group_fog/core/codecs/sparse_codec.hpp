@@ -13,7 +13,7 @@ class SparseCodec : public Codec {
  public:
   size_t bytes(c10::ScalarType dtype, size_t numel) const final;
   Unit unit(c10::ScalarType dtype) const final;
-  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out) const final;
+  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
   Places open(c10::ScalarType dtype, size_t numel, const uint8_t* message) const final;
   void decode(
       c10::ScalarType dtype,
