@@ -18,7 +18,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -60,6 +60,7 @@ help:
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
 	@echo "make benchmark-performance   all for docs/performance.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
+	@echo "make benchmark-compression   codecs, and compressed exchanges   (as root; ARGS=\"--parts codecs\")"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
@@ -200,6 +201,10 @@ benchmark-model: build
 benchmark-performance:
 	@for each in cluster model loss loss-long advise; do $(MAKE) --no-print-directory benchmark-$$each || exit; done
 	@$(IN_VENV) python benchmarks/performance_tables.py
+
+benchmark-compression: build
+	@echo "== benchmark of compression"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py --json compression.json $(ARGS)
 
 benchmark-timeline: build
 	@echo "== benchmark of the timeline"

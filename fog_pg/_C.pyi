@@ -1,6 +1,7 @@
 """Types of the C++ extension, whose bindings are in csrc/process_group_fog/backend/.
 
-`fog_pg._extension.load` loads the extension and chooses the MPI library. Without that call only NeighborPlan works.
+`fog_pg._extension.load` loads the extension and chooses the MPI library. Without that call only NeighborPlan and Codec
+work.
 """
 
 from __future__ import annotations
@@ -59,6 +60,52 @@ class NeighborPlan:
     @property
     def destinations(self) -> list[tuple[int, float]]: ...
     def __repr__(self) -> str: ...
+
+class Codec:
+    """A codec with its parameters; immutable. `fogdist.compression` describes them and checks the types of arguments.
+
+    The functions that make codecs raise ValueError for a parameter out of its range.
+    """
+
+    @staticmethod
+    def float16() -> Codec: ...
+    @staticmethod
+    def bfloat16() -> Codec: ...
+    @staticmethod
+    def float8(format: str, block: int, stochastic: bool, seed: int) -> Codec: ...
+    @staticmethod
+    def integers(bits: int, block: int, stochastic: bool, seed: int) -> Codec: ...
+    @staticmethod
+    def sign(block: int, stochastic: bool, seed: int) -> Codec: ...
+    @staticmethod
+    def moniqua(theta: float, bits: int) -> Codec: ...
+    @staticmethod
+    def top_k(fraction: float, k: int) -> Codec: ...
+    @staticmethod
+    def random_k(fraction: float, k: int, seed: int) -> Codec: ...
+    @property
+    def text(self) -> str:
+        """The name and the parameters, which ranks compare."""
+
+    def bytes(self, dtype: torch.dtype, numel: int) -> int:
+        """The size of a message."""
+
+    def encode(self, tensor: Tensor, message: Tensor, counter: int = 0, rank: int = 0) -> None:
+        """Encodes into `message`, of dtype uint8; `counter` and `rank` select random numbers.
+
+        Raises:
+            ValueError: The codec does not take the dtype; the message has another size.
+        """
+
+    def decode(self, message: Tensor, output: Tensor, near: Tensor | None = None) -> None:
+        """Decodes into `output`, whose shape and dtype are those of the encoded tensor.
+
+        Raises:
+            ValueError: The message has another size, or is not valid; `near` does not fit the codec.
+        """
+
+def philox(counter: Sequence[int], key: int) -> list[int]:
+    """For tests: one block of the random numbers of codecs."""
 
 class ProcessGroupFog(Backend):
     """The backend object of one group, with all operations of c10d and the operations below.
@@ -150,6 +197,10 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
+        compression: Codec | None = None,
+        decoded: Tensor | Sequence[Tensor] | None = None,
+        counter: int | None = None,
+        conserve: bool = False,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
 
@@ -169,6 +220,12 @@ class ProcessGroupFog(Backend):
             plan: This rank's plan in this group.
             output: The tensor, or list of tensors, for the result, with the shapes and dtypes of `tensor`. Each
                 must share no memory with `tensor`, or be the same tensor. Default: new tensors.
+            compression: Encodes the messages; the same on all neighbors, for tensors on the CPU. The sum is that of the
+                decoded tensors of the sources, and of this rank's own as it is.
+            decoded: The tensor, or list of tensors, for the decoded own message, which is then the own term too.
+            counter: Selects the random numbers of the codec, from 0 to 2^32 - 1. By default the group counts.
+            conserve: Whether to compute ``x + sum_j w_j d_j - (1 - self_weight) d`` with decoded tensors d, so that the
+                sum over all ranks stays what it would be without compression. Not together with `decoded`.
 
         Returns:
             A Work whose `result()` is `[output]`, or the list of outputs.
@@ -182,6 +239,10 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
+        compression: Codec | None = None,
+        decoded: Tensor | Sequence[Tensor] | None = None,
+        counter: int | None = None,
+        conserve: bool = False,
     ) -> list[Tensor]:
         """neighbor_allreduce that waits for the result. It creates no Python Work and wakes no other thread.
 
@@ -202,6 +263,9 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
+        compression: Codec | None = None,
+        counter: int | None = None,
+        conserve: bool = False,
     ) -> Work:
         """neighbor_allreduce between machines; each machine contributes the mean of its ranks' tensors.
 
@@ -215,6 +279,10 @@ class ProcessGroupFog(Backend):
             plan: The plan of this rank's machine, whose ranks are indices into `machines`; the same on all ranks
                 of the machine.
             output: As in neighbor_allreduce.
+            compression: As in neighbor_allreduce, between machines: each rank encodes the slice of the mean that it
+                sends.
+            counter: As in neighbor_allreduce.
+            conserve: As in neighbor_allreduce, for the sum over all machines.
 
         Returns:
             As in neighbor_allreduce.

@@ -5,6 +5,7 @@ On a busy machine TCP sends late data again, so each exchange runs a few times a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import fogdist
 import torch
 import torch.distributed as dist
 from fogdist import topology
+from fogdist.compression import Float16, Int4, Int8, Sign, TopK
 from torch import Tensor
 
 REPETITIONS = 3
@@ -77,6 +79,29 @@ def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
             torch.testing.assert_close(result, torch.full_like(x, mean))
             seen.append(found)
         counts[name] = [min(each) for each in zip(*seen, strict=True)]
+    return counts
+
+
+def measure_compressed(nbytes: int) -> dict[str, tuple[int, list[int]]]:
+    """Returns, for codecs on a graph with one in-neighbor each, the bytes that they promise, and those received and sent."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
+    counts = {}
+    for codec in (Float16(), Int8(), Int4(), Sign(), TopK(0.01)):
+        seen = []
+        for _ in range(REPETITIONS):
+            call = functools.partial(
+                fogdist.neighbor_allreduce,
+                x,
+                self_weight=0.5,
+                src_weights={(rank - 1) % size: 0.5},
+                dst_weights=[(rank + 1) % size],
+                enable_topo_check=False,
+                compression=codec,
+            )
+            seen.append(counted(call)[1])
+        counts[repr(codec)] = codec.bytes(x.numel()), [min(each) for each in zip(*seen, strict=True)]
     return counts
 
 

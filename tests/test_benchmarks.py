@@ -327,3 +327,35 @@ def test_overlap(tmp_path: Path) -> None:
         # Milliseconds at 1 Gbit/s.
         assert row["times"]["link"]["median"] == pytest.approx(row["bytes"] * 8 / 1e6)
     assert printed.count("\nGoal, ") == len(rows)
+
+
+@pytest.mark.long
+def test_compression(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass  # skips the test if the hosts cannot be made
+    numbers = tmp_path / "numbers.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "compression.py"), "--json", str(numbers)]
+    ended = subprocess.run(
+        [*command, "--size", "1M", "--repetitions", "2"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(numbers.read_text())
+    names = [row["codec"] for row in found["codecs"]]
+    assert names[0] == "memcpy" and "int8 encode" in names and "top-k 1 % decode" in names
+    assert all(row["ms"] > 0 and row["GB/s"] > 0 for row in found["codecs"])
+    assert [row["codec"] for row in found["exchanges"]] == [
+        "none",
+        "float16",
+        "int8",
+        "int4",
+        "sign",
+        "top-k 1 %",
+    ]
+    for row in found["exchanges"]:
+        assert 0 < row["least ms"] <= row["ms"]
+        assert row["promised bytes"] < row["sent bytes"] < 1.1 * row["promised bytes"] + (16 << 10)
+    assert ended.stdout.count("\ngoal: ") == 3

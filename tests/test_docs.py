@@ -143,9 +143,18 @@ def test_every_public_name_is_in_the_reference() -> None:
     entries = re.findall(r"^::: (\S+)$", pages, re.MULTILINE)
     assert len(set(entries)) == len(entries)
     described = {entry.rpartition(".")[2] for entry in entries}
-    packages = {"algorithms", "checkpoint", "membership", "metrics", "simulate", "timeline", "topology"}
+    packages = {
+        "algorithms",
+        "checkpoint",
+        "compression",
+        "membership",
+        "metrics",
+        "simulate",
+        "timeline",
+        "topology",
+    }
     modules = (fogdist, topology, algorithms, training, windows, fogdist.timeline, fogdist.metrics, faults)
-    modules += (fogdist.checkpoint,)
+    modules += (fogdist.checkpoint, fogdist.compression)
     public = {name for module in modules for name in module.__all__}
     assert public - packages <= described, sorted(public - packages - described)
 

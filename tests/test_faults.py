@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fogdist.compression import Int8
 from harness import BACKEND, Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import Tensor
@@ -141,12 +142,15 @@ KINDS: dict[str, _Start] = {
     ),
     "neighbor_allgather": lambda r, v, g: _backend(g).neighbor_allgather(_zeros(LARGE, 1), _ring(r)),
     "allgather_concat": lambda r, v, g: _backend(g).allgather_concat(_zeros(100 + r, 1)),
+    "compressed neighbor_allreduce": lambda r, v, g: _backend(g).neighbor_allreduce(
+        _zeros(LARGE), _ring(r), compression=Int8().backend
+    ),
 }
 
 
 def operation_of(kind: str) -> str:
     """Returns the name of a kind's operation in messages."""
-    name = re.sub(r"^large | (from|to) it$", "", kind)
+    name = re.sub(r"^(large|compressed) | (from|to) it$", "", kind)
     return "send/recv" if name in ("send", "recv") else name
 
 

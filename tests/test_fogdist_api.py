@@ -52,7 +52,15 @@ def test_every_module_imports_only_what_is_below_it():
         "agreement",
         "exchange",
     ]
-    order += ["static_topology", "context", "machines", "verification", "arguments", "collectives"]
+    order += [
+        "static_topology",
+        "context",
+        "machines",
+        "verification",
+        "arguments",
+        "compression",
+        "collectives",
+    ]
     order += ["neighbor_collectives", "hierarchical", "windows", "ops", "inference", "streams", "memory"]
     order += [
         "packing",

@@ -16,6 +16,7 @@ pytestmark = [
 
 TENSOR = 8 << 20
 SUMMED = 1 << 20
+COMPRESSED = 32 << 20
 # Overhead as a share of a tensor: headers of Ethernet, IP and TCP are 66 of 1514 bytes, acknowledgements half as much.
 # Both are far smaller if segments are cut and joined behind the link. fog's own messages have some hundred bytes.
 OVERHEAD = 0.08
@@ -53,6 +54,14 @@ def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
     """The number of ranks of a machine does not matter."""
     found = counts([0, 0, 1, 1], tmp_path, machines=True)
     check(found, {"hierarchical": 1})
+
+
+def test_compressed_tensors_take_the_bytes_of_their_codec(tmp_path: Path) -> None:
+    """Each host sends, and receives, one message; it sends acknowledgements and a few headers as well."""
+    results = run_on_hosts(tmp_path, [0, 1], "exchange_bytes", [("measure_compressed", [COMPRESSED])])
+    for found in (found for (found,) in results):
+        for name, (promised, counts) in found.items():
+            assert all(promised <= count <= 1.02 * promised for count in counts), (name, promised, counts)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, checkpoint, legacy, membership, metrics, timeline
+from fogdist import algorithms, checkpoint, compression, legacy, membership, metrics, timeline
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -190,6 +190,7 @@ __all__ = [
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "checkpoint",
+    "compression",
     "consensus_distance",
     "empty",
     "get_current_created_window_names",

@@ -7,12 +7,13 @@ neighbors: `fogdist.set_machine_topology`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.arguments import Average, Tensors, key
+from fogdist.compression import Codec, encoding_of
 from fogdist.context import PreconditionError, current, handles
 from fogdist.exchange import reject_unknown_arguments
 from fogdist.machines import homogeneous, machine_exchanges
@@ -32,6 +33,7 @@ def hierarchical_neighbor_allreduce(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -44,6 +46,7 @@ def hierarchical_neighbor_allreduce(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -55,6 +58,7 @@ def hierarchical_neighbor_allreduce(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -79,6 +83,8 @@ def hierarchical_neighbor_allreduce(
         enable_topo_check: True to check an exchange with weights first, with one more allreduce of 16 bytes: all ranks
             raise the same ValueError if machines, or ranks of one machine, disagree. Along the machine topology it
             works as in `neighbor_allreduce`.
+        compression: As in `neighbor_allreduce`, between machines: each rank encodes the slice of its machine's mean
+            that it sends. Within a machine nothing is encoded.
         name: As in `neighbor_allreduce`.
         group: The group of ranks; by default that of `init`.
         **removed: `neighbor_machine_weights` and `send_neighbor_machines` of older scripts; the error names the new
@@ -97,7 +103,8 @@ def hierarchical_neighbor_allreduce(
     """
     reject_unknown_arguments("hierarchical_neighbor_allreduce", removed, _RENAMED)
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _wait(*_start(tensor, False, *weights, enable_topo_check, name, group))
+    encoding = encoding_of(compression)
+    return _wait(*_start(tensor, False, *weights, enable_topo_check, name, group, encoding))
 
 
 def hierarchical_neighbor_allreduce_nonblocking(
@@ -107,6 +114,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -114,7 +122,8 @@ def hierarchical_neighbor_allreduce_nonblocking(
     """Starts `hierarchical_neighbor_allreduce` and returns its handle; a check is done at once."""
     reject_unknown_arguments("hierarchical_neighbor_allreduce_nonblocking", removed, _RENAMED)
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _add(*_start(tensor, False, *weights, enable_topo_check, name, group))
+    encoding = encoding_of(compression)
+    return start_between_machines(tensor, False, *weights, enable_topo_check, name, group, encoding)
 
 
 @overload
@@ -125,6 +134,7 @@ def hierarchical_neighbor_allreduce_(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor: ...
@@ -136,6 +146,7 @@ def hierarchical_neighbor_allreduce_(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]: ...
@@ -146,6 +157,7 @@ def hierarchical_neighbor_allreduce_(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | list[Tensor]:
@@ -155,7 +167,8 @@ def hierarchical_neighbor_allreduce_(
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _wait(*_start(tensor, True, *weights, enable_topo_check, name, group))
+    encoding = encoding_of(compression)
+    return _wait(*_start(tensor, True, *weights, enable_topo_check, name, group, encoding))
 
 
 def hierarchical_neighbor_allreduce_nonblocking_(
@@ -165,12 +178,14 @@ def hierarchical_neighbor_allreduce_nonblocking_(
     src_machine_weights: Mapping[int, float] | None = None,
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = False,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
     """Starts `hierarchical_neighbor_allreduce_` and returns its handle; the result is there after `wait`."""
     weights = self_weight, src_machine_weights, dst_machine_weights
-    return _add(*_start(tensor, True, *weights, enable_topo_check, name, group))
+    encoding = encoding_of(compression)
+    return start_between_machines(tensor, True, *weights, enable_topo_check, name, group, encoding)
 
 
 def _start(
@@ -182,6 +197,7 @@ def _start(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
+    encoding: Mapping[str, Any],
 ) -> tuple[Average, dist.Work]:
     context = homogeneous(current(group))
     if len(context.machines[0]) == 1:
@@ -203,6 +219,7 @@ def _start(
         output=average.output,
         name=unique,
         confirm=exchange.confirm,
+        **encoding,
     )
 
 
@@ -211,5 +228,23 @@ def _wait(average: Average, work: dist.Work) -> Tensor | list[Tensor]:
     return average.finish(work)
 
 
-def _add(average: Average, work: dist.Work) -> int:
+def start_between_machines(
+    tensors: Tensors,
+    in_place: bool,
+    self_weight: float | None,
+    src_machine_weights: Mapping[int, float] | None,
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
+    enable_topo_check: bool,
+    name: str | None,
+    group: dist.ProcessGroup | None,
+    encoding: Mapping[str, Any],
+) -> int:
+    """Starts `hierarchical_neighbor_allreduce`, whose arguments these are, and returns its handle.
+
+    Args:
+        in_place: Whether the averages are written into the tensors.
+        encoding: The arguments of the backend for a codec: `fogdist.compression.encoding_of`.
+    """
+    weights = self_weight, src_machine_weights, dst_machine_weights
+    average, work = _start(tensors, in_place, *weights, enable_topo_check, name, group, encoding)
     return handles().add(work, average.finish, *average.sources)

@@ -11,12 +11,13 @@ ranks compare their calls on the host before each exchange: docs/device_neighbor
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.arguments import Average, Tensors, dense, has_dimensions, key, only_result, plain, weighted
+from fogdist.compression import Codec, encoding_of
 from fogdist.context import current, handles
 from fogdist.exchange import Exchange, reject_unknown_arguments
 from fogdist.verification import verify
@@ -37,6 +38,7 @@ def neighbor_allreduce(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -49,6 +51,7 @@ def neighbor_allreduce(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -60,6 +63,7 @@ def neighbor_allreduce(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
@@ -86,6 +90,9 @@ def neighbor_allreduce(
             exchange; a disagreement then raises an error at the group's timeout at the latest. In an exchange along
             the topology, whose edges the ranks compared when they set it, True makes a sender wait until the receiver
             has accepted the tensor.
+        compression: A codec of `fogdist.compression`, the same on all ranks that exchange, for tensors on the CPU. Each
+            rank encodes its tensor once; the sum is that of the decoded tensors, and of this rank's own as it is. A
+            list is one message for each dtype. On one host this only costs time: docs/compression.md.
         name: Matches the operation among ranks instead of its order. With the check of a dynamic exchange,
             the order still counts among operations of the same name.
         group: The group of ranks; by default that of `init`.
@@ -93,15 +100,19 @@ def neighbor_allreduce(
 
     Raises:
         TypeError: `tensor` is not a dense torch.Tensor or a list of them, a weight is not a real number, a
-            rank not an integer, `src_weights` not a dict, or an argument was renamed.
-        ValueError: A dtype that has no weighted sums; an empty list; weights that do not come together; ranks
-            that are out of range, given twice, this rank itself, or (without `dst_weights`) no in-neighbors;
-            a weight that is not finite; ranks that disagree; before `init`.
+            rank not an integer, `src_weights` not a dict, `compression` no codec, or an argument was renamed.
+        ValueError: A dtype that has no weighted sums, or that the codec does not take; compression of tensors of other
+            devices than the CPU; an empty list; weights that do not come together; ranks that are out of range, given
+            twice, this rank itself, or (without `dst_weights`) no in-neighbors; a weight that is not finite; ranks that
+            disagree; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
     if removed:
         reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
-    return _average(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+    encoding = encoding_of(compression)
+    return _average(
+        tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+    )
 
 
 def neighbor_allreduce_nonblocking(
@@ -111,13 +122,17 @@ def neighbor_allreduce_nonblocking(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
     **removed: object,
 ) -> int:
     """Starts `neighbor_allreduce` and returns its handle; the check of a dynamic exchange is done at once."""
     reject_unknown_arguments("neighbor_allreduce_nonblocking", removed, _RENAMED)
-    return _start(tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+    encoding = encoding_of(compression)
+    return start_average(
+        tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+    )
 
 
 @overload
@@ -128,6 +143,7 @@ def neighbor_allreduce_(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor: ...
@@ -139,6 +155,7 @@ def neighbor_allreduce_(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> list[Tensor]: ...
@@ -149,6 +166,7 @@ def neighbor_allreduce_(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Tensor | list[Tensor]:
@@ -157,7 +175,10 @@ def neighbor_allreduce_(
     Raises:
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
-    return _average(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+    encoding = encoding_of(compression)
+    return _average(
+        tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+    )
 
 
 def neighbor_allreduce_nonblocking_(
@@ -167,11 +188,15 @@ def neighbor_allreduce_nonblocking_(
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Iterable[int] | Mapping[int, float] | None = None,
     enable_topo_check: bool = True,
+    compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> int:
     """Starts `neighbor_allreduce_` and returns its handle; `tensor` holds the result after `wait`."""
-    return _start(tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group)
+    encoding = encoding_of(compression)
+    return start_average(
+        tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+    )
 
 
 @overload
@@ -303,9 +328,10 @@ def _average(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
+    encoding: Mapping[str, Any],
 ) -> Tensor | list[Tensor]:
     """Exchanges and waits, without a handle, because the caller has no use for one."""
-    if not in_place and isinstance(tensors, Tensor):
+    if not in_place and not encoding and isinstance(tensors, Tensor):
         # The most frequent case does the same as the code below in fewer steps, because these dominate small exchanges.
         context, source = current(group), weighted(tensors)
         exchange = context.topology.exchanges.weighted(
@@ -320,12 +346,12 @@ def _average(
     )
     return average.results(
         backend.neighbor_allreduce_blocking(
-            average.given, exchange.plan, average.output, unique, exchange.confirm
+            average.given, exchange.plan, average.output, unique, exchange.confirm, **encoding
         )
     )
 
 
-def _start(
+def start_average(
     tensors: Tensors,
     in_place: bool,
     self_weight: float | None,
@@ -334,12 +360,24 @@ def _start(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
+    encoding: Mapping[str, Any],
 ) -> int:
+    """Starts `neighbor_allreduce`, whose arguments these are, and returns its handle.
+
+    Args:
+        in_place: Whether the averages are written into the tensors.
+        encoding: The arguments of the backend for a codec: `fogdist.compression.encoding_of`.
+    """
     backend, average, exchange, unique = _prepare(
         tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
     )
     work = backend.neighbor_allreduce(
-        average.given, exchange.plan, output=average.output, name=unique, confirm=exchange.confirm
+        average.given,
+        exchange.plan,
+        output=average.output,
+        name=unique,
+        confirm=exchange.confirm,
+        **encoding,
     )
     return handles().add(work, average.finish, *average.sources)
 

@@ -13,6 +13,7 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
+#include "backend/codec_bindings.hpp"
 #include "backend/given_timeout.hpp"
 #include "backend/joining_bindings.hpp"
 #include "backend/observation_bindings.hpp"
@@ -51,6 +52,12 @@ Tensors as_list(OneOrMore given) {
 
 std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
+}
+
+using Counter = std::optional<uint64_t>;
+
+ProcessGroupFog::Compression compression_of(fog::BoundCodec codec, std::optional<OneOrMore> decoded, Counter counter, bool conserve) {
+  return {std::move(codec), as_list(std::move(decoded)), counter, conserve};
 }
 
 ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
@@ -118,6 +125,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("native_mpi") = false;
 #endif
 
+  fog::bind_codecs(module);
   py::class_<NeighborPlan>(module, "NeighborPlan")
       .def(
           py::init<int, int, double, const std::vector<std::pair<int, double>>&, const std::vector<std::pair<int, double>>&, bool>(),
@@ -184,9 +192,11 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             Confirm confirm, Timeout timeout) -> WorkPtr {
+             Confirm confirm, Timeout timeout, fog::BoundCodec compression, std::optional<OneOrMore> decoded, Counter counter,
+             bool conserve) -> WorkPtr {
             return self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout));
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout),
+                compression_of(std::move(compression), std::move(decoded), counter, conserve));
           },
           py::arg("tensor"),
           py::arg("plan"),
@@ -195,13 +205,19 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
+          py::arg("compression") = py::none(),
+          py::arg("decoded") = py::none(),
+          py::arg("counter") = py::none(),
+          py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "neighbor_allreduce_blocking",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             Confirm confirm, Timeout timeout) -> Tensors {
+             Confirm confirm, Timeout timeout, fog::BoundCodec compression, std::optional<OneOrMore> decoded, Counter counter,
+             bool conserve) -> Tensors {
             const auto work = self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true));
+                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true),
+                compression_of(std::move(compression), std::move(decoded), counter, conserve));
             work->wait();
             return work->result();
           },
@@ -211,14 +227,19 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
+          py::arg("compression") = py::none(),
+          py::arg("decoded") = py::none(),
+          py::arg("counter") = py::none(),
+          py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
-             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
+             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout, fog::BoundCodec compression,
+             Counter counter, bool conserve) -> WorkPtr {
             return self.hierarchical_neighbor_allreduce(
                 as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
-                call_options(std::move(name), confirm, timeout));
+                call_options(std::move(name), confirm, timeout), compression_of(std::move(compression), std::nullopt, counter, conserve));
           },
           py::arg("tensor"),
           py::arg("machines"),
@@ -228,6 +249,9 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
+          py::arg("compression") = py::none(),
+          py::arg("counter") = py::none(),
+          py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "local_allreduce",

@@ -13,6 +13,7 @@
 #include "device/reduce.hpp"
 #include "core/machines.hpp"
 #include "collectives/barrier.hpp"
+#include "collectives/compressed_neighbor_allreduce.hpp"
 #include "collectives/gather_concat.hpp"
 #include "collectives/hierarchical_neighbor_allreduce.hpp"
 #include "collectives/neighbor_allreduce.hpp"
@@ -58,20 +59,24 @@ std::string numbered(const char* argument, size_t index, const Tensors& tensors)
   return tensors.size() == 1 ? argument : argument + ("[" + std::to_string(index) + "]");
 }
 
-// Each output must have its own memory, and may overlap no tensor except its own: other tensors may be read after the
-// output is written.
-void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
+// Each result must have its own memory, with the shape and dtype of its tensor.
+void check_results(const char* op, const char* argument, const Tensors& tensors, const Tensors& outputs) {
   TORCH_CHECK_VALUE(
-      outputs.size() == tensors.size(), op, ": output: got ", outputs.size(), " tensors; allowed is one for each of the ",
+      outputs.size() == tensors.size(), op, ": ", argument, ": got ", outputs.size(), " tensors; allowed is one for each of the ",
       tensors.size(), " tensors");
   for (size_t i = 0; i < tensors.size(); ++i) {
-    const auto name = numbered("output", i, tensors);
+    const auto name = numbered(argument, i, tensors);
     check_output(op, name.c_str(), outputs[i], tensors[i].device());
     check_same(op, name.c_str(), outputs[i], tensors[i]);
     TORCH_CHECK_VALUE(
         outputs[i].sizes() == tensors[i].sizes(), op, ": ", name, ": got shape ", outputs[i].sizes(),
         "; allowed is that of the tensor, ", tensors[i].sizes());
   }
+}
+
+// An output may overlap no tensor except its own: other tensors may be read after the output is written.
+void check_outputs(const char* op, const Tensors& tensors, const Tensors& outputs) {
+  check_results(op, "output", tensors, outputs);
   check_disjoint(op, {"output", outputs}, {"tensor", tensors}, [&](size_t output, size_t tensor) {
     return output == tensor && same_memory(outputs[output], tensors[tensor]);
   });
@@ -86,6 +91,31 @@ void check_mix(const char* op, const Tensors& tensors, const std::optional<Tenso
   }
   if (outputs) {
     check_outputs(op, tensors, *outputs);
+  }
+}
+
+void check_compression(
+    const char* op, const ProcessGroupFog::Compression& compression, const Tensors& tensors, const std::optional<Tensors>& outputs) {
+  TORCH_CHECK_VALUE(compression.codec || !compression.decoded, op, ": decoded: got tensors without compression");
+  TORCH_CHECK_VALUE(compression.codec || !compression.conserve, op, ": conserve: got True without compression");
+  TORCH_CHECK_VALUE(!compression.conserve || !compression.decoded, op, ": conserve: got True with decoded");
+  if (!compression.codec) {
+    return;
+  }
+  TORCH_CHECK_VALUE(
+      tensors[0].is_cpu(), op, ": compression: got ", compression.codec->text(), " for a tensor on ", tensors[0].device(),
+      "; exchanges of tensors on the CPU only can be compressed");
+  for (const auto& tensor : tensors) {
+    compression.codec->check(op, tensor.scalar_type());
+  }
+  TORCH_CHECK_VALUE(
+      compression.counter.value_or(0) >> 32 == 0, op, ": counter: got ", *compression.counter, "; allowed are 0 to 4294967295");
+  if (compression.decoded) {
+    check_results(op, "decoded", tensors, *compression.decoded);
+    check_disjoint(op, {"decoded", *compression.decoded}, {"tensor", tensors});
+    if (outputs) {
+      check_disjoint(op, {"decoded", *compression.decoded}, {"output", *outputs});
+    }
   }
 }
 
@@ -203,7 +233,13 @@ WorkPtr ProcessGroupFog::agree(at::Tensor& sums, const CallOptions& options) {
 }
 
 WorkPtr ProcessGroupFog::mix_part(
-    Signature signature, const char* title, const Tensors& inputs, Tensors& outputs, const CallOptions& options, MakeMix make) {
+    Signature signature,
+    const char* title,
+    const Tensors& inputs,
+    Tensors& outputs,
+    const CallOptions& options,
+    const Compression& compression,
+    MakeMix make) {
   Staging staging;
   const auto in = staging.input(inputs);
   at::Tensor out;
@@ -219,9 +255,23 @@ WorkPtr ProcessGroupFog::mix_part(
     out = share ? empty_shared(sizes, in.scalar_type()) : at::empty(sizes, in.options().requires_grad(false));
     outputs = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
   }
-  const auto operation = make(signature, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
+  Encoding encoding;
+  at::Tensor decoded;
+  if (compression.codec) {
+    signature.set_codec(compression.codec->text());
+    encoding = {compression.codec, {compression.counter.value_or(encoded_++), static_cast<uint32_t>(rank_)}};
+    encoding.conserve = compression.conserve;
+    if (compression.decoded) {
+      decoded = staging.output(*compression.decoded);
+      encoding.decoded = decoded.mutable_data_ptr();
+    }
+  }
+  const auto operation = make(signature, encoding, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
   operation->keep(in);
   operation->keep(out);
+  if (decoded.defined()) {
+    operation->keep(decoded);
+  }
   operation->set_epilogue(staging.copy_back());
   return submit(operation, {OpType::UNKNOWN, title, inputs, outputs}, options);
 }
@@ -232,10 +282,11 @@ WorkPtr ProcessGroupFog::mix(
     const Tensors& tensors,
     const std::optional<Tensors>& outputs,
     const CallOptions& options,
+    const Compression& compression,
     MakeMix make) {
   if (tensors.size() == 1) {
     auto results = outputs.value_or(Tensors());
-    return mix_part(Signature::of(kind, tensors[0]), title, tensors, results, options, make);
+    return mix_part(Signature::of(kind, tensors[0]), title, tensors, results, options, compression, make);
   }
   Tensors results(tensors.size());
   std::vector<WorkPtr> works;
@@ -247,7 +298,14 @@ WorkPtr ProcessGroupFog::mix(
     if (!works.empty() && !options.name.empty()) {
       named.name += c10::str(" (", dtype_name(inputs[0].scalar_type()), ")");
     }
-    works.push_back(mix_part(list_signature(kind, inputs, tensors), title, inputs, part, named, make));
+    auto of_part = compression;
+    if (compression.decoded) {
+      of_part.decoded = pick(*compression.decoded, places);
+    }
+    if (compression.counter) {
+      of_part.counter = *compression.counter | uint64_t(works.size()) << 32;
+    }
+    works.push_back(mix_part(list_signature(kind, inputs, tensors), title, inputs, part, named, of_part, make));
     for (size_t i = 0; i < places.size(); ++i) {
       results[places[i]] = part[i];
     }
@@ -256,11 +314,16 @@ WorkPtr ProcessGroupFog::mix(
 }
 
 WorkPtr ProcessGroupFog::neighbor_allreduce(
-    const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options) {
+    const Tensors& tensors,
+    const NeighborPlan& plan,
+    const std::optional<Tensors>& outputs,
+    const CallOptions& options,
+    const Compression& compression) {
   constexpr auto kKind = OpKind::kNeighborAllreduce;
   const char* op = name_of(kKind);
   check_plan(op, plan, "rank", rank_, size_);
   check_mix(op, tensors, outputs);
+  check_compression(op, compression, tensors, outputs);
   if (const auto device = neighbors_of(op, tensors, outputs)) {
     const auto parts = by_dtype(tensors);
     if (confirms(options)) {
@@ -270,7 +333,11 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
     return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
-      kKind, "fog:neighbor_allreduce", tensors, outputs, options, [&](Signature signature, const void* in, void* out, size_t numel) {
+      kKind, "fog:neighbor_allreduce", tensors, outputs, options, compression,
+      [&](Signature signature, const Encoding& encoding, const void* in, void* out, size_t numel) -> std::shared_ptr<Operation> {
+        if (encoding.codec) {
+          return std::make_shared<CompressedNeighborAllreduce>(signature, plan, encoding, in, out, numel);
+        }
         return std::make_shared<NeighborAllreduce>(signature, plan, in, out, numel);
       });
 }
@@ -321,13 +388,15 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
     std::vector<std::vector<int>> machines,
     const NeighborPlan& plan,
     const std::optional<Tensors>& outputs,
-    const CallOptions& options) {
+    const CallOptions& options,
+    const Compression& compression) {
   constexpr auto kKind = OpKind::kHierarchicalNeighborAllreduce;
   const char* op = name_of(kKind);
   const Machines layout(op, std::move(machines), rank_, size_);
   layout.check_equal(op);
   check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
   check_mix(op, tensors, outputs);
+  check_compression(op, compression, tensors, outputs);
   if (const auto device = neighbors_of(op, tensors, outputs)) {
     const auto parts = by_dtype(tensors);
     if (confirms(options)) {
@@ -338,11 +407,11 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
     return device->hierarchical_neighbor_allreduce(tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
-      kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options,
-      [&](Signature signature, const void* in, void* out, size_t numel) {
+      kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options, compression,
+      [&](Signature signature, const Encoding& encoding, const void* in, void* out, size_t numel) {
         layout.sign(signature);
         signature.plan = mark(hash_of(plan));
-        return std::make_shared<HierarchicalNeighborAllreduce>(signature, layout, plan, in, out, numel);
+        return std::make_shared<HierarchicalNeighborAllreduce>(signature, layout, plan, encoding, in, out, numel);
       });
 }
 

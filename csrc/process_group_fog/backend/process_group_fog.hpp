@@ -1,6 +1,7 @@
 // The c10d backend "fog".
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -13,12 +14,15 @@
 #include <c10/util/SmallVector.h>
 #include <torch/version.h>
 
+#include "core/codecs/codec.hpp"
 #include "device/device_backends.hpp"
 #include "engine/group.hpp"
 #include "core/neighbor_plan.hpp"
 #include "engine/work.hpp"
 
 namespace fog {
+
+struct Encoding;
 
 class Machines;
 class Window;
@@ -217,11 +221,26 @@ class ProcessGroupFog : public c10d::Backend {
     bool waits = false;
   };
   using Tensors = std::vector<at::Tensor>;
+  // How a neighbor exchange encodes its messages: see CompressedNeighborAllreduce. Throws ValueError for devices other than
+  // the CPU, and for dtypes for which the codec is not defined.
+  struct Compression {
+    std::shared_ptr<const Codec> codec; // null if it does not
+    // One tensor for each given tensor. The own term is then the decoded own message, which is written there.
+    std::optional<Tensors> decoded = std::nullopt;
+    // Selects the random numbers of this rank's message, below 2^32. By default the group counts its exchanges.
+    std::optional<uint64_t> counter = std::nullopt;
+    // Whether the exchange conserves the sum over all ranks: see Encoding.
+    bool conserve = false;
+  };
   // The Work's result is `outputs`, or otherwise new tensors: see NeighborAllreduce. All tensors of one dtype are
   // exchanged together, in the order in which dtypes first appear. Tensors and outputs that are contiguous in one
   // storage are not copied; new outputs are contiguous. An output may be its tensor.
   c10::intrusive_ptr<c10d::Work> neighbor_allreduce(
-      const Tensors& tensors, const NeighborPlan& plan, const std::optional<Tensors>& outputs, const CallOptions& options);
+      const Tensors& tensors,
+      const NeighborPlan& plan,
+      const std::optional<Tensors>& outputs,
+      const CallOptions& options,
+      const Compression& compression);
   // The same between machines; each contributes the mean of its ranks: see HierarchicalNeighborAllreduce. `machines`
   // are the ranks of each machine, the same number for each; `plan` is that of this rank's machine among them.
   c10::intrusive_ptr<c10d::Work> hierarchical_neighbor_allreduce(
@@ -229,7 +248,8 @@ class ProcessGroupFog : public c10d::Backend {
       std::vector<std::vector<int>> machines,
       const NeighborPlan& plan,
       const std::optional<Tensors>& outputs,
-      const CallOptions& options);
+      const CallOptions& options,
+      const Compression& compression);
   // allreduce, in place, among the ranks of this rank's machine.
   c10::intrusive_ptr<c10d::Work> local_allreduce(
       at::Tensor& tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op, const CallOptions& options);
@@ -316,17 +336,25 @@ class ProcessGroupFog : public c10d::Backend {
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
   // Creates the operation that mixes `numel` elements of the signature's dtype from `in` into `out`, which may be the
   // same.
-  using MakeMix = c10::function_ref<std::shared_ptr<Operation>(Signature signature, const void* in, void* out, size_t numel)>;
+  using MakeMix = c10::function_ref<std::shared_ptr<Operation>(
+      Signature signature, const Encoding& encoding, const void* in, void* out, size_t numel)>;
   c10::intrusive_ptr<c10d::Work> mix(
       OpKind kind,
       const char* title,
       const Tensors& tensors,
       const std::optional<Tensors>& outputs,
       const CallOptions& options,
+      const Compression& compression,
       MakeMix make);
   // The same for tensors of one dtype; creates the `outputs` if there are none.
   c10::intrusive_ptr<c10d::Work> mix_part(
-      Signature signature, const char* title, const Tensors& inputs, Tensors& outputs, const CallOptions& options, MakeMix make);
+      Signature signature,
+      const char* title,
+      const Tensors& inputs,
+      Tensors& outputs,
+      const CallOptions& options,
+      const Compression& compression,
+      MakeMix make);
   using Pointers = c10::SmallVector<const at::Tensor*, 8>;
   // Returns the object that serves fog's own operations on the tensors' device, which must be the same for all; null if
   // fog's transport does. Throws as DeviceBackends::serving(), and ValueError within a coalesced group.
@@ -404,6 +432,7 @@ class ProcessGroupFog : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   bool is_timing_ = false;
   DeviceBackends device_backends_;
+  std::atomic<uint64_t> encoded_{0}; // messages, to number their random numbers
   std::mutex neighbors_mutex_;
   std::vector<std::pair<at::Device, std::shared_ptr<device::Neighbors>>> neighbors_; // by device
   // The group that was split off last, by its name.

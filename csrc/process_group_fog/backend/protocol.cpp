@@ -28,6 +28,7 @@ uint32_t layout() {
         sizeof(Signature),
         offsetof(Signature, shape),
         offsetof(Signature, plan),
+        offsetof(Signature, codec),
         sizeof(Ring),
         Ring::kCapacity,
         sizeof(Doorbell),

@@ -9,7 +9,7 @@
 namespace fog {
 
 HierarchicalNeighborAllreduce::HierarchicalNeighborAllreduce(
-    Signature signature, Machines machines, NeighborPlan plan, const void* in, void* out, size_t numel)
+    Signature signature, Machines machines, NeighborPlan plan, Encoding encoding, const void* in, void* out, size_t numel)
     : Operation(signature),
       machines_(std::move(machines)),
       plan_(std::move(plan)),
@@ -18,7 +18,12 @@ HierarchicalNeighborAllreduce::HierarchicalNeighborAllreduce(
       numel_(numel),
       dtype_(static_cast<c10::ScalarType>(signature.dtype)),
       item_(c10::elementSize(dtype_)),
-      own_(slice(machines_.place())) {}
+      own_(slice(machines_.place())) {
+  if (encoding.codec) {
+    encodes_ = !plan_.destinations().empty() || encoding.decodes_own();
+    sum_.emplace(std::move(encoding), dtype_, own_.numel / item_);
+  }
+}
 
 // In bytes.
 Slice HierarchicalNeighborAllreduce::slice(int place) const {
@@ -36,6 +41,11 @@ std::vector<int> HierarchicalNeighborAllreduce::other_places() const {
   return places;
 }
 
+// The bytes of each message between machines.
+size_t HierarchicalNeighborAllreduce::mixed_bytes() const {
+  return sum_ ? sum_->bytes() : own_.numel;
+}
+
 void HierarchicalNeighborAllreduce::launch() {
   const auto& local = machines_.local();
   inputs_.resize(local.size());
@@ -48,10 +58,13 @@ void HierarchicalNeighborAllreduce::launch() {
     send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
   }
   for (const auto& source : plan_.sources()) {
-    means_.push_back(receive_input(machines_.rank(source.rank, machines_.place()), kMix, own_.numel));
+    means_.push_back(receive_input(machines_.rank(source.rank, machines_.place()), kMix, mixed_bytes()));
   }
   const bool sends = !plan_.destinations().empty();
-  if (local.size() == 1 && !(sends && in_ == out_)) {
+  if (encodes_) {
+    message_ = scratch(mixed_bytes());
+  }
+  if (local.size() == 1 && !(sends && in_ == out_) && !sum_) {
     mean_ = in_;
     start_mixing();
   } else { // peers read the mean while the result is computed, so it needs its own memory
@@ -67,7 +80,7 @@ void HierarchicalNeighborAllreduce::start_mixing() {
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({machines_.rank(destination.rank, machines_.place()), destination.weight});
   }
-  send(destinations, kMix, mean_, own_.numel, true, Memory::kStays, Order::kAfterTheirs);
+  send(destinations, kMix, sum_ ? message_ : mean_, mixed_bytes(), true, Memory::kStays, Order::kAfterTheirs);
 }
 
 // Each rank of a machine mixes its own slice: with different plans the slices would not fit together.
@@ -87,10 +100,16 @@ Operation::Action HierarchicalNeighborAllreduce::advance() {
       return action;
     }
     check_plans();
+    if (message_ != nullptr) {
+      phase_ = kEncode;
+      return Action::kCompute;
+    }
+    start_mixing();
+  } else if (phase_ == kEncode) {
     start_mixing();
   }
   if (phase_ == kMix) {
-    const auto action = use_inputs(own_.numel);
+    const auto action = use_inputs(mixed_bytes());
     if (action != Action::kDone) {
       return action;
     }
@@ -105,6 +124,10 @@ Operation::Action HierarchicalNeighborAllreduce::advance() {
 }
 
 void HierarchicalNeighborAllreduce::compute() {
+  if (phase_ == kEncode) {
+    sum_->encode(mean_, message_);
+    return;
+  }
   const size_t from = used() / item_;
   const size_t to = usable() / item_;
   if (phase_ == kMix) {
@@ -112,7 +135,11 @@ void HierarchicalNeighborAllreduce::compute() {
     for (const auto receive : means_) {
       terms.push_back({input(receive), header(receive).scale});
     }
-    neighbor_sum(plan_, dtype_, out_ + own_.begin, terms, mean_, from, to);
+    if (sum_) {
+      sum_->add(plan_, terms, mean_, message_, out_ + own_.begin, used(), usable());
+    } else {
+      neighbor_sum(plan_, dtype_, out_ + own_.begin, terms, mean_, from, to);
+    }
     return;
   }
   std::vector<Input> inputs(machines_.local().size());

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <optional>
 #include <vector>
 
 #include "core/machines.hpp"
 #include "core/neighbor_plan.hpp"
 #include "engine/operation.hpp"
+#include "collectives/compressed_sum.hpp"
 #include "collectives/slices.hpp"
 
 namespace fog {
@@ -17,6 +19,9 @@ namespace fog {
 // another carries one tensor, in parts that travel at the same time: the full-lane decomposition of J. L. Traeff
 // (arXiv:1910.13373) with a neighbor exchange on the lanes.
 //
+// With a codec, the means are encoded on the links between machines, each rank's slice by itself; within a machine nothing
+// is encoded. A machine's own term is its mean as it is, or as Encoding says; nothing is decoded to the caller.
+//
 // Rounding: a machine's mean is summed in the order of its ranks, in float64 for float32 and float64 and in float32 for
 // float16 and bfloat16, and rounded once to the dtype that the links carry. The machine itself also uses the rounded
 // mean: a machine has the same value everywhere, so weights that conserve the sum over machines do so here. Messages
@@ -26,7 +31,8 @@ namespace fog {
 class HierarchicalNeighborAllreduce : public Operation {
  public:
   // `machines` have equal numbers of ranks. `out` may be `in`.
-  HierarchicalNeighborAllreduce(Signature signature, Machines machines, NeighborPlan plan, const void* in, void* out, size_t numel);
+  HierarchicalNeighborAllreduce(
+      Signature signature, Machines machines, NeighborPlan plan, Encoding encoding, const void* in, void* out, size_t numel);
 
  protected:
   void launch() override;
@@ -34,11 +40,12 @@ class HierarchicalNeighborAllreduce : public Operation {
   void compute() override;
 
  private:
-  // The phases, which are also the numbers of the messages that each phase waits for.
-  enum Phase : uint16_t { kAverage, kMix, kGather };
+  // The phases. The first ones are also the numbers of the messages that each phase waits for.
+  enum Phase : uint16_t { kAverage, kMix, kGather, kEncode };
 
   Slice slice(int place) const;
   std::vector<int> other_places() const;
+  size_t mixed_bytes() const;
   void start_mixing();
   void check_plans() const;
 
@@ -54,6 +61,9 @@ class HierarchicalNeighborAllreduce : public Operation {
   std::vector<size_t> inputs_; // receives by place; this rank's own is unused
   std::vector<size_t> means_; // receives by source
   const char* mean_ = nullptr; // mean of this rank's slice over its machine
+  std::optional<CompressedSum> sum_; // if means are encoded
+  bool encodes_ = false; // whether this rank's mean is encoded
+  void* message_ = nullptr; // the encoded mean
   char* averaged_ = nullptr; // where the first phase writes the mean; null if the input is the mean
 };
 

@@ -3,11 +3,26 @@
 #include <algorithm>
 #include <cstring>
 
-#include <c10/util/SmallVector.h>
-
 #include "core/arithmetic.hpp"
 
 namespace fog {
+
+NeighborWeights::NeighborWeights(const NeighborPlan& plan, c10::ArrayRef<double> scales) {
+  mean = plan.mean() && std::all_of(scales.begin(), scales.end(), [](double scale) { return scale == 1.0; });
+  const double share = plan.mean() ? 1.0 / static_cast<double>(scales.size() + 1) : 1.0;
+  for (size_t i = 0; i < scales.size(); ++i) {
+    const double weight = share * plan.sources()[i].weight * scales[i];
+    if (mean || weight != 0.0) {
+      sources.push_back(i);
+      weights.push_back(weight);
+    }
+  }
+  const double weight = share * plan.self_weight();
+  own = mean || weight != 0.0;
+  if (own) {
+    weights.push_back(weight);
+  }
+}
 
 void neighbor_sum(
     const NeighborPlan& plan,
@@ -18,27 +33,25 @@ void neighbor_sum(
     size_t from,
     size_t to) {
   const size_t item = c10::elementSize(dtype);
-  const bool mean = plan.mean() && std::all_of(terms.begin(), terms.end(), [](const NeighborTerm& term) { return term.scale == 1.0; });
-  const double share = plan.mean() ? 1.0 / static_cast<double>(terms.size() + 1) : 1.0;
-  std::vector<Input> inputs;
-  c10::SmallVector<double, 8> weights; // not used for the mean
-  auto add = [&](const Input& input, double weight) {
-    if (mean || weight != 0.0) {
-      inputs.push_back(input);
-      weights.push_back(weight);
-    }
-  };
-  for (size_t i = 0; i < terms.size(); ++i) {
-    add(terms[i].input, share * plan.sources()[i].weight * terms[i].scale);
+  c10::SmallVector<double, 8> scales;
+  for (const auto& term : terms) {
+    scales.push_back(term.scale);
   }
-  add({own, {}}, share * plan.self_weight());
+  const NeighborWeights weights(plan, scales);
+  std::vector<Input> inputs;
+  for (const size_t source : weights.sources) {
+    inputs.push_back(terms[source].input);
+  }
+  if (weights.own) {
+    inputs.push_back({own, {}});
+  }
   auto* result = static_cast<char*>(out);
   if (inputs.empty()) {
     std::memset(result + from * item, 0, (to - from) * item);
     return;
   }
   for_pieces(inputs, item, from, to, [&](const std::vector<const void*>& where, size_t begin, size_t count) {
-    weighted_sum(dtype, result + begin * item, where, weights, mean, count);
+    weighted_sum(dtype, result + begin * item, where, weights.weights, weights.mean, count);
   });
 }
 

@@ -4,19 +4,18 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <string>
 #include <type_traits>
 
 #ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
-#include <ATen/Version.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 #include <c10/util/complex.h>
 
+#include "core/instruction_set.hpp"
 #include "core/names.hpp"
 
 namespace fog {
@@ -74,12 +73,9 @@ struct Kernels {
   decltype(&portable::weighted_sum) weighted_sum;
 };
 
-// Selects the kernels for the instruction set that torch uses for its own, so ATEN_CPU_CAPABILITY=default has an
-// effect.
 Kernels choose_kernels() {
 #ifdef __x86_64__
-  const std::string capability = at::get_cpu_capability();
-  if ((capability == "AVX2" || capability == "AVX512") && __builtin_cpu_supports("avx2")) {
+  if (has_avx2()) { // every CPU with AVX2 also has F16C
     return {avx2::reduce, avx2::weighted_sum};
   }
 #endif

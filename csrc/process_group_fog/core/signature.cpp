@@ -1,6 +1,7 @@
 #include "core/signature.hpp"
 
 #include <algorithm>
+#include <cstring>
 #include <sstream>
 
 #include "core/names.hpp"
@@ -58,9 +59,20 @@ Signature Signature::of(OpKind kind, const at::Tensor& tensor) {
   return signature;
 }
 
+void Signature::set_codec(const std::string& text) {
+  std::string shown = text;
+  if (shown.size() >= kCodecBytes) {
+    std::ostringstream hash;
+    hash << "... #" << std::hex << mark(hash_more(kEmptyHash, text.data(), text.size()));
+    shown = text.substr(0, kCodecBytes - 1 - hash.str().size()) + hash.str();
+  }
+  codec = {};
+  std::copy(shown.begin(), shown.end(), codec.begin());
+}
+
 bool Signature::agrees_with(const Signature& other) const {
   if (kind != other.kind || dtype != other.dtype || reduce_op != other.reduce_op || root != other.root || tensors != other.tensors ||
-      machines != other.machines || layout != other.layout) {
+      machines != other.machines || layout != other.layout || codec != other.codec) {
     return false;
   }
   switch (kind) {
@@ -98,6 +110,9 @@ std::string Signature::describe() const {
   }
   if (machines > 0) {
     text << ", " << machines << (machines == 1 ? " machine" : " machines");
+  }
+  if (codec[0] != 0) {
+    text << ", compression " << std::string(codec.data(), strnlen(codec.data(), codec.size()));
   }
   if (layout != 0) { // shows a difference that no other field shows
     text << ", layout " << std::hex << layout;

@@ -50,10 +50,15 @@ struct Signature {
   uint32_t machines = 0; // number of machines that the ranks are divided among; 0 if they are not
   uint32_t layout = 0; // mark() of the details behind these two numbers: shapes and dtypes, ranks of machines
   uint32_t plan = 0; // mark() of a plan on which only the ranks of one machine agree
+  static constexpr size_t kCodecBytes = 48;
+  std::array<char, kCodecBytes> codec = {}; // the text of the codec of the data, ended by a 0; empty if there is none
 
   static Signature of(OpKind kind, const at::Tensor& tensor);
 
-  // Returns whether op, dtype, reduction, root, shape and layout are the same, except where ranks may differ: an
+  // Sets the codec. Of a text that is too long, the end is replaced by a hash.
+  void set_codec(const std::string& text);
+
+  // Returns whether op, dtype, reduction, root, shape, layout and codec are the same, except where ranks may differ: an
   // all-to-all in every size, gathers of unequal tensors in the first dimension, and a send and its receive in the
   // shape if the number of elements is the same.
   bool agrees_with(const Signature& other) const;

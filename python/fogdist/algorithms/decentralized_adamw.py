@@ -53,6 +53,7 @@ class DecentralizedAdamW(Algorithm):
         ValueError: It has amsgrad or maximize set; a parameter is complex; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
+    takes_compression: ClassVar[bool] = False  # a second moment that is off could become negative
     state_vectors: ClassVar[tuple[str, ...]] = ("first_moment", "second_moment", "mean_square")
     state_numbers: ClassVar[dict[str, float]] = {"updates": 0.0}
     needs_rates: ClassVar[bool] = True

@@ -36,6 +36,7 @@ class PushSumSGD(Algorithm):
         p: This rank's weight; a vector of all ranks' weights where one process holds them all (`fogdist.simulate`).
     """
 
+    takes_compression: ClassVar[bool] = False  # the weight must travel exactly as the values do
     state_numbers: ClassVar[dict[str, float]] = {"p": 1.0}
     can_be_joined: ClassVar[bool] = True
     mean_weight: ClassVar[str | None] = "p"

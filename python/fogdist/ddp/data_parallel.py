@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import broadcast_nonblocking_, wait
+from fogdist.compression import Codec, encoding_of
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
@@ -122,6 +123,8 @@ class DecentralizedDataParallel(nn.Module):
             completed it, with what is left of the topology. In mode "async", a rank goes on without lost neighbors at once,
             and all ranks change to what is left of the topology when it would fall apart. `global_average` averages the
             ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
+        compression: For "sync": a codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not
+            with `patience`.
 
     Attributes:
         module: The module.
@@ -159,6 +162,7 @@ class DecentralizedDataParallel(nn.Module):
         skip_lost: bool = False,
         timeout: timedelta | None = None,
         on_loss: OnLoss = "raise",
+        compression: Codec | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -170,6 +174,12 @@ class DecentralizedDataParallel(nn.Module):
         check_on_loss(on_loss)
         if patience is not None:
             patience = _check_patience(patience, mode, average_buffers)
+        _ = encoding_of(compression)
+        if compression is not None and (mode == "async" or patience is not None):
+            raise ValueError(
+                f"compression must be None in mode 'async' and with patience, whose exchanges are windows, got {compression!r}"
+            )
+        self._compression = compression
         self._context = current(group)
         check_joinable(
             group,
@@ -233,6 +243,7 @@ class DecentralizedDataParallel(nn.Module):
             f"mode: {mode}",
             f"on_loss: {on_loss}",
             f"patience: {patience}",
+            f"compression: {compression!r}",
             *self._plans.items(),
             *self._flat_parameters.layout(),
             *(f"buffer {line}" for line in self._flat_buffers.layout()),
@@ -598,7 +609,7 @@ class DecentralizedDataParallel(nn.Module):
         self._flat_buffers.reattach()
 
     def _neighbors(self) -> Neighbors:
-        return Neighbors(self._plans.topology)
+        return Neighbors(self._plans.topology, compression=self._compression)
 
 
 class _State:

@@ -104,7 +104,7 @@ class RowMixing(Mixing):
 
     Raises:
         TypeError: `mixing` is another one, whose matrix is not known here.
-        ValueError: A topology of another number of ranks.
+        ValueError: A topology of another number of ranks; compression.
     """
 
     def __init__(self, mixing: Any, size: int) -> None:
@@ -112,6 +112,10 @@ class RowMixing(Mixing):
             raise TypeError(
                 "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
                 f"for virtual ranks, got {mixing!r}"
+            )
+        if isinstance(mixing, Neighbors) and mixing.compression is not None:
+            raise ValueError(
+                f"compression must be None for virtual ranks, which send nothing, got {mixing.compression!r}"
             )
         self._mixing = mixing
         self._size = size

@@ -142,6 +142,8 @@ class Algorithm(DistributedOptimizer):
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
     warns_apart: ClassVar[bool] = True
     """Whether ranks warn if they start from different parameters."""
+    takes_compression: ClassVar[bool] = True
+    """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
     _step_supports_amp_scaling = True
 
@@ -210,6 +212,9 @@ class Algorithm(DistributedOptimizer):
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
         given = as_mixing(mixing)
+        codec = getattr(given, "compression", None)
+        if codec is not None and not self.takes_compression:
+            raise ValueError(f"mixing must have no compression for {self.algorithm_name}, got {codec!r}")
         check_on_loss(on_loss)
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}

@@ -13,20 +13,15 @@ from torch import Tensor
 
 from fogdist.arguments import Average
 from fogdist.collectives import allreduce_nonblocking_, wait
+from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context, handles
 from fogdist.exchange import RANKS, Exchange
 from fogdist.handles import HandleTable
-from fogdist.hierarchical import (
-    hierarchical_neighbor_allreduce_nonblocking,
-    hierarchical_neighbor_allreduce_nonblocking_,
-)
+from fogdist.hierarchical import start_between_machines
 from fogdist.lazy import nx
 from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
-from fogdist.neighbor_collectives import (
-    neighbor_allreduce_nonblocking,
-    neighbor_allreduce_nonblocking_,
-)
+from fogdist.neighbor_collectives import start_average
 from fogdist.topology import Topology
 from fogdist.training.plans import Plans, TopologyLike, as_topology
 
@@ -149,32 +144,45 @@ class Neighbors(Mixing):
     Args:
         topology: Round t of the algorithm is round t of the topology; a graph is used in all rounds. None for the
             dynamic weights of `Round.weights` or, if these are None, for the group's topology.
+        compression: A codec of `fogdist.compression`. An exchange is then ``x + sum_j w_j (d_j - d)``, where d_j are
+            the decoded tensors of other ranks and d is that of this rank: what other ranks gain is what this rank
+            loses. So the mean of all ranks is conserved wherever the weights conserve it, whatever the codec's error
+            (scheme Q2-G in Koloskova, Stich and Jaggi, ICML 2019). Ranks come as near to each other as the codec's
+            error allows, and no nearer.
 
     Attributes:
         topology: The same as rounds, or None.
+        compression: The codec, or None.
 
     Raises:
-        TypeError: `topology` is none of these, or a weight not a real number.
+        TypeError: `topology` is none of these, a weight not a real number, or `compression` no codec.
         ValueError: A rank's weights in a graph do not sum to 1.
     """
 
-    def __init__(self, topology: TopologyLike = None) -> None:
+    def __init__(self, topology: TopologyLike = None, *, compression: Codec | None = None) -> None:
         self.topology = as_topology(topology, "topology")
+        self.compression = compression
+        self._encoding = encoding_of(compression, conserve=True)
         if self.topology is None:
             self.weights = ("self_weight", "src_weights", "dst_weights", "enable_topo_check")
         self._plans: Plans | None = None
 
     def __repr__(self) -> str:
-        return f"Neighbors({'' if self.topology is None else self.topology.name})"
+        given = [] if self.topology is None else [self.topology.name]
+        if self.compression is not None:
+            given.append(f"compression={self.compression!r}")
+        return f"Neighbors({', '.join(given)})"
 
     def items(self, context: Context) -> list[str]:
         """See `Mixing.items`. The items are the weights of all rounds, or of the first ones of an endless topology."""
-        return self._of(context).items()
+        return [*self._of(context).items(), f"compression: {self.compression!r}"]
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         if self.topology is not None:
-            return _planned(tensors, self._of(round.context).plan(round.number), round, in_place)
+            return _planned(
+                tensors, self._of(round.context).plan(round.number), round, in_place, self._encoding
+            )
         return self._along_weights(tensors, round, in_place)
 
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
@@ -186,7 +194,9 @@ class Neighbors(Mixing):
         given = round.weights.self_weight, round.weights.src_weights, round.weights.dst_weights
         if self.topology is None and given != (None, None, None):
             return self._along_weights(tensors, round, in_place)
-        return _planned(tensors, self._of(round.context).push_plan(round.number), round, in_place)
+        return _planned(
+            tensors, self._of(round.context).push_plan(round.number), round, in_place, self._encoding
+        )
 
     def _of(self, context: Context) -> Plans:
         """Returns the plans of a group. A mixing may be used in several groups, one after the other."""
@@ -196,10 +206,21 @@ class Neighbors(Mixing):
 
     def _along_weights(self, tensors: Sequence[Tensor], round: Round, in_place: bool) -> Finish:
         weights = round.weights
-        start: Any = neighbor_allreduce_nonblocking_ if in_place else neighbor_allreduce_nonblocking
-        return _weighted(
-            start, tensors, round, src_weights=weights.src_weights, dst_weights=weights.dst_weights
-        )
+
+        def start(those: list[Tensor], name: str) -> int:
+            return start_average(
+                those,
+                in_place,
+                weights.self_weight,
+                weights.src_weights,
+                weights.dst_weights,
+                weights.enable_topo_check,
+                name,
+                round.context.group,
+                self._encoding,
+            )
+
+        return _by_device(tensors, round.name, start)
 
 
 class Machines(Mixing):
@@ -210,30 +231,46 @@ class Machines(Mixing):
 
     If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them, the ranks exchange
     with all ranks of the neighbor machines, to the same averages: those of the means of the machines.
+
+    Args:
+        compression: As in `Neighbors`, for the messages between machines.
+
+    Attributes:
+        compression: The codec, or None.
+
+    Raises:
+        TypeError: `compression` is no codec.
     """
 
     weights = ("self_weight", "src_machine_weights", "dst_machine_weights", "enable_topo_check")
 
+    def __init__(self, *, compression: Codec | None = None) -> None:
+        self.compression = compression
+        self._encoding = encoding_of(compression, conserve=True)
+
     def __repr__(self) -> str:
-        return "Machines()"
+        return "Machines()" if self.compression is None else f"Machines(compression={self.compression!r})"
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         if round.context.survivors is not None and not _fits_machines(round.context):
-            return _planned(tensors, _plan_of_machines(round.context), round, in_place)
+            return _planned(tensors, _plan_of_machines(round.context), round, in_place, self._encoding)
         weights = round.weights
-        start: Any = (
-            hierarchical_neighbor_allreduce_nonblocking_
-            if in_place
-            else hierarchical_neighbor_allreduce_nonblocking
-        )
-        return _weighted(
-            start,
-            tensors,
-            round,
-            src_machine_weights=weights.src_machine_weights,
-            dst_machine_weights=weights.dst_machine_weights,
-        )
+
+        def start(those: list[Tensor], name: str) -> int:
+            return start_between_machines(
+                those,
+                in_place,
+                weights.self_weight,
+                weights.src_machine_weights,
+                weights.dst_machine_weights,
+                weights.enable_topo_check,
+                name,
+                round.context.group,
+                self._encoding,
+            )
+
+        return _by_device(tensors, round.name, start)
 
 
 class GlobalAverage(Mixing):
@@ -318,18 +355,13 @@ def as_mixing(mixing: MixingLike) -> Mixing:
     return mixing
 
 
-def _weighted(start: Any, tensors: Sequence[Tensor], round: Round, **peers: Any) -> Finish:
-    """Starts an operation with the weights of a round."""
-    options = {
-        "self_weight": round.weights.self_weight,
-        "enable_topo_check": round.weights.enable_topo_check,
-        "group": round.context.group,
-        **peers,
-    }
-    return _by_device(tensors, round.name, lambda those, name: start(those, name=name, **options))
-
-
-def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_place: bool) -> Finish:
+def _planned(
+    tensors: Sequence[Tensor],
+    plan: NeighborPlan,
+    round: Round,
+    in_place: bool,
+    encoding: Mapping[str, Any],
+) -> Finish:
     backend = round.context.backend
 
     def start(those: list[Tensor], name: str) -> int:
@@ -340,6 +372,7 @@ def _planned(tensors: Sequence[Tensor], plan: NeighborPlan, round: Round, in_pla
             output=average.output,
             name=name,
             confirm=round.weights.enable_topo_check,
+            **encoding,
         )
         return handles().add(work, average.finish, *average.sources)
 

@@ -248,6 +248,8 @@ def patient_mixing(mixing: MixingLike, context: Context) -> Neighbors:
     given = as_mixing(mixing)
     if type(given) is not Neighbors:
         raise ValueError(f"mixing must be a topology, a graph or None with patience, got {given!r}")
+    if given.compression is not None:
+        raise ValueError(f"compression must be None with patience, got {given.compression!r}")
     if context.held != 1:
         raise ValueError("patience must be None for virtual ranks, of which none is late")
     topology = topology_of(context) if given.topology is None else given.topology

@@ -1,0 +1,272 @@
+"""Times the codecs of fogdist.compression, and compressed exchanges between emulated hosts.
+
+    python benchmarks/compression.py                     # as root: codecs, and 2 hosts at 1 Gbit/s; some minutes
+    python benchmarks/compression.py --parts codecs      # anywhere
+
+Codecs: encode and decode of 16 MiB of float32 on one core, in GB/s of bytes read and written, beside memcpy of the same
+tensor. They take turns. The goal is half of memcpy's bytes per second for int8.
+
+Exchanges: two ranks on two emulated hosts (emulated_hosts.py) average a tensor over a link of a given rate, with each
+codec in turn, and without. For each, the median time, its ratio to the exchange without compression, and the bytes that
+a host sends, beside those that the codec promises. The goal is 3.5 times the speed with int8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import program
+from emulated_hosts import ACROSS, Unavailable, address, emulated_hosts, inside, traffic
+from report import parse_size, size_text
+
+if TYPE_CHECKING:
+    from fogdist.compression import Codec
+
+SIZE = 16 << 20
+PORT = 29531
+TIMEOUT = timedelta(minutes=2)
+# The least that a codec must reach: of memcpy's bytes per second, and of the speed without compression.
+GOAL_OF_MEMCPY = 0.5
+GOAL_OF_SPEED = 3.5
+
+
+def codecs() -> dict[str, Codec]:
+    """Returns the measured codecs by name."""
+    from fogdist.compression import (
+        BFloat16,
+        Float8,
+        Float16,
+        Int4,
+        Int8,
+        Moniqua,
+        RandomK,
+        Sign,
+        TopK,
+    )
+
+    return {
+        "float16": Float16(),
+        "bfloat16": BFloat16(),
+        "float8": Float8("e4m3"),
+        "int8": Int8(),
+        "int8 stochastic": Int8(stochastic=True),
+        "int4": Int4(),
+        "sign": Sign(),
+        "Moniqua, 1 bit": Moniqua(16.0),
+        "top-k 1 %": TopK(0.01),
+        "random-k 1 %": RandomK(0.01),
+    }
+
+
+EXCHANGED = ["float16", "int8", "int4", "sign", "top-k 1 %"]
+
+
+# --- codecs ---------------------------------------------------------------------------------------------------
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Returns the time of one call."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def measure_codecs(size: int, repetitions: int) -> list[dict[str, Any]]:
+    """Returns a row for memcpy and each codec."""
+    import torch
+
+    torch.set_num_threads(1)
+    x = torch.randn(size // 4, generator=torch.Generator().manual_seed(0))
+    target = torch.empty_like(x)
+    calls: dict[str, tuple[Callable[[], object], int]] = {"memcpy": (lambda: target.copy_(x), 2 * size)}
+    for name, codec in codecs().items():
+        backend = codec.backend
+        message = codec.encode(x)
+        near = x if "Moniqua" in name else None
+        moved = size + message.numel()
+        calls[f"{name} encode"] = functools.partial(backend.encode, x, message), moved
+        decode = functools.partial(backend.decode, message, target, near)
+        calls[f"{name} decode"] = decode, moved + (size if near is not None else 0)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repetitions):
+        for name, (call, _) in calls.items():
+            times[name].append(seconds_of(call))
+    rows = []
+    for name, (_, moved) in calls.items():
+        median = statistics.median(times[name])
+        rows.append({"codec": name, "ms": 1e3 * median, "GB/s": moved / median / 1e9})
+    for row in rows:
+        row["of memcpy"] = row["GB/s"] / rows[0]["GB/s"]
+    return rows
+
+
+def print_codecs(rows: list[dict[str, Any]]) -> None:
+    """Prints the rows of `measure_codecs`."""
+    print(f"{'codec':26}{'ms':>10}{'GB/s':>10}{'of memcpy':>12}")
+    for row in rows:
+        print(f"{row['codec']:26}{row['ms']:>10.3f}{row['GB/s']:>10.2f}{row['of memcpy']:>12.2f}")
+    for row in rows:
+        if row["codec"] in ("int8 encode", "int8 decode"):
+            met = "met" if row["of memcpy"] >= GOAL_OF_MEMCPY else "missed"
+            print(f"goal: {row['codec']} at {GOAL_OF_MEMCPY} of memcpy: {row['of memcpy']:.2f}, {met}")
+
+
+# --- exchanges ------------------------------------------------------------------------------------------------
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Measures on a rank, whose number is in the environment; rank 0 prints its rows as JSON."""
+    import fogdist
+    import torch
+    import torch.distributed as dist
+
+    import fog_pg  # noqa: F401  registers "fog"
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(address(0), PORT, 2, rank == 0)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
+    fogdist.init()
+    fogdist.set_topology(fogdist.topology.FullyConnectedGraph(2))
+    x = torch.randn(arguments.size // 4, generator=torch.Generator().manual_seed(rank))
+    known: dict[str, Codec | None] = {"none": None, **{name: codecs()[name] for name in EXCHANGED}}
+    times: dict[str, list[float]] = {name: [] for name in known}
+    for repetition in range(arguments.repetitions + 1):
+        for name, codec in known.items():
+            fogdist.barrier()
+            exchange = functools.partial(fogdist.neighbor_allreduce, x, compression=codec)
+            seconds = seconds_of(exchange)
+            if repetition > 0:  # the first ones make connections
+                times[name].append(seconds)
+    counts = {}
+    for name, codec in known.items():
+        fogdist.barrier()
+        before = sent_by_this_host()
+        for _ in range(3):
+            fogdist.neighbor_allreduce(x, compression=codec)
+        fogdist.barrier()
+        counts[name] = (sent_by_this_host() - before) // 3
+    rows = []
+    for name, codec in known.items():
+        rows.append(
+            {
+                "codec": name,
+                "ms": 1e3 * statistics.median(times[name]),
+                "least ms": 1e3 * min(times[name]),
+                "promised bytes": x.nbytes if codec is None else codec.bytes(x.numel()),
+                "sent bytes": counts[name],
+            }
+        )
+    if rank == 0:
+        arguments.rows.write_text(json.dumps(rows))
+    dist.destroy_process_group()
+
+
+def sent_by_this_host() -> int:
+    """Returns the bytes that this host has sent on its link, with all headers."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
+    return int(fields[8])
+
+
+def measure_exchanges(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns a row for each codec, measured on two emulated hosts."""
+    with emulated_hosts(2, arguments.rate) as hosts, tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        command = [sys.executable, str(Path(__file__).resolve()), "--rows", str(file)]
+        command += ["--size", str(arguments.size), "--repetitions", str(arguments.repetitions)]
+        variables = os.environ | ACROSS["UCX"] | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+        ranks = [
+            subprocess.Popen(
+                [*inside(host), *command], env=variables | {"RANK": str(rank)}, stdin=subprocess.DEVNULL
+            )
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            statuses = [rank.wait(600) for rank in ranks]
+        finally:
+            for each in ranks:
+                each.kill()
+        if any(statuses):
+            sys.exit(f"the ranks ended with status {statuses}")
+        rows: list[dict[str, Any]] = json.loads(file.read_text())
+        assert traffic(hosts)[0][0] > sum(row["sent bytes"] for row in rows)
+    for row in rows:
+        row["speed"] = rows[0]["ms"] / row["ms"]
+        row["of promised"] = row["sent bytes"] / row["promised bytes"]
+    return rows
+
+
+def print_exchanges(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Prints the rows of `measure_exchanges`."""
+    print(f"exchange of {size_text(arguments.size)} between 2 hosts at {arguments.rate}")
+    print(f"{'codec':14}{'ms':>10}{'least ms':>10}{'speed':>8}{'bytes':>12}{'of promised':>13}")
+    for row in rows:
+        print(
+            f"{row['codec']:14}{row['ms']:>10.2f}{row['least ms']:>10.2f}{row['speed']:>8.2f}{row['sent bytes']:>12}"
+            f"{row['of promised']:>13.3f}"
+        )
+    (speed,) = (row["speed"] for row in rows if row["codec"] == "int8")
+    print(
+        f"goal: int8 {GOAL_OF_SPEED} times as fast: {speed:.2f}, {'met' if speed >= GOAL_OF_SPEED else 'missed'}"
+    )
+
+
+def facts() -> dict[str, object]:
+    """Returns facts about the run for readers of the numbers."""
+    import torch
+
+    return {"cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Times codecs and compressed exchanges.")
+    parser.add_argument(
+        "--parts", nargs="+", choices=["codecs", "exchanges"], default=["codecs", "exchanges"]
+    )
+    parser.add_argument(
+        "--size", type=parse_size, default=SIZE, metavar="BYTES", help="of the tensor, such as 16M"
+    )
+    parser.add_argument("--rate", default="1gbit", help="of each host's link, in the words of tc")
+    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.size < 4 or arguments.repetitions < 1:
+        parser.error("--size must be at least 4, and --repetitions at least 1")
+    if arguments.rows is not None:
+        run_rank(arguments)
+        return
+    load = os.getloadavg()[0]
+    if load > program.BUSY:
+        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    found: dict[str, Any] = {**facts(), "load average before": load, "size": arguments.size}
+    if "codecs" in arguments.parts:
+        found["codecs"] = measure_codecs(arguments.size, arguments.repetitions)
+        print_codecs(found["codecs"])
+    if "exchanges" in arguments.parts:
+        try:
+            found["exchanges"], found["rate"] = measure_exchanges(arguments), arguments.rate
+        except Unavailable as reason:
+            print(f"exchanges: not measured: {reason}")
+        else:
+            print_exchanges(found["exchanges"], arguments)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

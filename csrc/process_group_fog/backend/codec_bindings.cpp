@@ -1,0 +1,112 @@
+#include "backend/codec_bindings.hpp"
+
+#include <optional>
+#include <string>
+
+#include <ATen/Functions.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
+
+#include "core/tensor_checks.hpp"
+
+namespace py = pybind11;
+
+namespace fog {
+namespace {
+
+BoundCodec bound(const CodecPtr& codec) {
+  return std::const_pointer_cast<Codec>(codec);
+}
+
+c10::ScalarType type_of(const py::object& dtype) {
+  TORCH_CHECK_TYPE(THPDtype_Check(dtype.ptr()), "dtype: got ", std::string(py::str(dtype)), "; allowed is a torch.dtype");
+  return reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+}
+
+size_t bytes_of(const Codec& self, const py::object& dtype, int64_t numel) {
+  const auto type = type_of(dtype);
+  self.check("bytes", type);
+  TORCH_CHECK_VALUE(numel >= 0, "numel: got ", numel, "; allowed is 0 or more");
+  return self.bytes(type, static_cast<size_t>(numel));
+}
+
+// Throws ValueError unless `message` has the bytes of a message.
+void check_message(const char* op, const at::Tensor& message, size_t bytes) {
+  TORCH_CHECK_VALUE(
+      message.scalar_type() == at::kByte && message.is_contiguous() && static_cast<size_t>(message.numel()) == bytes, op,
+      ": message: got ", message.numel(), " elements of ", message.scalar_type(), "; allowed are ", bytes, " contiguous ones of uint8");
+}
+
+void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, uint64_t counter, uint32_t rank) {
+  constexpr const char* kOp = "encode";
+  check_tensor(kOp, "tensor", tensor);
+  check_output(kOp, "message", message);
+  self.check(kOp, tensor.scalar_type());
+  const auto given = tensor.contiguous();
+  const auto numel = static_cast<size_t>(given.numel());
+  check_message(kOp, message, self.bytes(given.scalar_type(), numel));
+  self.encode(given.scalar_type(), given.const_data_ptr(), numel, {counter, rank}, message.mutable_data_ptr<uint8_t>());
+}
+
+void decode(const Codec& self, const at::Tensor& message, at::Tensor& output, const std::optional<at::Tensor>& near) {
+  constexpr const char* kOp = "decode";
+  check_tensor(kOp, "message", message);
+  check_output(kOp, "output", output);
+  const auto dtype = output.scalar_type();
+  self.check(kOp, dtype);
+  TORCH_CHECK_VALUE(output.is_contiguous(), kOp, ": output: got one that is not contiguous");
+  const auto numel = static_cast<size_t>(output.numel());
+  check_message(kOp, message, self.bytes(dtype, numel));
+  TORCH_CHECK_VALUE(
+      self.is_relative() == near.has_value(), kOp, ": near: it must be given exactly if codec ", self.text(), " needs it");
+  at::Tensor values;
+  if (near) {
+    check_tensor(kOp, "near", *near);
+    TORCH_CHECK_VALUE(
+        near->scalar_type() == dtype && near->sizes() == output.sizes(), kOp, ": near: got another dtype or shape than the output's");
+    values = near->contiguous();
+  }
+  const auto* data = message.const_data_ptr<uint8_t>();
+  const auto places = self.open(dtype, numel, data);
+  self.decode(dtype, numel, places, data, 0, numel, near ? values.const_data_ptr() : nullptr, output.mutable_data_ptr());
+}
+
+} // namespace
+
+void bind_codecs(py::module_& module) {
+  const py::call_guard<py::gil_scoped_release> release_gil;
+  py::class_<Codec, BoundCodec>(module, "Codec")
+      .def_static("float16", [] { return bound(codecs::float16()); })
+      .def_static("bfloat16", [] { return bound(codecs::bfloat16()); })
+      .def_static(
+          "float8",
+          [](const std::string& format, int64_t block, bool stochastic, uint64_t seed) {
+            return bound(codecs::float8(format, block, stochastic, seed));
+          },
+          py::arg("format"), py::arg("block"), py::arg("stochastic"), py::arg("seed"))
+      .def_static(
+          "integers",
+          [](int bits, int64_t block, bool stochastic, uint64_t seed) {
+            return bound(codecs::integers(bits, block, stochastic, seed));
+          },
+          py::arg("bits"), py::arg("block"), py::arg("stochastic"), py::arg("seed"))
+      .def_static(
+          "sign", [](int64_t block, bool stochastic, uint64_t seed) { return bound(codecs::sign(block, stochastic, seed)); },
+          py::arg("block"), py::arg("stochastic"), py::arg("seed"))
+      .def_static(
+          "moniqua", [](double theta, int bits) { return bound(codecs::moniqua(theta, bits)); }, py::arg("theta"), py::arg("bits"))
+      .def_static(
+          "top_k", [](double fraction, int64_t k) { return bound(codecs::top_k(fraction, k)); }, py::arg("fraction"), py::arg("k"))
+      .def_static(
+          "random_k", [](double fraction, int64_t k, uint64_t seed) { return bound(codecs::random_k(fraction, k, seed)); },
+          py::arg("fraction"), py::arg("k"), py::arg("seed"))
+      .def_property_readonly("text", &Codec::text)
+      .def("bytes", &bytes_of, py::arg("dtype"), py::arg("numel"))
+      .def("encode", &encode, py::arg("tensor"), py::arg("message"), py::arg("counter") = 0, py::arg("rank") = 0, release_gil)
+      .def("decode", &decode, py::arg("message"), py::arg("output"), py::arg("near") = py::none(), release_gil);
+  module.def(
+      "philox", [](const codecs::PhiloxCounter& counter, uint64_t key) { return codecs::philox(counter, key); }, py::arg("counter"),
+      py::arg("key"));
+}
+
+} // namespace fog

@@ -1,0 +1,75 @@
+// The sum of a neighbor average whose terms arrive encoded.
+#pragma once
+
+#include <vector>
+
+#include "collectives/neighbor_sum.hpp"
+#include "core/codecs/codecs.hpp"
+
+namespace fog {
+
+// How an exchange encodes.
+struct Encoding {
+  CodecPtr codec; // null if it does not
+  codecs::Draw draw; // of this rank's message
+  // If it is set, the own term of the sum is the decoded own message too, which is written here.
+  void* decoded = nullptr;
+  // Whether the sum is own + sum over j of weight_j * decoded_j - (1 - self_weight) * decoded_own. What other ranks
+  // gain is then what this rank loses: if weights conserve the sum over all ranks, so does the exchange, whatever the
+  // codec's error.
+  bool conserve = false;
+
+  // Returns whether the sum needs this rank's own message.
+  bool decodes_own() const {
+    return decoded != nullptr || conserve;
+  }
+};
+
+// Decodes messages of `numel` elements and adds them up, tile by tile: a tile of each term is decoded into the
+// first-level cache, and the tiles are summed as neighbor_sum() sums tensors. So the result has the bits of
+// neighbor_sum() of the decoded tensors, and memory is passed over as often as without a codec.
+class CompressedSum {
+ public:
+  // The elements may be some units of a larger tensor; `first` is the place of the first one.
+  CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel, size_t first = 0);
+
+  // The bytes of a message.
+  size_t bytes() const {
+    return bytes_;
+  }
+  // Encodes `own` into bytes() bytes.
+  void encode(const void* own, void* message) const;
+  // Uses the bytes `from` to `to` of the terms' messages; successive calls use them all. It writes the elements whose
+  // units have arrived, of the arguments of neighbor_sum(). `message` is this rank's own; it is needed if
+  // Encoding::decodes_own().
+  void add(
+      const NeighborPlan& plan,
+      c10::ArrayRef<NeighborTerm> terms,
+      const void* own,
+      const void* message,
+      void* out,
+      size_t from,
+      size_t to);
+
+ private:
+  // What is kept of a message from one call to the next.
+  struct Arrived {
+    std::vector<uint8_t> rest; // the bytes of the unit that has arrived in part
+    std::vector<uint8_t> joined; // memory for bytes that arrived in several blocks
+    Codec::Places places;
+  };
+  NeighborWeights weights_of(const NeighborPlan& plan, c10::ArrayRef<NeighborTerm> terms) const;
+  const uint8_t* contiguous(Arrived& message, const Input& input, size_t from, size_t begin, size_t end) const;
+
+  const Encoding encoding_;
+  const c10::ScalarType dtype_;
+  const size_t numel_;
+  const size_t first_;
+  const size_t bytes_;
+  const bool whole_; // messages are decoded as a whole
+  const Codec::Unit unit_;
+  std::vector<Arrived> arrived_;
+  std::vector<char> tiles_;
+};
+
+} // namespace fog

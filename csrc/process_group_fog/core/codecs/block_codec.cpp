@@ -1,0 +1,113 @@
+#include "core/codecs/block_codec.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <sstream>
+
+#include <c10/util/Exception.h>
+
+#include "core/codecs/conversions.hpp"
+#include "core/codecs/loops.hpp"
+
+namespace fog::codecs {
+namespace {
+
+struct Largest {
+  static FOG_LOOP void run(const float* __restrict in, size_t numel, int32_t* __restrict result) {
+    int32_t most = 0; // of the bits, in whose order infinity and NaN come last
+    for (size_t i = 0; i < numel; ++i) {
+      const auto magnitude = static_cast<int32_t>(bits_of(in[i]) & 0x7FFFFFFF);
+      most = magnitude > most ? magnitude : most;
+    }
+    *result = most;
+  }
+};
+
+constexpr uint32_t kLowBits = 0xFF; // all but 16 of the 24 significant bits of a float
+
+} // namespace
+
+void check_block(int64_t block) {
+  TORCH_CHECK_VALUE(
+      block >= 8 && block <= static_cast<int64_t>(kMostBlock) && block % 8 == 0, "block: got ", block,
+      "; allowed are multiples of 8 from 8 to ", kMostBlock);
+}
+
+std::string options_text(int64_t block, bool stochastic, uint64_t seed) {
+  std::ostringstream text;
+  text << "block=" << block;
+  if (stochastic) {
+    text << ", stochastic, seed=" << seed;
+  }
+  return text.str();
+}
+
+float largest(const float* in, size_t numel) {
+  int32_t bits = 0;
+  run<Largest>(in, numel, &bits);
+  return float_of(static_cast<uint32_t>(bits));
+}
+
+float scale_for(float largest, float top) {
+  if (!std::isfinite(largest)) {
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  const uint32_t bits = bits_of(std::max(largest / top, std::numeric_limits<float>::min()));
+  const float scale = float_of((bits + kLowBits) & ~kLowBits);
+  return std::isfinite(scale * top) ? scale : float_of(bits_of(scale) - (kLowBits + 1));
+}
+
+size_t BlockCodec::bytes(c10::ScalarType, size_t numel) const {
+  const size_t rest = numel % block_;
+  return numel / block_ * block_bytes(block_) + (rest > 0 ? block_bytes(rest) : 0);
+}
+
+Codec::Unit BlockCodec::unit(c10::ScalarType) const {
+  return {block_, block_bytes(block_)};
+}
+
+void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const {
+  const bool direct = dtype == c10::ScalarType::Float;
+  const size_t item = c10::elementSize(dtype);
+  const size_t block_size = block_bytes(block_);
+  std::array<float, kMostBlock> converted;
+  for (size_t begin = 0; begin < numel; begin += block_, out += block_size) {
+    const size_t count = std::min(block_, numel - begin);
+    const char* from = static_cast<const char*>(in) + begin * item;
+    if (!direct) {
+      widen(dtype, from, count, converted.data());
+    }
+    encode_block(
+        direct ? reinterpret_cast<const float*>(from) : converted.data(), count, static_cast<uint32_t>((first + begin) / block_), draw,
+        out);
+  }
+}
+
+void BlockCodec::decode(
+    c10::ScalarType dtype, size_t, const Places&, const uint8_t* data, size_t, size_t count, const void* near, void* out) const {
+  const bool direct = dtype == c10::ScalarType::Float;
+  const bool relative = is_relative();
+  const size_t item = c10::elementSize(dtype);
+  const size_t block_size = block_bytes(block_);
+  std::array<float, kMostBlock> converted;
+  std::array<float, kMostBlock> own;
+  for (size_t begin = 0; begin < count; begin += block_, data += block_size) {
+    const size_t numel = std::min(block_, count - begin);
+    char* to = static_cast<char*>(out) + begin * item;
+    const float* beside = nullptr;
+    if (relative) {
+      const char* values = static_cast<const char*>(near) + begin * item;
+      if (!direct) {
+        widen(dtype, values, numel, own.data());
+      }
+      beside = direct ? reinterpret_cast<const float*>(values) : own.data();
+    }
+    decode_block(data, numel, beside, direct ? reinterpret_cast<float*>(to) : converted.data());
+    if (!direct) {
+      narrow(dtype, converted.data(), numel, to);
+    }
+  }
+}
+
+} // namespace fog::codecs

@@ -1,0 +1,74 @@
+// The common part of the codecs that encode all elements, in blocks that are independent of each other.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "core/codecs/codec.hpp"
+
+namespace fog::codecs {
+
+// Blocks have 8 to kMostBlock elements, a multiple of 8, so a block and its codes stay in the first-level cache.
+constexpr size_t kMostBlock = 8192;
+
+// Throws ValueError unless blocks may have that size.
+void check_block(int64_t block);
+
+// "block=256", or "block=256, stochastic, seed=0".
+std::string options_text(int64_t block, bool stochastic, uint64_t seed);
+
+// Subclasses encode and decode one block, in float32: float64 is rounded to float32 first.
+class BlockCodec : public Codec {
+ public:
+  size_t bytes(c10::ScalarType dtype, size_t numel) const final;
+  Unit unit(c10::ScalarType dtype) const final;
+  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
+  void decode(
+      c10::ScalarType dtype,
+      size_t numel,
+      const Places& places,
+      const uint8_t* data,
+      size_t first,
+      size_t count,
+      const void* near,
+      void* out) const final;
+
+ protected:
+  BlockCodec(std::string text, size_t block) : Codec(std::move(text)), block_(block) {}
+
+  // The bytes of a block of `numel` elements.
+  virtual size_t block_bytes(size_t numel) const = 0;
+  // Encodes block number `block`.
+  virtual void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const = 0;
+  virtual void decode_block(const uint8_t* in, size_t numel, const float* near, float* out) const = 0;
+
+ private:
+  const size_t block_;
+};
+
+// Memory on the stack for the codes, or the random numbers, of a block.
+using Codes = std::array<uint8_t, kMostBlock + 8>;
+using Halves = std::array<uint16_t, kMostBlock + 128>;
+
+// --- scales ---
+
+// The largest magnitude of a block. It is not finite if an element is not.
+float largest(const float* in, size_t numel);
+
+// Returns a scale for which `largest` is about `top` times the scale, at least the smallest normal float, and NaN if
+// `largest` is not finite. It has 16 significant bits and is rounded up, unless `top` times the scale would overflow.
+// So products with a whole number below 2^8 are exact, and a decoded block has the same scale as before.
+float scale_for(float largest, float top);
+
+inline void store_float(uint8_t* to, float value) {
+  std::memcpy(to, &value, sizeof(value));
+}
+inline float load_float(const uint8_t* from) {
+  float value = 0;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+} // namespace fog::codecs

@@ -1,0 +1,130 @@
+// int8 and int4: whole multiples of a scale, from -127 to 127 or -7 to 7. Each block has its own scale.
+//
+// A block is its scale, a float of 16 significant bits, and then the codes. The scale is the largest magnitude of the
+// block divided by 127 or 7, rounded up. Error, element by element: at most scale / 2 to nearest, and less than the
+// scale with stochastic rounding, which is right on average (D. Alistarh et al., "QSGD", NeurIPS 2017, with blocks as
+// there and the largest magnitude in place of the norm). A block with a NaN or an infinity decodes to NaN as a whole. A
+// block of zeros decodes to zeros; -0.0 becomes 0.0.
+#include <utility>
+
+#include <c10/util/Exception.h>
+
+#include "core/codecs/block_codec.hpp"
+#include "core/codecs/codecs.hpp"
+#include "core/codecs/loops.hpp"
+#include "core/codecs/packing.hpp"
+
+namespace fog::codecs {
+namespace {
+
+constexpr size_t kScaleBytes = sizeof(float);
+
+// The sum of this number, 1.5 * 2^23, and a smaller one is rounded to a whole number, whose lowest bits are its own.
+constexpr float kWhole = 12582912.0F;
+
+// A code is the whole number plus an offset of 8 for 4 bits, so that codes are positive.
+template <int kBits>
+constexpr int kOffset = kBits == 8 ? 0 : 8;
+
+template <int kBits>
+struct Nearest {
+  static FOG_LOOP void run(const float* __restrict in, size_t numel, float inverse, uint8_t* __restrict codes) {
+    for (size_t i = 0; i < numel; ++i) {
+      codes[i] = static_cast<uint8_t>(bits_of(in[i] * inverse + kWhole) + kOffset<kBits>);
+    }
+  }
+};
+
+template <int kBits>
+struct Stochastic {
+  static FOG_LOOP void run(
+      const float* __restrict in, size_t numel, float inverse, const uint16_t* __restrict random, uint8_t* __restrict codes) {
+    constexpr int32_t kTop = (1 << (kBits - 1)) - 1;
+    for (size_t i = 0; i < numel; ++i) {
+      const float value = in[i] * inverse;
+      const float rounded = value + kWhole;
+      // The whole number below, and one more if the random number is smaller than the rest. Only choices of integers
+      // become vector instructions.
+      auto whole = static_cast<int32_t>(bits_of(rounded) - bits_of(kWhole));
+      whole -= rounded - kWhole > value ? 1 : 0;
+      const float rest = value - static_cast<float>(whole);
+      whole += static_cast<float>(static_cast<int32_t>(random[i])) * 0x1p-16F < rest ? 1 : 0;
+      whole = whole > kTop ? kTop : whole;
+      whole = whole < -kTop ? -kTop : whole;
+      codes[i] = static_cast<uint8_t>(whole + kOffset<kBits>);
+    }
+  }
+};
+
+template <int kBits>
+struct Restore {
+  static FOG_LOOP void run(const uint8_t* __restrict codes, size_t numel, float scale, float* __restrict out) {
+    for (size_t i = 0; i < numel; ++i) {
+      const int32_t whole = kBits == 8 ? static_cast<int8_t>(codes[i]) : codes[i] - kOffset<kBits>;
+      out[i] = static_cast<float>(whole) * scale;
+    }
+  }
+};
+
+template <int kBits>
+class Integers : public BlockCodec {
+ public:
+  Integers(const std::string& options, size_t block, bool stochastic, uint64_t seed)
+      : BlockCodec((kBits == 8 ? "Int8(" : "Int4(") + options + ")", block), stochastic_(stochastic), seed_(seed) {}
+
+ protected:
+  size_t block_bytes(size_t numel) const override {
+    return kScaleBytes + packed_bytes(numel, kBits);
+  }
+
+  void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const override {
+    const float scale = scale_for(largest(in, numel), (1 << (kBits - 1)) - 1);
+    store_float(out, scale);
+    out += kScaleBytes;
+    if (scale != scale) {
+      std::memset(out, 0, packed_bytes(numel, kBits));
+      return;
+    }
+    Codes codes;
+    uint8_t* target = kBits == 8 ? out : codes.data();
+    if (stochastic_) {
+      Halves random;
+      random_halves(seed_, draw, block, numel, random.data());
+      run<Stochastic<kBits>>(in, numel, 1.0F / scale, random.data(), target);
+    } else {
+      run<Nearest<kBits>>(in, numel, 1.0F / scale, target);
+    }
+    if constexpr (kBits != 8) {
+      run<Pack<kBits>>(codes.data(), numel, out);
+    }
+  }
+
+  void decode_block(const uint8_t* in, size_t numel, const float*, float* out) const override {
+    const float scale = load_float(in);
+    const uint8_t* source = in + kScaleBytes;
+    Codes codes;
+    if constexpr (kBits != 8) {
+      run<Unpack<kBits>>(source, numel, codes.data());
+      source = codes.data();
+    }
+    run<Restore<kBits>>(source, numel, scale, out);
+  }
+
+ private:
+  const bool stochastic_;
+  const uint64_t seed_;
+};
+
+} // namespace
+
+CodecPtr integers(int bits, int64_t block, bool stochastic, uint64_t seed) {
+  TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits: got ", bits, "; allowed are 4 and 8");
+  check_block(block);
+  const auto options = options_text(block, stochastic, seed);
+  if (bits == 8) {
+    return std::make_shared<Integers<8>>(options, block, stochastic, seed);
+  }
+  return std::make_shared<Integers<4>>(options, block, stochastic, seed);
+}
+
+} // namespace fog::codecs

@@ -1,0 +1,47 @@
+// The common part of the codecs that send some of the elements, exactly, and nothing of the others.
+#pragma once
+
+#include <string>
+
+#include "core/codecs/codec.hpp"
+
+namespace fog::codecs {
+
+// Subclasses choose the places. A message has a prefix of fixed size, then the values in the order of their places, in
+// the tensor's dtype, and then what is needed to find the places.
+class SparseCodec : public Codec {
+ public:
+  size_t bytes(c10::ScalarType dtype, size_t numel) const final;
+  Unit unit(c10::ScalarType dtype) const final;
+  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
+  Places open(c10::ScalarType dtype, size_t numel, const uint8_t* message) const final;
+  void decode(
+      c10::ScalarType dtype,
+      size_t numel,
+      const Places& places,
+      const uint8_t* data,
+      size_t first,
+      size_t count,
+      const void* near,
+      void* out) const final;
+
+ protected:
+  // `k` elements are sent, or the given fraction if it is 0. Throws ValueError.
+  SparseCodec(const std::string& name, double fraction, int64_t k, const std::string& more, size_t prefix);
+
+  // The number of elements that are sent of `numel`: none of none, otherwise at least one.
+  size_t count(size_t numel) const;
+  // The bytes behind the values.
+  virtual size_t tail_bytes(size_t numel) const = 0;
+  // Chooses the places for a message, and writes its prefix and its tail.
+  virtual Places choose(
+      c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* prefix, uint8_t* tail) const = 0;
+  virtual Places read(size_t numel, const uint8_t* prefix, const uint8_t* tail) const = 0;
+
+ private:
+  const double fraction_;
+  const size_t k_;
+  const size_t prefix_;
+};
+
+} // namespace fog::codecs

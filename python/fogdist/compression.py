@@ -1,0 +1,462 @@
+"""Codecs: forms of a tensor in fewer bytes, for exchanges with neighbors.
+
+A codec is an argument of an exchange, as in ``fogdist.neighbor_allreduce(x, compression=Int8())``, or of the mixing of
+an algorithm, as in ``Neighbors(compression=Int8())``. All ranks of an exchange must use the same one.
+docs/compression.md compares the codecs, and says when which one pays.
+
+Codecs take float16, bfloat16, float32 and float64, of any shape and size. All except `TopK` and `RandomK` compute in
+float32; a float64 is rounded to float32 first. No codec turns a NaN or an infinity into a finite number, except for
+elements that `TopK` and `RandomK` do not send.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fogdist.arguments import dense, plain
+
+if TYPE_CHECKING:
+    from fog_pg import _C
+
+__all__ = [
+    "BFloat16",
+    "Codec",
+    "Float8",
+    "Float16",
+    "Int4",
+    "Int8",
+    "Moniqua",
+    "RandomK",
+    "Sign",
+    "TopK",
+]
+
+_SEEDS = 1 << 32
+# Codecs compute scales with 16 significant bits, and everything else with 24. Bounds are larger by this factor.
+_ROUNDING = 1 + 2.0**-13
+
+
+@dataclass(frozen=True)
+class Codec(abc.ABC):
+    """Base of the codecs, which are constants: equal arguments make equal codecs.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is out of its range.
+    """
+
+    _computes_in_float32: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), each.metadata["allowed"])
+        seed = getattr(self, "seed", 0)
+        if not 0 <= seed < _SEEDS:
+            raise ValueError(f"seed must be from 0 to {_SEEDS - 1}, got {seed}")
+        _ = self.backend  # checks the rest
+
+    @property
+    def backend(self) -> _C.Codec:
+        """The codec as the backend takes it."""
+        return _made(self)
+
+    @abc.abstractmethod
+    def _make(self) -> _C.Codec:
+        """Makes the backend's object."""
+
+    def bytes(self, numel: int, dtype: torch.dtype = torch.float32) -> int:
+        """Returns the number of bytes of a message.
+
+        Args:
+            numel: The number of elements.
+            dtype: Their dtype.
+
+        Raises:
+            TypeError: `dtype` is no torch.dtype.
+            ValueError: The codec does not take the dtype; a negative number.
+        """
+        return self.backend.bytes(dtype, numel)
+
+    def encode(self, tensor: Tensor, *, counter: int = 0, rank: int = 0) -> Tensor:
+        """Returns the message for a tensor, of dtype uint8.
+
+        Args:
+            tensor: On the CPU.
+            counter: The number of the exchange, below 2^44, which selects the random numbers, if there are any.
+            rank: The sender's rank, likewise, below 2^20.
+
+        Raises:
+            TypeError: `tensor` is no dense torch.Tensor.
+            ValueError: The codec does not take its dtype; it is not on the CPU; a number out of its range.
+        """
+        for name, value, most in (("counter", counter, 1 << 44), ("rank", rank, 1 << 20)):
+            if not 0 <= value < most:
+                raise ValueError(f"{name} must be from 0 to {most - 1}, got {value}")
+        source = plain(dense(tensor))
+        message = torch.empty(self.bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cpu")
+        self.backend.encode(source, message, counter, rank)
+        return message
+
+    def decode(
+        self,
+        message: Tensor,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        near: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the tensor that a receiver gets.
+
+        Args:
+            message: The result of `encode`.
+            shape: The shape of the encoded tensor.
+            dtype: Its dtype.
+            near: The receiver's own tensor; for `Moniqua`, and only for it.
+
+        Raises:
+            ValueError: The message does not have the size of such a tensor's, or is not valid; the codec does not take
+            the
+                dtype; `near` is missing, or is not needed.
+        """
+        output = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        self.backend.decode(message, output, near)
+        return output
+
+    def bound(self, tensor: Tensor) -> Tensor:
+        """Returns how far each element of the decoded tensor can be from the given one, in float64.
+
+        It is infinite where the decoded element may be NaN or infinite.
+        """
+        values = dense(tensor).double().flatten()
+        if self._computes_in_float32:
+            values = torch.where(values.abs() > torch.finfo(torch.float32).max, math.inf, values)
+        errors = self._errors(values, tensor.dtype)
+        if tensor.dtype in (torch.float16, torch.bfloat16):  # the decoded value is rounded to the dtype
+            info = torch.finfo(tensor.dtype)
+            errors = errors + info.eps * (values.abs() + errors) + info.smallest_normal * info.eps
+        elif tensor.dtype == torch.float64:
+            errors = errors + 2.0**-24 * values.abs() + 2.0**-149
+        return torch.nan_to_num(errors, nan=math.inf, posinf=math.inf).view(tensor.shape)
+
+    @abc.abstractmethod
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the bound without the rounding to the dtype of the tensor; NaN and infinities stay."""
+
+
+def _argument(default: Any, allowed: str) -> Any:
+    return field(default=default, metadata={"allowed": allowed})
+
+
+def _check_type(name: str, value: object, allowed: str) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    fits = {
+        "an integer": is_integer,
+        "an integer or None": is_integer or value is None,
+        "True or False": isinstance(value, bool),
+        "a string": isinstance(value, str),
+        "a real number": isinstance(value, numbers.Real) and not isinstance(value, bool),
+        "a real number or None": value is None
+        or (isinstance(value, numbers.Real) and not isinstance(value, bool)),
+    }[allowed]
+    if not fits:
+        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
+
+
+@functools.lru_cache(maxsize=256)
+def _made(codec: Codec) -> _C.Codec:
+    return codec._make()
+
+
+def _backend() -> type[_C.Codec]:
+    # Imported here because it loads the extension.
+    from fog_pg._C import Codec
+
+    return Codec
+
+
+def encoding_of(compression: Codec | None, *, conserve: bool = False) -> dict[str, Any]:
+    """Returns the arguments of the backend's exchanges for a user's argument `compression`.
+
+    Args:
+        compression: The argument.
+        conserve: Whether the exchange is to conserve the sum over all ranks.
+
+    Raises:
+        TypeError: It is no codec and not None.
+    """
+    if compression is None:
+        return {}
+    if not isinstance(compression, Codec):
+        raise TypeError(f"compression must be a codec of fogdist.compression or None, got {compression!r}")
+    return {"compression": compression.backend, "conserve": conserve}
+
+
+def _largest(values: Tensor, block: int) -> Tensor:
+    """Returns for each element the largest magnitude of its block."""
+    return _by_block(values, block, lambda blocks, _: blocks.amax(1, keepdim=True))
+
+
+def _by_block(values: Tensor, block: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    numel = values.numel()
+    count = -(-numel // block)
+    magnitudes = torch.zeros(count * block, dtype=torch.float64)
+    magnitudes[:numel] = values.abs()
+    sizes = torch.full((count, 1), float(block), dtype=torch.float64)
+    if numel % block:
+        sizes[-1] = numel % block
+    return reduce(magnitudes.view(count, block), sizes).expand(count, block).reshape(-1)[:numel]
+
+
+def _scale(values: Tensor, block: int, top: float) -> Tensor:
+    """Returns for each element the scale of its block, or slightly more."""
+    return (_largest(values, block) / top).clamp_min(2.0**-126) * _ROUNDING
+
+
+@dataclass(frozen=True)
+class Float16(Codec):
+    """Rounds to float16: 2 bytes an element.
+
+    The error is at most ``2^-11 |x|``, and 2^-25 for subnormals. 65,520 and more become infinity.
+    """
+
+    def _make(self) -> _C.Codec:
+        return _backend().float16()
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        size = values.abs()
+        return torch.where(size < 65519, 2.0**-11 * size + 2.0**-25, math.inf)
+
+
+@dataclass(frozen=True)
+class BFloat16(Codec):
+    """Rounds to bfloat16: 2 bytes an element. The error is at most ``2^-8 |x|``, and 2^-134 for subnormals.
+
+    The largest numbers become infinity where the rounded number does not fit into the dtype of the tensor.
+    """
+
+    def _make(self) -> _C.Codec:
+        return _backend().bfloat16()
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        size = values.abs()
+        errors = 2.0**-8 * size + 2.0**-134
+        most = min(torch.finfo(torch.bfloat16).max, torch.finfo(dtype).max)
+        return torch.where(size + errors < most, errors, math.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Blocks(Codec):
+    """Codecs with a scale for each block.
+
+    Args:
+        block: The number of elements of a block: a multiple of 8, from 8 to 8192.
+        stochastic: Whether values are rounded up or down at random, so that they are right on average, instead of to
+            nearest. Random numbers depend on the seed, the sender's rank and the number of its compressed exchanges.
+        seed: From 0 to 2^32 - 1.
+    """
+
+    block: int = _argument(256, "an integer")
+    stochastic: bool = _argument(False, "True or False")
+    seed: int = _argument(0, "an integer")
+
+
+@dataclass(frozen=True)
+class Float8(_Blocks):
+    """Rounds to 8-bit floating point, times a scale of the block: 1 byte an element, and 4 bytes a block.
+
+    "e4m3" has errors of at most ``2^-4 |x| + 2^-10 s``, and "e5m2" ``2^-3 |x| + 2^-17 s``, where s is the largest
+    magnitude of the block divided by 448 or 57,344; twice that if `stochastic`. (Micikevicius et al., "FP8 formats for
+    deep learning", arXiv 2209.05433.) A block with a NaN or an infinity becomes NaN.
+
+    Args:
+        format: "e4m3" or "e5m2".
+        block: A multiple of 8, from 8 to 8192.
+        stochastic: Whether to round at random, right on average.
+        seed: Of the random numbers, from 0 to 2^32 - 1.
+    """
+
+    format: str = _argument("e4m3", "a string")
+
+    def _make(self) -> _C.Codec:
+        return _backend().float8(self.format, self.block, self.stochastic, self.seed)
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        top, relative, absolute = (448.0, 2.0**-4, 2.0**-10)
+        if self.format == "e5m2":
+            top, relative, absolute = 57344.0, 2.0**-3, 2.0**-17
+        errors = relative * values.abs() + absolute * _scale(values, self.block, top)
+        return errors * _ROUNDING * (2 if self.stochastic else 1)
+
+
+class _Integers(_Blocks):
+    _bits: ClassVar[int]
+
+    def _make(self) -> _C.Codec:
+        return _backend().integers(self._bits, self.block, self.stochastic, self.seed)
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        scale = _scale(values, self.block, 2 ** (self._bits - 1) - 1)
+        return scale * (1.0 if self.stochastic else 0.5)
+
+
+@dataclass(frozen=True)
+class Int8(_Integers):
+    """Whole multiples of a scale of the block, from -127 to 127: 1 byte an element, and 4 bytes a block.
+
+    The scale s is the largest magnitude of the block divided by 127. The error is at most ``s / 2``, or s if
+    `stochastic` (Alistarh et al., "QSGD", NeurIPS 2017). A block with a NaN or an infinity becomes NaN.
+
+    Args:
+        block: A multiple of 8, from 8 to 8192.
+        stochastic: Whether to round at random, right on average.
+        seed: Of the random numbers, from 0 to 2^32 - 1.
+    """
+
+    _bits = 8
+
+
+@dataclass(frozen=True)
+class Int4(_Integers):
+    """As `Int8`, with multiples from -7 to 7: half a byte an element, and 4 bytes a block."""
+
+    _bits = 4
+
+
+@dataclass(frozen=True)
+class Sign(_Blocks):
+    """The sign of each element, and a scale of the block: 1 bit an element, and 4 bytes a block.
+
+    The scale is the mean magnitude m of the block, for which the sum of squared errors is least; the error is ``||x| -
+    m|`` (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). If `stochastic`, it is the largest magnitude
+    s, and an element becomes s with probability ``(1 + x / s) / 2``, which is right on average. A block with a NaN or
+    an infinity becomes NaN. Zeros become plus or minus the scale.
+
+    Args:
+        block: A multiple of 8, from 8 to 8192.
+        stochastic: Whether to choose signs at random, right on average.
+        seed: Of the random numbers, from 0 to 2^32 - 1.
+    """
+
+    def _make(self) -> _C.Codec:
+        return _backend().sign(self.block, self.stochastic, self.seed)
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        if self.stochastic:
+            return (values.abs() + _scale(values, self.block, 1.0)) * _ROUNDING
+        mean = _by_block(values, self.block, lambda blocks, sizes: blocks.sum(1, keepdim=True) / sizes)
+        return (values.abs() - mean).abs() + (_ROUNDING - 1) * mean + 2.0**-126
+
+
+@dataclass(frozen=True)
+class Moniqua(Codec):
+    """Values modulo a range, for neighbors whose values are near each other: `bits` bits an element, a byte per 1024.
+
+    If no two neighbors differ by `theta` or more in any element, the error is at most ``theta / (2^bits - 1)``, plus
+    ``2^-20 (|x| + theta)`` for float32's precision (Lu and De Sa, "Moniqua", ICML 2020). If they differ by more,
+    decoded values may be off by multiples of ``2 theta / (1 - 2^-bits)``, and nothing shows this: choose `theta` with
+    care. A block of 1024 elements with a NaN, an infinity or a number that is too large for `theta` becomes NaN.
+
+    Args:
+        theta: The bound, from 1e-30 to 1e30.
+        bits: 1, 2, 4 or 8.
+    """
+
+    theta: float = field(metadata={"allowed": "a real number"})
+    bits: int = _argument(1, "an integer")
+
+    def _make(self) -> _C.Codec:
+        return _backend().moniqua(float(self.theta), self.bits)
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        """See `Codec.bound`. It holds for receivers whose own values are within `theta`."""
+        size = _largest(values, 1024)
+        wide = 2 * self.theta / (1 - 2.0**-self.bits)
+        errors = self.theta / (2**self.bits - 1) * _ROUNDING + 2.0**-20 * (values.abs() + wide)
+        return torch.where(size < 2.0**20 * wide, errors, math.inf)
+
+
+@dataclass(frozen=True)
+class _Sparse(Codec):
+    _computes_in_float32: ClassVar[bool] = False
+
+    fraction: float | None = _argument(None, "a real number or None")
+    k: int | None = _argument(None, "an integer or None")
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.k is None):
+            raise ValueError(
+                f"exactly one of fraction and k must be given, got fraction={self.fraction}, k={self.k}"
+            )
+        super().__post_init__()
+
+    def _which(self) -> tuple[float, int]:
+        if self.k is None:
+            assert self.fraction is not None
+            return float(self.fraction), 0
+        if self.k < 1:
+            raise ValueError(f"k must be at least 1, got {self.k}")
+        return 0.0, self.k
+
+    def count(self, numel: int) -> int:
+        """Returns how many of `numel` elements are sent: at least one, if there are any."""
+        fraction, k = self._which()
+        return min(numel, k or math.ceil(fraction * numel))
+
+
+@dataclass(frozen=True)
+class TopK(_Sparse):
+    """The elements of largest magnitude, exactly, and their places; the others become 0.
+
+    The squared error is at most ``1 - k / numel`` of the tensor's squared norm (Stich et al., "Sparsified SGD with
+    memory", NeurIPS 2018). Places take about ``2 + log2(numel / k)`` bits each. NaN and infinity count as larger than
+    numbers, so up to k of them arrive. Of a list of tensors, the elements of all tensors of one dtype are one message.
+
+    Args:
+        fraction: The share of the elements to send: more than 0, at most 1.
+        k: Or their number.
+    """
+
+    def _make(self) -> _C.Codec:
+        return _backend().top_k(*self._which())
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        size = values.abs()
+        count = self.count(values.numel())
+        if count == 0:
+            return size
+        keys = size.nan_to_num(nan=math.inf, posinf=math.inf)
+        least = keys.topk(count).values[-1]
+        return torch.where(keys > least, 0.0, keys)
+
+
+@dataclass(frozen=True)
+class RandomK(_Sparse):
+    """Random elements, exactly; the others become 0. Their places follow from the seed and are not sent.
+
+    The tensor is cut into k parts of nearly equal size, and a random element of each is sent. On average the squared
+    error is at most ``1 - 1 / ceil(numel / k)`` of the tensor's squared norm. Values are not multiplied by ``numel /
+    k``.
+
+    Args:
+        fraction: The share of the elements to send: more than 0, at most 1.
+        k: Or their number.
+        seed: From 0 to 2^32 - 1. The places also depend on the sender's rank and the number of its compressed
+            exchanges.
+    """
+
+    seed: int = _argument(0, "an integer")
+
+    def _make(self) -> _C.Codec:
+        return _backend().random_k(*self._which(), self.seed)
+
+    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        return values.abs()

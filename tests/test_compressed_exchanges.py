@@ -1,0 +1,528 @@
+"""Compressed exchanges equal the weighted sums of the decoded tensors, bit for bit, however their messages arrive."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+import torch.distributed as dist
+from fogdist import topology
+from fogdist.algorithms import (
+    DecentralizedAdamW,
+    DecentralizedSGD,
+    GradientTracking,
+    Machines,
+    Neighbors,
+    PushSumSGD,
+)
+from fogdist.compression import (
+    BFloat16,
+    Codec,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Moniqua,
+    RandomK,
+    Sign,
+    TopK,
+)
+from fogdist.simulate.ranks import RowMixing
+from harness import BACKEND, error_of, on_ranks
+from hosts import run_on_hosts
+from reference import HALVES, Checks, make_input
+from torch import Tensor
+
+from fog_pg._C import NeighborPlan, VirtualWorld
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests fog's compressed exchanges")
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+CODECS: list[Codec] = [
+    Float16(),
+    BFloat16(),
+    Float8("e4m3"),
+    Int8(),
+    Int8(block=8192),
+    Int4(block=64, stochastic=True, seed=2),
+    Sign(block=1024),
+    Moniqua(10.0, 4),
+    TopK(0.02),
+    TopK(0.7),
+    RandomK(0.1),
+]
+# No element, one, fewer than a block, what comes with the header, and what comes in several parts.
+SIZES = [0, 1, 100, 5000, 300_001]
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in HALVES else torch.float64
+
+
+def weighted(terms: Sequence[tuple[float, Tensor]]) -> Tensor:
+    """Returns the sum as fog promises it: in this order, in the wider type, rounded once."""
+    dtype = terms[0][1].dtype
+    wide = accumulator(dtype)
+    products = [
+        value.to(wide) * torch.full((), weight, dtype=torch.float64).to(wide) for weight, value in terms
+    ]
+    return functools.reduce(torch.add, products).to(dtype)
+
+
+def decoded_at(codec: Codec, tensor: Tensor, rank: int, counter: int, near: Tensor) -> Tensor:
+    """Returns what a rank with the values `near` gets of the tensor of `rank`."""
+    message = codec.encode(tensor, counter=counter, rank=rank)
+    return codec.decode(
+        message, tensor.shape, tensor.dtype, near=near if isinstance(codec, Moniqua) else None
+    )
+
+
+def expected_at(
+    codec: Codec, plan: NeighborPlan, x: list[Tensor], counter: int, how: str
+) -> tuple[Tensor, Tensor]:
+    """Returns the result of an exchange at the plan's rank, and its own decoded message."""
+    rank = plan.rank
+    terms = [
+        (weight, decoded_at(codec, x[source], source, counter, x[rank]))
+        for source, weight in plan.sources
+        if weight != 0
+    ]
+    mine = decoded_at(codec, x[rank], rank, counter, x[rank])
+    if how == "conserve":
+        terms += [(plan.self_weight - 1, mine), (1.0, x[rank])]
+    else:
+        terms.append((plan.self_weight, mine if how == "decoded" else x[rank]))
+    return weighted(terms), mine
+
+
+def plan_at(rank: int, size: int) -> NeighborPlan:
+    """Each rank receives from the two before it, and, with weight 0, from the third."""
+    sources = [((rank - 1) % size, 0.3), ((rank - 2) % size, -0.25), ((rank - 3) % size, 0.0)]
+    return NeighborPlan(rank, size, 0.45, sources, [((rank + hop) % size, 1.0) for hop in (1, 2, 3)])
+
+
+# --- with messages that are late and come in parts ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
+def test_the_result_is_the_sum_of_the_decoded_tensors(codec: Codec, how: str) -> None:
+    check_sums(codec, how, 5, DTYPES if how == "exact" else [torch.float32], SIZES)
+
+
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Float16(), Sign(block=1024), TopK(0.3)], ids=repr)
+@pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
+def test_large_tensors_go_in_pieces(codec: Codec, how: str) -> None:
+    """The result is the same as in one piece, and a peer gets a message for each MiB, or one if it cannot be cut."""
+    world = check_sums(codec, how, 4, [torch.float32], [2_700_001])
+    bytes_each = codec.bytes(2_700_001)
+    pieces = 1 if isinstance(codec, TopK) else max(1, bytes_each >> 20)
+    for (sender, receiver), (messages, sent) in world.sent.items():
+        if sender != receiver:
+            assert (messages, sent) == (pieces, bytes_each)
+
+
+def check_sums(
+    codec: Codec, how: str, size: int, dtypes: Sequence[torch.dtype], numels: Sequence[int]
+) -> VirtualWorld:
+    """Compares exchanges of tensors of all these dtypes and sizes with the sums of the decoded tensors."""
+    world = VirtualWorld(size, ranks_per_host=2, seed=3, most_delay=4)
+    counter = 10
+    for dtype in dtypes:
+        for numel in numels:
+            counter += 1
+            x = [make_input(rank, dtype, numel) for rank in range(size)]
+            given = [tensor.clone() for tensor in x]
+            own = [torch.full_like(tensor, math.nan) for tensor in x]
+            works = [
+                group.neighbor_allreduce(
+                    given[rank],
+                    plan_at(rank, size),
+                    output=given[rank] if how == "in place" else None,
+                    compression=codec.backend,
+                    decoded=own[rank] if how == "decoded" else None,
+                    counter=counter,
+                    conserve=how == "conserve",
+                )
+                for rank, group in enumerate(world.groups)
+            ]
+            world.progress()
+            for rank, work in enumerate(works):
+                assert work.is_completed()
+                (result,) = work.result()
+                expected, mine = expected_at(codec, plan_at(rank, size), x, counter, how)
+                torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+                if how == "decoded":
+                    torch.testing.assert_close(own[rank], mine, rtol=0, atol=0)
+                if how == "in place":
+                    assert result.data_ptr() == given[rank].data_ptr()
+                else:
+                    assert torch.equal(given[rank], x[rank])
+    return world
+
+
+@pytest.mark.parametrize("codec", [Int8(), TopK(0.02), RandomK(0.1)], ids=repr)
+def test_the_mean_is_conserved(codec: Codec) -> None:
+    size, numel = 8, 20_000
+    world = VirtualWorld(size, seed=1, most_delay=3)
+    x = [make_input(rank, torch.float64, numel) for rank in range(size)]
+    mean = torch.stack(x).mean(0)
+    for _ in range(20):
+        plans = [
+            NeighborPlan(r, size, 1.0, [((r - 1) % size, 1.0)], [((r + 1) % size, 1.0)], mean=True)
+            for r in range(size)
+        ]
+        works = [
+            group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, conserve=True)
+            for r, group in enumerate(world.groups)
+        ]
+        world.progress()
+        x = [work.result()[0] for work in works]
+        torch.testing.assert_close(torch.stack(x).mean(0), mean, rtol=0, atol=1e-12)
+
+
+def test_lists_are_one_message_of_each_dtype() -> None:
+    size = 3
+    world = VirtualWorld(size, ranks_per_host=3)
+    codec = Int8(block=8, stochastic=True)
+    x = [
+        [make_input(r, d, n) for d, n in ((torch.float32, 50), (torch.float16, 7), (torch.float32, 9))]
+        for r in range(size)
+    ]
+    plans = [
+        NeighborPlan(r, size, 0.5, [((r - 1) % size, 0.5)], [((r + 1) % size, 1.0)]) for r in range(size)
+    ]
+    works = [
+        group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, counter=6)
+        for r, group in enumerate(world.groups)
+    ]
+    world.progress()
+    for r, work in enumerate(works):
+        outputs = work.result()
+        floats = [torch.cat([x[s][0], x[s][2]]) for s in range(size)]
+        expected, _ = expected_at(codec, plans[r], floats, 6, "exact")
+        assert torch.equal(torch.cat([outputs[0], outputs[2]]), expected)
+        expected, _ = expected_at(codec, plans[r], [x[s][1] for s in range(size)], 6 | 1 << 32, "exact")
+        assert torch.equal(outputs[1], expected)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Sign(), TopK(0.1), Moniqua(10.0, 8)], ids=repr)
+@pytest.mark.parametrize("conserve", [False, True])
+def test_machines_encode_the_slices_of_their_means(codec: Codec, conserve: bool) -> None:
+    size, local, numel = 6, 2, 20_001
+    machines = [[0, 1], [2, 3], [4, 5]]
+    world = VirtualWorld(size, ranks_per_host=local, seed=5, most_delay=3)
+    x = [make_input(r, torch.float32, numel) for r in range(size)]
+    means = [((x[a].double() + x[b].double()) / 2).float() for a, b in machines]
+    count = len(machines)
+    plans = [
+        NeighborPlan(m, count, 0.5, [((m - 1) % count, 0.5)], [((m + 1) % count, 1.0)]) for m in range(count)
+    ]
+    works = [
+        group.hierarchical_neighbor_allreduce(
+            x[r], machines, plans[r // local], compression=codec.backend, counter=1, conserve=conserve
+        )
+        for r, group in enumerate(world.groups)
+    ]
+    world.progress()
+    cut = numel // local
+    for r, work in enumerate(works):
+        machine = r // local
+        (result,) = work.result()
+        for begin, end in ((0, cut), (cut, numel)):
+            slices = [mean[begin:end] for mean in means]
+            expected, _ = expected_at(codec, plans[machine], slices, 1, "conserve" if conserve else "exact")
+            torch.testing.assert_close(result[begin:end], expected, rtol=0, atol=0)
+
+
+def test_each_exchange_has_its_own_random_numbers() -> None:
+    codec = Int8(stochastic=True)
+    results = []
+    for _ in range(2):
+        world = VirtualWorld(2)
+        x = [make_input(r, torch.float32, 1000) for r in range(2)]
+        for _ in range(2):
+            works = [
+                group.neighbor_allreduce(
+                    x[r], NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]), compression=codec.backend
+                )
+                for r, group in enumerate(world.groups)
+            ]
+            world.progress()
+            results.append(works[0].result()[0])
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])  # runs repeat
+    assert not torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_ranks_with_different_codecs_all_hear_of_it(confirm: bool) -> None:
+    for codecs in (
+        [Int8(), Int8(block=64)],
+        [Int8(), None],
+        [TopK(0.01), TopK(0.02)],
+        [Int8(seed=1, stochastic=True), Int8(seed=2, stochastic=True)],
+    ):
+        world = VirtualWorld(2, confirm=confirm, timeout=timedelta(seconds=30))
+        works = [
+            group.neighbor_allreduce(
+                torch.ones(1000),
+                NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]),
+                compression=None if codecs[r] is None else codecs[r].backend,
+            )
+            for r, group in enumerate(world.groups)
+        ]
+        world.progress()
+        for rank, work in enumerate(works):
+            message = error_of(work.wait)
+            for codec in codecs:
+                if codec is not None:
+                    assert codec.backend.text in message, (rank, message)
+            assert "ranks disagree" in message
+
+
+def test_long_names_of_codecs_are_compared_too() -> None:
+    """The text in a header is short, but ends with a hash of all of it."""
+    codecs = [TopK(fraction) for fraction in (0.12345678901234567, 0.12345678901234569)]
+    codecs = [
+        *codecs,
+        *(RandomK(fraction, seed=4_000_000_000) for fraction in (0.12345678901234567, 0.123456789012346)),
+    ]
+    for pair in (codecs[:2], codecs[2:]):
+        world = VirtualWorld(2, timeout=timedelta(seconds=30))
+        works = [
+            group.neighbor_allreduce(
+                torch.ones(100),
+                NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]),
+                compression=pair[r].backend,
+            )
+            for r, group in enumerate(world.groups)
+        ]
+        world.progress()
+        assert all("ranks disagree" in error_of(work.wait) for work in works)
+
+
+# --- the functions of fogdist ---------------------------------------------------------------------------------
+
+
+@on_ranks(3)
+def test_every_form_takes_a_codec() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    codec = Int4(block=64)
+    with Checks() as checks:
+        for numel in (0, 10, 100_000, 600_001):
+            x = [make_input(r, torch.float32, numel) for r in range(size)]
+            others = [(rank - 1) % size, (rank + 1) % size]
+            plan = NeighborPlan(rank, size, 0.5, sorted((o, 0.25) for o in others), [])
+            expected, _ = expected_at(codec, plan, x, 0, "exact")
+            weights: dict[str, Any] = {
+                "self_weight": 0.5,
+                "src_weights": dict.fromkeys(others, 0.25),
+                "dst_weights": others,
+                "compression": codec,
+            }
+            shared = fogdist.share_(x[rank].clone())
+            for given in (x[rank], shared):
+                checks.equal(f"{numel}", fogdist.neighbor_allreduce(given, **weights), expected)
+                handle = fogdist.neighbor_allreduce_nonblocking(given, **weights)
+                checks.equal(f"{numel} nonblocking", fogdist.wait(handle), expected)
+                checks.equal(f"{numel} list", fogdist.neighbor_allreduce([given], **weights)[0], expected)
+            place = x[rank].clone()
+            checks.equal(f"{numel} in place", fogdist.neighbor_allreduce_(place, **weights), expected)
+            place = x[rank].clone()
+            fogdist.wait(fogdist.neighbor_allreduce_nonblocking_(place, **weights))
+            checks.equal(f"{numel} in place nonblocking", place, expected)
+            strided = torch.stack([x[rank], x[rank]], 1)[:, 0]
+            checks.equal(f"{numel} strided", fogdist.neighbor_allreduce_(strided, **weights), expected)
+
+
+@on_ranks(2)
+def test_wrong_arguments_raise_before_anything_is_sent() -> None:
+    fogdist.init()
+    fogdist.set_topology(topology.RingGraph(2))
+    x = torch.ones(10)
+    with pytest.raises(TypeError, match="compression must be a codec.*int8"):
+        fogdist.neighbor_allreduce(x, compression="int8")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="compression must be a codec.*Int8"):
+        fogdist.neighbor_allreduce_nonblocking(x, compression=Int8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Int8.*complex64"):
+        fogdist.neighbor_allreduce(x.to(torch.complex64), compression=Int8())
+    with pytest.raises(ValueError, match="TopK.*complex128"):
+        fogdist.neighbor_allreduce_([x.clone(), x.to(torch.complex128)], compression=TopK(0.1))
+    with pytest.raises(ValueError, match="compression.*Int8.*meta|meta"):
+        fogdist.neighbor_allreduce(x.to("meta"), compression=Int8())
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    plan = NeighborPlan(dist.get_rank(), 2, 1.0, [], [])
+    codec = Int8().backend
+    for wrong, words in (
+        ({"decoded": x.clone()}, "decoded.*without compression"),
+        ({"conserve": True}, "conserve.*without compression"),
+        ({"compression": codec, "decoded": x}, "decoded"),
+        ({"compression": codec, "decoded": torch.ones(9)}, "decoded.*shape"),
+        ({"compression": codec, "decoded": x.double()}, "decoded.*dtype"),
+        ({"compression": codec, "decoded": x.clone(), "conserve": True}, "conserve.*decoded"),
+        ({"compression": codec, "counter": 1 << 32}, "counter.*4294967296"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            backend.neighbor_allreduce(x, plan, **wrong)
+    torch.testing.assert_close(fogdist.neighbor_allreduce(x, compression=Int8()), x, rtol=1e-4, atol=0)
+
+
+# --- algorithms -----------------------------------------------------------------------------------------------
+
+
+def quadratic(rank: int) -> tuple[torch.nn.Module, Tensor]:
+    """Returns a model of one vector, whose optimum differs from rank to rank."""
+    model = torch.nn.Linear(300, 1, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    return model, make_input(rank, torch.float32, (1, 300))
+
+
+def train(optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: Tensor, steps: int) -> Tensor:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model.weight - target) ** 2).sum().div(2).backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+@on_ranks(4)
+def test_algorithms_mix_compressed_values() -> None:
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    ring = topology.RingGraph(size)
+    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(size)]).mean(0)
+    for algorithm, codec, tolerance in (
+        (DecentralizedSGD, None, 0.4),
+        (DecentralizedSGD, Int8(), 0.4),
+        (GradientTracking, Int8(), 0.03),
+        (GradientTracking, Float16(), 0.01),
+    ):
+        model, target = quadratic(rank)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = algorithm(plain, model, mixing=Neighbors(ring, compression=codec))
+        found = train(optimizer, model, target, 150)
+        assert (found - mean).abs().max() < tolerance, (algorithm, codec, (found - mean).abs().max())
+
+
+@on_ranks(2)
+def test_the_wrapper_mixes_compressed_values() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    fogdist.set_topology(topology.FullyConnectedGraph(2))
+    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(2)]).mean(0)
+    model, target = quadratic(rank)
+    wrapped = fogdist.DecentralizedDataParallel(
+        model, torch.optim.SGD(model.parameters(), lr=0.05), compression=Int8()
+    )
+    for _ in range(100):
+        wrapped.optimizer.zero_grad()
+        wrapped(torch.zeros(1, 300))
+        ((model.weight - target) ** 2).sum().div(2).backward()
+        wrapped.optimizer.step()
+    assert (model.weight - mean).abs().max() < 0.2
+    wrapped.close()
+
+
+@on_ranks(2)
+def test_ranks_compare_the_codecs_of_algorithms() -> None:
+    fogdist.init()
+    rank = fogdist.rank()
+    model, _ = quadratic(rank)
+    with pytest.raises(ValueError, match="compression"):
+        DecentralizedSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            mixing=Neighbors(topology.RingGraph(2), compression=Int8(block=64 * (1 + rank))),
+        )
+    fogdist.set_topology(topology.RingGraph(2))
+    for options in ({"mode": "async"}, {"patience": 1.0}):
+        with pytest.raises(ValueError, match="compression must be None"):
+            fogdist.DecentralizedDataParallel(
+                model, torch.optim.SGD(model.parameters(), lr=0.1), compression=Int8(), **options
+            )
+    with pytest.raises(ValueError, match="compression must be None with patience"):
+        DecentralizedSGD(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            model,
+            mixing=Neighbors(compression=Int8()),
+            patience=1.0,
+        )
+    for refusing, optimizer in ((DecentralizedAdamW, torch.optim.AdamW), (PushSumSGD, torch.optim.SGD)):
+        with pytest.raises(ValueError, match="compression.*Int8"):
+            refusing(optimizer(model.parameters(), lr=0.1), model, mixing=Neighbors(compression=Int8()))
+    with pytest.raises(TypeError, match="compression must be a codec"):
+        Machines(compression=8)  # type: ignore[arg-type]
+    assert (
+        repr(Machines(compression=Int8()))
+        == "Machines(compression=Int8(block=256, stochastic=False, seed=0))"
+    )
+
+
+def test_virtual_ranks_refuse_codecs() -> None:
+    with pytest.raises(ValueError, match="compression must be None for virtual ranks.*Int8"):
+        RowMixing(Neighbors(topology.RingGraph(2), compression=Int8()), 2)
+
+
+# --- between hosts --------------------------------------------------------------------------------------------
+
+
+def exchange_between_hosts(numel: int) -> None:
+    """Messages that come in several parts, which end within blocks."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    x = [make_input(r, torch.float32, numel) for r in range(size)]
+    fogdist.set_topology(topology.FullyConnectedGraph(size))
+    others = [r for r in range(size) if r != rank]
+    plan = NeighborPlan(rank, size, 0.4, [(r, 0.6 / len(others)) for r in others], [])
+    with Checks() as checks:
+        for codec in (Int8(), Float16(), TopK(0.3), Sign()):
+            expected, _ = expected_at(codec, plan, x, 0, "exact")
+            for given in (x[rank], [x[rank]]):
+                found = fogdist.neighbor_allreduce(
+                    given,
+                    self_weight=0.4,
+                    src_weights=dict.fromkeys(others, 0.6 / len(others)),
+                    compression=codec,
+                )
+                found = found[0] if isinstance(found, list) else found
+                checks.equal(repr(codec), found, expected)
+
+
+def test_messages_between_hosts_come_in_parts(tmp_path: Path) -> None:
+    run_on_hosts(tmp_path, [0, 1, 1], __name__, [("exchange_between_hosts", [9_000_001])])
+
+
+def exchange_between_machines(numel: int) -> None:
+    """The slices of means are encoded, and an algorithm mixes so."""
+    fogdist.init()
+    rank = fogdist.rank()
+    x = [make_input(r, torch.float32, numel) for r in range(4)]
+    fogdist.set_machine_topology(topology.RingGraph(2))
+    machine, cut = rank // 2, numel // 2
+    means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
+    found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())
+    place = x[rank].clone()
+    fogdist.wait(fogdist.hierarchical_neighbor_allreduce_nonblocking_(place, compression=Int8()))
+    assert torch.equal(place, found)
+    for begin, end in ((0, cut), (cut, numel)):
+        other = means[1 - machine][begin:end]
+        other = Int8().decode(Int8().encode(other), other.shape)
+        expected = ((other.double() + means[machine][begin:end].double()) / 2).float()
+        assert torch.equal(found[begin:end], expected)
+    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(4)]).mean(0)
+    model, target = quadratic(rank)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = DecentralizedSGD(plain, model, mixing=Machines(compression=Int8()))
+    assert (train(optimizer, model, target, 150) - mean).abs().max() < 0.05
+
+
+def test_machines_exchange_compressed_means(tmp_path: Path) -> None:
+    run_on_hosts(tmp_path, [0, 0, 1, 1], __name__, [("exchange_between_machines", [100_001])])

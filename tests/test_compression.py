@@ -1,0 +1,492 @@
+"""Tests of the codecs by themselves: forms, bounds, NaN and infinity, random numbers, bad arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from fogdist.compression import (
+    BFloat16,
+    Codec,
+    Float8,
+    Float16,
+    Int4,
+    Int8,
+    Moniqua,
+    RandomK,
+    Sign,
+    TopK,
+)
+from harness import BACKEND, case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fog_pg  # noqa: F401  loads the extension
+
+pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests fog's codecs")
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1023, 1025, 4099]
+BLOCKS: list[Codec] = [
+    Float8("e4m3"),
+    Float8("e5m2", block=32),
+    Float8("e4m3", stochastic=True),
+    Float8("e5m2", stochastic=True, seed=7),
+    Int8(),
+    Int8(block=32),
+    Int8(stochastic=True, seed=3),
+    Int4(block=64),
+    Int4(block=8, stochastic=True),
+    Sign(),
+    Sign(block=1024, stochastic=True),
+]
+SPARSE: list[Codec] = [TopK(0.01), TopK(k=5), TopK(0.4), TopK(1.0), RandomK(0.1), RandomK(k=3, seed=9)]
+ALL: list[Codec] = [Float16(), BFloat16(), *BLOCKS, *SPARSE]
+EXACT = [each for each in ALL if not getattr(each, "stochastic", False)]
+# No two elements of `normal` differ by as much.
+THETA = 16.0
+MODULAR: list[Codec] = [Moniqua(THETA, bits) for bits in (1, 2, 4, 8)]
+
+
+def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(numel, dtype=torch.float64, generator=generator) * scale).to(dtype)
+
+
+def through(codec: Codec, tensor: Tensor, near: Tensor | None = None, counter: int = 0) -> Tensor:
+    """Returns the decoded tensor, after a check of the message's size."""
+    message = codec.encode(tensor, counter=counter)
+    assert message.dtype == torch.uint8
+    assert message.numel() == codec.bytes(tensor.numel(), tensor.dtype)
+    return codec.decode(message, tensor.shape, tensor.dtype, near=near)
+
+
+def check_bound(codec: Codec, tensor: Tensor, decoded: Tensor) -> None:
+    """Checks the error of each element. A number that is not finite may be anything but another number."""
+    bound = codec.bound(tensor)
+    error = (decoded.double() - tensor.double()).abs()
+    wrong = (error > bound) & bound.isfinite()
+    worst = torch.where(wrong, error - bound, 0.0)
+    place = int(worst.argmax()) if worst.numel() else 0
+    assert not wrong.any(), (codec, tensor.dtype, place, tensor[place], decoded[place], bound[place])
+    assert not (decoded.isnan() & bound.isfinite()).any()
+
+
+# --- values ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+def test_errors_are_within_the_bound(codec: Codec) -> None:
+    for dtype in DTYPES:
+        for numel in SIZES:
+            for scale in (1.0, 1e-3, 3e4 if dtype == torch.float16 else 1e30, 1e-7, 1e-38):
+                with case(dtype=dtype, numel=numel, scale=scale):
+                    tensor = normal(numel, dtype, scale=scale).clamp(
+                        -torch.finfo(dtype).max, torch.finfo(dtype).max
+                    )
+                    check_bound(codec, tensor, through(codec, tensor))
+
+
+@pytest.mark.parametrize("codec", MODULAR, ids=repr)
+def test_modular_errors_are_within_the_bound(codec: Codec) -> None:
+    for dtype in DTYPES:
+        for numel in SIZES:
+            for far in (0.0, 100.0):
+                with case(dtype=dtype, numel=numel, far=far):
+                    tensor, near = (normal(numel, dtype, seed=s) + far for s in (1, 2))
+                    check_bound(codec, tensor, through(codec, tensor, near))
+
+
+def test_a_modular_codec_knows_no_difference_of_a_whole_range() -> None:
+    """The bound theta is the user's promise: beyond it the receiver takes a value near its own."""
+    codec, wide = Moniqua(1.0, 4), 2 / (1 - 1 / 16)
+    tensor = torch.full((10,), 5 * wide)
+    assert (through(codec, tensor, torch.zeros(10)).abs() < 1 / 15 + 1e-4).all()
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Tensor:
+    """Draws numbers of all sizes, subnormal ones too, with many equal ones and zeros of both signs."""
+    dtype = draw(st.sampled_from(DTYPES))
+    numel = draw(st.integers(0, 40))
+    width = {torch.float64: 64, torch.float32: 32}.get(dtype, 16)
+    floats = st.floats(allow_nan=False, allow_infinity=False, width=width)
+    values = draw(
+        st.lists(st.one_of(floats, st.sampled_from([0.0, -0.0, 1.0, -1.0])), min_size=numel, max_size=numel)
+    )
+    most = torch.finfo(dtype).max
+    return torch.tensor(values, dtype=torch.float64).clamp(-most, most).to(dtype)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(tensor=tensors(), codec=st.sampled_from([*ALL, Int8(block=8), Int4(block=16), Sign(block=8)]))
+def test_any_numbers_are_within_the_bound(tensor: Tensor, codec: Codec) -> None:
+    decoded = through(codec, tensor)
+    check_bound(codec, tensor, decoded)
+    if tensor.dtype != torch.float64 and not isinstance(codec, Float16):
+        # float64 may exceed float32's range; everything else that is finite stays finite
+        assert decoded.isfinite().all(), (codec, tensor, decoded)
+
+
+@pytest.mark.parametrize("codec", EXACT, ids=repr)
+def test_a_decoded_tensor_is_encoded_to_itself(codec: Codec) -> None:
+    for dtype in DTYPES:
+        for numel in (1, 257, 4099):
+            once = through(codec, normal(numel, dtype, scale=0.02))
+            if isinstance(codec, (RandomK, TopK)) or dtype not in (torch.float16, torch.bfloat16):
+                assert torch.equal(through(codec, once), once), (codec, dtype)
+            check_bound(codec, once, through(codec, once))
+
+
+@pytest.mark.parametrize("codec", [*BLOCKS, *SPARSE, BFloat16(), Float16()], ids=repr)
+def test_the_largest_and_the_smallest_numbers_stay_finite(codec: Codec) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        if isinstance(codec, Float16) and dtype != torch.float16:
+            continue
+        info = torch.finfo(dtype)
+        if isinstance(codec, BFloat16) and dtype != torch.bfloat16:
+            continue  # the largest numbers are rounded to infinity
+        for value in (info.max, -info.max, info.tiny, info.smallest_normal * info.eps):
+            tensor = torch.full((300,), value, dtype=dtype)
+            tensor[::2] = -tensor[::2]
+            decoded = through(codec, tensor)
+            assert decoded.isfinite().all(), (codec, dtype, value)
+            check_bound(codec, tensor, decoded)
+
+
+@pytest.mark.parametrize("codec", [Float8("e5m2"), Int8(), Int4(), Sign(), *SPARSE], ids=repr)
+def test_zeros_stay_zeros(codec: Codec) -> None:
+    for dtype in DTYPES:
+        assert (through(codec, torch.zeros(1000, dtype=dtype)) == 0).all()
+        assert (through(codec, -torch.zeros(1000, dtype=dtype)) == 0).all()
+
+
+# --- references -----------------------------------------------------------------------------------------------
+
+
+def scale_of(block: np.ndarray, top: float) -> np.float32:
+    """The scale, with 16 significant bits, rounded up."""
+    largest = np.abs(block).max() / np.float32(top)
+    bits = np.maximum(largest, np.finfo(np.float32).tiny).view(np.uint32)
+    return np.uint32((int(bits) + 0xFF) & ~0xFF).view(np.float32)
+
+
+def blocks_of(tensor: Tensor, size: int) -> list[np.ndarray]:
+    values = tensor.numpy()
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_integers_are_multiples_of_a_scale(numel: int) -> None:
+    tensor = normal(numel, seed=numel)
+    for codec, top in ((Int8(block=64), 127), (Int4(block=64), 7)):
+        expected = []
+        for block in blocks_of(tensor, 64):
+            scale = scale_of(block, top)
+            expected.append(np.rint(block * (np.float32(1) / scale)) * scale)
+        decoded = through(codec, tensor).numpy()
+        np.testing.assert_array_equal(decoded, np.concatenate(expected) if expected else [])
+
+
+@pytest.mark.parametrize(("name", "top"), [("e4m3", 448.0), ("e5m2", 57344.0)])
+def test_small_floats_are_those_of_torch(name: str, top: float) -> None:
+    dtype = torch.float8_e4m3fn if name == "e4m3" else torch.float8_e5m2
+    for numel in SIZES:
+        tensor = normal(numel, seed=numel) * torch.logspace(-12, 3, max(numel, 1))[:numel]
+        expected = []
+        for block in blocks_of(tensor, 64):
+            scale = scale_of(block, top)
+            rounded = torch.from_numpy(block * (np.float32(1) / scale)).to(dtype).float()
+            expected.append(rounded.numpy() * scale)
+        decoded = through(Float8(name, block=64), tensor).numpy()
+        np.testing.assert_array_equal(decoded, np.concatenate(expected) if expected else [])
+
+
+def test_half_floats_are_those_of_torch() -> None:
+    """All bit patterns of the upper half, and of random lower halves, so all kinds of rounding and NaN."""
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.random.default_rng(0).integers(0, 1 << 16, (3, 1 << 16), dtype=np.uint32)
+    lower[0], lower[1] = 0, 0x8000
+    tensor = torch.from_numpy((upper | lower).reshape(-1).view(np.float32))
+    for codec, dtype in ((Float16(), torch.float16), (BFloat16(), torch.bfloat16)):
+        expected = tensor.to(dtype).float()
+        decoded = through(codec, tensor)
+        assert torch.equal(decoded.isnan(), expected.isnan())
+        assert torch.equal(decoded.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+def test_signs_have_the_mean_magnitude() -> None:
+    tensor = normal(1000)
+    decoded = through(Sign(block=64), tensor)
+    for block, found in zip(blocks_of(tensor, 64), blocks_of(decoded, 64), strict=True):
+        np.testing.assert_allclose(np.abs(found), np.abs(block).mean(), rtol=2.0**-15)
+        np.testing.assert_array_equal(np.signbit(found), np.signbit(block))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_largest_are_sent(dtype: torch.dtype) -> None:
+    for numel, k in ((1, 1), (10, 3), (5000, 50), (5000, 1900), (5000, 5000), (100_003, 1)):
+        tensor = normal(numel, dtype, seed=k)
+        tensor[::7] = tensor[0]  # equal ones: the first are sent
+        order = np.argsort(-np.abs(tensor.double().numpy()), kind="stable")[:k]
+        expected = torch.zeros(numel, dtype=dtype)
+        expected[order] = tensor[order]
+        assert torch.equal(through(TopK(k=k), tensor), expected)
+
+
+def test_places_take_few_bytes() -> None:
+    """Never more than a bitmap, nor more than 2 + ceil(log2(numel / k)) bits each, up to whole bytes."""
+    for numel in (1, 100, 4096, 1 << 20):
+        for k in {1, max(1, numel // 1000), max(1, numel // 100), max(1, numel // 3), numel}:
+            places = TopK(k=k).bytes(numel) - 4 * k
+            bits = k * (2 + math.ceil(math.log2(numel / k)))
+            assert places <= min(math.ceil(numel / 8), math.ceil(bits / 8) + 2), (numel, k)
+
+
+def test_bytes_are_as_documented() -> None:
+    numel = 1 << 20
+    expected = {
+        Float16(): 2.0,
+        Int8(): 1 + 4 / 256,
+        Int4(block=64): 0.5 + 4 / 64,
+        Sign(block=1024): 1 / 8 + 4 / 1024,
+        Moniqua(1.0, 2): 1 / 4 + 1 / 1024,
+        RandomK(k=1024): (16 + 4096) / numel,
+    }
+    for codec, each in expected.items():
+        assert codec.bytes(numel) == each * numel, codec
+    assert RandomK(k=1000).bytes(numel, torch.float16) == 16 + 2000
+    assert all(codec.bytes(0) == 0 for codec in [*ALL, *MODULAR])
+
+
+# --- NaN and infinity -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [*BLOCKS, *MODULAR], ids=repr)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_block_with_a_non_finite_number_becomes_nan(codec: Codec, value: float) -> None:
+    size = getattr(codec, "block", 1024)
+    for dtype in DTYPES:
+        tensor = normal(3 * size + 5, dtype)
+        tensor[size + 3] = value
+        near = tensor.nan_to_num(0.0, 0.0, 0.0) if isinstance(codec, Moniqua) else None
+        decoded = through(codec, tensor, near)
+        assert decoded[size : 2 * size].isnan().all()
+        assert decoded[:size].isfinite().all() and decoded[2 * size :].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [Float16(), BFloat16(), TopK(k=4)], ids=repr)
+def test_other_codecs_carry_non_finite_numbers(codec: Codec) -> None:
+    for dtype in DTYPES:
+        tensor = normal(100, dtype)
+        tensor[[3, 50, 99]] = torch.tensor([math.nan, math.inf, -math.inf], dtype=dtype)
+        decoded = through(codec, tensor)
+        assert decoded[3].isnan() and decoded[50] == math.inf and decoded[99] == -math.inf
+
+
+def test_numbers_beyond_the_range_do_not_become_finite() -> None:
+    assert through(Float16(), torch.tensor([65519.0, 65520.0, -1e30])).tolist() == [
+        65504.0,
+        math.inf,
+        -math.inf,
+    ]
+    huge = torch.full((10,), 1e300, dtype=torch.float64)
+    for codec in (Int8(), Sign(), Float8("e4m3"), BFloat16()):
+        assert not through(codec, huge).isfinite().any()
+    for codec in (TopK(0.5), RandomK(1.0)):
+        assert (through(codec, huge) == 1e300).any()
+    assert through(Moniqua(1e-6, 8), torch.full((4,), 1e9), torch.full((4,), 1e9)).isnan().all()
+
+
+# --- random numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ([0] * 4, 0, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([0xFFFFFFFF] * 4, 0xFFFFFFFFFFFFFFFF, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+        (
+            [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+            0x299F31D0A4093822,
+            [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+        ),
+    ],
+)
+def test_philox_gives_the_published_numbers(counter: list[int], key: int, expected: list[int]) -> None:
+    """The known answers of Random123, the authors' implementation."""
+    from fog_pg._C import philox
+
+    assert philox(counter, key) == expected
+
+
+def test_stochastic_rounding_uses_the_documented_numbers() -> None:
+    """Element p of block b: half p / 16 % 8 of the Philox block of {b, p / 128 * 16 + p % 16, draw}."""
+    from fog_pg._C import philox
+
+    seed, counter, rank, block = 77, (5 << 32) | 9, 3, 256
+    tensor = normal(600)
+    message = Int8(block=block, stochastic=True, seed=seed).encode(tensor, counter=counter, rank=rank)
+    decoded = Int8(block=block, stochastic=True, seed=seed).decode(message, tensor.shape)
+    for b, values in enumerate(blocks_of(tensor, block)):
+        scale = scale_of(values, 127)
+        for p in range(len(values)):
+            words = philox(
+                [b, p // 128 * 16 + p % 16, counter & 0xFFFFFFFF, rank << 12 | counter >> 32], seed
+            )
+            half = p // 16 % 8
+            random = (words[half // 2] >> (16 * (half % 2))) & 0xFFFF
+            value = values[p] * (np.float32(1) / scale)
+            up = np.float32(random / 65536) < value - np.floor(value)
+            assert decoded[b * block + p] == (np.floor(value) + up) * scale
+
+
+@pytest.mark.parametrize("codec", [each for each in BLOCKS if getattr(each, "stochastic", False)], ids=repr)
+def test_stochastic_rounding_is_right_on_average(codec: Codec) -> None:
+    tensor = normal(256)
+    count = 2000
+    decoded = torch.stack([through(codec, tensor, counter=each).double() for each in range(count)])
+    error = decoded.mean(0) - tensor.double()
+    spread = decoded.std(0) / math.sqrt(count)
+    # Some elements are nearly always rounded the same way, so the spread is not seen.
+    assert (error.abs() <= 5 * spread + 10 / count * codec.bound(tensor)).all()
+
+
+@pytest.mark.parametrize("codec", [Int8(stochastic=True), Sign(stochastic=True), RandomK(0.1)], ids=repr)
+def test_random_numbers_repeat_and_differ(codec: Codec) -> None:
+    tensor = normal(5000)
+    message = codec.encode(tensor, counter=4, rank=2)
+    assert torch.equal(message, codec.encode(tensor, counter=4, rank=2))
+    others = [
+        codec.encode(tensor, counter=5, rank=2),
+        codec.encode(tensor, counter=4, rank=3),
+        dataclasses.replace(codec, seed=1).encode(tensor, counter=4, rank=2),
+    ]
+    assert all((message[16:] != each[16:]).any() for each in others)
+
+
+def test_random_places_are_one_of_each_part() -> None:
+    tensor = torch.ones(1003)
+    counts = torch.zeros(1003)
+    for counter in range(400):
+        decoded = through(RandomK(k=100), tensor, counter=counter)
+        counts += decoded
+        sizes = [11] * 3 + [10] * 97
+        parts = decoded.split(sizes)
+        assert all(part.sum() == 1 for part in parts)
+    assert counts.min() > 10 and counts.max() < 80  # 40 on average
+
+
+# --- the same everywhere --------------------------------------------------------------------------------------
+
+
+def digest() -> str:
+    """Returns a hash of the messages and the decoded tensors of all codecs."""
+    found = hashlib.sha256()
+    for codec in [*ALL, *MODULAR]:
+        for dtype in DTYPES:
+            for numel in SIZES:
+                tensor = normal(numel, dtype, seed=numel)
+                tensor[100:101] = math.nan
+                near = normal(numel, dtype, seed=1) if isinstance(codec, Moniqua) else None
+                message = codec.encode(tensor, counter=numel)
+                decoded = codec.decode(message, tensor.shape, dtype, near=near)
+                found.update(message.numpy().tobytes())
+                found.update(decoded.nan_to_num(nan=-3.0).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def test_every_cpu_gives_the_same_bits() -> None:
+    """The loops for AVX2, and those for every CPU."""
+    command = "import fog_pg, test_compression; print(test_compression.digest())"
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        env={**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert found.stdout.strip() == digest()
+
+
+# --- bad arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: Int8(block=7), ValueError, "block.*7.*multiples of 8"),
+        (lambda: Int8(block=8200), ValueError, "block.*8200"),
+        (lambda: Int8(block=2.0), TypeError, "block must be an integer.*2.0"),
+        (lambda: Int8(stochastic=1), TypeError, "stochastic must be True or False"),
+        (lambda: Int8(seed=-1), ValueError, "seed must be from 0.*-1"),
+        (lambda: Int4(seed=1 << 32), ValueError, "seed"),
+        (lambda: Float8("e3m4"), ValueError, "format.*e3m4.*e4m3"),
+        (lambda: Float8(3), TypeError, "format must be a string"),
+        (lambda: Moniqua(0.0), ValueError, "theta.*0"),
+        (lambda: Moniqua(math.nan), ValueError, "theta.*nan"),
+        (lambda: Moniqua(1.0, 3), ValueError, "bits.*3.*1, 2, 4 and 8"),
+        (lambda: Moniqua("1"), TypeError, "theta must be a real number"),
+        (lambda: TopK(), ValueError, "exactly one of fraction and k"),
+        (lambda: TopK(0.1, 3), ValueError, "exactly one of fraction and k"),
+        (lambda: TopK(0.0), ValueError, "fraction.*0"),
+        (lambda: TopK(1.5), ValueError, "fraction.*1.5"),
+        (lambda: TopK(math.nan), ValueError, "fraction.*nan"),
+        (lambda: TopK(k=0), ValueError, "k must be at least 1"),
+        (lambda: RandomK(k=True), TypeError, "k must be an integer"),
+    ],
+)
+def test_bad_parameters_are_named(make: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"(?s){words}"):
+        make()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("codec", [*ALL, *MODULAR], ids=repr)
+def test_other_dtypes_are_refused(codec: Codec) -> None:
+    for dtype in (torch.int32, torch.uint8, torch.bool, torch.complex64):
+        with pytest.raises(ValueError, match=rf"{type(codec).__name__}.*{str(dtype).removeprefix('torch.')}"):
+            codec.encode(torch.zeros(3, dtype=dtype))
+        with pytest.raises(ValueError, match=type(codec).__name__):
+            codec.bytes(3, dtype)
+
+
+def test_bad_messages_are_refused() -> None:
+    codec = TopK(k=3)
+    tensor = normal(1000)
+    message = codec.encode(tensor)
+    with pytest.raises(ValueError, match="message"):
+        codec.decode(message[:-1], (1000,))
+    with pytest.raises(ValueError, match="message"):
+        codec.decode(message, (1000,), torch.float64)
+    with pytest.raises(ValueError, match="places"):
+        codec.decode(torch.full_like(message, 255), (1000,))
+    with pytest.raises(ValueError, match="places"):
+        codec.decode(torch.zeros_like(message), (1000,))
+    with pytest.raises(ValueError, match="near"):
+        Moniqua(1.0).decode(Moniqua(1.0).encode(tensor), (1000,))
+    with pytest.raises(ValueError, match="near"):
+        codec.decode(message, (1000,), near=tensor)
+    with pytest.raises(ValueError, match="counter"):
+        codec.encode(tensor, counter=-1)
+    with pytest.raises(ValueError, match="rank"):
+        codec.encode(tensor, rank=1 << 20)
+    with pytest.raises(TypeError, match="torch.Tensor"):
+        codec.encode([1.0])  # type: ignore[arg-type]
+
+
+def test_codecs_are_constants() -> None:
+    assert Int8() == Int8(block=256) and hash(Int8()) == hash(Int8(block=256)) and Int8() != Int4()
+    assert Int8().backend is Int8().backend
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Int8().block = 8  # type: ignore[misc]
+    strided = normal(1000)[::2]
+    assert torch.equal(Int8().encode(strided), Int8().encode(strided.contiguous()))
