@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kPartBytes = size_t(256) << 10;
 // The bytes that one call writes or reads, so that other peers come in between.
 constexpr size_t kMostAtOnce = size_t(1) << 20;
-// A longer queue moves to the front of its memory when half of it has been sent.
+// A longer queue moves to the front of its memory when half of it has been sent, and keeps no memory when it is empty.
 constexpr size_t kLongQueue = size_t(64) << 10;
 
 bool is_for_later(int error) {
@@ -191,6 +191,9 @@ Channel::Result Channel::write(int fd) {
       small_sent_ += small;
       left -= small;
       if (unsent() == 0) {
+        if (small_.capacity() > kLongQueue) {
+          small_ = {};
+        }
         small_.clear();
         small_sent_ = 0;
       } else if (small_sent_ > kLongQueue && small_sent_ > small_.size() / 2) {

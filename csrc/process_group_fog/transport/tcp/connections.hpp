@@ -169,6 +169,7 @@ class Connections {
   std::vector<Socket*> free_;
   std::vector<Socket*> visitors_; // that have not proved who they are, by age
   std::vector<PeerId> failed_;
+  bool told_of_stranger_ = false;
   Clock::time_point next_look_;
   size_t proven_ = 0; // sockets that are open or welcome
 };
