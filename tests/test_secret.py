@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import os
 import random
 import re
+import socket
+import struct
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from harness import World, init_process_group
+from hosts import PORT, address, run_on_hosts
 
 from fog_pg import environment
 from fog_pg._extension import load
@@ -112,3 +120,56 @@ def test_ranks_with_different_secrets_learn_it(
     for outcome in world.run_by_rank(settle_secret, [(secret,) for secret in secrets]):
         assert message in str(outcome.error)
         assert "the secret of" not in str(outcome.error)
+
+
+def visit_without_the_secret(folder: str) -> list[bytes]:
+    """Rank 1 connects to rank 0 as each of several strangers; returns what rank 0 has answered to them."""
+    told = Path(folder, "listener")
+    if dist.get_rank() == 0:
+        listeners = []
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                each = socket.socket(fileno=int(name))
+                try:
+                    if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        listeners.append(each.getsockname()[:2])
+                finally:
+                    each.detach()
+        ports = [port for host, port in listeners if host == address(0) and port != PORT]
+        told.with_suffix(".new").write_text("\n".join(map(str, ports)))
+        told.with_suffix(".new").rename(told)
+    answers = []
+    while not told.exists():
+        time.sleep(0.01)
+    if dist.get_rank() == 1:
+        for port in map(int, told.read_text().split()):
+            for greeting in (b"", b"x" * 8, struct.pack("ii", 1, 0) + b"n" * 16 + b"p" * 32, b"\0" * 56):
+                with socket.create_connection((address(0), port), timeout=20) as connection:
+                    connection.sendall(greeting)
+                    connection.shutdown(socket.SHUT_WR)
+                    answers.append(_until_closed(connection))
+    dist.barrier()
+    total = torch.ones(3)
+    dist.all_reduce(total)
+    assert total.tolist() == [2.0] * 3
+    return answers
+
+
+def _until_closed(connection: socket.socket) -> bytes:
+    """Returns what arrives until the other side closes; that side looks while it takes part in operations."""
+    answer = b""
+    connection.setblocking(False)
+    deadline = time.monotonic() + 5.0
+    while time.monotonic() < deadline:
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            if not (more := connection.recv(100)):
+                break
+            answer += more
+        time.sleep(0.01)
+    return answer
+
+
+def test_a_stranger_gets_no_answer_of_another_host(tmp_path: Path) -> None:
+    """Whatever it sends, the listener answers nothing; the ranks work on."""
+    _, (answers,) = run_on_hosts(tmp_path, [0, 1], __name__, [("visit_without_the_secret", [str(tmp_path)])])
+    assert answers and set(answers) == {b""}
