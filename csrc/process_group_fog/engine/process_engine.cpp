@@ -52,7 +52,7 @@ struct Place {
 };
 
 std::string to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.listener + '\n' + place.tcp + '\n';
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.tcp + '\n' + place.listener + '\n';
 }
 
 Place read_place(const std::string& text) {
@@ -63,8 +63,8 @@ Place read_place(const std::string& text) {
   std::getline(lines, linked);
   place.linked = linked == "1";
   std::getline(lines, place.address);
-  std::getline(lines, place.listener);
   std::getline(lines, place.tcp);
+  std::getline(lines, place.listener);
   return place;
 }
 
