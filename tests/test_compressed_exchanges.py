@@ -125,7 +125,7 @@ def test_large_tensors_go_in_pieces(codec: Codec, how: str) -> None:
     bytes_each = codec.bytes(2_700_001)
     pieces = 1 if isinstance(codec, TopK) else max(1, bytes_each >> 20)
     for (sender, receiver), (messages, sent) in world.sent.items():
-        if sender != receiver:
+        if sender != receiver and how != "in place":  # there, receivers confirm by messages too
             assert (messages, sent) == (pieces, bytes_each)
 
 
@@ -133,7 +133,7 @@ def check_sums(
     codec: Codec, how: str, size: int, dtypes: Sequence[torch.dtype], numels: Sequence[int]
 ) -> VirtualWorld:
     """Compares exchanges of tensors of all these dtypes and sizes with the sums of the decoded tensors."""
-    world = VirtualWorld(size, ranks_per_host=2, seed=3, most_delay=4)
+    world = VirtualWorld(size, ranks_per_host=2, seed=3, most_delay=4, confirm=how == "in place")
     counter = 10
     for dtype in dtypes:
         for numel in numels:
