@@ -34,6 +34,8 @@ MORE = {
     "transport/message": {"transport/shared_memory"},
     # It joins a job and makes the engine of that job.
     "engine/process_engine": {"transport/shared_memory", "transport/tcp"},
+    # It makes the parts of the transport, whose addresses the ranks tell each other.
+    "engine/meeting": {"transport/shared_memory", "transport/tcp"},
     # A process that joins makes its links and connections before it has a transport.
     "engine/joining": {"transport/shared_memory", "transport/tcp"},
     # The memory of operations is in the arena.

@@ -1,0 +1,79 @@
+// The creation of a group: its ranks meet at a Store, and tell each other what they need to connect.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "engine/group.hpp"
+#include "job/between_hosts.hpp"
+#include "job/hosts.hpp"
+#include "job/introduction.hpp"
+#include "job/peer_monitor.hpp"
+#include "job/rendezvous.hpp"
+#include "transport/network_sums.hpp"
+#include "transport/shared_memory/links.hpp"
+#include "transport/tcp/connections.hpp"
+
+namespace fog {
+
+// A meeting of the ranks of a new group. It is used once.
+class Meeting {
+ public:
+  Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, Rendezvous::Gone gone);
+  ~Meeting();
+  Meeting(const Meeting&) = delete;
+  Meeting& operator=(const Meeting&) = delete;
+
+  // Exchanges the ranks' introductions. The first groups also create the world.
+  void meet(const std::string& name, SumsBy sums);
+  // MPI's own sums; null unless all ranks want them, MPI runs, and some ranks are not reached through shared memory.
+  std::shared_ptr<NetworkSums> network_sums(const std::string& name);
+
+  uint64_t id() const {
+    return ranks_[0].random;
+  }
+  std::vector<Member> members() const;
+  std::vector<std::string> addresses() const;
+  // Call when no rank needs the exchanged data any more.
+  void finish() {
+    rendezvous_->finish();
+  }
+
+ private:
+  struct Place;
+  static std::string to_text(const Place& place);
+  static Place read_place(const std::string& text);
+
+  void check_one_world(const std::string& name) const;
+  // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
+  void find_places();
+  // Creates the transport, and starts MPI if not all ranks share memory.
+  void make_transport();
+  // The third step, if the world has several hosts: the first rank of each says whether it reaches the next host.
+  void watch_other_hosts(const ReachProbe* probe);
+  std::unique_ptr<ReachProbe> probe_next_host();
+  std::string listen();
+  // The same for messages over TCP; empty if the job does not use that.
+  std::string listen_for_messages();
+  // Returns whether all ranks of the world take part.
+  bool is_world() const;
+  // Returns whether the names tell the hosts apart. Only clones of a virtual machine have equal names.
+  bool names_differ() const;
+  bool is_new_world() const;
+  bool has_several_hosts() const;
+
+  const std::shared_ptr<Rendezvous> rendezvous_;
+  const std::chrono::milliseconds timeout_;
+  const Beacon beacon_; // until all ranks have looked for it
+  std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
+  std::unique_ptr<PeerMonitor> monitor_; // for the transport to be created
+  std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
+  std::vector<Introduction> ranks_;
+  std::vector<Place> places_;
+};
+
+} // namespace fog
