@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from fogdist.training.algorithm import Algorithm
+
+class Stateful(Protocol):
+    """What an `Algorithm` has that a process gets."""
+
+    steps: int
+    rounds: int
+    _fog_models: tuple[torch.nn.Module, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of the optimizer and the algorithm."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The reverse."""
+
+    def refresh(self) -> None:
+        """After the parameters were changed."""
+
+    def members_changed(self) -> None:
+        """After the ranks have changed."""
 
 
 class AlgorithmState:
@@ -18,11 +35,11 @@ class AlgorithmState:
         algorithm: The algorithm, which this does not keep alive.
     """
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: Stateful) -> None:
         self._reference = weakref.ref(algorithm)
 
     @property
-    def _algorithm(self) -> Algorithm:
+    def _algorithm(self) -> Stateful:
         algorithm = self._reference()
         assert algorithm is not None  # the seat belongs to it
         return algorithm
