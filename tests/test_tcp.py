@@ -405,6 +405,49 @@ def test_a_forked_child_has_no_connections(world: World) -> None:
     assert world.run(fork_and_look) == [0] * RANKS
 
 
+def files_of_grandchild() -> int:
+    """Returns how many files of a forked child are gone in a child of its own."""
+    exchange_with_all()
+    child = os.fork()
+    if child == 0:
+        files = [
+            os.open("/dev/null", os.O_RDONLY) for _ in range(64)
+        ]  # they get the numbers that fog has closed
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(sum(not os.path.exists(f"/proc/self/fd/{each}") for each in files))
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_child_of_a_forked_child_keeps_its_files(world: World) -> None:
+    assert world.run(files_of_grandchild) == [0] * RANKS
+
+
+def send_and_change(timeout: float) -> tuple[str, list[float]]:
+    """Rank 0 sends slowly, gives up after the timeout, and changes its tensor."""
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 4096 4096")  # of this host
+    exchange_with_all()
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=timeout if rank == 0 else 60.0))
+    dist.barrier()
+    x = torch.full((64_000,), 1.0 if rank == 0 else 0.0)
+    error = error_of(lambda: dist.send(x, 1, group=group) if rank == 0 else dist.recv(x, 0, group=group))
+    if rank == 0:
+        x.fill_(2.0)
+        time.sleep(4.0)  # until the rest of the part is there
+    return error, x.unique().tolist()
+
+
+def test_data_that_is_withdrawn_within_a_part_does_not_change(tmp_path: Path) -> None:
+    found = run_on_hosts(
+        tmp_path, [0, 1], __name__, [("send_and_change", [1.0])], rate="1mbit", environment=TCP
+    )
+    ((sent, _),), ((received, values),) = found
+    assert "send" in sent and "1000 ms" in sent, sent
+    assert received or values == [1.0], (received, values)
+
+
 def test_mpi_cannot_sum(new_world: Callable[..., World]) -> None:
     world = new_world(2, initialize=False, environment={**TCP, "FOG_REDUCE": "mpi"})
     for outcome in world.run_raw(join, str(os.getpid())):

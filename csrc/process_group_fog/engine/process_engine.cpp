@@ -106,6 +106,9 @@ Engine& process_engine() {
   static Engine* engine = [] {
     // A forked child has the parent's memory but not its threads, and MPI must not be used from both.
     pthread_atfork(nullptr, nullptr, [] {
+      if (process_engine().forked()) { // this child's parent has closed the sockets, whose numbers may be other files now
+        return;
+      }
       process_engine().set_forked();
       Timeline::forget_in_child();
       if (auto* inherited = monitor.load()) {

@@ -53,11 +53,6 @@ class PeerMonitor {
   // other addresses a firewall may refuse it.
   void meet(int rank, int size, std::map<int, std::string> others, const std::vector<std::string>& reached);
 
-  // `peer`, which was not known to meet(), listens at `line`.
-  void add(int peer, const std::string& line) {
-    others_.emplace(peer, line);
-  }
-
   // Begins to watch `peer`. Its end is noticed as soon as there is a connection.
   void begin(int peer);
   // Begins to watch `peer`, to which the caller wants to send. Returns false until it is known whether that process

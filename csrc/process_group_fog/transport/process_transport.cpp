@@ -108,11 +108,6 @@ std::vector<PeerId> ProcessTransport::spoken_with() const {
       peers.push_back(peer);
     }
   }
-  for (const PeerId peer : tcp_->spoken_with()) {
-    if (peer >= size_) { // it has joined
-      peers.push_back(peer);
-    }
-  }
   return peers;
 }
 

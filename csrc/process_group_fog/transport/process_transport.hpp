@@ -1,5 +1,5 @@
 // The transport between the processes of a job: shared memory on one host, and between hosts MPI, by RMA if the fabric
-// moves data by itself, otherwise by messages; or TCP, if the user asks for that, and to processes that join later.
+// moves data by itself, otherwise by messages; or TCP, if the user asks for that.
 //
 // On one host data is in the sender's arena and is read there, or it streams through chunks. If the system supports
 // neither, and for windows, the data goes as the payload of MPI or TCP, but its header takes the usual way, so that the
@@ -56,17 +56,6 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     processes_.forget(peer);
     links_.renew(peer);
     held_.erase(peer);
-  }
-  // Reaches that process by TCP from now on. It listens at `line`, and its PeerMonitor at `monitor_line`, or nowhere if
-  // that is empty; then only the end of the connection shows the end of the process. A process that was not in the world
-  // at the start has a new number.
-  void attach_remote(PeerId peer, const std::string& line, const std::string& monitor_line) {
-    monitor_->add(peer, monitor_line);
-    tcp_->connections().add(peer, line);
-  }
-  // The connections of this process: where it listens, and for a forked child.
-  tcp::Connections& connections() {
-    return tcp_->connections();
   }
   std::vector<PeerId> spoken_with() const override;
   bool has_spoken_with(PeerId peer) const override {

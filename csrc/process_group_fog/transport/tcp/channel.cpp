@@ -79,9 +79,10 @@ void Channel::abandon(const TransferOwner& owner) {
     data->stopped = true;
     put({Kind::kWithdrawn, data->tag, 0});
     going_.erase(std::remove(going_.begin(), going_.end(), data), going_.end());
-    if (!part_ || part_->data != data) { // otherwise its part is sent to its end
-      end(*data, false);
+    if (part_ && part_->data == data) {
+      leave_part();
     }
+    end(*data, false);
   }
   for (auto position = coming_.begin(); position != coming_.end();) {
     const auto data = position->second.lock();
@@ -127,12 +128,25 @@ void Channel::next_part() {
   }
   const auto data = going_.front();
   const size_t bytes = std::min(kPartBytes, data->room - data->begun);
-  part_ = std::make_unique<Part>(Part{{Kind::kPart, data->tag, bytes}, data, data->data + data->begun, 0});
+  part_ = std::make_unique<Part>(Part{{Kind::kPart, data->tag, bytes}, data, data->data + data->begun, 0, nullptr});
   data->begun += bytes;
   if (data->begun == data->room) {
     data->going = false;
     going_.pop_front();
   }
+}
+
+// The memory of the part may change from now on. A part that has begun goes to its end, as the peer expects its bytes.
+void Channel::leave_part() {
+  if (part_->sent == 0) {
+    part_ = nullptr;
+    return;
+  }
+  const size_t bytes = part_->frame.bytes;
+  const size_t sent = part_->sent - std::min(part_->sent, sizeof(Frame));
+  part_->copy = std::make_unique<char[]>(bytes);
+  std::memcpy(part_->copy.get() + sent, part_->begin + sent, bytes - sent);
+  part_->begin = part_->copy.get();
 }
 
 void Channel::on_part_sent() {

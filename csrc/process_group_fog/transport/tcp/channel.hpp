@@ -85,6 +85,7 @@ class Channel {
     std::shared_ptr<OutgoingData> data;
     const char* begin;
     size_t sent; // with the frame
+    std::unique_ptr<char[]> copy; // what `begin` points to if the data was withdrawn
   };
   // Large enough for a message that comes with its data.
   static constexpr size_t kBuffer = size_t(128) << 10;
@@ -94,6 +95,7 @@ class Channel {
   }
   void append(const void* data, size_t bytes);
   void next_part();
+  void leave_part();
   void on_part_sent();
   void end(OutgoingData& data, bool sent);
   // Handles the frames that are in the buffer as a whole.

@@ -119,6 +119,11 @@ void Connections::close(PeerId number) {
   }
 }
 
+void Connections::fail(PeerId number) {
+  failed_.push_back(number);
+  close(number);
+}
+
 void Connections::close_all() {
   for (auto* socket = sockets_.load(); socket != nullptr; socket = socket->next) {
     if (const int fd = socket->fd; fd >= 0) {
@@ -193,8 +198,7 @@ void Connections::look_at_time() {
     const bool late = !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
     if (peer.open != nullptr || peer.over || late) {
       if (peer.open == nullptr && !peer.over) {
-        failed_.push_back(number);
-        close(number);
+        fail(number);
       }
       peer.trying = false;
       trying_[i] = trying_.back();

@@ -59,7 +59,7 @@ class Connections {
   void watch_writes(PeerId peer, bool on);
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
-  // Returns the peers that could not be reached for FOG_HOST_TIMEOUT.
+  // Returns the peers that could not be reached for FOG_HOST_TIMEOUT, or that have done with this process.
   std::vector<PeerId> take_failed() {
     return std::exchange(failed_, {});
   }
@@ -143,6 +143,8 @@ class Connections {
   void try_next(PeerId number, Peer& peer);
   void try_later(Peer& peer);
   void look_at_time();
+  // take_failed() names that peer.
+  void fail(PeerId number);
   // Returns whether anybody can be reached, or can reach this process. Without that, nothing costs anything.
   bool is_used() const {
     return ringer_.load(std::memory_order_relaxed) != nullptr;

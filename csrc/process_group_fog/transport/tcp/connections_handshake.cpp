@@ -111,8 +111,10 @@ void Connections::on_verdict(Socket& socket, User& user) {
   }
   Verdict verdict;
   std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
-  const bool welcome = verdict.word == kWelcome && is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
-  if (!welcome) {
+  const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
+  if (proven && verdict.word == kNever) {
+    fail(socket.peer);
+  } else if (!proven || verdict.word != kWelcome) {
     drop(socket);
   } else if (put(socket, &kReady, 1)) {
     open(socket, user);
@@ -152,16 +154,19 @@ void Connections::on_proof(Socket& socket) {
   const PeerId from = socket.hello.from;
   const auto found = peers_.find(from);
   Verdict verdict = {};
-  const bool later =
-      found == peers_.end() || found->second.over || found->second.open != nullptr || (found->second.own != nullptr && self_ < from);
-  verdict.word = later ? kLater : kWelcome;
-  if (!later) {
+  const auto is_under_way = [&](const Peer& its) { // an attempt that nothing has answered may have a way that is closed
+    return its.own != nullptr && its.own->state != State::kConnecting && self_ < from;
+  };
+  if (found == peers_.end() || found->second.open != nullptr || is_under_way(found->second)) {
+    verdict.word = kLater;
+  } else {
+    verdict.word = found->second.over ? kNever : kWelcome;
     verdict.proof = prove(Side::kAccepts, socket.hello, socket.nonce);
   }
   if (!put(socket, &verdict, sizeof(verdict))) {
     return;
   }
-  if (later) {
+  if (verdict.word != kWelcome) {
     drop(socket);
     return;
   }

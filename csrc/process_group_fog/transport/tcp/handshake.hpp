@@ -31,6 +31,7 @@ struct Verdict {
 };
 constexpr char kWelcome = 'y';
 constexpr char kLater = 'l'; // this side is connecting to the other one already, or does not know it yet
+constexpr char kNever = 'n'; // this side has done with the other one
 
 // From the side that connects.
 constexpr char kReady = 'r';

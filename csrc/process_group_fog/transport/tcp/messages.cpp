@@ -200,12 +200,4 @@ bool Messages::sending() const {
   });
 }
 
-std::vector<PeerId> Messages::spoken_with() const {
-  std::vector<PeerId> peers;
-  for (const auto& [peer, its] : links_) {
-    peers.push_back(peer);
-  }
-  return peers;
-}
-
 } // namespace fog::tcp

@@ -58,8 +58,6 @@ class Messages final : public Wire, private Connections::User, private Channel::
     return released_;
   }
 
-  // Returns the peers with which messages were exchanged.
-  std::vector<PeerId> spoken_with() const;
   struct CutOff {
     PeerId peer;
     const char* why;
