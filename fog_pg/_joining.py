@@ -119,7 +119,8 @@ def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog
     """Creates the backend of the first group on a process that joins.
 
     Raises:
-        RuntimeError: The job cannot be joined. ValueError: It has another number of ranks, or FOG_JOB_SECRET is not allowed.
+        RuntimeError: The job cannot be joined.
+        ValueError: It has another number of ranks, or FOG_JOB_SECRET is not allowed.
             torch.distributed.DistBackendError: Its ranks have another version, or are on another host.
     """
     global _world

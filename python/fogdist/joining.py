@@ -56,7 +56,7 @@ def _delete(store: dist.Store, ticket: int, *whats: str) -> None:
 
 
 def _proof(purpose: str, group: int, ticket: int, *parts: str) -> str:
-    """Returns the proof that this process knows the job's secret. `group` and a nonce in `parts` bind it to this job."""
+    """Returns the proof that this process knows the secret. `group` and a nonce in `parts` bind it to this job."""
     secret = _extension.load().job_secret().encode()
     text = "\0".join(("fog join", purpose, str(group), str(ticket), *parts))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
@@ -406,7 +406,7 @@ class Newcomer:
         _delete(self._store, self._ticket, "request", "answer", "ready", "admitted", "refused")
 
     def _request(self) -> bool:
-        """Asks the rank that answers, with its random number, unless it has done so; returns whether any rank is left."""
+        """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
         challenge = self._store.get(_NONCE).decode() if self._store.check([_NONCE]) else ""
         if (self._ticket, challenge) != self._asked:
             self._asked = self._ticket, challenge
