@@ -34,11 +34,13 @@ class World:
     Attributes:
         store: The Store of the first group.
         id: The id of the first group.
+        size: The number of ranks of the first group.
         entries: How to connect with each rank.
     """
 
     store: Store
     id: int
+    size: int
     entries: dict[int, str]
 
 
@@ -69,16 +71,26 @@ def store_of_first(backend: ProcessGroupFog) -> Store | None:
     return _first[1] if _first is not None and _first[0] == backend.id else None
 
 
-def publish(store: Store, rank: int, group: int, entry: str) -> None:
-    """Tells the Store how to connect with this process.
+def publish(store: Store, rank: int, group: int, size: int, entry: str, epoch: int = 0) -> None:
+    """Tells the Store how to connect with the process that has a rank from an epoch on, unless it knows a later one.
 
     Args:
         store: That of the first group.
         rank: The process's rank.
         group: The id of the first group.
+        size: The number of its ranks.
         entry: Of `fog_pg._C.own_entry`.
+        epoch: That in which the process became a member.
     """
-    store.set(_ENTRY.format(rank=rank), json.dumps({"entry": entry, "id": group}))
+    key = _ENTRY.format(rank=rank)
+    text = json.dumps({"entry": entry, "id": group, "size": size, "epoch": epoch})
+    before = store.get(key).decode() if store.check([key]) else ""
+    # A rank that was stopped may tell of an epoch that is long past.
+    while not before or json.loads(before)["epoch"] < epoch:
+        after = store.compare_set(key, before, text).decode()
+        if after == text:
+            return
+        before = after
 
 
 def publish_secret(store: Store, secret: str) -> None:
@@ -94,20 +106,21 @@ def entry_of(store: Store, rank: int) -> str | None:
 
 def read_world(store: Store, size: int) -> World:
     """Returns what the Store says now; without entries if nobody can join."""
-    entries, group = {}, 0
+    entries, group, its_size = {}, 0, size
     for rank in range(size):
         key = _ENTRY.format(rank=rank)
         if store.check([key]):
             told = json.loads(store.get(key))
-            entries[rank], group = told["entry"], told["id"]
-    return World(store, group, entries)
+            entries[rank], group, its_size = told["entry"], told["id"], told["size"]
+    return World(store, group, its_size, entries)
 
 
 def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog:
     """Creates the backend of the first group on a process that joins.
 
     Raises:
-        RuntimeError: The job cannot be joined. ValueError: FOG_JOB_SECRET is not allowed.
+        RuntimeError: The job cannot be joined.
+        ValueError: It has another number of ranks, or FOG_JOB_SECRET is not allowed.
             torch.distributed.DistBackendError: Its ranks have another version, or are on another host.
     """
     global _world
@@ -118,6 +131,10 @@ def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog
         raise RuntimeError(
             f"{who}, but the job cannot be joined: its ranks share no single host, have no object with "
             'on_loss="continue", or have not begun to train'
+        )
+    if world.size != size:
+        raise ValueError(
+            f"WORLD_SIZE: got {size}; allowed for a process that joins this job is {world.size}, as at its start"
         )
     if not extension.job_secret():
         if not store.check([_SECRET]):

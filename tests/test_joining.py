@@ -20,10 +20,12 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms
+from fogdist import algorithms, joining
 from harness import ALL, World
 from hosts import connections
 from scripts import ROOT
+
+from fog_pg import _joining
 
 TIMEOUT = 90.0
 RANKS = 4
@@ -54,6 +56,11 @@ dist.init_process_group("fog", timeout=timedelta(seconds=60))
 fogdist.init(getattr(fogdist, options.get("graph", "RingGraph")))
 rank = dist.get_rank()
 is_newcomer = bool(int(os.environ.get("FOG_JOIN") or 0))
+if is_newcomer and options.get("newcomer_writes"):  # no request of its own
+    from fog_pg import _joining
+    store = _joining.store_of_first(dist.group.WORLD._get_backend(torch.device("cpu")))
+    store.set(f"fog/join/{store.add('fog/join/count', 1)}/request", options["newcomer_writes"])
+    sys.exit(3)
 torch.manual_seed(rank)
 dtype = torch.float64 if is_newcomer and options.get("newcomer_dtype") else torch.float32
 width = 7 if is_newcomer and options.get("newcomer_width") else 6
@@ -96,6 +103,10 @@ with torch.no_grad():
     values = torch.cat([p.reshape(-1) for p in model.parameters()])
 say(event="end", step=count(), loss=sum(losses[-20:]) / len(losses[-20:]), values=values.tolist(), norm=float(values.norm()))
 """
+
+
+# Requests that no newcomer writes.
+GARBAGE = ["garbage", "[1, 2]", '{"request": {"rank": 2}, "proof": 7}', "1", "", "[" * 100_000]
 
 
 class Job:
@@ -209,6 +220,11 @@ def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def lose(job: Job, number: int, others: list[int], living: list[int]) -> None:
     job.kill(number)
     job.until_living(others, living)
+
+
+def until_stopped(job: Job, number: int) -> None:
+    state = Path(f"/proc/{job.processes[number][0].pid}/stat")
+    job.until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop")
 
 
 @pytest.mark.parametrize(
@@ -364,12 +380,51 @@ def test_the_rank_that_gives_its_state_is_lost(
     job = new_job()
     lose(job, 2, [0, 1, 3], [0, 1, 3])
     new = job.join(2, **faulty(tmp_path, phase, "SIGSTOP"))
-    state = Path(f"/proc/{job.processes[new][0].pid}/stat")
-    job.until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T", "it does not stop")
+    until_stopped(job, new)
     lose(job, 0, [1, 3], [1, 3])
     job.kill(new, signal.SIGCONT)
     job.until_living([1, new, 3], [1, 2, 3])
     job.end([1, new, 3])
+
+
+@pytest.mark.long
+def test_a_late_process_does_not_take_the_place_of_another(
+    new_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Two processes want one number; the one that comes too late is refused, and leaves nothing that others read."""
+    job = new_job()
+    lose(job, 2, [0, 1, 3], [0, 1, 3])
+    late = job.join(2, **faulty(tmp_path, ("fogdist.joining.Newcomer", "enter", "before"), "SIGSTOP"))
+    until_stopped(job, late)
+    first = job.join(2)
+    job.until_living([0, 1, first, 3], [0, 1, 2, 3])
+    job.kill(late, signal.SIGCONT)
+    assert job.processes[late][0].wait(TIMEOUT) == 1
+    assert "is refused: rank 2 still runs" in job.log(late)
+    lose(job, 3, [0, 1, first], [0, 1, 2])
+    new = job.join(3)
+    job.until_living([0, 1, first, new], [0, 1, 2, 3])
+    job.end([0, 1, first, new])
+
+
+@pytest.mark.long
+def test_a_rank_that_is_stopped_keeps_its_number(
+    new_job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody takes the number of a rank that counts as lost but runs, until its process has ended."""
+    monkeypatch.setenv("FOG_LOST_AFTER", "2")
+    job = new_job()
+    job.kill(2, signal.SIGSTOP)
+    job.until_living([0, 1, 3], [0, 1, 3])
+    epochs = [job.events(number, "epoch")[-1]["epoch"] for number in (0, 1, 3)]
+    assert "rank 2 still runs; a process takes the number of a rank that is gone" in refused(job, 2)
+    assert [job.events(number, "epoch")[-1]["epoch"] for number in (0, 1, 3)] == epochs, job.report()
+    job.kill(2, signal.SIGCONT)
+    assert job.processes[2][0].wait(TIMEOUT) == 1
+    assert "takes no part any more" in job.log(2) or "takes no further part" in job.log(2), job.report()
+    new = job.join(2)
+    job.until_living([0, 1, new, 3], [0, 1, 2, 3])
+    job.end([0, 1, new, 3])
 
 
 # --- a process that is refused ----------------------------------------------------------------------------------
@@ -395,7 +450,18 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     assert "rank 1 still runs; a process takes the number of a rank that is gone" in refused(job, 1)
     lose(job, 2, [0, 1, 3], [0, 1, 3])
     wrong = "another secret than the job's"
+    job.options["newcomer_writes"] = GARBAGE[0]
+    assert job.processes[job.join(2)][0].wait(TIMEOUT) == 3, job.report()
+    del job.options["newcomer_writes"]
     assert "it does not know the job's secret (FOG_JOB_SECRET)" in refused(job, 2, FOG_JOB_SECRET=wrong)
+    assert job.log(0).count("ticket 2) is refused: its request is not complete") == 1, job.report()
+    message = f"WORLD_SIZE: got 5; allowed for a process that joins this job is {RANKS}, as at its start"
+    assert message in refused(job, 2, WORLD_SIZE="5")
+    job.options["graph"] = "FullyConnectedGraph"
+    new = job.join(2)
+    assert job.processes[new][0].wait(TIMEOUT) == 1, job.report()
+    assert "the topology must be the same as on the ranks of the job that this process joins" in job.log(new)
+    del job.options["graph"]
     for option in ("newcomer_width", "newcomer_dtype"):
         job.options[option] = True
         new = job.join(2)
@@ -439,6 +505,189 @@ def test_a_secret_of_the_environment(new_job: Callable[..., Job], monkeypatch: p
     job.end([0, 1, 3, new])
 
 
+# --- the rank that answers, without ranks -----------------------------------------------------------------------
+
+
+class Extension:
+    """What the rank that answers asks the extension; newcomers are children of the test."""
+
+    def __init__(self) -> None:
+        self.secret = "a secret of this test"
+
+    def job_secret(self) -> str:
+        return self.secret
+
+    def announced(self) -> int:
+        return 0
+
+    def announce(self, entry: str) -> bool:
+        return bool(Path(f"/proc/{entry}").exists())
+
+    def read_entry(self, entry: str) -> dict[str, int]:
+        return {"pid": int(entry)}
+
+    def own_entry(self) -> str:
+        return str(os.getpid())
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> Extension:
+    fake = Extension()
+    monkeypatch.setattr(joining._extension, "load", lambda: fake)
+    return fake
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+GROUP = 7
+
+
+def ask(store: dist.Store, entry: object, group: int = GROUP) -> int:
+    """Asks as a newcomer does; returns its ticket."""
+    newcomer = joining.Newcomer(_joining.World(store, group, RANKS, {}), 2, 10.0)
+    newcomer._entry = str(entry)
+    newcomer._seats = ["one"], "one"
+    newcomer._ticket = store.add("fog/join/count", 1)
+    newcomer._request()
+    return newcomer._ticket
+
+
+def look(door: joining.Door, judged: list[int]) -> None:
+    def judge(request: joining.Request) -> str:
+        judged.append(request.ticket)
+        return ""
+
+    door.look(0, judge, lambda: {"one": {"values": torch.ones(1000)}})
+
+
+def states() -> int:
+    """Returns how many states this process holds for newcomers."""
+    names = []
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            names.append(str(each.readlink()))
+    return sum("fog_state" in name for name in names)
+
+
+def until_states(number: int) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while states() != number:
+        assert time.monotonic() < deadline, states()
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("extension")
+@pytest.mark.parametrize("text", GARBAGE)
+def test_garbage_is_refused_once(text: str) -> None:
+    """Whatever the Store contains; the next rank that answers does not meet it again, and nothing stays but the reason."""
+    store = dist.HashStore()
+    door = joining.Door(store, GROUP)
+    ticket = store.add("fog/join/count", 1)
+    store.set(f"fog/join/{ticket}/request", text)
+    judged: list[int] = []
+    look(door, judged)
+    assert store.get(f"fog/join/{ticket}/refused")
+    assert not store.check([f"fog/join/{ticket}/request"])
+    keys = store.num_keys()
+    look(joining.Door(store, GROUP), judged)
+    assert judged == []
+    assert store.get("fog/join/first") == b"2"
+    assert store.num_keys() == keys
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"rank": "2"},
+        {"rank": True},
+        {"seats": [1]},
+        {"seats": 3},
+        {"entry": None},
+        {"another": 1},
+        {"nonce": []},
+    ],
+)
+def test_wrong_types_are_refused(extension: Extension, wrong: dict[str, Any]) -> None:
+    """Of one that knows the secret, such as another version."""
+    told = {"rank": 2, "entry": "1", "seats": ["one"], "seat": "one", "nonce": "00", "challenge": "00"}
+    for values, allowed in ((told, True), (told | wrong, False)):
+        asked = json.dumps(values)
+        text = json.dumps({"request": asked, "proof": joining._proof("request", GROUP, 1, asked)})
+        if allowed:
+            assert joining.Request.from_text(GROUP, 1, text).rank == 2
+        else:
+            with pytest.raises(ValueError, match="its request is not complete"):
+                joining.Request.from_text(GROUP, 1, text)
+    extension.secret = "another secret of this test"
+    with pytest.raises(ValueError, match="it does not know the job's secret"):
+        joining.Request.from_text(GROUP, 1, text)
+
+
+@pytest.mark.usefixtures("extension")
+def test_a_proof_counts_once_and_in_one_job(child: subprocess.Popen[bytes]) -> None:
+    """A copy of a request is refused under another ticket and in another job, and is not answered by another rank."""
+    store = dist.HashStore()
+    door = joining.Door(store, GROUP)
+    door.publish_nonce()
+    ticket = ask(store, child.pid)
+    text = store.get(f"fog/join/{ticket}/request")
+    judged: list[int] = []
+    look(door, judged)
+    assert judged == [ticket]
+    again = store.add("fog/join/count", 1)
+    store.set(f"fog/join/{again}/request", text)
+    look(door, judged)
+    assert b"does not know the job's secret" in store.get(f"fog/join/{again}/refused")
+    for group, is_refused in (
+        (GROUP + 1, True),
+        (GROUP, False),
+    ):  # another job; a rank that has never seen it
+        other = dist.HashStore()
+        other.add("fog/join/count", 1)
+        other.set("fog/join/1/request", text)
+        judged.clear()
+        look(joining.Door(other, group), judged)
+        assert other.check(["fog/join/1/refused"]) == is_refused
+        assert judged == [] and not other.check(["fog/join/1/answer"])
+    door.leave_to_another(0)
+
+
+@pytest.mark.usefixtures("extension")
+def test_a_state_is_kept_only_for_a_process_that_lives(child: subprocess.Popen[bytes]) -> None:
+    store = dist.HashStore()
+    door = joining.Door(store, GROUP)
+    door.publish_nonce()
+    judged: list[int] = []
+    ask(store, child.pid)
+    look(door, judged)
+    until_states(1)
+    door.leave_to_another(1)  # a rank with a lower number answers now
+    until_states(0)
+    ask(store, child.pid)
+    look(door, judged)
+    until_states(1)
+    child.kill()  # nobody looks again
+    until_states(0)
+    child.wait()
+    look(door, judged)
+    assert store.get("fog/join/first") == b"3"
+    assert not store.check(["fog/join/1/request"]) and not store.check(["fog/join/2/answer"])
+
+
+def test_the_entry_of_a_later_process_stays() -> None:
+    """A rank that was stopped may tell the Store of an epoch that is long past."""
+    store = dist.HashStore()
+    for epoch, entry in ((0, "first"), (3, "third"), (2, "second")):
+        _joining.publish(store, 1, GROUP, RANKS, entry, epoch)
+    assert _joining.entry_of(store, 1) == "third"
+    assert _joining.read_world(store, RANKS).size == RANKS
+
+
 # --- what it costs without newcomers ----------------------------------------------------------------------------
 
 QUIET = """
@@ -450,7 +699,7 @@ class NoStore:
     def __getattr__(self, name):
         raise AssertionError(f"the Store is asked: {name}")
 
-door = Door(NoStore())
+door = Door(NoStore(), 0)
 libc = ctypes.CDLL(None)
 syscall, prctl = libc.syscall, libc.prctl
 assert door.is_quiet(0)

@@ -616,7 +616,7 @@ def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]
 
 def test_who_joins_begins_where_the_farthest_rank_is() -> None:
     """Within a round of three exchanges, it begins the round and gives up what a rank has completed."""
-    join = _Join(1, "entry")
+    join = _Join(1, "entry", "nonce")
     came = {0: {"a": report(6, 6, 6, 2)}, 1: {"a": report(7, 9, 6, 2)}, 3: {"a": report(5, 6, 3, 1)}}
     decision = _Minutes(came, {2}, {2: join}, {"a"}).decision([0, 1, 2, 3])
     assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: join}
@@ -629,7 +629,7 @@ def test_who_joins_begins_where_the_farthest_rank_is() -> None:
 def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set[int]) -> None:
     """It would wait there for a process that begins with the first object. The ranks go on, as a new epoch."""
     came = {rank: {"a": report(6, 6, 6, 2), "b": report(5, 5 + (rank == 1), 5, 2)} for rank in (0, 1, 3)}
-    decision = _Minutes(came, gone, {2: _Join(1, "entry")}, {"a"}).decision([0, 1, 3])
+    decision = _Minutes(came, gone, {2: _Join(1, "entry", "nonce")}, {"a"}).decision([0, 1, 3])
     assert decision is not None and decision.joins == {} and decision.members == tuple({0, 1, 3} - gone)
     assert _Minutes(came, set(), {}, set()).decision([0, 1, 3]) is None
 

@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,8 +33,10 @@ from fog_pg._joining import World
 
 _log = logging.getLogger("fogdist")
 
-# Keys of the Store.
+# Keys of the Store: how many tickets there are, the first that is not over, and the nonce of the rank that answers.
 _COUNT = "fog/join/count"
+_FIRST = "fog/join/first"
+_NONCE = "fog/join/nonce"
 _OBJECTS = "fog/join/objects"
 # The pauses between two looks of a newcomer at the Store, in seconds, and between two looks at the ranks' processes.
 _PAUSE = 2e-3
@@ -46,14 +49,28 @@ def _key(ticket: int, what: str) -> str:
     return f"fog/join/{ticket}/{what}"
 
 
-def _proof(purpose: str, *parts: str) -> str:
-    """Returns the proof that this process knows the job's secret."""
+def _delete(store: dist.Store, ticket: int, *whats: str) -> None:
+    for what in whats:
+        with contextlib.suppress(NotImplementedError):  # some of torch's Stores cannot
+            store.delete_key(_key(ticket, what))
+
+
+def _proof(purpose: str, group: int, ticket: int, *parts: str) -> str:
+    """Returns the proof that this process knows the secret. `group` and a nonce in `parts` bind it to this job."""
     secret = _extension.load().job_secret().encode()
-    text = "\0".join(("fog join", purpose, *parts))
+    text = "\0".join(("fog join", purpose, str(group), str(ticket), *parts))
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
+def _proves(given: object, proof: str) -> bool:
+    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), proof.encode())
+
+
 # --- the objects of the job -------------------------------------------------------------------------------------
+
+
+# The name of the topology among the objects.
+TOPOLOGY = "topology"
 
 
 def publish_object(store: dist.Store, name: str, items: Sequence[str]) -> None:
@@ -79,7 +96,7 @@ def check_object(world: World, name: str, argument: str, items: Sequence[str]) -
     if name not in objects:
         raise ValueError(
             f"{argument} must be as on the ranks of the job that this process joins: it makes {name}, the job has "
-            f"{', '.join(objects) or 'nothing that can be joined'}"
+            f"{', '.join(each for each in objects if each != TOPOLOGY) or 'nothing that can be joined'}"
         )
     mine, theirs = set(items), set(objects[name])
     if mine != theirs:
@@ -116,6 +133,8 @@ class Request:
         entry: How to connect with it.
         seats: The names of its seats, ascending.
         seat: The name of the seat at whose next exchange it comes in.
+        nonce: The newcomer's random number, for proofs that the ranks know the job's secret.
+        challenge: The random number of the rank that answered when the newcomer asked.
     """
 
     ticket: int
@@ -123,6 +142,32 @@ class Request:
     entry: str
     seats: tuple[str, ...]
     seat: str
+    nonce: str
+    challenge: str
+
+    @classmethod
+    def from_text(cls, group: int, ticket: int, text: str) -> Request:
+        """Returns the request of a ticket.
+
+        Raises:
+            ValueError: Its proof or its form is wrong; the message is the reason for the newcomer.
+        """
+        try:
+            signed = json.loads(text)
+            asked, proof = signed["request"], signed["proof"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError("its request is not complete") from None
+        if not isinstance(asked, str) or not _proves(proof, _proof("request", group, ticket, asked)):
+            raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)")
+        try:
+            told = json.loads(asked)
+            request = cls(ticket, **{**told, "seats": tuple(told["seats"])})
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise ValueError("its request is not complete: it has another version") from None
+        texts = (request.entry, request.seat, request.nonce, request.challenge, *request.seats)
+        if type(request.rank) is not int or not all(isinstance(each, str) for each in texts):
+            raise ValueError("its request is not complete: it has another version")
+        return request
 
 
 class Door:
@@ -130,20 +175,32 @@ class Door:
 
     Args:
         store: That of the first group.
+        group: The id of the first group.
     """
 
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
+    def __init__(self, store: dist.Store, group: int) -> None:
+        self._store, self._group = store, group
         extension = _extension.load()
         self._announced, self._is_there = extension.announced, extension.announce
         self._seen = self._epoch = 0
         self._waits = False
+        self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
         self._copies: dict[int, _Copy] = {}
 
     def is_quiet(self, epoch: int) -> bool:
         """Returns whether nothing has happened since the last look. It asks nobody, and makes no system call."""
         return not self._waits and self._announced() == self._seen and epoch == self._epoch
+
+    def publish_nonce(self) -> None:
+        """Tells newcomers the random number that their proofs must contain, on the rank that answers."""
+        self._store.set(_NONCE, self._nonce)
+
+    def leave_to_another(self, epoch: int) -> None:
+        """Does nothing for newcomers, because another rank answers in this epoch."""
+        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        for ticket in list(self._copies):
+            self._copies.pop(ticket).close()
 
     def look(
         self, epoch: int, judge: Callable[[Request], str | None], save: Callable[[], Mapping[str, Any]]
@@ -159,26 +216,31 @@ class Door:
             The requests of those that are ready, of several for one rank the first.
         """
         self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        if not self._store.check([_NONCE]) or self._store.get(_NONCE).decode(errors="replace") != self._nonce:
+            self.publish_nonce()  # another rank has answered before
         ready: dict[int, Request] = {}
-        for ticket in range(1, self._store.add(_COUNT, 0) + 1):
+        last = self._store.add(_COUNT, 0)
+        first = self._first()
+        for ticket in range(first, last + 1):
             if ticket in self._over or not self._has(ticket, "request"):
                 continue
-            told = json.loads(self._store.get(_key(ticket, "request")))
             try:
-                request = Request(
-                    ticket, int(told["rank"]), str(told["entry"]), tuple(told["seats"]), str(told["seat"])
-                )
-                given = str(told["proof"])
-            except (KeyError, TypeError, ValueError) as error:
-                self._refuse(ticket, f"its request is not complete: {error!r}")
+                text = self._store.get(_key(ticket, "request")).decode(errors="replace")
+                request = Request.from_text(self._group, ticket, text)
+            except ValueError as error:
+                self._refuse(ticket, str(error))
                 continue
-            if not self._is_there(request.entry) or self._has(ticket, "admitted"):
+            try:
+                is_there = self._is_there(request.entry)
+            except (ValueError, RuntimeError) as error:
+                self._refuse(ticket, f"its address cannot be read: {error}")
+                continue
+            if not is_there or self._has(ticket, "admitted"):
                 self._end(ticket)
                 continue
-            is_known = hmac.compare_digest(
-                given.encode(), _proof("request", str(ticket), request.entry).encode()
-            )
-            reason = judge(request) if is_known else "it does not know the job's secret (FOG_JOB_SECRET)"
+            if request.challenge != self._nonce:
+                continue  # it asks again, with this rank's number
+            reason = judge(request)
             if reason is None:
                 self._waits = True
             elif reason:
@@ -186,20 +248,39 @@ class Door:
             elif self._has(ticket, "ready"):
                 ready.setdefault(request.rank, request)
             elif not self._has(ticket, "answer"):
-                copy = self._copies[ticket] = _Copy(save())
-                place = json.dumps({"pid": os.getpid(), "file": copy.file})
-                answer = {"place": place, "proof": _proof("answer", str(ticket), place)}
-                self._store.set(_key(ticket, "answer"), json.dumps(answer))
+                self._give(request, save())
+        before = first
+        while first in self._over:
+            self._over.discard(first)
+            first += 1
+        if first > before:
+            self._store.set(_FIRST, str(first))
         return list(ready.values())
 
     def look_again(self) -> None:
         """Makes the next step look again, although nothing has happened."""
         self._waits = True
 
-    def admit(self, ticket: int, decision: Mapping[str, Any]) -> None:
+    def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
         """Tells a newcomer what the ranks have decided."""
-        self._store.set(_key(ticket, "admitted"), json.dumps(decision))
+        text = json.dumps(decision)
+        signed = {"decision": text, "proof": _proof("admitted", self._group, ticket, nonce, text)}
+        self._store.set(_key(ticket, "admitted"), json.dumps(signed))
         self._end(ticket)
+
+    def _give(self, request: Request, state: Mapping[str, Any]) -> None:
+        """Gives a newcomer a copy of the state."""
+        ticket = request.ticket
+        copy = self._copies[ticket] = _Copy(state, _extension.load().read_entry(request.entry)["pid"])
+        place = json.dumps({"pid": os.getpid(), "file": copy.file})
+        answer = {"place": place, "proof": _proof("answer", self._group, ticket, request.nonce, place)}
+        self._store.set(_key(ticket, "answer"), json.dumps(answer))
+
+    def _first(self) -> int:
+        """Returns the first ticket that is not over."""
+        with contextlib.suppress(ValueError):
+            return max(int(self._store.get(_FIRST)), 1) if self._store.check([_FIRST]) else 1
+        return 1
 
     def _refuse(self, ticket: int, reason: str) -> None:
         _log.warning("a process that wants to join (ticket %d) is refused: %s", ticket, reason)
@@ -210,7 +291,9 @@ class Door:
         return bool(self._store.check([_key(ticket, what)]))
 
     def _end(self, ticket: int) -> None:
+        """Ends a ticket; what the newcomer has not read yet, it deletes itself."""
         self._over.add(ticket)
+        _delete(self._store, ticket, "request", "answer", "ready")
         if (copy := self._copies.pop(ticket, None)) is not None:
             copy.close()
 
@@ -218,35 +301,35 @@ class Door:
 class _Copy:
     """A state in an anonymous file, which a thread writes. It is sealed when it is whole, and empty if that failed.
 
+    The file is closed when it is whole and this is closed, or the process that it is for has ended.
+
     Args:
         state: The state, of which this makes a copy at once.
+        pid: The process that it is for.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any], pid: int) -> None:
         self.file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._lock = threading.Lock()
-        self._is_written = self._is_over = False
-        threading.Thread(target=self._write, args=(_copied(state),), daemon=True).start()
+        self._is_over = threading.Event()
+        self._state = _copied(state)
+        threading.Thread(target=self._serve, args=(pid,), daemon=True).start()
 
-    def _write(self, state: Any) -> None:
+    def _serve(self, pid: int) -> None:
         try:
             with os.fdopen(os.dup(self.file), "wb") as file:
-                torch.save(state, file)
+                torch.save(self._state, file)
         except Exception:
             _log.exception("the state for a process that joins could not be written")
             os.ftruncate(self.file, 0)
+        self._state = None
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-        with self._lock:
-            self._is_written = True
-            if self._is_over:
-                os.close(self.file)
+        while not self._is_over.wait(_LIFE_PAUSE) and _runs(pid):
+            pass
+        os.close(self.file)
 
     def close(self) -> None:
         """Closes the file as soon as it is written, without waiting for that."""
-        with self._lock:
-            self._is_over = True
-            if self._is_written:
-                os.close(self.file)
+        self._is_over.set()
 
 
 def _copied(state: Any) -> Any:
@@ -269,16 +352,18 @@ class Newcomer:
     Args:
         world: The job.
         rank: Its rank there.
-        size: The number of ranks of the first group.
         timeout: For how long it waits for an answer, in seconds.
     """
 
-    def __init__(self, world: World, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, world: World, rank: int, timeout: float) -> None:
         self.world = world
-        self._store, self._rank, self._size, self._timeout = world.store, rank, size, timeout
+        self._store, self._rank, self._timeout = world.store, rank, timeout
         self._extension = _extension.load()
         self._entry = self._extension.own_entry()
+        self._nonce = secrets.token_hex(16)
+        self._seats: tuple[list[str], str] = [], ""
         self._ticket = 0
+        self._asked = 0, ""  # the ticket, and the random number of the rank that answered
 
     def pull(self, seats: Sequence[str], seat: str) -> dict[str, Any]:
         """Returns the state that a rank of the job gives this process.
@@ -290,40 +375,55 @@ class Newcomer:
         Raises:
             torch.distributed.DistBackendError: It is refused; no rank is left; or the timeout.
         """
+        self._seats = sorted(seats), seat
         while True:
             self._ticket = ticket = self._store.add(_COUNT, 1)
-            request = {
-                "rank": self._rank,
-                "entry": self._entry,
-                "seats": sorted(seats),
-                "seat": seat,
-                "proof": _proof("request", str(ticket), self._entry),
-            }
-            self._store.set(_key(ticket, "request"), json.dumps(request))
-            self._announce()
+            self._request()
             answer = json.loads(self._await("answer"))
-            if not hmac.compare_digest(answer["proof"], _proof("answer", str(ticket), answer["place"])):
-                raise dist.DistBackendError(
-                    f"the answer to this process, which joins as rank {self._rank}, does not come from a process that knows "
-                    "the job's secret"
-                )
+            self._check("answer", answer["place"], answer["proof"])
             place = json.loads(answer["place"])
             state = self._read(place["pid"], place["file"])
             if state is not None:
                 return state
+            _delete(self._store, ticket, "request", "answer")
 
     def enter(self) -> dict[str, Any]:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
-        _joining.publish(self._store, self._rank, self.world.id, self._entry)
         self._store.set(_key(self._ticket, "ready"), "1")
         self._announce()
-        decision: dict[str, Any] = json.loads(self._await("admitted"))
+        admitted = json.loads(self._await("admitted"))
+        self._check("admitted", admitted["decision"], admitted["proof"])
+        decision: dict[str, Any] = json.loads(admitted["decision"])
         return decision
 
     def entries(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns how to connect with these ranks of the job, as they are now."""
-        now = _joining.read_world(self._store, self._size).entries
+        now = _joining.read_world(self._store, self.world.size).entries
         return {rank: now[rank] for rank in ranks}
+
+    def leave(self) -> None:
+        """Ends its ticket, when all ranks have taken it in or it is refused."""
+        _delete(self._store, self._ticket, "request", "answer", "ready", "admitted", "refused")
+
+    def _request(self) -> bool:
+        """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
+        challenge = self._store.get(_NONCE).decode() if self._store.check([_NONCE]) else ""
+        if (self._ticket, challenge) != self._asked:
+            self._asked = self._ticket, challenge
+            seats, seat = self._seats
+            told = {"rank": self._rank, "entry": self._entry, "seats": seats, "seat": seat}
+            text = json.dumps({**told, "nonce": self._nonce, "challenge": challenge})
+            proof = _proof("request", self.world.id, self._ticket, text)
+            self._store.set(_key(self._ticket, "request"), json.dumps({"request": text, "proof": proof}))
+        return self._announce()
+
+    def _check(self, purpose: str, text: str, proof: object) -> None:
+        """Raises DistBackendError if what a rank has told does not come from a rank that knows the secret."""
+        if not _proves(proof, _proof(purpose, self.world.id, self._ticket, self._nonce, text)):
+            raise dist.DistBackendError(
+                f"the answer to this process, which joins as rank {self._rank}, does not come from a process that knows "
+                "the job's secret"
+            )
 
     def _announce(self) -> bool:
         """Draws the attention of all ranks; returns whether any is left."""
@@ -331,7 +431,7 @@ class Newcomer:
         return any(told)
 
     def _others(self) -> list[str]:
-        entries = _joining.read_world(self._store, self._size).entries
+        entries = _joining.read_world(self._store, self.world.size).entries
         return [entry for rank, entry in entries.items() if rank != self._rank]
 
     def _await(self, what: str) -> str:
@@ -341,6 +441,7 @@ class Newcomer:
         while not self._store.check([_key(self._ticket, what)]):
             if self._store.check([_key(self._ticket, "refused")]):
                 reason = self._store.get(_key(self._ticket, "refused")).decode()
+                self.leave()
                 raise dist.DistBackendError(
                     f"this process, which wants to join the job as rank {self._rank}, is refused: {reason}"
                 )
@@ -348,7 +449,7 @@ class Newcomer:
             if now >= looked + _LIFE_PAUSE:
                 looked = now
                 # It also makes ranks look that have become the lowest one meanwhile.
-                if not self._announce():
+                if not self._request():
                     raise dist.DistBackendError(
                         f"this process cannot join the job as rank {self._rank}: no rank of the job is left"
                     )

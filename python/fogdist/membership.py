@@ -21,7 +21,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
@@ -37,7 +37,7 @@ from fogdist.context import Context, Survivors
 from fogdist.detection import suspend_detection
 from fogdist.exchange import MACHINES, RANKS, Nodes
 from fogdist.flight_record import note_epoch
-from fogdist.joining import Door, Newcomer, Request, check_object, publish_object
+from fogdist.joining import TOPOLOGY, Door, Newcomer, Request, check_object, publish_object
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import Topology, TopologyError, uniform_weights
@@ -235,7 +235,7 @@ class Members:
         if first.is_joining:
             world = _joining.world_to_join(first.backend)
             assert world is not None  # its backend was made so
-            self._newcomer = Newcomer(world, first.rank, size, first.backend.options._timeout.total_seconds())
+            self._newcomer = Newcomer(world, first.rank, first.backend.options._timeout.total_seconds())
 
     @property
     def context(self) -> Context:
@@ -268,14 +268,15 @@ class Members:
             ValueError: They differ. torch.distributed.DistBackendError: A rank does not come.
         """
         self._open_door()
-        is_joinable = self._newcomer is not None or self._door is not None
-        topology = self._whole().topology.items() if is_joinable else []
+        topology = self._whole().topology.items()
         if self._newcomer is not None:
-            check_object(self._newcomer.world, name, argument, [*items, *topology])
+            check_object(self._newcomer.world, name, argument, items)
+            check_object(self._newcomer.world, TOPOLOGY, "the topology", topology)
             return
         check_same_everywhere(self.context.backend, argument, items)
         if self._door is not None and self.context.rank == 0:
-            publish_object(self._joining_store(), name, [*items, *topology])
+            publish_object(self._joining_store(), TOPOLOGY, topology)
+            publish_object(self._joining_store(), name, items)
 
     def enter(self, seat: Seat) -> bool:
         """See `Seat.enter`."""
@@ -306,11 +307,13 @@ class Members:
         decision = self._agreed(context, failure, joins)
         if decision is None:
             raise failure
-        for join in decision.joins.values():
+        for rank, join in decision.joins.items():
             assert (
                 self._door is not None
             )  # it has asked for the meeting on the lowest rank, and all ranks have one
-            self._door.admit(join.ticket, decision.to_json(before.epoch + 1))
+            # Before the process is admitted: from then on it is the one that has this rank.
+            self._publish(rank, join.entry, before.epoch + 1)
+            self._door.admit(join.ticket, join.nonce, decision.to_json(before.epoch + 1))
         if decision.joins:
             entries = {rank: join.entry for rank, join in decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
@@ -352,7 +355,13 @@ class Members:
             log = _Log(self._store(), prefix)
             for join in joins:
                 log.append(
-                    {"joins": join.rank, "ticket": join.ticket, "entry": join.entry, "seat": join.seat}
+                    {
+                        "joins": join.rank,
+                        "ticket": join.ticket,
+                        "entry": join.entry,
+                        "nonce": join.nonce,
+                        "seat": join.seat,
+                    }
                 )
             log.append({"came": mine, "seats": {name: seat.report() for name, seat in self._seats.items()}})
             told: set[int] = set()
@@ -466,14 +475,21 @@ class Members:
             return
         extension, first = _extension.load(), self._whole()
         store = self._joining_store()
-        self._door = Door(store)
-        _joining.publish(store, first.rank, first.backend.id, extension.own_entry())
-        if self.context.rank == 0 and not environment.JOB_SECRET.is_set():
-            _joining.publish_secret(store, extension.job_secret())
+        self._door = Door(store, first.backend.id)
+        if self.context.rank == 0:
+            self._door.publish_nonce()
+            if not environment.JOB_SECRET.is_set():
+                _joining.publish_secret(store, extension.job_secret())
+        self._publish(first.rank, extension.own_entry(), 0)
+
+    def _publish(self, rank: int, entry: str, epoch: int) -> None:
+        first = self._whole()
+        _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch)
 
     def _attend(self, door: Door, seat: Seat) -> None:
         """Answers newcomers, on the rank with the lowest number, and meets the others if one is ready."""
         if self.context.rank != 0:
+            door.leave_to_another(self.membership.epoch)
             return
         if self._pauses:
             self._pauses -= 1
@@ -536,10 +552,11 @@ class Members:
         beside = {other: join.entry for other, join in decision.joins.items() if other != rank}
         extension.connect_with(beside, True, _CONNECT_TIMEOUT)
         extension.connect_with(newcomer.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)
+        newcomer.leave()
         self._newcomer, self._whole().is_joining = None, False
         self.membership = Membership(epoch - 1, (), frozenset(range(self._size)))
         self._adopt(decision, epoch)
-        self._door = Door(self._joining_store())
+        self._door = Door(self._joining_store(), self._whole().backend.id)
         for name, each in list(self._seats.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
 
@@ -550,6 +567,7 @@ class _Join:
 
     ticket: int
     entry: str
+    nonce: str
 
 
 @dataclass(frozen=True)
@@ -585,7 +603,7 @@ class _Decision:
 
     def to_json(self, epoch: int) -> dict[str, Any]:
         """Returns it as values of JSON."""
-        joins = {rank: {"ticket": join.ticket, "entry": join.entry} for rank, join in self.joins.items()}
+        joins = {rank: asdict(join) for rank, join in self.joins.items()}
         return {"epoch": epoch, "living": self.living, "joins": joins}
 
     @classmethod
@@ -693,7 +711,7 @@ class _Log:
             if "came" in entry:
                 minutes.came[entry["came"]] = entry["seats"]
             elif "joins" in entry:
-                minutes.joins[entry["joins"]] = _Join(entry["ticket"], entry["entry"])
+                minutes.joins[entry["joins"]] = _Join(entry["ticket"], entry["entry"], entry["nonce"])
                 minutes.seats.add(entry["seat"])
             else:
                 minutes.gone.add(entry["gone"])

@@ -85,14 +85,13 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
 void Engine::take_in(int peer_id, int pid, const std::string& address) {
   Lock lock(mutex_);
   check_peers(lock);
-  if (silent_.count(peer_id) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0 && transport_->shares_memory(peer_id)) {
-    declare_lost(peer_id, kLost, false); // only other ranks have noticed it so far
-  }
-  if (silent_.count(peer_id) > 0) {
+  // The process before it has this one's memory mapped, so its end must be certain, and not only the verdict of a rank.
+  const bool is_gone = lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
+  if (silent_.count(peer_id) > 0 || (!is_gone && transport_->shares_memory(peer_id))) {
     C10_THROW_ERROR(
         DistBackendError, c10::str("fog: a process cannot take the place of world rank ", peer_id, ", whose process may still run"));
   }
-  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
+  if (is_gone) {
     transport_->renew(peer_id);
     lost_.erase(peer_id);
     departed_.erase(peer_id);

@@ -30,6 +30,25 @@ using Clock = std::chrono::steady_clock;
 constexpr auto kPause = std::chrono::microseconds(200);
 constexpr const char* kNotConnected = "was lost: it joined, but did not connect in time";
 
+// Takes a process in on a member. The rank that has let it join has seen that the process before it ended; this process
+// may learn that a moment later. If it does not, it goes on without the new one, and so do the others with the next epoch.
+void take_in(Engine& engine, int rank, const Introduction& peer, Deadline deadline) {
+  while (true) {
+    try {
+      engine.take_in(rank, peer.pid, peer.address);
+      return;
+    } catch (const c10::DistBackendError& error) {
+      if (Clock::now() >= deadline) {
+        LOG(WARNING) << message_of(error);
+        engine.give_up(rank, kNoSign, true);
+        return;
+      }
+    }
+    engine.check_interrupt();
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
 } // namespace
 
 std::string own_entry() {
@@ -105,11 +124,7 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
     const auto peer = read_introduction(entry);
     processes.watch(rank, peer.pid);
     if (is_member) {
-      try {
-        engine.take_in(rank, peer.pid, peer.address);
-      } catch (const c10::DistBackendError& error) { // the peer stays lost, and this rank goes on without it
-        LOG(WARNING) << message_of(error);
-      }
+      take_in(engine, rank, peer, deadline);
     }
   }
   for (const auto& [rank, entry] : entries) {
