@@ -14,6 +14,7 @@
 #include "engine/process_engine.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
+#include "job/secret.hpp"
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/arena.hpp"
 
@@ -60,6 +61,7 @@ Meeting::Meeting(
 Meeting::~Meeting() {
   if (monitor_) { // no transport was created
     use_sockets(nullptr, nullptr);
+    forget_job_secret();
   }
 }
 

@@ -52,6 +52,11 @@ void set_job_secret(const std::string& made) {
   }
 }
 
+void forget_job_secret() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  secret.clear();
+}
+
 std::string random_secret() {
   std::array<uint8_t, 32> bytes;
   fill_randomly(bytes.data(), bytes.size());

@@ -10,11 +10,13 @@
 namespace fog {
 
 // Returns the secret of this process's job: FOG_JOB_SECRET, or what rank 0 of its world has made; empty if there is
-// none yet. Throws ValueError if the variable is too short. The reference stays valid, and its value once there is one.
+// none yet. Throws ValueError if the variable is too short. The reference stays valid, and its value once there is a job.
 const std::string& job_secret();
 
 // Sets the secret, once, if the environment has none.
 void set_job_secret(const std::string& secret);
+// The job has not come about. The next one has a secret of its own.
+void forget_job_secret();
 
 // Returns 32 random bytes, as hexadecimal digits.
 std::string random_secret();
