@@ -239,10 +239,6 @@ class ProcessGroupFog(Backend):
         name: str = "",
         confirm: bool | None = None,
         timeout: timedelta | None = None,
-        compression: Codec | None = None,
-        decoded: Tensor | Sequence[Tensor] | None = None,
-        counter: int | None = None,
-        conserve: bool = False,
     ) -> list[Tensor]:
         """neighbor_allreduce that waits for the result. It creates no Python Work and wakes no other thread.
 
@@ -252,6 +248,20 @@ class ProcessGroupFog(Backend):
         Raises:
             torch.distributed.DistBackendError: The operation failed in flight.
         """
+
+    def compressed_neighbor_allreduce_blocking(
+        self,
+        tensor: Tensor | Sequence[Tensor],
+        plan: NeighborPlan,
+        *,
+        compression: Codec,
+        output: Tensor | Sequence[Tensor] | None = None,
+        name: str = "",
+        confirm: bool | None = None,
+        timeout: timedelta | None = None,
+        conserve: bool = False,
+    ) -> list[Tensor]:
+        """neighbor_allreduce_blocking with a codec."""
 
     def hierarchical_neighbor_allreduce(
         self,

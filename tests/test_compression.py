@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -103,6 +104,38 @@ def test_modular_errors_are_within_the_bound(codec: Codec) -> None:
                 with case(dtype=dtype, numel=numel, far=far):
                     tensor, near = (normal(numel, dtype, seed=s) + far for s in (1, 2))
                     check_bound(codec, tensor, through(codec, tensor, near))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    ("theta", "scale"), [(1e-3, 100.0), (1e-2, 1000.0), (1.0, 1e5), (0.7, 1e-3), (1e-3, 1.0), (1e20, 1e22)]
+)
+def test_modular_errors_are_within_the_bound_up_to_theta(bits: int, theta: float, scale: float) -> None:
+    """Distances from 0.99 theta to the largest ones for which the documented condition holds."""
+    codec, numel = Moniqua(theta, bits), 200_000
+    tensor = normal(numel, scale=scale)
+    sides = torch.where(torch.arange(numel) % 2 == 0, 1.0, -1.0).double()
+    room = theta - 2.0**-20 * (2 * tensor.double().abs() + theta)
+    shares = 1 - 0.01 * normal(numel, torch.float64, seed=1).abs().clamp(max=1) * (torch.arange(numel) % 3)
+    near = (tensor.double() + sides * shares * room).float()
+    distance = (near.double() - tensor.double()).abs()
+    holds = distance + 2.0**-20 * (tensor.double().abs() + near.double().abs()) < theta
+    assert (holds & (distance > 0.97 * room)).sum() > numel // 4
+    tensor, near = tensor[holds], near[holds]
+    check_bound(codec, tensor, through(codec, tensor, near))
+
+
+def test_the_bound_of_a_modular_codec_is_infinite_where_float16_ends() -> None:
+    tensor = torch.tensor([65504.0, 60000.0, -65504.0], dtype=torch.float16)
+    assert Moniqua(1000.0, 4).bound(tensor).isfinite().tolist() == [False, True, False]
+    infinite = False
+    for theta in range(500, 1000, 50):
+        codec = Moniqua(theta, 4)
+        decoded = through(codec, tensor, tensor)
+        check_bound(codec, tensor, decoded)
+        assert ((decoded.double() - tensor.double()).abs() <= codec.bound(tensor)).all()
+        infinite |= bool(decoded.isinf().any())
+    assert infinite  # otherwise the bound could be finite
 
 
 def test_a_modular_codec_knows_no_difference_of_a_whole_range() -> None:
@@ -426,6 +459,10 @@ def test_every_cpu_gives_the_same_bits() -> None:
     [
         (lambda: Int8(block=7), ValueError, "block.*7.*multiples of 8"),
         (lambda: Int8(block=8200), ValueError, "block.*8200"),
+        (lambda: Int8(block=1 << 63), ValueError, "block must be.*9223372036854775808"),
+        (lambda: TopK(k=1 << 63), ValueError, "k must be.*9223372036854775808"),
+        (lambda: TopK(10**400), ValueError, "fraction must be"),
+        (lambda: Moniqua(1.0, bits=1 << 40), ValueError, "bits.*1099511627776.*1, 2, 4 and 8"),
         (lambda: Int8(block=2.0), TypeError, "block must be an integer.*2.0"),
         (lambda: Int8(stochastic=1), TypeError, "stochastic must be True or False"),
         (lambda: Int8(seed=-1), ValueError, "seed must be from 0.*-1"),
@@ -481,6 +518,50 @@ def test_bad_messages_are_refused() -> None:
         codec.encode(tensor, rank=1 << 20)
     with pytest.raises(TypeError, match="torch.Tensor"):
         codec.encode([1.0])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda codec, _: codec.bytes(1.5), TypeError, "numel must be an integer.*1.5"),
+        (lambda codec, _: codec.bytes(1 << 64), ValueError, "numel must be.*18446744073709551616"),
+        (lambda codec, _: codec.bytes(-1), ValueError, "numel must be.*-1"),
+        (
+            lambda codec, _: codec.encode(torch.ones(3), counter=1.5),
+            TypeError,
+            "counter must be an integer.*1.5",
+        ),
+        (
+            lambda codec, _: codec.encode(torch.ones(3), counter="a"),
+            TypeError,
+            "counter must be an integer.*'a'",
+        ),
+        (lambda codec, _: codec.decode([1], (3,)), TypeError, "message must be a torch.Tensor"),
+        (lambda codec, m: codec.decode(m, (-1,)), ValueError, r"shape\[0\] must be.*-1"),
+        (lambda codec, m: codec.decode(m, ("a",)), TypeError, r"shape\[0\] must be an integer.*'a'"),
+        (lambda codec, m: codec.decode(m, 3), TypeError, "shape must be a sequence of integers.*3"),
+        (
+            lambda codec, m: codec.decode(m, (3,), "float32"),
+            TypeError,
+            "dtype must be a torch.dtype.*'float32'",
+        ),
+        (lambda codec, m: codec.decode(m, (3,), near=3), TypeError, "near must be a torch.Tensor"),
+    ],
+)
+def test_bad_arguments_are_named(
+    call: Callable[[Codec, Tensor], object], error: type[Exception], words: str
+) -> None:
+    codec = Int8()
+    with pytest.raises(error, match=words):
+        call(codec, codec.encode(torch.ones(3)))
+
+
+def test_integers_of_other_libraries_are_taken() -> None:
+    codec = Int8(block=np.int64(128))
+    assert codec == Int8(block=128) and repr(codec) == repr(Int8(block=128))
+    message = codec.encode(torch.ones(3), counter=np.int64(3))
+    assert codec.decode(message, [np.int64(3)]).shape == (3,)
+    assert codec.bytes(np.int32(3)) == message.numel()
 
 
 def test_codecs_are_constants() -> None:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from fogdist import algorithms, membership
 from fogdist.algorithms.wait_avoiding import group_of
+from fogdist.compression import TopK
 from fogdist.context import current
 from fogdist.membership import Membership
 from fogdist.topology import Topology, uniform_weights
@@ -86,6 +87,8 @@ def make(kind: str, model: nn.Module, rate: float) -> Any:
         options["patience"] = 5.0
     if option == "machines":
         options["mixing"] = algorithms.Machines()
+    if option == "compressed machines":
+        options["mixing"] = algorithms.Machines(compression=TopK(0.1))
     if option == "backward":
         options["step_in_backward"] = True
     with warnings.catch_warnings():
@@ -293,6 +296,18 @@ def test_machines_go_on(new_world: Callable[..., World], victims: list[int], pha
     left = machines.among(here).matrix()[np.ix_(place, place)] / np.array(counts)[place][:, None]
     expected = matrix_power(left.T, steps - step) @ x[living]
     np.testing.assert_allclose(values_of(outcomes, deaths), expected, **EXACT)
+
+
+def test_machines_of_different_sizes_do_not_compress(new_world: Callable[..., World]) -> None:
+    """Ranks exchange with ranks of their own machine too, whose values no codec may change."""
+    deaths = {3: (0, "forward")}
+    ends = [
+        values_of(
+            new_world(6, timeout=TIMEOUT).run_raw(train, kind, "RingGraph", deaths, 4, 0.0, 0.0, 2), deaths
+        )
+        for kind in ("DecentralizedSGD/machines", "DecentralizedSGD/compressed machines")
+    ]
+    np.testing.assert_array_equal(*ends)
 
 
 # --- at their own pace --------------------------------------------------------------------------------------

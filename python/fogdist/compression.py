@@ -15,9 +15,10 @@ import abc
 import functools
 import math
 import numbers
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -58,7 +59,8 @@ class Codec(abc.ABC):
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check_type(each.name, getattr(self, each.name), each.metadata["allowed"])
+            value = _checked(each.name, getattr(self, each.name), each.metadata["allowed"])
+            object.__setattr__(self, each.name, value)
         seed = getattr(self, "seed", 0)
         if not 0 <= seed < _SEEDS:
             raise ValueError(f"seed must be from 0 to {_SEEDS - 1}, got {seed}")
@@ -81,10 +83,10 @@ class Codec(abc.ABC):
             dtype: Their dtype.
 
         Raises:
-            TypeError: `dtype` is no torch.dtype.
-            ValueError: The codec does not take the dtype; a negative number.
+            TypeError: `numel` is no integer, or `dtype` no torch.dtype.
+            ValueError: The codec does not take the dtype; a negative number, or 2^56 and more.
         """
-        return self.backend.bytes(dtype, numel)
+        return self.backend.bytes(dtype, _within("numel", numel, 1 << 56))
 
     def encode(self, tensor: Tensor, *, counter: int = 0, rank: int = 0) -> Tensor:
         """Returns the message for a tensor, of dtype uint8.
@@ -95,12 +97,10 @@ class Codec(abc.ABC):
             rank: The sender's rank, likewise, below 2^20.
 
         Raises:
-            TypeError: `tensor` is no dense torch.Tensor.
+            TypeError: `tensor` is no dense torch.Tensor, or a number is no integer.
             ValueError: The codec does not take its dtype; it is not on the CPU; a number out of its range.
         """
-        for name, value, most in (("counter", counter, 1 << 44), ("rank", rank, 1 << 20)):
-            if not 0 <= value < most:
-                raise ValueError(f"{name} must be from 0 to {most - 1}, got {value}")
+        counter, rank = _within("counter", counter, 1 << 44), _within("rank", rank, 1 << 20)
         source = plain(dense(tensor))
         message = torch.empty(self.bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cpu")
         self.backend.encode(source, message, counter, rank)
@@ -123,11 +123,18 @@ class Codec(abc.ABC):
             near: The receiver's own tensor; for `Moniqua`, and only for it.
 
         Raises:
-            ValueError: The message does not have the size of such a tensor's, or is not valid; the codec does not take
-            the
-                dtype; `near` is missing, or is not needed.
+            TypeError: `message` or `near` is no dense torch.Tensor, `shape` no sequence of integers, or `dtype` no
+                torch.dtype.
+            ValueError: The message does not have the size of such a tensor's, or is not valid; a negative size; the
+                codec does not take the dtype; `near` is missing, or is not needed.
         """
-        output = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        if isinstance(shape, str) or not isinstance(shape, Sequence):
+            raise TypeError(f"shape must be a sequence of integers, got {shape!r}")
+        sizes = [_within(f"shape[{place}]", size, 1 << 56) for place, size in enumerate(shape)]
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
+        message, near = dense(message, "message"), None if near is None else dense(near, "near")
+        output = torch.empty(sizes, dtype=dtype, device="cpu")
         self.backend.decode(message, output, near)
         return output
 
@@ -156,19 +163,38 @@ def _argument(default: Any, allowed: str) -> Any:
     return field(default=default, metadata={"allowed": allowed})
 
 
-def _check_type(name: str, value: object, allowed: str) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    fits = {
-        "an integer": is_integer,
-        "an integer or None": is_integer or value is None,
-        "True or False": isinstance(value, bool),
-        "a string": isinstance(value, str),
-        "a real number": isinstance(value, numbers.Real) and not isinstance(value, bool),
-        "a real number or None": value is None
-        or (isinstance(value, numbers.Real) and not isinstance(value, bool)),
-    }[allowed]
-    if not fits:
+def _integer(name: str, value: SupportsIndex, allowed: str = "an integer") -> int:
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
+    return operator.index(value)
+
+
+def _within(name: str, value: SupportsIndex, limit: int) -> int:
+    """Returns an argument that must be an integer from 0 to below `limit`."""
+    number = _integer(name, value)
+    if not 0 <= number < limit:
+        raise ValueError(f"{name} must be from 0 to {limit - 1}, got {number}")
+    return number
+
+
+def _checked(name: str, value: Any, allowed: str) -> Any:
+    """Returns a codec's argument as it is kept: integers of other libraries become Python's."""
+    if value is None and allowed.endswith(" or None"):
+        return None
+    if allowed.startswith("an integer"):
+        number = _integer(name, value, allowed)
+        if abs(number) >= 1 << 63:  # the backend could not name it
+            raise ValueError(f"{name} must be less than 2^63 in magnitude, got {number}")
+        return number
+    kind = {"True or False": bool, "a string": str}.get(allowed, numbers.Real)
+    if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
+        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
+    if isinstance(value, numbers.Real):
+        try:
+            float(value)
+        except OverflowError:
+            raise ValueError(f"{name} must be a number that a float can hold, got {value!r}") from None
+    return value
 
 
 @functools.lru_cache(maxsize=256)
@@ -360,13 +386,15 @@ class Sign(_Blocks):
 class Moniqua(Codec):
     """Values modulo a range, for neighbors whose values are near each other: `bits` bits an element, a byte per 1024.
 
-    If no two neighbors differ by `theta` or more in any element, the error is at most ``theta / (2^bits - 1)``, plus
-    ``2^-20 (|x| + theta)`` for float32's precision (Lu and De Sa, "Moniqua", ICML 2020). If they differ by more,
-    decoded values may be off by multiples of ``2 theta / (1 - 2^-bits)``, and nothing shows this: choose `theta` with
-    care. A block of 1024 elements with a NaN, an infinity or a number that is too large for `theta` becomes NaN.
+    If two neighbors' values x and y are so near that ``|x - y| + 2^-20 (|x| + |y|) < theta`` in each element, the error
+    is at most ``theta / (2^bits - 1)``, plus ``2^-20 (|x| + 4 theta)`` (Lu and De Sa, "Moniqua", ICML 2020). Both terms
+    with 2^-20 are for float32's precision. If values differ by more, decoded values may be off by multiples of ``2
+    theta / (1 - 2^-bits)``, and nothing shows this: choose `theta` with care. A block of 1024 elements with a NaN, an
+    infinity or a number that is too large for `theta` becomes NaN. Numbers near the largest one of float16 may become
+    infinity.
 
     Args:
-        theta: The bound, from 1e-30 to 1e30.
+        theta: More than neighbors differ by, from 1e-30 to 1e30.
         bits: 1, 2, 4 or 8.
     """
 
@@ -374,14 +402,17 @@ class Moniqua(Codec):
     bits: int = _argument(1, "an integer")
 
     def _make(self) -> _C.Codec:
+        if self.bits not in (1, 2, 4, 8):
+            raise ValueError(f"bits: got {self.bits}; allowed are 1, 2, 4 and 8")
         return _backend().moniqua(float(self.theta), self.bits)
 
     def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Codec.bound`. It holds for receivers whose own values are within `theta`."""
+        """See `Codec.bound`. It holds for receivers whose own values y fulfil the condition of the class."""
         size = _largest(values, 1024)
         wide = 2 * self.theta / (1 - 2.0**-self.bits)
         errors = self.theta / (2**self.bits - 1) * _ROUNDING + 2.0**-20 * (values.abs() + wide)
-        return torch.where(size < 2.0**20 * wide, errors, math.inf)
+        fits = values.abs() + errors < torch.finfo(dtype).max  # what is decoded may be larger than the value
+        return torch.where((size < 2.0**20 * wide) & fits, errors, math.inf)
 
 
 @dataclass(frozen=True)

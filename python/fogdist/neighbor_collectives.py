@@ -109,9 +109,8 @@ def neighbor_allreduce(
     """
     if removed:
         reject_unknown_arguments("neighbor_allreduce", removed, _RENAMED)
-    encoding = encoding_of(compression)
     return _average(
-        tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+        tensor, False, self_weight, src_weights, dst_weights, enable_topo_check, name, group, compression
     )
 
 
@@ -175,9 +174,8 @@ def neighbor_allreduce_(
     Raises:
         ValueError: Also for an expanded tensor, which has no memory for each element.
     """
-    encoding = encoding_of(compression)
     return _average(
-        tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, encoding
+        tensor, True, self_weight, src_weights, dst_weights, enable_topo_check, name, group, compression
     )
 
 
@@ -328,10 +326,10 @@ def _average(
     enable_topo_check: bool,
     name: str | None,
     group: dist.ProcessGroup | None,
-    encoding: Mapping[str, Any],
+    compression: Codec | None,
 ) -> Tensor | list[Tensor]:
     """Exchanges and waits, without a handle, because the caller has no use for one."""
-    if not in_place and not encoding and isinstance(tensors, Tensor):
+    if compression is None and not in_place and isinstance(tensors, Tensor):
         # The most frequent case does the same as the code below in fewer steps, because these dominate small exchanges.
         context, source = current(group), weighted(tensors)
         exchange = context.topology.exchanges.weighted(
@@ -341,12 +339,19 @@ def _average(
             return context.backend.neighbor_allreduce_blocking(
                 source, exchange.plan, None, key(name), exchange.confirm
             )[0]
+    encoding = encoding_of(compression)
     backend, average, exchange, unique = _prepare(
         tensors, in_place, self_weight, src_weights, dst_weights, enable_topo_check, name, group
     )
+    call = backend.compressed_neighbor_allreduce_blocking if encoding else backend.neighbor_allreduce_blocking
     return average.results(
-        backend.neighbor_allreduce_blocking(
-            average.given, exchange.plan, average.output, unique, exchange.confirm, **encoding
+        call(
+            average.given,
+            exchange.plan,
+            output=average.output,
+            name=unique,
+            confirm=exchange.confirm,
+            **encoding,
         )
     )
 

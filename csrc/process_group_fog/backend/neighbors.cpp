@@ -259,7 +259,8 @@ WorkPtr ProcessGroupFog::mix_part(
   at::Tensor decoded;
   if (compression.codec) {
     signature.set_codec(compression.codec->text());
-    encoding = {compression.codec, {compression.counter.value_or(encoded_++), static_cast<uint32_t>(rank_)}};
+    const uint64_t counter = compression.counter ? *compression.counter : encoded_++;
+    encoding = {compression.codec, {counter, static_cast<uint32_t>(rank_)}};
     encoding.conserve = compression.conserve;
     if (compression.decoded) {
       decoded = staging.output(*compression.decoded);

@@ -144,11 +144,11 @@ class Neighbors(Mixing):
     Args:
         topology: Round t of the algorithm is round t of the topology; a graph is used in all rounds. None for the
             dynamic weights of `Round.weights` or, if these are None, for the group's topology.
-        compression: A codec of `fogdist.compression`. An exchange is then ``x + sum_j w_j (d_j - d)``, where d_j are
-            the decoded tensors of other ranks and d is that of this rank: what other ranks gain is what this rank
-            loses. So the mean of all ranks is conserved wherever the weights conserve it, whatever the codec's error
-            (scheme Q2-G in Koloskova, Stich and Jaggi, ICML 2019). Ranks come as near to each other as the codec's
-            error allows, and no nearer.
+        compression: A codec of `fogdist.compression`. An exchange is then ``x + sum_j w_j d_j - (1 - self_weight) d``,
+            where d_j are the decoded tensors of other ranks and d is that of this rank: what other ranks gain is what
+            this rank loses. So the mean of all ranks is conserved wherever the weights conserve it, whatever the
+            codec's error (scheme Q2-G in Koloskova, Stich and Jaggi, ICML 2019). Ranks come as near to each other as
+            the codec's error allows, and no nearer.
 
     Attributes:
         topology: The same as rounds, or None.
@@ -229,8 +229,9 @@ class Machines(Mixing):
     Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
 
-    If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them, the ranks exchange
-    with all ranks of the neighbor machines, to the same averages: those of the means of the machines.
+    If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them or each has one,
+    the ranks exchange with all ranks of the neighbor machines, to the same averages: those of the means of the
+    machines. These exchanges are not compressed, because the codec would also encode what stays within a machine.
 
     Args:
         compression: As in `Neighbors`, for the messages between machines.
@@ -254,7 +255,7 @@ class Machines(Mixing):
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         if round.context.survivors is not None and not _fits_machines(round.context):
-            return _planned(tensors, _plan_of_machines(round.context), round, in_place, self._encoding)
+            return _planned(tensors, _plan_of_machines(round.context), round, in_place, {})
         weights = round.weights
 
         def start(those: list[Tensor], name: str) -> int:

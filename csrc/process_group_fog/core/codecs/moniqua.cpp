@@ -3,11 +3,12 @@
 //
 // If no two neighbors differ by `theta` or more in any element, and rounding to 2^bits equal parts of a range B is off
 // by at most delta B, with delta = 2^-bits / 2, then B = 2 theta / (1 - 2 delta) suffices: the receiver takes, of the
-// values that are the same modulo B, the one nearest to its own. Error, element by element: at most
-// delta B + 2^-21 (|x| + |y| + B), where y is the receiver's own value, as long as the values are within theta. If they
-// are not, the decoded value may be off by multiples of B, and nothing shows this. The last term is the precision of
-// float32, in which it computes; where it exceeds B, codes mean nothing: `theta` must be large beside the last places
-// of the values.
+// values that are the same modulo B, the one nearest to its own.
+//
+// It computes in float32, whose precision takes a part of theta: the condition is |x - y| + 2^-20 (|x| + |y|) < theta,
+// where y is the receiver's own value. The error of an element is then at most delta B + 2^-21 (|x| + |y| + B). If the
+// condition does not hold, the decoded value may be off by multiples of B, and nothing shows this: `theta` must be large
+// beside the last places of the values.
 //
 // A block is a byte, 1 if all of its elements are finite and can be told modulo B, and then the codes. A block with a
 // NaN or an infinity, or whose values exceed 2^22 B, decodes to NaN as a whole.
