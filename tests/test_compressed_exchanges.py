@@ -213,6 +213,22 @@ def test_lists_are_one_message_of_each_dtype() -> None:
         assert torch.equal(outputs[1], expected)
 
 
+def test_a_given_counter_does_not_count() -> None:
+    """The group's own numbers of exchanges go on as if the exchange with a given one had not been."""
+    size, codec = 2, RandomK(0.1)
+    world = VirtualWorld(size)
+    x = [make_input(r, torch.float32, 1000) for r in range(size)]
+    plans = [NeighborPlan(r, size, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]) for r in range(size)]
+    for given, used in ((None, 0), (7, 7), (None, 1)):
+        works = [
+            group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, counter=given)
+            for r, group in enumerate(world.groups)
+        ]
+        world.progress()
+        for r, work in enumerate(works):
+            assert torch.equal(work.result()[0], expected_at(codec, plans[r], x, used, "exact")[0]), given
+
+
 @pytest.mark.parametrize("codec", [Int8(), Sign(), TopK(0.1), Moniqua(10.0, 8)], ids=repr)
 @pytest.mark.parametrize("conserve", [False, True])
 def test_machines_encode_the_slices_of_their_means(codec: Codec, conserve: bool) -> None:

@@ -12,8 +12,9 @@ using PhiloxCounter = std::array<uint32_t, 4>;
 
 PhiloxCounter philox(PhiloxCounter counter, uint64_t key);
 
-// Identifies the random numbers of one message. Two messages of a group never share them. Messages of two groups do, if
-// the sender's rank, the number of its exchange and the codec's seed are the same: give the groups different seeds.
+// Identifies the random numbers of one message. Two messages of a group never share them, unless a caller gives the same
+// number of the exchange twice. Messages of two groups do, if the sender's rank, the number of its exchange and the
+// codec's seed are the same: give the groups different seeds.
 struct Draw {
   uint64_t exchange = 0; // counts the exchanges of the sender, below 2^44
   uint32_t rank = 0; // of the sender, below 2^20
