@@ -268,14 +268,13 @@ class Members:
             ValueError: They differ. torch.distributed.DistBackendError: A rank does not come.
         """
         self._open_door()
-        topology = self._whole().topology.items()
         if self._newcomer is not None:
             check_object(self._newcomer.world, name, argument, items)
-            check_object(self._newcomer.world, TOPOLOGY, "the topology", topology)
+            check_object(self._newcomer.world, TOPOLOGY, "the topology", self._whole().topology.items())
             return
         check_same_everywhere(self.context.backend, argument, items)
         if self._door is not None and self.context.rank == 0:
-            publish_object(self._joining_store(), TOPOLOGY, topology)
+            publish_object(self._joining_store(), TOPOLOGY, self._whole().topology.items())
             publish_object(self._joining_store(), name, items)
 
     def enter(self, seat: Seat) -> bool:
@@ -308,9 +307,7 @@ class Members:
         if decision is None:
             raise failure
         for rank, join in decision.joins.items():
-            assert (
-                self._door is not None
-            )  # it has asked for the meeting on the lowest rank, and all ranks have one
+            assert self._door is not None  # all ranks have one if the lowest has let a process in
             # Before the process is admitted: from then on it is the one that has this rank.
             self._publish(rank, join.entry, before.epoch + 1)
             self._door.admit(join.ticket, join.nonce, decision.to_json(before.epoch + 1))
