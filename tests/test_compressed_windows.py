@@ -19,11 +19,11 @@ import torch.distributed as dist
 from fogdist import topology
 from fogdist.algorithms import AsynchronousGossip, PullGet, WindowPushSum, WinPut
 from fogdist.compression import BFloat16, Codec, Float8, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
-from harness import BACKEND, World, WorldPool, error_of, on_ranks
+from harness import BACKEND, World, error_of, on_ranks
 from hosts import run_on_hosts
 from reference import Checks, make_input
 from test_compressed_exchanges import DTYPES, weighted
-from test_window_backend import WAYS, create, slot
+from test_window_backend import WAYS, create, slot, worlds_by_way
 from test_window_rma import pids, stop
 from torch import Tensor
 
@@ -45,10 +45,7 @@ CODECS: list[Codec] = [
 
 @pytest.fixture(scope="module")
 def world_of() -> Iterator[Callable[[int, str], World]]:
-    pools = {way: WorldPool(environment=environment) for way, environment in WAYS.items()}
-    yield lambda size, way: pools[way](size)
-    for pool in pools.values():
-        pool.close()
+    yield from worlds_by_way()
 
 
 # --- the contents of slots ------------------------------------------------------------------------------------

@@ -230,6 +230,14 @@ class Job:
         told: list[dict[str, Any]] = [json.loads(line) for line in lines]
         return [each for each in told if each["event"] == event]
 
+    def start_all(self) -> None:
+        """Starts the first ranks, and waits until they train."""
+        for rank in range(RANKS):
+            self.start(rank)
+        self.until(
+            lambda: all(self.events(number, "epoch") for number in range(RANKS)), "the ranks do not train"
+        )
+
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Waits until the condition holds."""
         deadline = time.monotonic() + TIMEOUT
@@ -278,11 +286,7 @@ def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         def make(**options: Any) -> Job:
             job = Job(tmp_path, **options)
             stack.callback(job.close)
-            for rank in range(RANKS):
-                job.start(rank)
-            job.until(
-                lambda: all(job.events(number, "epoch") for number in range(RANKS)), "the ranks do not train"
-            )
+            job.start_all()
             return job
 
         yield make

@@ -86,11 +86,7 @@ def new_job(tmp_path: Path, hosts: list[str]) -> Iterator[Callable[..., HostsJob
         def make(common: dict[str, str] | None = None, **options: Any) -> HostsJob:
             job = HostsJob(tmp_path, hosts, TCP if common is None else common, **options)
             stack.callback(job.close)
-            for rank in range(RANKS):
-                job.start(rank)
-            job.until(
-                lambda: all(job.events(number, "epoch") for number in range(RANKS)), "the ranks do not train"
-            )
+            job.start_all()
             return job
 
         yield make

@@ -45,13 +45,17 @@ SOON = timedelta(seconds=10)
 SHORT = timedelta(milliseconds=100)
 
 
-@pytest.fixture(scope="module")
-def world_of() -> Iterator[Callable[[int, str], World]]:
-    """Returns a world for a size and a way; worlds are kept for the module."""
+def worlds_by_way() -> Iterator[Callable[[int, str], World]]:
+    """Yields a function that returns a world for a size and a way, and closes the worlds afterwards."""
     pools = {way: WorldPool(environment=environment) for way, environment in WAYS.items()}
     yield lambda size, way: pools[way](size)
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def world_of() -> Iterator[Callable[[int, str], World]]:
+    yield from worlds_by_way()
 
 
 # test_window_rma.py has a sample of these tests over RMA.
