@@ -629,6 +629,7 @@ class Members:
         extension.connect_with(beside, True, _CONNECT_TIMEOUT)
         newcomer.leave()
         self._newcomer, self._whole().is_joining = None, False
+        _joining.note_member()
         self.membership = Membership(epoch - 1, (), newcomer.numbers())
         self._adopt(decision, epoch)
         self._door = Door(self._joining_store(), self._whole().backend.id)
