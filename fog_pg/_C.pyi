@@ -964,8 +964,8 @@ def timeline_is_on() -> bool:
 def add_to_timeline(track: str, name: str, begin: int, end: int) -> None:
     """Adds a slice; times are those of ``time.monotonic_ns``. Does nothing without a timeline."""
 
-def observe_as(rank: int, size: int) -> None:
-    """Sets this process's rank and size for the timeline and the flight record; only the first call has an effect.
+def observe_as(rank: int, size: int, script: str) -> None:
+    """Sets this process's rank, size and the name of its program for the timeline and the flight record; only the first call has an effect.
 
     Raises:
         ValueError: FOG_TIMELINE is set and its file cannot be written.
@@ -978,6 +978,9 @@ def note_step() -> None:
     """Counts a step of this process's training in the flight record, which `fog top` reads. Before the first group it
     does nothing.
     """
+
+def note_job(job: int) -> None:
+    """Tells the flight record which job this process is in: the id of its first group."""
 
 def note_epoch(epoch: int) -> None:
     """Shows the epoch of the membership in the flight record, as `note_step`."""

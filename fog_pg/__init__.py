@@ -6,6 +6,8 @@ Importing this package loads no library; the first group loads the C++ extension
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _joining, _known, _store, _timeouts, environment
+    from fog_pg import _joining, _known, _last_words, _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -77,9 +79,11 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     extension.observe_as(
         options.group_rank if is_first else dist.get_rank(),
         options.group_size if is_first else dist.get_world_size(),
+        os.path.basename(sys.argv[0]) if sys.argv else "",
     )
     _store.limit_silence(options.store, environment.HOST_TIMEOUT.get())
     if is_first:
+        _last_words.shorten()
         _joining.check_max_ranks(options.group_size)
     backend: ProcessGroupFog
     if is_first and options.group_size > 1 and _joining.wants_to_join():
@@ -90,6 +94,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
             options.store, options.group_rank, options.group_size, backend_options, *known
         )
     if is_first:
+        extension.note_job(backend.id)
         _joining.note_first(backend, options.store)
     logging.getLogger("fog_pg").debug(
         "group %s: rank %d of %d, timeout %s",

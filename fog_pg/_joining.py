@@ -7,6 +7,7 @@ the first exchange, is in `fogdist.joining`.
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,7 @@ _world: World | None = None
 
 def wants_to_join() -> bool:
     """Returns whether this process is to join a job that runs already."""
-    return environment.RESTARTS.get() > 0 or environment.JOIN.get()
+    return environment.JOIN.get()
 
 
 def world_to_join(backend: ProcessGroupFog) -> World | None:
@@ -70,6 +71,17 @@ def note_first(backend: ProcessGroupFog, store: Store) -> None:
     """Remembers the process's first group."""
     global _first
     _first = backend.id, store
+    if _world is None:
+        note_member()
+
+
+def note_member() -> None:
+    """Marks this process as a member of its job, for `fog run --keep-going`, which starts a lost rank again.
+
+    The mark is an open anonymous file. It shows in /proc, also while the process hangs, and ends with it.
+    """
+    if environment.RESTARTS.is_set():
+        os.memfd_create("fog_member")
 
 
 def store_of_first(backend: ProcessGroupFog) -> Store | None:

@@ -228,8 +228,7 @@ RESTARTS = Variable(
     whole(0, (1 << 31) - 1, "numbers"),
     0,
     "Python",
-    "Set by `fog run --keep-going --max-restarts`: how often this rank was started again. From 1 on the other ranks train "
-    "already, and the process joins them: docs/membership.md.",
+    "Set by `fog run --keep-going`: how often this rank was started again, alone (then FOG_JOIN is 1) or with all others.",
 )
 JOIN = Variable(
     "FOG_JOIN",
@@ -246,13 +245,22 @@ MAX_RANKS = Variable(
     "The most ranks that the job can have, counting those that join with numbers beyond the first ones: "
     "docs/membership.md. By default it is the number of ranks at the start. It must be the same on all ranks.",
 )
+RUN = Variable(
+    "FOG_RUN",
+    FLAG,
+    False,
+    "Python",
+    "Set to 1 by `fog run`: a rank that ends by an exception because it has lost another one prints one line and has exit "
+    "status 75, so the rank that failed by itself is the one that is named. With 0 it prints its whole traceback.",
+)
 JOB_SECRET = Variable(
     "FOG_JOB_SECRET",
     secret(16),
     "",
     "Python, C++",
     "The job's secret, the same on all ranks. Ranks of other hosts that connect, and ranks that join, prove that they "
-    "know it. `fog run` makes one; without it rank 0 does, and passes it on through the Store: docs/security.md.",
+    "know it. `fog run` makes one; without it rank 0 does, and passes it on through the Store, unless that is a file: "
+    "docs/security.md.",
     is_secret=True,
 )
 LOG_LEVEL = Variable(

@@ -72,7 +72,7 @@ _LEAVE, _LEAVE_AS_SCRIPTS_DO = b"leave", b""
 # The module that the fork server imports before it forks ranks.
 _PRELOAD = "fork_server"
 
-_context = multiprocessing.get_context("forkserver")
+context = multiprocessing.get_context("forkserver")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +320,7 @@ class World:
         initialize: bool = True,
         finalizing: int | None = None,
     ) -> None:
-        _start_fork_server()
+        start_fork_server()
         self.size = size
         self.finalizing = size if finalizing is None else finalizing
         self.broken = False
@@ -361,8 +361,8 @@ class World:
             **environment,
         }
         settings = _Settings(rank, self.size, backend, timeout, variables, str(self._log(rank)), initialize)
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_rank_main, args=(settings, theirs), name=f"rank-{rank}")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank_main, args=(settings, theirs), name=f"rank-{rank}")
         process.start()
         theirs.close()
         leftovers.watch(process.pid)
@@ -543,13 +543,13 @@ class World:
         return f"-- printed by rank {rank}:\n{text[-_LOG_TAIL:]}" if text.strip() else ""
 
 
-def _start_fork_server() -> None:
+def start_fork_server() -> None:
     """Starts the fork server unless it runs. Only its environment names the folder of the preloaded module."""
     saved = dict(os.environ)
     path = [str(Path(__file__).parent), saved.get("PYTHONPATH", "")]
     os.environ.update(_ONE_THREAD, PYTHONPATH=os.pathsep.join(filter(None, path)))
     try:
-        _context.set_forkserver_preload([_PRELOAD])
+        context.set_forkserver_preload([_PRELOAD])
         multiprocessing.forkserver.ensure_running()
     finally:
         os.environ.clear()

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from harness import WorldPool
@@ -20,6 +21,8 @@ from harness import WorldPool
 ROOT = Path(__file__).resolve().parent.parent
 # torchrun gives its workers 30 s to leave after SIGTERM before it kills them.
 STOP_TIMEOUT = 40.0
+# A variable that marks the processes of a job.
+MARK = "MARK_OF_A_TEST"
 SETTLE_SECONDS = 10.0
 
 
@@ -58,18 +61,22 @@ class Job:
     ) -> None:
         self._log = log
         # All processes of the job inherit the mark, even if a launcher starts them in other sessions.
-        self._mark = f"FOG_TEST_JOB={uuid.uuid4()}"
+        self._mark = f"{MARK}={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         variables = os.environ | {"OMP_NUM_THREADS": "1", name: value} | dict(environment or {})
         command = launcher_command(launcher, ranks) if isinstance(launcher, str) else launcher
-        with log.open("wb") as file:
-            self._process = subprocess.Popen(
-                [*command, *map(str, script)],
+        log.write_bytes(b"")  # processes append to it
+        self._process = self._start([*command, *map(str, script)], variables)
+
+    def _start(self, words: list[str], variables: dict[str, str]) -> Any:
+        with self._log.open("ab") as file:
+            return subprocess.Popen(
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=variables,
-                cwd=log.parent,
+                cwd=self._log.parent,
                 start_new_session=True,
             )
 
@@ -218,6 +225,17 @@ def stop(number, frame):
 
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+# Does not stop, and starts a process in a session of its own.
+STUBBORN = """
+import signal, subprocess, sys, time
+
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+subprocess.Popen(["sleep", "600"], start_new_session=True)
 print("ready", flush=True)
 time.sleep(600)
 """

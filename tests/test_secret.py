@@ -1,4 +1,4 @@
-"""Tests of the job's secret: the proof against published vectors and Python's, where the secret comes from, who is refused."""
+"""Tests of the job's secret: the proof against Python's, where the secret comes from and stays, who is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import hmac
 import os
 import random
 import re
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fogdist
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,41 +25,7 @@ from hosts import PORT, address, run_on_hosts
 from fog_pg import environment
 from fog_pg._extension import load
 
-LONG = (
-    b"This is a test using a larger than block-size key and a larger than block-size data. "
-    b"The key needs to be hashed before being used by the HMAC algorithm."
-)
 TIMEOUT = 30.0
-# RFC 4231, cases 1 to 4, 6 and 7: key, data, HMAC-SHA-256.
-VECTORS = [
-    (b"\x0b" * 20, b"Hi There", "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"),
-    (
-        b"Jefe",
-        b"what do ya want for nothing?",
-        "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843",
-    ),
-    (b"\xaa" * 20, b"\xdd" * 50, "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"),
-    (
-        bytes(range(1, 26)),
-        b"\xcd" * 50,
-        "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b",
-    ),
-    (
-        b"\xaa" * 131,
-        b"Test Using Larger Than Block-Size Key - Hash Key First",
-        "60e431591ee0b67f0d8a26aacbf5b77f8e0bc6213728c5140546040f0ee37f54",
-    ),
-    (
-        b"\xaa" * 131,
-        LONG,
-        "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2",
-    ),
-]
-
-
-@pytest.mark.parametrize(("key", "data", "proof"), VECTORS)
-def test_published_vectors(key: bytes, data: bytes, proof: str) -> None:
-    assert load().hmac_sha256(key, data).hex() == proof
 
 
 def test_all_lengths_near_a_block_as_python() -> None:
@@ -122,6 +90,52 @@ def test_ranks_with_different_secrets_learn_it(
         assert "the secret of" not in str(outcome.error)
 
 
+def meet_in_a_file(path: str, prefix: str, secret: str) -> tuple[str, str]:
+    """Makes a group over a file, and what can be joined; returns the secret, and the error of the first group."""
+    os.environ["FOG_JOB_SECRET"] = secret
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        if prefix:
+            store = dist.PrefixStore(prefix, dist.FileStore(path, size))
+            dist.init_process_group("fog", store=store, rank=rank, world_size=size)
+        else:
+            dist.init_process_group("fog", init_method=f"file://{path}", rank=rank, world_size=size)
+    except dist.DistBackendError as error:
+        return load().job_secret(), str(error)
+    fogdist.init(fogdist.RingGraph)
+    model = torch.nn.Linear(4, 1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fogdist.algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    return load().job_secret(), ""
+
+
+@pytest.mark.parametrize("prefix", ["", "a prefix"])
+@pytest.mark.parametrize("secret", ["", "a secret of this test"])
+def test_no_secret_enters_a_file(
+    new_world: Callable[..., World], tmp_path: Path, prefix: str, secret: str
+) -> None:
+    """Other users can read it. With no secret, ranks of one host work, but nobody can join them."""
+    path = tmp_path / "store"
+    world = new_world(2, initialize=False)
+    assert world.run(meet_in_a_file, str(path), prefix, secret) == [(secret, "")] * 2
+    written = path.read_bytes()
+    assert b"secret of" not in written and b"fog/world/secret" not in written
+    assert (b"fog/world/entry/1" in written) == bool(secret)
+    assert (b"because their Store is a file: set FOG_JOB_SECRET" in written) == (not secret)
+    # Rank 0 would have made one of 64 hexadecimal digits.
+    assert secret or not re.search(rb"[0-9a-f]{64}", written)
+
+
+def test_ranks_that_need_a_secret_say_so_over_a_file(new_world: Callable[..., World], tmp_path: Path) -> None:
+    apart = {"FOG_BETWEEN_HOSTS": "tcp", "FOG_LOCAL_LINKS": "0"}
+    found = new_world(2, initialize=False, environment=apart).run(
+        meet_in_a_file, str(tmp_path / "store"), "", ""
+    )
+    assert all(not secret and "a file: set FOG_JOB_SECRET" in error for secret, error in found), found
+
+
 def visit_without_the_secret(folder: str) -> list[bytes]:
     """Rank 1 connects to rank 0 as each of several strangers; returns what rank 0 has answered to them."""
     told = Path(folder, "listener")
@@ -138,16 +152,16 @@ def visit_without_the_secret(folder: str) -> list[bytes]:
         ports = [port for host, port in listeners if host == address(0) and port != PORT]
         told.with_suffix(".new").write_text("\n".join(map(str, ports)))
         told.with_suffix(".new").rename(told)
-    answers = []
+    connections = []
     while not told.exists():
         time.sleep(0.01)
     if dist.get_rank() == 1:
         for port in map(int, told.read_text().split()):
             for greeting in (b"", b"x" * 8, struct.pack("ii", 1, 0) + b"n" * 16 + b"p" * 32, b"\0" * 56):
-                with socket.create_connection((address(0), port), timeout=20) as connection:
-                    connection.sendall(greeting)
-                    connection.shutdown(socket.SHUT_WR)
-                    answers.append(_until_closed(connection))
+                connections.append(socket.create_connection((address(0), port), timeout=20))
+                connections[-1].sendall(greeting)
+                connections[-1].shutdown(socket.SHUT_WR)
+    answers = _until_closed(connections)
     dist.barrier()
     total = torch.ones(3)
     dist.all_reduce(total)
@@ -155,18 +169,21 @@ def visit_without_the_secret(folder: str) -> list[bytes]:
     return answers
 
 
-def _until_closed(connection: socket.socket) -> bytes:
-    """Returns what arrives until the other side closes; that side looks while it takes part in operations."""
-    answer = b""
-    connection.setblocking(False)
-    deadline = time.monotonic() + 5.0
-    while time.monotonic() < deadline:
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            if not (more := connection.recv(100)):
-                break
-            answer += more
-        time.sleep(0.01)
-    return answer
+def _until_closed(connections: list[socket.socket]) -> list[bytes]:
+    """Returns what each of them gets until the other side closes it; that side looks while it takes part in operations."""
+    answers = dict.fromkeys(connections, b"")
+    left = set(connections)
+    deadline = time.monotonic() + 3.0
+    while left and time.monotonic() < deadline:
+        for connection in select.select(list(left), [], [], 0.1)[0]:
+            more = b""
+            with contextlib.suppress(ConnectionResetError):
+                more = connection.recv(100)
+            answers[connection] += more
+            left -= set() if more else {connection}
+    for connection in connections:
+        connection.close()
+    return list(answers.values())
 
 
 def test_a_stranger_gets_no_answer_of_another_host(tmp_path: Path) -> None:

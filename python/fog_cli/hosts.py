@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fog_cli import UsageError
 
-_NAME = r"\[[0-9A-Fa-f:.%\w]+\]|[\w.-]+"
+# No name begins with a dash: ssh and others would take it for an option.
+_NAME = r"\[[0-9A-Fa-f:.%\w]+\]|[\w.][\w.-]*"
 _ENTRY = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
 _LINE = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+)|\s+slots\s*=\s*(?P<words>\d+))?")
 _FORMS = "allowed are 'host', 'host:slots' and, in a file, 'host slots=n'"

@@ -23,11 +23,16 @@ from typing import Any
 
 from fog_cli import processes
 from fog_cli.launchers import Command, Job
+from fog_cli.programs.rank import STATUS_OF_VICTIM
 
 # Adds a rank to a job.
 ADD_SIGNAL = signal.SIGUSR1
 # torch's own port: the agents of other hosts must know it where each host starts its own.
 DEFAULT_PORT = 29500
+# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
+# time, up to this number of seconds.
+_LONGEST_DELAY = 30.0
+_SHORT_LIFE = 60.0
 # The variables by which launchers tell a process its rank. The ranks have those of torchrun.
 _OF_LAUNCHERS = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
 _OF_SLURM_TASKS = {
@@ -73,12 +78,17 @@ class Fate:
     Attributes:
         host: The number of its host.
         failures: Its processes that did not end well: how each of them ended.
-        status: The exit status of its last process, or the negative number of the signal; None while it runs.
+        status: The exit status of its last process, or the negative number of the signal; None while it runs, or may be
+            started again.
+        starts: How often it was started again.
+        short_lives: How many of its last processes have lived shortly.
     """
 
     host: int
     failures: list[str] = field(default_factory=list)
     status: int | None = None
+    starts: int = 0
+    short_lives: int = 0
 
 
 def describe(status: int) -> str:
@@ -89,6 +99,11 @@ def describe(status: int) -> str:
         return f"by {signal.Signals(-status).name}"
     except ValueError:  # a real-time signal
         return f"by signal {-status}"
+
+
+def delay_of(short_lives: int) -> float:
+    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
+    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
 
 
 def _signal_of(status: int) -> int:
@@ -159,12 +174,22 @@ class Supervisor:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
         self._agents: dict[int, _Agent] = {}
         self._started: set[int] = set()
-        self._is_done: set[int] = set()  # agents that have said so
+        self._has_begun: set[int] = set()  # agents that have said so
+        self._is_done: set[int] = set()  # likewise
         self._fates: dict[int, Fate] = {}
         self._port = plan.port
         self._signal: int | None = None
+        self._is_stopping = False  # after a signal, or because the job cannot start
         self._stop_at: float | None = None
         self._first_status = 0  # of the rank, or the agent, that failed first
+        self._status_of_victim = 0  # of the first rank that ended because it had lost another one
+        # Ranks that have ended and may be started again: how, and with which status. Before that, all agents are asked,
+        # in a question with a number, which ranks have a group.
+        self._undecided: dict[int, tuple[str, int]] = {}
+        self._question = 0
+        self._asked: set[int] = set()
+        self._members: set[int] = set()
+        self._again: object = None  # what starts the job again as a whole
         self._run_id = str(uuid.uuid4())
         first = 0
         self._first_ranks = []
@@ -193,7 +218,9 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
         self._summarize()
-        return 128 + self._signal if self._signal is not None else self._first_status
+        if self._signal is not None:
+            return 128 + self._signal
+        return self._first_status or self._status_of_victim
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self._events.put(("signal", number, None))
@@ -224,7 +251,7 @@ class Supervisor:
                 "port": self._port,
                 "holds_store": number == 0,
                 "stays": plan.is_whole and len(plan.starts) > 1,
-                "max_restarts": plan.max_restarts,
+                "is_asked": plan.max_restarts > 0,
                 "run_id": self._run_id,
             }
         )
@@ -252,11 +279,20 @@ class Supervisor:
         elif kind == "ended":
             self._on_agent_end(number, value)
         elif value["event"] == "begun":
+            self._has_begun.add(number)
             if number == 0 and not self._port:
                 self._port = value["port"]
                 self._start_others()
+            elif number == 0 and self._again is not None:  # there is a new Store
+                for other in self._agents.keys() - {0}:
+                    self._agents[other].write(self._again)
         elif value["event"] == "ended":
             self._on_rank_end(number, value)
+        elif value["event"] == "members":
+            if value["question"] == self._question:
+                self._members |= set(value["ranks"])
+                self._asked.discard(number)
+                self._decide()
         else:
             self._is_done.add(number)
             if value["failure"]:
@@ -271,12 +307,13 @@ class Supervisor:
             self._stop_at = time.monotonic() + processes.STOP_TIMEOUT
         else:
             self._stop_at = time.monotonic() + processes.OUTPUT_TIMEOUT
+        self._is_stopping = True
         for agent in self._agents.values():
             agent.write({"signal": int(signal.SIGKILL) if again else number})
 
     def _add(self) -> None:
         """Starts one more rank, with the lowest number that no process has."""
-        if self._signal is not None or not self._agents:
+        if self._is_stopping or not self._agents:
             return
         if len(self._plan.job.hosts) > 1:
             _say("no rank is added: ranks are added to jobs of one host")
@@ -291,35 +328,97 @@ class Supervisor:
             _say(f"no rank is added: all {most} run, and --max-ranks is {most}")
             return
         rank = free[0]
-        self._fates.setdefault(rank, Fate(0)).status = None
-        self._agents[0].write({"add": rank})
+        self._start_rank(rank, self._fates.setdefault(rank, Fate(0, starts=-1)), 0.0)
         _say(f"rank {rank} is added")
 
+    def _start_rank(self, rank: int, fate: Fate, delay: float) -> None:
+        """Starts a process that joins the others."""
+        fate.status = None
+        fate.starts += 1
+        self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
+
     def _on_rank_end(self, number: int, told: dict[str, Any]) -> None:
-        rank, status, again = told["rank"], told["status"], told["again"]
-        fate = self._fates[rank]
-        fate.status = None if again is not None else status
-        if status == 0 or self._signal is not None:
+        rank, status = told["rank"], told["status"]
+        fate = self._fates.get(rank)
+        if fate is None or told["restarts"] != fate.starts:  # it was ended because all ranks start again
             return
-        how = f"(process {told['pid']}{self._on(number)}) ended {describe(status)} after {told['seconds']:.1f} s"
+        if status == 0 or self._is_stopping:
+            fate.status = status
+            return
+        why = "because it had lost another rank" if status == STATUS_OF_VICTIM else describe(status)
+        how = f"(process {told['pid']}{self._on(number)}) ended {why} after {told['seconds']:.1f} s"
         fate.failures.append(how)
-        if again is None:
-            self._first_status = self._first_status or (status if status > 0 else 128 - status)
-            left = sum(each.status is None for each in self._fates.values())
-            then = f"{left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on"
+        fate.short_lives = fate.short_lives + 1 if told["seconds"] < _SHORT_LIFE else 0
+        if len(fate.failures) > self._plan.max_restarts:
+            self._lose(rank, status, how)
+            return
+        self._undecided[rank] = how, status
+        self._question += 1
+        self._asked, self._members = set(self._agents), set()
+        for agent in self._agents.values():
+            agent.write({"members": self._question})
+
+    def _decide(self) -> None:
+        """Decides how ranks that have ended start again, once all agents have answered the last question."""
+        if self._asked or not self._undecided or self._is_stopping:
+            return
+        ended, self._undecided = self._undecided, {}
+        # Where each host starts its own ranks, this process does not know the others.
+        if self._members or not self._plan.is_whole:
+            for rank, (how, _) in ended.items():
+                fate = self._fates[rank]
+                delay = delay_of(fate.short_lives)
+                self._say_again(rank, how, "it starts", delay)
+                self._start_rank(rank, fate, delay)
+        elif any(fate.status is not None for fate in self._fates.values()):
+            for rank, (how, status) in ended.items():
+                self._lose(
+                    rank, status, f"{how}; it does not start again, as no rank is left that it could join"
+                )
         else:
-            when = f" in {again:.0f} s" if again else ""
-            then = f"it starts again{when} ({len(fate.failures)} of {self._plan.max_restarts})"
-        _say(f"rank {rank} {how}; {then}")
+            delay = max(delay_of(self._fates[rank].short_lives) for rank in ended)
+            for rank, (how, _) in ended.items():
+                self._say_again(
+                    rank, how, "no other has a group that it could join, so all ranks start", delay
+                )
+            self._start_all(delay)
+
+    def _start_all(self, delay: float) -> None:
+        """Starts the job again as a whole."""
+        self._fates = {rank: fate for rank, fate in self._fates.items() if rank < self._plan.job.ranks}
+        for fate in self._fates.values():
+            fate.starts += 1
+        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}
+        self._agents[0].write(self._again)
+
+    def _say_again(self, rank: int, how: str, who: str, delay: float) -> None:
+        when = f" in {delay:.0f} s" if delay else ""
+        times = f"{len(self._fates[rank].failures)} of {self._plan.max_restarts}"
+        _say(f"rank {rank} {how}; {who} again{when} ({times})")
+
+    def _lose(self, rank: int, status: int, how: str) -> None:
+        """Reports a rank that is not started again."""
+        fate = self._fates[rank]
+        fate.status = status
+        self._agents[fate.host].write({"leave": rank})
+        code = status if status > 0 else 128 - status
+        if status == STATUS_OF_VICTIM:
+            self._status_of_victim = self._status_of_victim or code
+        else:
+            self._first_status = self._first_status or code
+        left = sum(each.status is None for each in self._fates.values())
+        _say(f"rank {rank} {how}; {left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on")
 
     def _on_agent_end(self, number: int, status: int) -> None:
         del self._agents[number]
+        self._asked.discard(number)
         if number not in self._is_done:
             how = f"the agent{self._on(number)}, which ended {describe(_signal_of(status))}"
             lost = [rank for rank, fate in self._fates.items() if fate.host == number and fate.status is None]
             for rank in lost:
                 self._fates[rank].failures.append(f"was lost with {how}")
                 self._fates[rank].status = status or 1
+                self._undecided.pop(rank, None)
             listed = (
                 f"rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost))}" if lost else "nothing else"
             )
@@ -329,6 +428,14 @@ class Supervisor:
             _say(
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
+        self._decide()
+        if self._plan.is_whole and number not in self._has_begun and not self._is_stopping:
+            _say(
+                f"the job cannot start without {self._plan.job.hosts[number].name}, so its other ranks are ended"
+            )
+            self._is_stopping = True
+            for agent in self._agents.values():
+                agent.write({"signal": int(signal.SIGTERM)})
         if number == 0 and not self._port:
             for fate in self._fates.values():
                 if fate.host != 0:
@@ -343,7 +450,8 @@ class Supervisor:
             return
         well = sum(fate.status == 0 for fate in self._fates.values())
         lines = [f"{well} of {len(self._fates)} ranks ended well"]
-        for rank, fate in lost.items():
+        # The last lines are those about the cause.
+        for rank, fate in sorted(lost.items(), key=lambda entry: entry[1].status != STATUS_OF_VICTIM):
             rest = "; started again, and ended well" if fate.status == 0 else ""
             lines.append(f"  rank {rank} {'; then '.join(fate.failures)}{rest}")
         _say("\n".join(lines))

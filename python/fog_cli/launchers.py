@@ -165,7 +165,7 @@ def by_ssh(
         ssh_port: The port of ssh; None for its default.
         environment: The variables of this process.
     """
-    options = ("BatchMode=yes", "ConnectTimeout=60", "ServerAliveInterval=30", "ServerAliveCountMax=10")
+    options = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=30", "ServerAliveCountMax=10")
     ssh = ["ssh", *(word for option in options for word in ("-o", option))]
     if ssh_port:
         ssh += ["-p", str(ssh_port)]

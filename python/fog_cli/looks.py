@@ -30,7 +30,7 @@ class Row:
         pid: Its process.
         host: The name of its host.
         state: "runs", "stopped", "ended", "traced" or "in a system call".
-        epoch: The epoch of its membership; None if unknown.
+        membership: The epoch of its membership; None if unknown.
         steps: The steps of its training.
         rate: Steps per second since the last look; None if unknown.
         step_age: Seconds since its last step; None if there was none.
@@ -50,7 +50,7 @@ class Row:
     pid: int
     host: str
     state: str
-    epoch: int | None
+    membership: int | None
     steps: int
     rate: float | None
     step_age: float | None
@@ -83,13 +83,17 @@ class Job:
     """The ranks of a job on this host, or on several.
 
     Attributes:
-        name: What tells it from other jobs.
+        key: What tells it from other jobs.
+        script: The name of its program.
+        started: When its first process here started, in seconds since 1970.
         size: The number of its ranks on all hosts.
         rows: Its ranks on these hosts, in order; several if a rank has been started again.
         late: Sentences about the ranks that hold others up.
     """
 
-    name: str
+    key: str
+    script: str
+    started: float
     size: int
     rows: list[Row]
     late: list[str] = field(default_factory=list)
@@ -101,16 +105,17 @@ class Job:
 
 
 def merged(jobs: Iterable[Job]) -> list[Job]:
-    """Returns the jobs of several hosts, those of one name and size as one."""
-    rows: dict[tuple[str, int], dict[tuple[int, str, int], Row]] = defaultdict(dict)
-    late: dict[tuple[str, int], dict[str, None]] = defaultdict(dict)
+    """Returns the jobs of several hosts, those with the same key as one."""
+    parts: dict[str, list[Job]] = defaultdict(list)
     for job in jobs:
-        rows[job.name, job.size].update({(row.rank, row.host, row.pid): row for row in job.rows})
-        late[job.name, job.size].update(dict.fromkeys(job.late))
-    return [
-        Job(*key, [row for _, row in sorted(mine.items())], list(late[key]))
-        for key, mine in sorted(rows.items())
-    ]
+        parts[job.key].append(job)
+    found = []
+    for same in parts.values():
+        rows = {(row.rank, row.host, row.pid): row for job in same for row in job.rows}
+        late = dict.fromkeys(line for job in same for line in job.late)
+        first = min(same, key=lambda job: job.started)
+        found.append(replace(first, rows=[row for _, row in sorted(rows.items())], late=list(late)))
+    return sorted(found, key=lambda job: (job.started, job.key))
 
 
 def row_of(now: Process, before: Process | None, seconds: float, state: str) -> Row:
@@ -142,7 +147,7 @@ def row_of(now: Process, before: Process | None, seconds: float, state: str) -> 
         pid=now.pid,
         host=now.host,
         state=state,
-        epoch=now.epoch if now.epoch >= 0 else None,
+        membership=now.epoch if now.epoch >= 0 else None,
         steps=now.steps,
         rate=(now.steps - before.steps) / seconds if before and seconds > 0 else None,
         step_age=now.step_age if now.step_age >= 0 else None,
@@ -165,7 +170,6 @@ class Watch:
         read: Reads the records of the processes to show.
         late: Returns sentences about the ranks that hold others up, `fogdist.flight_record.blamed`.
         state_of: Returns the state of a process.
-        job_of: Returns the name of the job of a process.
     """
 
     def __init__(
@@ -173,13 +177,12 @@ class Watch:
         read: Callable[[], Sequence[Process]],
         late: Callable[[Sequence[Process]], list[str]],
         state_of: Callable[[int], str] | None = None,
-        job_of: Callable[[int], str] | None = None,
     ) -> None:
         self._read, self._late = read, late
-        self._state_of, self._job_of = state_of or process_state, job_of or job_name
+        self._state_of = state_of or process_state
         self._before: dict[int, Process] = {}
         self._at = 0.0
-        self._rows: dict[int, tuple[str, int, Row]] = {}  # by process ID: the job, its size, the row
+        self._rows: dict[int, tuple[Process, Row]] = {}  # by process ID
 
     where = "this host"
     """What is looked at, in sentences."""
@@ -207,25 +210,18 @@ class Watch:
         at = time.monotonic() if now is None else now
         found = {process.pid: process for process in self._read()}
         for pid, process in found.items():
-            job = self._rows[pid][0] if pid in self._rows else self._job_of(pid)
             row = row_of(process, self._before.get(pid), at - self._at, self._state_of(pid))
-            self._rows[pid] = (job, process.size, row)
+            self._rows[pid] = process, row
         for pid in self._rows.keys() - found.keys():
-            job, size, row = self._rows[pid]
-            self._rows[pid] = (job, size, replace(row, state="ended", rate=None, waits_for=[], waits={}))
+            process, row = self._rows[pid]
+            self._rows[pid] = process, replace(row, state="ended", rate=None, waits_for=[], waits={})
         self._before, self._at = found, at
-        jobs: dict[tuple[str, int], list[Row]] = defaultdict(list)
-        for job, size, row in self._rows.values():
-            jobs[job, size].append(row)
-        return [
-            Job(
-                name,
-                size,
-                sorted(rows, key=lambda row: (row.rank, row.pid)),
-                self._late([found[row.pid] for row in rows if row.pid in found]),
-            )
-            for (name, size), rows in sorted(jobs.items())
-        ]
+        jobs = merged(
+            Job(process.job_key, process.script, process.started, process.size, [row])
+            for process, row in self._rows.values()
+        )
+        late = [self._late([found[row.pid] for row in job.rows if row.pid in found]) for job in jobs]
+        return [replace(job, late=lines) for job, lines in zip(jobs, late, strict=True)]
 
 
 def process_state(pid: int) -> str:
@@ -236,17 +232,6 @@ def process_state(pid: int) -> str:
     return "ended"
 
 
-def job_name(pid: int) -> str:
-    """Returns where the ranks of a process's job meet, from the variables with which it was started; "" if unknown."""
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return ""
-    variables = dict(entry.partition("=")[::2] for entry in entries)
-    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
-    return f"{address}:{port}" if address and port else ""
-
-
 # --- texts that the terminal and the page have in common ---
 
 COLUMNS = (
@@ -254,7 +239,7 @@ COLUMNS = (
     "process",
     "host",
     "state",
-    "epoch",
+    "membership",
     "steps",
     "steps/s",
     "last step",
@@ -280,7 +265,7 @@ def cells(row: Row) -> list[str]:
         str(row.pid),
         row.host,
         row.state,
-        "" if row.epoch is None else str(row.epoch),
+        "" if row.membership is None else str(row.membership),
         str(row.steps),
         "" if row.rate is None else f"{row.rate:.3g}",
         "" if row.step_age is None else duration(row.step_age),
@@ -312,9 +297,9 @@ def title(job: Job, where: str = "this host") -> str:
         where: What was looked at.
     """
     living = len({row.rank for row in job.rows if row.state != "ended"})
-    name = f", of the job at {job.name}" if job.name else ""
     most = max(living, job.size)  # a job can have grown
-    return f"{living} of {most} ranks are on {where}{name}"
+    when = time.strftime("%F %T", time.localtime(job.started))
+    return f"{job.script or 'a program'}, started {when}: {living} of {most} ranks are on {where}"
 
 
 def nothing_on(where: str) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,9 @@ class Process:
         rank: Its rank in the job.
         size: The number of ranks in the job.
         host: Name of its host.
+        job: What tells its job from others; 0 if that has not come about.
+        script: The name of its program.
+        started: When the process started, in seconds since 1970; 0 if unknown.
         operations: Its recorded operations, the oldest first.
         unrecorded: The number of operations that began while 256 others were in flight and so are not recorded.
         begun: The number of operations that it has begun.
@@ -103,12 +107,20 @@ class Process:
     host: str
     operations: list[Operation]
     unrecorded: int
+    job: int = 0
+    script: str = ""
+    started: float = 0.0
     begun: int = 0
     failed: int = 0
     steps: int = 0
     step_age: float = -1.0
     epoch: int = -1
     peers: list[Peer] = field(default_factory=list)
+
+    @property
+    def job_key(self) -> str:
+        """A text that is the same for all processes of a job."""
+        return f"{self.job:x}" if self.job else f"{self.script} of {self.size}"
 
     @property
     def in_flight(self) -> list[Operation]:
@@ -128,7 +140,14 @@ def read(pid: int) -> Process:
     found: dict[str, Any] = _extension.load().read_flight_record(pid)
     found["operations"] = [Operation(**each) for each in found["operations"]]
     found["peers"] = [Peer(**each) for each in found["peers"]]
-    return Process(**found)
+    return Process(**found, started=_start_of(pid))
+
+
+def _start_of(pid: int) -> float:
+    with contextlib.suppress(OSError):  # it has just ended
+        since_boot = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def count_step() -> None:
@@ -172,9 +191,18 @@ def _is_record(link: Path) -> bool:
 
 
 def report(found: Sequence[Process]) -> str:
-    """Returns a text about the operations that processes have in flight, and the ranks that delay the others."""
-    lines = []
-    for process in sorted(found, key=lambda each: (each.size, each.rank, each.pid)):
+    """Returns a text, by job, about the operations in flight, and the ranks that delay the others."""
+    jobs: dict[str, list[Process]] = defaultdict(list)
+    for process in found:
+        jobs[process.job_key].append(process)
+    ordered = sorted(jobs.values(), key=lambda job: (min(each.started for each in job), job[0].pid))
+    return "\n\n".join(_report_of_job(job) for job in ordered)
+
+
+def _report_of_job(found: Sequence[Process]) -> str:
+    when = time.strftime("%F %T", time.localtime(min(process.started for process in found)))
+    lines = [f"{found[0].script or 'a program'}, started {when}:"]
+    for process in sorted(found, key=lambda each: (each.rank, each.pid)):
         lines.append(f"process {process.pid}: rank {process.rank} of {process.size} on {process.host}")
         for operation in process.in_flight:
             lines.append(f"  in flight for {operation.age:.1f} s: {operation}{_waits(operation)}")

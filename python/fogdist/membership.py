@@ -57,6 +57,9 @@ _CONNECT_TIMEOUT = timedelta(seconds=5)
 _DOUBT = 2.0
 # Why nobody can join a job whose processes use MPI.
 _BY_MPI = "its ranks use MPI, whose world cannot grow; a job on several hosts can be joined with FOG_BETWEEN_HOSTS=tcp"
+_NO_SECRET = (
+    "its ranks know no secret, because their Store is a file: set FOG_JOB_SECRET, the same on all ranks"
+)
 # A meeting to let a process in that has to be postponed is repeated after 2, 4, 8 ... rounds, and at most so many.
 _MOST_PAUSES = 64
 
@@ -477,9 +480,10 @@ class Members:
             return
         extension, first = _extension.load(), self._whole()
         store = self._joining_store()
-        if not extension.own_entry():
+        reason = _BY_MPI if not extension.own_entry() else _NO_SECRET if not extension.job_secret() else ""
+        if reason:
             if self.context.rank == 0:
-                _joining.close(store, _BY_MPI)
+                _joining.close(store, reason)
             return
         self._door = Door(store, first.backend.id)
         if self.context.rank == 0:
@@ -625,6 +629,7 @@ class Members:
         extension.connect_with(beside, True, _CONNECT_TIMEOUT)
         newcomer.leave()
         self._newcomer, self._whole().is_joining = None, False
+        _joining.note_member()
         self.membership = Membership(epoch - 1, (), newcomer.numbers())
         self._adopt(decision, epoch)
         self._door = Door(self._joining_store(), self._whole().backend.id)

@@ -45,6 +45,8 @@ py::dict read_flight_record(int pid) {
   result["rank"] = process.rank;
   result["size"] = process.size;
   result["host"] = process.host;
+  result["job"] = process.job;
+  result["script"] = process.script;
   result["unrecorded"] = process.unrecorded;
   result["operations"] = operations;
   result["begun"] = process.begun;
@@ -98,9 +100,10 @@ void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Bac
         Timeline::instance().add_span(track, name, at(begin), at(end));
       },
       py::arg("track"), py::arg("name"), py::arg("begin"), py::arg("end"));
-  module.def("observe_as", &observe_as, py::arg("rank"), py::arg("size"));
+  module.def("observe_as", &observe_as, py::arg("rank"), py::arg("size"), py::arg("script"));
   module.def("observe", [](bool on) { process_engine().observe(on); }, py::arg("on"));
   module.def("note_step", &FlightRecord::note_step);
+  module.def("note_job", &FlightRecord::note_job, py::arg("job"));
   module.def("note_epoch", &FlightRecord::note_epoch, py::arg("epoch"));
   module.def(
       "note_staleness",

@@ -21,7 +21,7 @@ namespace fog {
 namespace {
 
 constexpr const char* kName = "fog_flight_record";
-constexpr uint64_t kMagic = 0x33646365'72676f66; // "fogrecd3"; another layout needs another number
+constexpr uint64_t kMagic = 0x34646365'72676f66; // "fogrecd4"; another layout needs another number
 constexpr int kTries = 1000; // attempts to read a slot that is being written
 
 enum class State : uint8_t { kNone, kInFlight, kDone, kFailed };
@@ -83,12 +83,14 @@ struct FlightRecord::File {
   int32_t rank;
   int32_t size;
   std::array<char, 64> host;
+  std::array<char, 128> script;
   // A process that is about to be read has a file of zeros, so "unknown" is 0 here, and other values are one more.
   struct Numbers {
     std::atomic<int64_t> waited; // nanoseconds
     std::atomic<int64_t> staleness_plus_one;
     std::atomic<int64_t> lost;
   };
+  std::atomic<uint64_t> job;
   std::atomic<uint64_t> unrecorded;
   std::atomic<uint64_t> begun;
   std::atomic<uint64_t> failed;
@@ -99,7 +101,7 @@ struct FlightRecord::File {
   std::array<Slot, kSlots> slots;
 };
 
-FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
+FlightRecord::FlightRecord(int rank, int size, const std::string& host, const std::string& script) {
   fd_ = shared_memory::create_memfd(kName, sizeof(File));
   if (fd_ < 0) {
     return;
@@ -116,6 +118,7 @@ FlightRecord::FlightRecord(int rank, int size, const std::string& host) {
   file_->rank = rank;
   file_->size = size;
   copy_text(file_->host, host);
+  copy_text(file_->script, script);
   std::atomic_thread_fence(std::memory_order_release);
   file_->magic = kMagic;
   of_process.store(this, std::memory_order_release);
@@ -222,6 +225,12 @@ void FlightRecord::note_epoch(int64_t epoch) noexcept {
   }
 }
 
+void FlightRecord::note_job(uint64_t job) noexcept {
+  if (auto* file = file_of_process()) {
+    file->job.store(job, std::memory_order_relaxed);
+  }
+}
+
 void FlightRecord::note_staleness(int peer, int64_t exchanges) noexcept {
   if (auto* file = file_of_process(); file != nullptr && peer >= 0 && peer < kPeers) {
     file->peers[peer].staleness_plus_one.store(exchanges + 1, std::memory_order_relaxed);
@@ -278,6 +287,8 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       file->rank,
       file->size,
       file->host.data(),
+      file->job.load(),
+      file->script.data(),
       file->unrecorded.load(),
       {},
       file->begun.load(),

@@ -24,7 +24,7 @@ class FlightRecord {
   static constexpr int kPeers = 1024; // world ranks from here on have no numbers of their own
 
   // Records nothing if the system has no memfd.
-  FlightRecord(int rank, int size, const std::string& host);
+  FlightRecord(int rank, int size, const std::string& host, const std::string& script);
   ~FlightRecord();
   FlightRecord(const FlightRecord&) = delete;
   FlightRecord& operator=(const FlightRecord&) = delete;
@@ -48,6 +48,7 @@ class FlightRecord {
   // The progress of the training; any thread may call these, without the engine's lock.
   static void note_step() noexcept; // a step has ended
   static void note_epoch(int64_t epoch) noexcept; // of the membership
+  static void note_job(uint64_t job) noexcept; // when there is one
   static void note_staleness(int peer, int64_t exchanges) noexcept; // of a world rank's values
 
   struct Operation {
@@ -73,6 +74,8 @@ class FlightRecord {
     int rank;
     int size;
     std::string host;
+    uint64_t job; // the same on all ranks, and no other job's; 0 if there is none yet
+    std::string script;
     uint64_t unrecorded; // operations without a free slot
     std::vector<Operation> operations; // oldest first
     uint64_t begun; // operations

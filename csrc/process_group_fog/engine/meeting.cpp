@@ -100,6 +100,9 @@ void Meeting::meet(const std::string& name, SumsBy sums) {
     connections_ = std::make_unique<tcp::Connections>();
     use_sockets(monitor_.get(), connections_.get());
   }
+  if (rendezvous_->is_in_file()) {
+    mine.offered_secret.clear();
+  }
   mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
   for (const auto& text : rendezvous_->allgather("rank", fog::to_text(mine))) {
     ranks_.push_back(read_introduction(text));
@@ -114,6 +117,7 @@ void Meeting::meet(const std::string& name, SumsBy sums) {
     return;
   }
   find_places();
+  check_secret();
   const bool apart = is_world() && has_several_hosts();
   const auto probe = apart ? probe_next_host() : nullptr;
   if (links_) {
@@ -132,6 +136,15 @@ void Meeting::check_one_world(const std::string& name) const {
         "' belongs to another MPI world than this rank ", rank,
         ": the first fog group of each process fixes its world, and this group spans two of them. Make a fog group of all ranks first.");
   }
+}
+
+// Ranks that reach each other by fog's own connections have to prove that they know a secret.
+void Meeting::check_secret() const {
+  const bool all_share = std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.links; });
+  TORCH_CHECK_WITH(
+      DistBackendError, !job_secret().empty() || (!has_several_hosts() && (all_share || between_hosts() != BetweenHosts::kTcp)),
+      "fog: these ranks need a secret to connect with each other, and none is passed through a store that is a file: set "
+      "FOG_JOB_SECRET to the same text of at least 16 characters on all ranks");
 }
 
 // Returns whether all ranks of the world create their first group, so that all have the same knowledge of each other.

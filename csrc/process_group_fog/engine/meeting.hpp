@@ -49,6 +49,7 @@ class Meeting {
   static Place read_place(const std::string& text);
 
   void check_one_world(const std::string& name) const;
+  void check_secret() const;
   // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
   void find_places();
   // Creates the transport, and starts MPI if not all ranks share memory.

@@ -77,10 +77,10 @@ void make_process_transport(
   engine.use(std::move(made));
 }
 
-void observe_as(int rank, int size) {
+void observe_as(int rank, int size, const std::string& script) {
   static std::once_flag once;
   std::call_once(once, [&] {
-    process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name()));
+    process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name(), script));
     for (const char* variable : {"FOG_TIMELINE", "BLUEFOG_TIMELINE"}) {
       const char* prefix = std::getenv(variable);
       if (prefix != nullptr && *prefix != '\0') {

@@ -58,7 +58,7 @@ std::shared_ptr<Group> connect(
 
 // Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the
 // first call has an effect; connect() calls it if it was not called before.
-void observe_as(int rank, int size);
+void observe_as(int rank, int size, const std::string& script = "");
 
 // Records this process's operations in the file `prefix` + rank + ".json", see Timeline::start(). With FOG_TIMELINE,
 // recording starts with the first group.

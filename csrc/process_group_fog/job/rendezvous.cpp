@@ -9,6 +9,7 @@
 #include <utility>
 
 #include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -37,6 +38,11 @@ std::vector<std::pair<int, std::string>> split(const std::string& all) {
   return parts;
 }
 
+c10::intrusive_ptr<c10d::Store> innermost(const c10::intrusive_ptr<c10d::Store>& store) {
+  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+  return prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore() : store;
+}
+
 // Lists the lowest ranks by number, and how many more there are.
 std::string listed(const std::vector<int>& ranks) {
   constexpr size_t kNamed = 20;
@@ -59,10 +65,12 @@ Rendezvous::Rendezvous(c10::intrusive_ptr<c10d::Store> store, int rank, int size
       prefix_("fog/" + std::to_string(store_->add("fog/rendezvous/" + std::to_string(rank), 1)) + "/") {}
 
 std::string host_of(const c10::intrusive_ptr<c10d::Store>& store) {
-  auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
-  const auto innermost = prefixed != nullptr ? prefixed->getUnderlyingNonPrefixStore() : store;
-  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(innermost.get());
+  const auto* tcp = dynamic_cast<const c10d::TCPStore*>(innermost(store).get());
   return tcp != nullptr ? tcp->getHost() : std::string();
+}
+
+bool is_file(const c10::intrusive_ptr<c10d::Store>& store) {
+  return dynamic_cast<const c10d::FileStore*>(innermost(store).get()) != nullptr;
 }
 
 void Rendezvous::set(const std::string& key, const std::string& value) {

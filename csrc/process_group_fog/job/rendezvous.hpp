@@ -15,6 +15,8 @@ namespace fog {
 
 // Returns the host of a store that is reached by TCP, otherwise an empty string.
 std::string host_of(const c10::intrusive_ptr<c10d::Store>& store);
+// Whether a store is a file, which other users can read, and in which deleted values stay.
+bool is_file(const c10::intrusive_ptr<c10d::Store>& store);
 
 // Each rank's access to one group's Store. All waits are bounded by `timeout`, and errors name the missing ranks.
 //
@@ -58,6 +60,9 @@ class Rendezvous {
 
   std::string store_host() const {
     return host_of(store_);
+  }
+  bool is_in_file() const {
+    return is_file(store_);
   }
 
   int rank() const {

@@ -86,9 +86,14 @@ def run(arguments: argparse.Namespace) -> int:
         output.seek(0)
         text = output.read().decode(errors="replace")
     measured = _measured(text)
-    if status or measured is None:
+    if status or not measured:
         sys.stderr.write(text)
-        print("fog advise: the ranks have not measured; `fog doctor` says more", file=sys.stderr)
+        what = (
+            "the links were measured, but the script has failed"
+            if measured
+            else "the ranks have not measured"
+        )
+        print(f"fog advise: {what}: see above", file=sys.stderr)
         return status or 1
     leave_out_torch()
     network = Network.of(measured)
@@ -315,11 +320,11 @@ def as_json(
     }
 
 
-def _measured(text: str) -> Mapping[str, Any] | None:
-    """What the first rank has printed; lines begin with the rank."""
+def _measured(text: str) -> Mapping[str, Any]:
+    """What the first rank has printed, of the links and of the script; lines begin with the rank."""
+    found: dict[str, Any] = {}
     for line in text.splitlines():
         match = re.fullmatch(r"\[\w+\] (\{.*\})", line)
-        if match and '"host_of"' in match[1]:
-            found: dict[str, Any] = json.loads(match[1])
-            return found
-    return None
+        if match and ('"host_of"' in match[1] or '"compute_s"' in match[1]):
+            found |= json.loads(match[1])
+    return found

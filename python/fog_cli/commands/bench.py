@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +18,8 @@ examples:
   fog bench                       2 ranks; 4 KB, 1 MB and 16 MB
   fog bench -np 4 --bytes 100M
 
-The times are medians of the slowest rank, of ranks on this machine only. neighbor_allreduce is along the default
+The times are medians of the slowest rank, over 7 repetitions on this machine only; the ratio is the median of those of
+the repetitions, with the lowest and the highest. neighbor_allreduce is along the default
 topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with
 more care.
 """
@@ -74,14 +76,17 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Returns the lines of the table."""
     cells = [("operation", "bytes", "fog", "Gloo", "Gloo / fog")]
     for row in rows:
-        gloo = row["gloo"]
+        fog, gloo = zip(*row["times"], strict=True)
+        ratios = [its / own for own, its in row["times"]] if None not in gloo else []
         cells.append(
             (
                 row["name"],
                 f"{row['bytes']:,}",
-                _shown(row["fog"]),
-                _shown(gloo) if gloo else "-",
-                f"{gloo / row['fog']:.2f}" if gloo else "-",
+                _shown(statistics.median(fog)),
+                _shown(statistics.median(gloo)) if ratios else "-",
+                f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+                if ratios
+                else "-",
             )
         )
     widths = [max(len(line[column]) for line in cells) for column in range(5)]

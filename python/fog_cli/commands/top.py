@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -154,12 +155,20 @@ def _watch(pids: list[int]) -> Watch:
 
 def _write(path: str, text: str) -> None:
     """Writes a file as a whole, so that a reader never sees a part."""
-    part = Path(f"{path}.part-{os.getpid()}")
+    target = Path(path)
+    part = None
     try:
-        part.write_text(text)
-        part.replace(path)
+        # In a folder that others can write to, a name that can be guessed may be a link of theirs.
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix=target.name, delete=False) as file:
+            part = Path(file.name)
+            file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        part.chmod(0o666 & ~mask)
+        part.replace(target)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)
         raise UsageError(f"--html {path}: {error.strerror}") from error
 
 
@@ -188,7 +197,16 @@ def table(jobs: list[Job], where: str = "this host", trouble: Sequence[str] = ()
     for job in jobs:
         shown = Table(title=title(job, where), title_justify="left", box=box.SIMPLE_HEAD)
         for name in COLUMNS:
-            right = name in ("rank", "process", "epoch", "steps", "steps/s", "last step", "age", "failed")
+            right = name in (
+                "rank",
+                "process",
+                "membership",
+                "steps",
+                "steps/s",
+                "last step",
+                "age",
+                "failed",
+            )
             shown.add_column(name, justify="right" if right else "left", overflow="fold")
         for row in job.rows:
             style = "dim" if row.state == "ended" else "red" if is_bad(row) else ""

@@ -177,6 +177,7 @@ def of_script(path: str) -> dict[str, float]:
     Raises:
         ValueError: The script has no such function, or it returns something else.
     """
+    sys.argv = [path]  # of the script, not of this program
     make = runpy.run_path(path).get("make")
     if not callable(make):
         raise ValueError(f"{path} must have a function make() that returns a model and a step")
@@ -212,11 +213,14 @@ def main() -> None:
     """Measures, and prints it on the first rank."""
     dist.init_process_group("fog", timeout=_TIMEOUT)
     fogdist.init()
+    script = sys.argv[2:]
     found = measure(float(sys.argv[1]))
-    if len(sys.argv) > 2:
-        found |= of_script(sys.argv[2])
     if dist.get_rank() == 0:
-        tell(**found)
+        tell(**found)  # before the script runs, which may fail
+    if script:
+        found = of_script(script[0])
+        if dist.get_rank() == 0:
+            tell(**found)
     fogdist.shutdown()
     dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
 """The agent of a host under `fog run --keep-going`: it starts the ranks of its host, and lives on when one of them dies.
 
 `python -m fog_cli.programs.agent`. Standard input is the connection to `fog run`: first a line of JSON, the `Task`, then
-lines with signals for the ranks. Its end means that `fog run` is gone, and the ranks are ended. Standard output has the
-output of the ranks, and lines with the task's token, which tell `fog run` what happened.
+lines with signals for the ranks, and with those to start again. Its end means that `fog run` is gone, and the ranks are
+ended. Standard output has the output of the ranks, and lines with the task's token, which tell `fog run` what happened.
 
 The agent of the first host holds the job's Store, so the Store outlives every rank.
 
@@ -38,10 +38,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The seconds that ranks have to end after a signal, as under torchrun, and what they leave behind after SIGTERM.
 _STOP_TIMEOUT = 30.0
 _GRACE = 5.0
-# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
-# time, up to this number of seconds.
-_LONGEST_DELAY = 30.0
-_SHORT_LIFE = 60.0
+# What a member of a job has open, see `fog_pg._joining.note_member`.
+_MEMBER = "fog_member"
 # The pauses of the guard between two looks at what is left, and of the agent between two looks at the Store.
 _LOOK_INTERVAL = 0.05
 _STORE_INTERVAL = 1.0
@@ -70,7 +68,7 @@ class Task:
         holds_store: Whether this agent holds the Store.
         stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
             host uses the Store.
-        max_restarts: How often each rank is started again.
+        is_asked: Whether `fog run` decides if a rank that did not end well is started again.
         run_id: A name of the job.
     """
 
@@ -86,18 +84,20 @@ class Task:
     port: int
     holds_store: bool
     stays: bool
-    max_restarts: int
+    is_asked: bool
     run_id: str
 
 
-def rank_environment(
-    task: Task, rank: int, port: int, restarts: int, is_added: bool = False
-) -> dict[str, str]:
+def rank_environment(task: Task, rank: int, port: int, restarts: int, joins: bool) -> dict[str, str]:
     """Returns the environment of a rank, with the variables that torchrun sets.
 
-    The restarts of a rank do not count in TORCHELASTIC_RESTART_COUNT: with another count a rank would look for the
-    others under another name of the Store. FOG_RESTARTS tells it that the others are there already, and FOG_JOIN tells that a
-    rank which was added.
+    Args:
+        task: Of the agent.
+        rank: The rank.
+        port: Of the Store.
+        restarts: How often the rank was started again. This does not count in TORCHELASTIC_RESTART_COUNT: with another
+            count some versions of torch look for the other ranks under another name of the Store.
+        joins: Whether the others are there already.
     """
     local = rank - task.first
     own = {
@@ -116,15 +116,9 @@ def rank_environment(
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "FOG_RESTARTS": restarts,
+        "FOG_JOIN": int(joins),
     }
-    if is_added:
-        own["FOG_JOIN"] = 1
     return task.environment | {name: str(value) for name, value in own.items()}
-
-
-def delay_of(short_lives: int) -> float:
-    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
-    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
 
 
 def uses_of(port: int, tables: str) -> int:
@@ -157,6 +151,7 @@ class _Rank:
     number: int
     pid: int
     begun: float
+    restarts: int
 
 
 class Agent:
@@ -167,10 +162,9 @@ class Agent:
         self._connection = connection
         self._unread = b""
         self._living: dict[int, _Rank] = {}  # by process ID
-        self._restarts = dict.fromkeys(range(task.first, task.first + task.count), 0)
-        self._short_lives = dict.fromkeys(self._restarts, 0)  # in a row
-        self._added: set[int] = set()
-        self._due: dict[int, float] = {}  # ranks to start again, and when
+        # Ranks to start: when, how often they were started before, and whether they join others.
+        self._due = {rank: (0.0, 0, False) for rank in range(task.first, task.first + task.count)}
+        self._undecided: set[int] = set()  # ranks that have ended and may be started again
         self._left: list[
             tuple[float, set[tuple[int, int]]]
         ] = []  # processes of lost ranks, and when they are killed
@@ -179,6 +173,7 @@ class Agent:
         self._stays = task.stays
         self._port = task.port
         self._store: Any = None
+        self._serving: threading.Thread | None = None
         self._failure: str | None = None
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A thread of its own writes, because the reader of the output may have stopped, as a terminal after Ctrl-S.
@@ -195,15 +190,9 @@ class Agent:
 
     def run(self) -> int:
         """Runs until no rank lives and nobody needs the Store; returns the exit status of this process."""
-        if self._task.holds_store:
-            listener = _listen(self._port, only_here=self._task.size == self._task.count)
-            self._port = listener.getsockname()[1]
-            # It takes seconds to import torch; the ranks do the same meanwhile, and connect when the Store is there.
-            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
-        self._tell(event="begun", port=self._port)
-        for rank in self._restarts:
-            self._start(rank)
-        while self._living or self._due or self._left or self._is_needed():
+        self._begin()
+        self._keep_times()
+        while self._living or self._due or self._undecided or self._left or self._is_needed():
             self._wait()
             self._reap()
             self._keep_times()
@@ -211,6 +200,19 @@ class Agent:
         self._messages.put(None)
         self._teller.join(_TELL_TIMEOUT)
         return 1 if self._failure else 0
+
+    def _begin(self) -> None:
+        """Serves a new Store, if this agent does so; one before it goes with what its ranks have written."""
+        if self._task.holds_store:
+            if self._serving is not None:
+                self._serving.join()
+            self._store = None
+            listener = _listen(self._port, only_here=self._task.size == self._task.count)
+            self._port = listener.getsockname()[1]
+            # It takes seconds to import torch; the ranks do the same meanwhile, and connect when the Store is there.
+            self._serving = threading.Thread(target=self._serve, args=(listener,), daemon=True)
+            self._serving.start()
+        self._tell(event="begun", port=self._port)
 
     def _is_needed(self) -> bool:
         """Whether other hosts use the Store."""
@@ -233,10 +235,8 @@ class Agent:
             self._failure = f"the Store cannot be served: {type(error).__name__}: {error}"
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
-    def _start(self, rank: int) -> None:
-        environment = rank_environment(
-            self._task, rank, self._port, self._restarts[rank], rank in self._added
-        )
+    def _start(self, rank: int, restarts: int, joins: bool) -> None:
+        environment = rank_environment(self._task, rank, self._port, restarts, joins)
         program, *words = self._task.command
         pid = os.posix_spawn(
             program,
@@ -246,11 +246,13 @@ class Agent:
             setsid=True,  # so that its processes can be told from those of other ranks
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
         )
-        self._living[pid] = _Rank(rank, pid, time.monotonic())
+        self._living[pid] = _Rank(rank, pid, time.monotonic(), restarts)
 
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
-        times = [*self._due.values(), *(at for at, _ in self._left)]
+        times = [*(at for at, *_ in self._due.values()), *(at for at, _ in self._left)]
+        if self._due and self._left:  # the first wait for the end of the others, which nothing tells
+            times = [time.monotonic() + _LOOK_INTERVAL]
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
         if not self._living:
@@ -277,22 +279,45 @@ class Agent:
             told = json.loads(line)
             if "signal" in told:
                 self._stop(int(told["signal"]))
-            elif "add" in told:
-                self._add(told["add"])
+            elif "members" in told:
+                ranks = [rank.number for rank in self._living.values() if _is_member(rank.pid)]
+                self._tell(event="members", question=told["members"], ranks=ranks)
+            elif "start" in told:
+                self._undecided.discard(told["start"])
+                self._plan(told["start"], told["delay"], told["restarts"], joins=True)
+            elif "again" in told:
+                self._start_all(told["again"], told["delay"])
+            elif "leave" in told:
+                self._undecided.discard(told["leave"])
             else:  # the other hosts have ended
                 self._stays = False
 
-    def _add(self, rank: int) -> None:
-        """Starts a rank that no process has; it joins the others."""
+    def _plan(self, rank: int, delay: float, restarts: int, *, joins: bool) -> None:
         if self._stop_at is None:
-            self._added.add(rank)
-            self._restarts.setdefault(rank, 0)
-            self._short_lives[rank] = 0
-            self._start(rank)
+            self._due[rank] = time.monotonic() + delay, restarts, joins
+
+    def _start_all(self, restarts: Mapping[str, int], delay: float) -> None:
+        """Ends the ranks that live, and starts the first ones again."""
+        for rank in self._living.values():
+            self._end_rest(rank)
+        self._living.clear()
+        self._undecided.clear()
+        self._due.clear()
+        self._begin()
+        for number in range(self._task.first, self._task.first + self._task.count):
+            self._plan(number, delay, restarts[str(number)], joins=False)
+
+    def _end_rest(self, rank: _Rank) -> None:
+        """Ends what lives of a rank's session."""
+        if left := processes.of_session(rank.pid):
+            for process in left:
+                processes.send(process, signal.SIGTERM)
+            self._left.append((time.monotonic() + _GRACE, left))
 
     def _stop(self, number: int) -> None:
         """Sends a signal to all ranks; those that still live after a time are killed."""
         self._due.clear()
+        self._undecided.clear()
         if self._stop_at is None:
             self._stop_at = time.monotonic() + _STOP_TIMEOUT
         for pid in self._living:
@@ -310,34 +335,26 @@ class Agent:
                     self._on_end(rank, os.waitstatus_to_exitcode(status))
 
     def _on_end(self, rank: _Rank, status: int) -> None:
-        again, lived = None, time.monotonic() - rank.begun
         if status != 0:
             # A rank that was killed could not end its own processes. One that ended well may leave some at work, as
             # a logger that sends its last lines; the guard ends these at the end of the job.
-            if left := processes.of_session(rank.pid):
-                for process in left:
-                    processes.send(process, signal.SIGTERM)
-                self._left.append((time.monotonic() + _GRACE, left))
-            if self._stop_at is None and self._restarts[rank.number] < self._task.max_restarts:
-                short = self._short_lives[rank.number] + 1 if lived < _SHORT_LIFE else 0
-                self._short_lives[rank.number] = short
-                again = delay_of(short)
-                self._restarts[rank.number] += 1
-                self._due[rank.number] = time.monotonic() + again
+            self._end_rest(rank)
+            if self._task.is_asked and self._stop_at is None:
+                self._undecided.add(rank.number)
         self._tell(
             event="ended",
             rank=rank.number,
             pid=rank.pid,
             status=status,
-            seconds=lived,
-            again=again,
+            seconds=time.monotonic() - rank.begun,
+            restarts=rank.restarts,
         )
 
     def _keep_times(self) -> None:
         now = time.monotonic()
-        for rank in [rank for rank, at in self._due.items() if at <= now]:
-            del self._due[rank]
-            self._start(rank)
+        # Nothing is left of the process before when a rank starts again.
+        for rank in [rank for rank, (at, *_) in self._due.items() if at <= now and not self._left]:
+            self._start(rank, *self._due.pop(rank)[1:])
         for at, left in list(self._left):
             still = processes.living(left)
             if not still or at <= now:
@@ -355,6 +372,17 @@ class Agent:
     def _write_messages(self) -> None:
         while (message := self._messages.get()) is not None:
             write_whole(1, message)
+
+
+def _is_member(leader: int) -> bool:
+    """Whether a process of a rank's session has the mark of a member; the rank may be a child of its command."""
+    for pid, _ in processes.of_session(leader):
+        with contextlib.suppress(OSError):  # it has just ended
+            for entry in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if _MEMBER in os.readlink(entry.path):
+                        return True
+    return False
 
 
 def _listen(port: int, *, only_here: bool) -> socket.socket:

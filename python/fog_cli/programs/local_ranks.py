@@ -11,7 +11,7 @@ import sys
 import tempfile
 import uuid
 
-from fog_cli.programs.rank import die_with_parent
+from fog_cli.programs.rank import STATUS_OF_VICTIM, die_with_parent
 
 
 def main() -> int:
@@ -38,7 +38,10 @@ def main() -> int:
         try:
             elastic_launch(config, program)(*words)
         except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
+            failures = sorted(error.failures.items(), key=lambda each: each[1].timestamp)
+            # The one that others have lost is the cause, though its process may have taken longer to end.
+            causes = [each for each in failures if each[1].exitcode != STATUS_OF_VICTIM]
+            rank, failure = (causes or failures)[0]
             status = int(failure.exitcode)
             how = f"with exit status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
             print(f"fog run: rank {rank} (process {failure.pid}) ended {how}", file=sys.stderr)

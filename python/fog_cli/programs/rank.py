@@ -21,6 +21,8 @@ from typing import NoReturn
 # The variables of torchrun, of MPICH and Intel MPI, of Open MPI and of Slurm. fog_pg.environment has them too, but
 # importing it imports torch.
 RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
+# The exit status of a rank that has lost another one, see `fog_pg._last_words`.
+STATUS_OF_VICTIM = 75
 # The value in <sys/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _MOST_READ = 1 << 16
@@ -163,6 +165,7 @@ def main() -> NoReturn:
         log = Log(Path(words[1], f"rank-{rank}.log"), lambda text: write_whole(2, prefix + text.encode()))
         words = words[2:]
     _start_copying(prefix, log)
+    os.environ.setdefault("FOG_RUN", "1")
     try:
         os.execvp(words[0], words)
     except OSError as error:
