@@ -903,7 +903,14 @@ class VirtualWorld:
     def lose(self, rank: int, *, noticed: bool = True) -> None:
         """Ends a rank without a goodbye, as if its process were killed; the others notice at once, or never."""
 
-def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", protocol: str = "") -> None:
+def emulate(
+    *,
+    page_bytes: int = 0,
+    memory_bytes: int = 0,
+    host_id: str = "",
+    protocol: str = "",
+    longest_sleep: timedelta | None = None,
+) -> None:
     """For tests: makes this process behave like a process of another machine, or of another build.
 
     Must be called before anything is shared.
@@ -913,6 +920,7 @@ def emulate(*, page_bytes: int = 0, memory_bytes: int = 0, host_id: str = "", pr
         memory_bytes: Size of the machine's memory. 0: unchanged.
         host_id: The name that distinguishes hosts; "" leaves it unchanged.
         protocol: The result of `protocol`; "" leaves it unchanged.
+        longest_sleep: How long a thread sleeps that waits for an operation and is not woken.
     """
 
 def set_delegate_factory(
@@ -936,6 +944,9 @@ def bookkeeping() -> dict[str, int]:
         "early_bytes": bytes of messages that came before their operation; "deferred_windows": dropped windows whose
         memory neighbors may still use.
     """
+
+def with_engine_locked(call: Callable[[], object]) -> None:
+    """Calls a function while this thread holds the engine's lock, for tests."""
 
 def broadcast_from_rank_zero(text: str, timeout: timedelta) -> str:
     """Returns rank 0's text on every rank of the launcher's world. Call after start_from_launcher.

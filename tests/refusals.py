@@ -5,6 +5,7 @@ Arguments: names of CASES, by default all. Each case has two ranks, forked from 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -149,6 +150,31 @@ def windows_without_memory(ranks: Ranks) -> None:
     dist.destroy_process_group()
 
 
+def updates_without_memory(ranks: Ranks) -> None:
+    """Regression: after an update that lacked memory, neighbors waited without end for the end of it."""
+    ranks.join()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    neighbors = [1 - ranks.rank]
+    window = backend.create_window(torch.zeros(8), "w", neighbors, neighbors, zero_init=True)
+    with open("/proc/thread-self/comm", "rb") as name:
+        thread = name.read().strip()
+
+    def attempt(first: int, count: int) -> None:
+        if ranks.rank == 0:
+            system.refuse_memory(thread, first, count)
+            with contextlib.suppress(MemoryError):
+                window.update(0.5, [(1, 1.0)])
+            system.allow_memory()
+            ranks.say(0)
+        else:
+            ranks.say(0)
+            assert outcome_of(window.get([(0, 1.0)]).wait) == ""
+
+    each_refusal(ranks, attempt)
+    window.free()
+    dist.destroy_process_group()
+
+
 def futures_without_threads(ranks: Ranks) -> None:
     """Regression: the first refused thread ended the process."""
     ranks.join()
@@ -190,7 +216,13 @@ def start_without_threads(ranks: Ranks) -> None:
     system.refuse_threads(0)
 
 
-ALL = (operations_without_memory, windows_without_memory, futures_without_threads, start_without_threads)
+ALL = (
+    operations_without_memory,
+    windows_without_memory,
+    updates_without_memory,
+    futures_without_threads,
+    start_without_threads,
+)
 CASES = {case.__name__: case for case in ALL}
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import fogdist
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from fogdist import flight_record
 from harness import init_process_group
+
+from fog_pg import _C
 
 
 def rank_one_comes_late() -> None:
@@ -170,9 +173,13 @@ def forked_child() -> str:
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(read)
+        _C.note_step()
+        _C.note_epoch(3)
+        _C.note_staleness([(0, 1)])
+        os.write(write, b"x")
         time.sleep(5)
         os._exit(0)
+    os.read(read, 1)
     try:
         with pytest.raises(ValueError, match="is a fork of process"):
             flight_record.read(child)
@@ -181,9 +188,12 @@ def forked_child() -> str:
         os.waitpid(child, 0)
         os.close(read)
         os.close(write)
+    mine = flight_record.read(os.getpid())
+    assert (mine.steps, mine.epoch) == (0, -1) and not any(peer.staleness >= 0 for peer in mine.peers)
 
 
 def test_a_fork(new_world):
+    """Its record is its parent's, and it must not write to that."""
     new_world(2).run(forked_child)
 
 
@@ -194,7 +204,10 @@ def wait_long() -> str:
     dist.barrier()
     if dist.get_rank() == 1:
         time.sleep(2.5)
-    dist.all_reduce(torch.ones(1))
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    # Regression: the time since the begin, computed from the deadline and a timeout of 615 years, overflowed.
+    timeout = timedelta(days=225_000)
+    backend.allreduce_named(torch.ones(1), dist.ReduceOp.SUM, timeout=timeout).wait()
     dist.barrier()
     return Path(os.readlink("/proc/self/fd/2")).read_text()
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -214,6 +215,41 @@ def test_the_limit_of_descriptors(tmp_path: Path) -> None:
     (text, _), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
     (line,) = [line for line in text.splitlines() if "ulimit -n" in line]
     assert "world rank 0" in line and "the end of world rank 1" in line, line
+
+
+def watch_beside_strangers(folder: str, descriptors: int) -> str:
+    """Before rank 0 watches rank 1, strangers on that host connect with it and say nothing; returns rank 0's log."""
+    from fog_pg import _C
+
+    told, connected = Path(folder, "told"), Path(folder, "connected")
+    if dist.get_rank() == 1:
+        while not told.exists():
+            time.sleep(0.01)
+        place = address(0), int(told.read_text())
+        strangers = [socket.create_connection(place) for _ in range(descriptors // 2 + 10)]
+        connected.touch()
+        dist.barrier()
+        for stranger in strangers:
+            stranger.close()
+        return ""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    with stderr_in_file() as log:
+        listener = _C.own_entry().splitlines()[17]
+        Path(folder, "port").write_text(listener.split()[0])
+        before = len(os.listdir("/proc/self/fd"))
+        Path(folder, "port").rename(told)
+        while not connected.exists() or len(os.listdir("/proc/self/fd")) < before + descriptors // 8:
+            time.sleep(0.01)
+        backend().watch([1])  # type: ignore[attr-defined]
+        dist.barrier()
+        return log.read_text()
+
+
+def test_strangers_keep_no_rank_from_its_peers(tmp_path: Path) -> None:
+    """Regression: their connections counted, and the rank gave up those to its peers for ever."""
+    calls = [("watch_beside_strangers", [str(tmp_path), 256])]
+    (text,), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls, environment={"FOG_BETWEEN_HOSTS": "tcp"})
+    assert "ulimit -n" not in text, text
 
 
 def nobody_is_watched() -> float:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import hmac
 import os
+import resource
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from fogdist import state_transfer
-from fogdist.state_transfer import Offer, Source
+from fogdist.state_transfer import Copy, Offer, Source, read_file
 
 SOON = 20.0
 STATE = {"one": {"values": torch.arange(300_000.0), "steps": 7, "names": ["a", "b"]}}
@@ -51,7 +54,7 @@ def test_a_state_arrives_whole(offer: Offer) -> None:
     """As it was when it was offered; the rank sees the connection until the process closes it."""
     before = STATE["one"]["values"].clone()
     source = Source(offer.place, Secret("right"))
-    state = source.read(SOON)
+    state = source.read(timedelta.max.total_seconds())
     assert state is not None
     assert torch.equal(state["one"]["values"], before)
     assert (state["one"]["steps"], state["one"]["names"]) == (7, ["a", "b"])
@@ -59,6 +62,29 @@ def test_a_state_arrives_whole(offer: Offer) -> None:
     assert offer.is_wanted
     source.close()
     until_over(offer)
+
+
+def test_a_rank_with_many_open_files_gives_its_state() -> None:
+    """Regression: it waited for the process by select(), which knows no descriptors above 1,023."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1024)]
+    try:
+        test_a_state_arrives_whole(Offer(STATE, [], Secret("right")))
+    finally:
+        for file in opened:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_nobody_changes_or_executes_the_file_of_a_state() -> None:
+    copy = Copy(STATE, None)
+    assert read_file(os.getpid(), copy.file, SOON) is not None
+    seals = fcntl.fcntl(copy.file, fcntl.F_GET_SEALS)
+    for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
+        assert seals & seal, seals
+    assert os.fstat(copy.file).st_mode & 0o111 == 0
+    copy.close()
 
 
 def test_tensors_may_change_after_the_offer() -> None:
@@ -84,7 +110,7 @@ def test_a_stranger_gets_nothing(offer: Offer, wrong: Secret) -> None:
         source.close()
 
 
-@pytest.mark.parametrize("at", [-1, 5000], ids=["proof", "data"])
+@pytest.mark.parametrize("at", [-1, 5000, 0], ids=["proof", "data", "size"])
 def test_a_state_that_was_changed_on_its_way_is_not_loaded(offer: Offer, at: int) -> None:
     """By one that passes everything on, and changes one byte after the proofs of the beginning."""
     with (
@@ -106,11 +132,14 @@ def relay(port: int, at: int) -> Iterator[int]:
                 client.sendall(server.recv(16, socket.MSG_WAITALL))
                 server.sendall(client.recv(80, socket.MSG_WAITALL))
                 client.sendall(server.recv(64, socket.MSG_WAITALL))
-                head = server.recv(8, socket.MSG_WAITALL)
-                data = bytearray(server.recv(int.from_bytes(head, "big") + 64, socket.MSG_WAITALL))
-                data[at] ^= 1
-                client.sendall(head + data)
-                client.recv(1)
+                head = server.recv(8 + 64, socket.MSG_WAITALL)
+                whole = bytearray(
+                    head + server.recv(int.from_bytes(head[:8], "big") + 64, socket.MSG_WAITALL)
+                )
+                whole[at] ^= 1
+                with contextlib.suppress(OSError):  # it may have refused the size
+                    client.sendall(whole)
+                    client.recv(1)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -175,7 +204,7 @@ def test_the_proof_of_a_state_does_not_keep_the_process_waiting(
         may_go_on.set()
         process.settimeout(SOON)
         (size,) = state_transfer._SIZE.unpack(state_transfer._received(process, 8))
-        state_transfer._received(process, size + 64)  # raises if less comes
+        state_transfer._received(process, 64 + size + 64)  # raises if less comes
 
 
 def files() -> list[str]:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from fog_pg import environment
 from fog_pg._store import watch_silence
+from fog_pg._timeouts import LONGEST
 
 _log = logging.getLogger("fogdist")
 
@@ -44,6 +45,9 @@ _GREETING_TIMEOUT = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 64  # in hexadecimal digits
 _SIZE = struct.Struct("!Q")
+# Of a whole file: nobody changes it any more.
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_F_SEAL_EXEC = 0x20
 
 
 class Copy:
@@ -58,7 +62,7 @@ class Copy:
     """
 
     def __init__(self, state: Mapping[str, Any], pid: int | None) -> None:
-        self.file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.file = _anonymous_file()
         self._is_over = threading.Event()
         self._state = _copied(state)
         self._pid = pid
@@ -93,7 +97,7 @@ class Copy:
             _log.exception("the state for a process that joins could not be written")
             os.ftruncate(self.file, 0)
         self._state = None
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
 
 
 class Offer(Copy):
@@ -131,7 +135,7 @@ class Offer(Copy):
             with visitor:
                 self._write()
                 self._send(visitor)
-                while not self._is_over.is_set() and not _has_ended(visitor, _LIFE_PAUSE):
+                while not self._is_over.is_set() and not _has_news(visitor, _LIFE_PAUSE):
                     pass
         except OSError as error:  # TimeoutError too
             _log.info("a process that joins has not fetched the state: %s", error)
@@ -147,7 +151,7 @@ class Offer(Copy):
             left = end - time.monotonic()
             if left <= 0:
                 raise TimeoutError(f"nobody came within {_PATIENCE:g} s")
-            if not select.select([self._listener], [], [], min(left, _LIFE_PAUSE))[0]:
+            if not _has_news(self._listener, min(left, _LIFE_PAUSE)):
                 continue
             visitor = _prepared(self._listener.accept()[0])
             try:
@@ -170,7 +174,7 @@ class Offer(Copy):
         size = os.fstat(self.file).st_size
         # Before the size is told: the process waits longest for that.
         proof = self._prove("state", *self._nonces, _digest(self.file, size)).encode()
-        visitor.sendall(_SIZE.pack(size))
+        visitor.sendall(_SIZE.pack(size) + self._prove("size", *self._nonces, str(size)).encode())
         with os.fdopen(os.dup(self.file), "rb") as whole:
             whole.seek(0)
             visitor.sendfile(whole)
@@ -202,10 +206,11 @@ class Source:
         nonces = _received(connection, _NONCE_BYTES).hex(), nonce.hex()
         connection.sendall(nonce + self._prove("fetches", *nonces).encode())
         self._check(_received(connection, _PROOF_BYTES), "gives", *nonces)
-        connection.settimeout(timeout)
+        connection.settimeout(min(timeout, LONGEST.total_seconds()))
         (size,) = _SIZE.unpack(_received(connection, _SIZE.size))
         connection.settimeout(environment.HOST_TIMEOUT.get())
-        file = os.memfd_create("fog_state", os.MFD_CLOEXEC)
+        self._check(_received(connection, _PROOF_BYTES), "size", *nonces, str(size))
+        file = _anonymous_file()
         try:
             os.ftruncate(file, size)
             if size:
@@ -338,6 +343,17 @@ def _digest(file: int, size: int) -> str:
         return hashlib.sha256(memory).hexdigest()
 
 
-def _has_ended(connection: socket.socket, patience: float) -> bool:
-    """Waits that long for the end of a connection on which nothing more comes; returns whether it has ended."""
-    return bool(select.select([connection], [], [], patience)[0])
+def _has_news(waited_for: socket.socket, patience: float) -> bool:
+    """Waits that long for a visitor, or for the end of a connection on which nothing more comes; returns whether it came."""
+    poll = select.poll()
+    poll.register(waited_for, select.POLLIN)
+    return bool(poll.poll(1000.0 * patience))
+
+
+def _anonymous_file() -> int:
+    """Returns a file without a name, which nobody can execute, and which can be sealed."""
+    file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(file, 0o600)
+    with contextlib.suppress(OSError):  # before Linux 6.3, the mode has to suffice
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _F_SEAL_EXEC)
+    return file

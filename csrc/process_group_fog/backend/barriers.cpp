@@ -59,7 +59,7 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
   const auto operation = std::make_shared<MonitoredBarrier>();
   const auto work = submit(
       operation, {OpType::BARRIER, "fog:monitored_barrier", {}, {}},
-      call_options(rank_ == 0 ? timeout : saturating_add(timeout, kReportTime)));
+      call_options(rank_ == 0 ? timeout : within_reach(timeout) + kReportTime));
   try {
     work->wait();
   } catch (const c10::DistBackendError& error) {

@@ -347,7 +347,13 @@ PYBIND11_MODULE(_C, module) {
           [](ProcessGroupFog& self) {
             return c10::static_intrusive_pointer_cast<ProcessGroupFog::Options>(self.getBackendOptions());
           })
-      .def("delegate", &ProcessGroupFog::delegate, py::arg("device_type"))
+      .def(
+          "delegate",
+          [](ProcessGroupFog& self, const std::string& device_type) {
+            fog::process_engine().check_not_forked();
+            return self.delegate(device_type);
+          },
+          py::arg("device_type"))
       .def(
           "part",
           &ProcessGroupFog::part,
@@ -407,6 +413,7 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "start_from_launcher",
       [](GivenTimeout timeout) {
+        fog::process_engine().check_not_forked();
         auto& runtime = fog::Runtime::instance();
         runtime.start_from_launcher(checked(timeout));
         return std::make_pair(runtime.rank(), runtime.size());
@@ -415,7 +422,10 @@ PYBIND11_MODULE(_C, module) {
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "broadcast_from_rank_zero",
-      [](const std::string& text, GivenTimeout timeout) { return fog::Runtime::instance().broadcast(text, checked(timeout)); },
+      [](const std::string& text, GivenTimeout timeout) {
+        fog::process_engine().check_not_forked();
+        return fog::Runtime::instance().broadcast(text, checked(timeout));
+      },
       py::arg("text"),
       py::arg("timeout"),
       py::call_guard<py::gil_scoped_release>());

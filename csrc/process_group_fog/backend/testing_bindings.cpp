@@ -1,6 +1,7 @@
 #include "backend/testing_bindings.hpp"
 
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -98,12 +99,15 @@ void bind_testing(py::module_& module) {
   module.def("arena_bytes", &shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
   module.def(
       "emulate",
-      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& other_protocol) {
+      [](size_t page_bytes, size_t memory_bytes, const std::string& host_id, const std::string& other_protocol,
+         std::optional<std::chrono::milliseconds> longest_sleep) {
+        process_engine().set_longest_sleep(longest_sleep.value_or(std::chrono::milliseconds(20)));
         shared_memory::emulate_machine({page_bytes, memory_bytes});
         emulate_host(host_id);
         set_protocol(other_protocol.empty() ? protocol() : other_protocol);
       },
-      py::kw_only(), py::arg("page_bytes") = 0, py::arg("memory_bytes") = 0, py::arg("host_id") = "", py::arg("protocol") = "");
+      py::kw_only(), py::arg("page_bytes") = 0, py::arg("memory_bytes") = 0, py::arg("host_id") = "", py::arg("protocol") = "",
+      py::arg("longest_sleep") = py::none());
   module.def(
       "bookkeeping",
       [] {
@@ -115,6 +119,15 @@ void bind_testing(py::module_& module) {
             {"deferred_windows", DeferredFree::size()}};
       },
       release_gil);
+  module.def(
+      "with_engine_locked",
+      [](const std::function<void()>& call) {
+        process_engine().with_lock([&] {
+          const py::gil_scoped_acquire gil;
+          call();
+        });
+      },
+      py::arg("call"), release_gil);
   py::class_<Rendezvous>(module, "Rendezvous")
       .def(
           py::init<c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds, Rendezvous::Gone>(), py::arg("store"),

@@ -146,9 +146,9 @@ std::pmr::memory_resource* Timeline::memory() {
   return memory;
 }
 
-Timeline& Timeline::instance() {
+Timeline*& Timeline::of_process() {
   static auto* timeline = new Timeline();
-  return *timeline;
+  return timeline;
 }
 
 void Timeline::start(const std::string& prefix, int rank, int size, const std::string& host) {

@@ -48,7 +48,9 @@ class Timeline {
   };
 
   // Returns the timeline of this process. It is never destroyed.
-  static Timeline& instance();
+  static Timeline& instance() {
+    return *of_process();
+  }
   // Returns whether events are recorded. It costs one load from memory.
   static bool is_on() {
     return on_.load(std::memory_order_relaxed);
@@ -59,9 +61,10 @@ class Timeline {
   void start(const std::string& prefix, int rank, int size, const std::string& host);
   // Writes the remaining entries and closes the file. Returns false if no timeline is open.
   bool stop();
-  // A forked child has a copy of its parent's memory, but no timeline thread and no file of its own.
+  // A forked child begins with a new one: it has a copy of its parent's memory, but not the thread, and locks may be held.
   static void forget_in_child() {
     on_.store(false);
+    of_process() = new Timeline();
   }
   // Returns the path of the file; empty if there is none.
   std::string path();
@@ -88,6 +91,7 @@ class Timeline {
     std::unique_ptr<Entry> entry;
   };
   static std::atomic<bool> on_;
+  static Timeline*& of_process();
 
   void write_all();
   void write_until_stopped();

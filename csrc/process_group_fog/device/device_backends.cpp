@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include "core/deadline.hpp"
 #include "core/python_lock.hpp"
 
 namespace fog {
@@ -77,8 +78,7 @@ void DelegateGate::enter(const IsFree& is_free, const Enter& enter) {
       return;
     }
   }
-  // A year means no limit, and adding it to a time cannot overflow.
-  const auto patience = std::min<std::chrono::milliseconds>(options_->timeout, std::chrono::hours(24 * 365));
+  const auto patience = within_reach(options_->timeout);
   without_python_lock([&] {
     std::unique_lock<std::mutex> lock(mutex_);
     TORCH_CHECK_WITH(

@@ -61,6 +61,21 @@ void CompletionPool::run(std::function<void()> task, Refused refused) {
   is_pool_thread = was_pool_thread;
 }
 
+void CompletionPool::release(std::shared_ptr<void> object) noexcept {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (threads_.empty()) {
+    return;
+  }
+  try {
+    released_.push_back(std::move(object));
+    if (idle_ == 0) { // the callbacks may take as long as they want
+      add_thread();
+    }
+  } catch (const std::exception&) {
+  }
+  changed_.notify_one();
+}
+
 void CompletionPool::grow() {
   if (!refused_.load(std::memory_order_relaxed)) {
     return;
@@ -81,17 +96,25 @@ void CompletionPool::work() {
   is_pool_thread = true;
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    changed_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
+    changed_.wait(lock, [this] { return stopping_ || !tasks_.empty() || (!released_.empty() && !releases_); });
     --idle_;
-    if (tasks_.empty()) {
+    if (!tasks_.empty()) {
+      auto task = std::move(tasks_.front());
+      tasks_.pop_front();
+      lock.unlock();
+      report_unowned_failure("a callback", task);
+      task = nullptr; // release its captures without the lock
+      lock.lock();
+    } else if (stopping_) {
       return;
+    } else {
+      auto released = std::exchange(released_, {});
+      releases_ = true;
+      lock.unlock();
+      released.clear();
+      lock.lock();
+      releases_ = false;
     }
-    auto task = std::move(tasks_.front());
-    tasks_.pop_front();
-    lock.unlock();
-    report_unowned_failure("a callback", task);
-    task = nullptr; // release its captures without the lock
-    lock.lock();
     ++idle_;
   }
 }
@@ -107,6 +130,7 @@ void CompletionPool::stop() {
   for (auto& thread : threads) {
     thread.join();
   }
+  released_.clear();
 }
 
 } // namespace fog

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -29,6 +30,8 @@ class CompletionPool {
   // Creates the first thread, so that queued tasks run in any case. Throws std::system_error.
   void start();
   void run(std::function<void()> task, Refused refused);
+  // Releases the object in a thread of the pool, or at once without threads: its end may have to wait for Python's lock.
+  void release(std::shared_ptr<void> object) noexcept;
   // Tries again to create the threads that were refused, if any.
   void grow();
   // Returns whether the calling thread belongs to a pool.
@@ -44,6 +47,8 @@ class CompletionPool {
   std::condition_variable changed_;
   std::deque<std::function<void()>> tasks_;
   std::vector<std::thread> threads_;
+  std::vector<std::shared_ptr<void>> released_;
+  bool releases_ = false; // a thread does so: a second one would only wait for the same lock
   size_t idle_ = 0; // threads without a task, including those that are about to fetch one
   std::atomic<bool> refused_{false}; // a queued task has no thread
   bool stopping_ = false;

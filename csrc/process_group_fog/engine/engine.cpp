@@ -66,12 +66,18 @@ bool Engine::progress() {
 }
 
 void Engine::look_for_ended_peers() {
-  Lock lock(mutex_);
+  auto lock = locked();
   check_peers(lock);
   unlock_and_deliver(lock);
 }
 
+Engine::Lock Engine::locked() {
+  check_not_forked();
+  return Lock(mutex_);
+}
+
 Engine::Lock Engine::lock_by(Deadline deadline) {
+  check_not_forked();
   Lock lock(mutex_, std::try_to_lock);
   if (!lock.owns_lock()) {
     watchdog_.expect(deadline);
@@ -86,8 +92,8 @@ void Engine::submit(
     std::chrono::milliseconds timeout,
     const std::string& name,
     bool waits) {
-  check_not_forked();
   note_call();
+  timeout = within_reach(timeout);
   const auto deadline = deadline_after(timeout);
   if (observed()) {
     operation->times = std::make_unique<OperationTimes>(Clock::now());
@@ -368,12 +374,12 @@ void Engine::complete(const std::shared_ptr<Operation>& operation, std::exceptio
   --in_flight_;
 }
 
-void Engine::unlock_and_deliver(Lock& lock) {
+Engine::Outbox Engine::unlock_and_deliver(Lock& lock) {
   auto outbox = std::exchange(outbox_, {});
   outbox.of_service = service_->take_released();
-  const auto calls = service_->take_calls();
+  outbox.calls = service_->take_calls();
   lock.unlock();
-  for (const auto& call : calls) {
+  for (const auto& call : outbox.calls) {
     report_unowned_failure("the end of a window's operation", call);
   }
   for (const int peer_id : outbox.ended) {
@@ -382,9 +388,10 @@ void Engine::unlock_and_deliver(Lock& lock) {
   for (auto& completion : outbox.completions) {
     report_unowned_failure("the end of an operation", [&] { completion.operation->finish(std::move(completion.error)); });
   }
-  if (!calls.empty()) {
+  if (!outbox.calls.empty()) {
     wake_waiters(); // a call may have completed what another thread waits for
   }
+  return outbox;
 }
 
 void Engine::wake_waiters() {
@@ -394,12 +401,12 @@ void Engine::wake_waiters() {
 }
 
 bool Engine::shares_memory(const std::shared_ptr<Group>& group, int peer) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   return transport_ && transport_->shares_memory(group->members[peer].peer_id);
 }
 
 std::string Engine::way_to(const std::shared_ptr<Group>& group, int peer) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   return transport_ ? transport_->way_to(group->members[peer].peer_id) : "";
 }
 
@@ -410,7 +417,6 @@ void Engine::check_open(const Group& group) const {
 }
 
 void Engine::begin(Deadline deadline, const std::function<void()>& act) {
-  check_not_forked();
   auto lock = lock_by(deadline);
   watchdog_.expect(deadline);
   act();
@@ -433,12 +439,12 @@ void Engine::listen() {
 }
 
 bool Engine::has_left(int peer_id) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   return (lost_.count(peer_id) > 0 && silent_.count(peer_id) == 0) || departed_.count(peer_id) > 0;
 }
 
 Engine::Bookkeeping Engine::bookkeeping() {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   Bookkeeping sizes{0, closed_groups_.size(), early_load_.bytes()};
   for (const auto& [id, group] : groups_) {
     sizes.names += group->names.size();
@@ -447,8 +453,7 @@ Engine::Bookkeeping Engine::bookkeeping() {
 }
 
 std::string Engine::describe(const std::shared_ptr<Operation>& operation) {
-  check_not_forked();
-  Lock lock(mutex_);
+  auto lock = locked();
   return operation->describe() + operation->describe_awaited();
 }
 

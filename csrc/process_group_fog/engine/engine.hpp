@@ -91,6 +91,9 @@ class Engine final : public Driver, public MessageHandler {
   void check_not_forked() const;
   using Refused = CompletionPool::Refused;
   void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
+  void release_elsewhere(std::shared_ptr<void> object) noexcept override {
+    completions_.release(std::move(object));
+  }
 
   // Fails all operations in flight and all later operations of the group, on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -151,7 +154,7 @@ class Engine final : public Driver, public MessageHandler {
   // Calls act() with the lock held.
   template <typename Act>
   auto with_lock(Act&& act) {
-    const Lock lock(mutex_);
+    const auto lock = locked();
     return act();
   }
   // Calls act(), which starts an activity that should end by `deadline`, and makes progress. Passes on exceptions of
@@ -179,7 +182,8 @@ class Engine final : public Driver, public MessageHandler {
   }
   void wake_waiters() override;
 
-  // Sets a function that waiting threads call from time to time; it may throw (Ctrl-C).
+  // Sets a function that the program's main thread calls from time to time while it waits. It may throw (Ctrl-C), and may
+  // have to wait for Python's lock, so a thread that calls it does not count as one that drives.
   void set_interrupt_check(std::function<void()> check) {
     interrupt_check_ = std::move(check);
   }
@@ -189,7 +193,7 @@ class Engine final : public Driver, public MessageHandler {
       return;
     }
     note_call();
-    if (interrupt_check_) {
+    if (is_main_thread() && interrupt_check_) {
       interrupt_check_();
     }
   }
@@ -206,6 +210,10 @@ class Engine final : public Driver, public MessageHandler {
   // usable.
   void set_forked() {
     forked_ = used_.load();
+  }
+  // For tests: how long a thread sleeps that waits for an operation and is not woken.
+  void set_longest_sleep(std::chrono::milliseconds longest) {
+    longest_sleep_ = longest;
   }
   // Makes one round of progress, for callers that drive engines without threads; returns whether there was any.
   bool progress();
@@ -224,8 +232,13 @@ class Engine final : public Driver, public MessageHandler {
     std::vector<std::shared_ptr<TransferOwner>> released;
     c10::SmallVector<std::shared_ptr<Operation>, 4> retired;
     std::vector<std::shared_ptr<void>> of_service;
+    std::vector<std::function<void()>> calls; // of the service
     std::vector<int> ended; // world ranks
+    bool empty() const {
+      return completions.empty() && released.empty() && retired.empty() && of_service.empty() && calls.empty();
+    }
   };
+  class Remains;
 
   void on_message(int source, const Header& header, const char* data) override;
   bool has_ended(int peer) override {
@@ -240,9 +253,12 @@ class Engine final : public Driver, public MessageHandler {
   void hand_over(const std::shared_ptr<Operation>& operation, int source, const Header& header, const char* data);
   void on_point_to_point(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
 
+  // Takes the lock for a call of the program. Throws RuntimeError in a forked child, where a thread may hold it that is
+  // not there, and descriptors may be other files by now.
+  Lock locked();
   // How long the end of a group, or of the process, waits for other ranks.
   static constexpr auto kLeaveTimeout = std::chrono::seconds(3);
-  // Takes the lock. The watchdog ends a call of MPI that keeps the lock beyond the deadline.
+  // The same; the watchdog ends a call of MPI that keeps the lock beyond the deadline.
   Lock lock_by(Deadline deadline);
   // Makes one round of progress and returns whether there was any. Requires the lock, and releases it during
   // arithmetic. An exception in the round, for example lack of memory, fails the operation or group that it concerns,
@@ -316,8 +332,10 @@ class Engine final : public Driver, public MessageHandler {
   // Returns whether a process is told when this rank closes a group. Processes of other hosts are told only if there is
   // a connection already.
   bool hears_of_end(int peer_id) const;
-  // Unlocks, then does the work that must happen without the lock.
-  void unlock_and_deliver(Lock& lock);
+  // Unlocks, then does the work that must happen without the lock. Returns what is left of it, which the caller
+  // destroys; a thread that drives for others must not, see Remains.
+  Outbox unlock_and_deliver(Lock& lock);
+  static bool is_main_thread();
 
   class WaiterGuard;
   Doorbell& bell() {
@@ -372,6 +390,8 @@ class Engine final : public Driver, public MessageHandler {
   int checks_left_out_ = 0; // since the last check
   std::atomic<size_t> in_flight_{0};
   std::atomic<int> waiting_{0}; // threads in drive_until()
+  // If the bell rings for all messages: only deadlines and other processes are checked between sleeps.
+  std::atomic<std::chrono::milliseconds> longest_sleep_{std::chrono::milliseconds(20)};
   std::atomic<int> sleepers_{0}; // waiting threads that sleep or are about to
   std::atomic<bool> must_poll_{false};
   std::atomic<Transport::Flow> flow_{Transport::Flow::kNone};

@@ -26,7 +26,7 @@ std::shared_ptr<Group> Engine::add_group(
     uint64_t id, std::string name, int rank, std::vector<Member> members, const std::vector<std::string>& addresses) {
   auto group = std::make_shared<Group>(*this, id, std::move(name), rank, std::move(members));
   used_ = true;
-  Lock lock(mutex_);
+  auto lock = locked();
   TORCH_CHECK(!stopping_, "fog: the interpreter is shutting down");
   group->ready = &ready_;
   if (group->size() > 1) {
@@ -63,11 +63,10 @@ std::shared_ptr<Group> Engine::add_group(
 }
 
 std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std::string name, const std::vector<int>& ranks) {
-  check_not_forked();
   auto id = hash_more(hash_more(kEmptyHash, static_cast<int64_t>(whole.id)), static_cast<int64_t>(number));
   std::unordered_map<std::string, int> hosts;
   std::vector<Member> members;
-  Lock lock(mutex_);
+  auto lock = locked();
   for (const int rank : ranks) {
     // A rank that came later is known since it was taken in.
     const auto& own = whole.members[whole.rank];
@@ -86,7 +85,7 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
 }
 
 void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
-  Lock lock(mutex_);
+  auto lock = locked();
   check_peers(lock);
   const bool is_gone = lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
   // A process that has this one's memory mapped must have ended, and the verdict of a rank does not suffice. One that
@@ -119,7 +118,7 @@ void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
 }
 
 void Engine::give_up(int peer_id, const std::string& how, bool may_run) {
-  Lock lock(mutex_);
+  auto lock = locked();
   if (lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
     declare_lost(peer_id, how, may_run);
   }
@@ -128,7 +127,7 @@ void Engine::give_up(int peer_id, const std::string& how, bool may_run) {
 
 bool Engine::is_connected_with(int peer_id) {
   look_for_ended_peers();
-  const Lock lock(mutex_);
+  const auto lock = locked();
   if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
     throw Unreachable(peer_id);
   }
@@ -136,13 +135,12 @@ bool Engine::is_connected_with(int peer_id) {
 }
 
 void Engine::refuse_work(const std::shared_ptr<Group>& group, const std::string& reason) {
-  Lock lock(mutex_);
+  auto lock = locked();
   fail(group, c10d::ErrorType::COMM_ERROR, reason, false);
   unlock_and_deliver(lock);
 }
 
 void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reason) {
-  check_not_forked();
   auto lock = lock_by(deadline_after(kLeaveTimeout));
   if (!group->closed) {
     fail(group, c10d::ErrorType::COMM_ERROR, reason);
@@ -214,13 +212,12 @@ void Engine::forget_closed(uint64_t group, int peer_id) {
 }
 
 Failure Engine::failure(const std::shared_ptr<Group>& group) {
-  check_not_forked();
-  Lock lock(mutex_);
+  auto lock = locked();
   return group->failure;
 }
 
 void Engine::watch(const Group& group, const std::vector<int>& ranks) {
-  Lock lock(mutex_);
+  auto lock = locked();
   for (const int rank : ranks) {
     if (transport_ && rank != group.rank) {
       transport_->watch(group.members[rank].peer_id);
@@ -229,13 +226,12 @@ void Engine::watch(const Group& group, const std::vector<int>& ranks) {
 }
 
 std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {
-  Lock lock(mutex_);
+  auto lock = locked();
   return {group->sent_messages, group->sent_bytes};
 }
 
 uint64_t Engine::sequence(const std::shared_ptr<Group>& group) {
-  check_not_forked();
-  Lock lock(mutex_);
+  auto lock = locked();
   return group->sequence;
 }
 

@@ -49,18 +49,18 @@ void Engine::suspend_judgement(bool on) {
 }
 
 void Engine::set_lost_after(std::chrono::nanoseconds lost_after) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   liveness_.set_lost_after(lost_after);
 }
 
 std::chrono::nanoseconds Engine::lost_after() {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   return liveness_.lost_after();
 }
 
 std::vector<int> Engine::ranks_that(const Group& group, const std::function<bool(int rank)>& holds) {
   look_for_ended_peers();
-  const Lock lock(mutex_);
+  const auto lock = locked();
   std::vector<int> ranks;
   for (int rank = 0; rank < group.size(); ++rank) {
     if (rank != group.rank && holds(rank)) {

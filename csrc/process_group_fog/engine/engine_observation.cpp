@@ -19,14 +19,14 @@ std::chrono::seconds long_wait() {
 }
 
 void Engine::record_to(std::unique_ptr<FlightRecord> record) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   if (!record_) {
     record_ = std::move(record);
   }
 }
 
 std::unordered_map<int, PeerTraffic> Engine::traffic(const std::shared_ptr<Group>& group) {
-  const Lock lock(mutex_);
+  const auto lock = locked();
   return group->traffic;
 }
 

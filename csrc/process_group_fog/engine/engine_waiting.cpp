@@ -1,4 +1,6 @@
 // How threads wait for the engine, the background thread, and the shutdown of a process.
+#include <unistd.h>
+
 #include <algorithm>
 
 #include <c10/util/thread_name.h>
@@ -16,8 +18,6 @@ constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
 constexpr auto kFlowSpin = std::chrono::microseconds(50); // after news of large data, before the first sleep
 constexpr auto kIdleInterval = std::chrono::milliseconds(10); // between polls while no operations are in flight
-// Longest sleeps if the bell rings for all messages: between them, only deadlines and other processes are checked.
-constexpr auto kLongestSleep = std::chrono::milliseconds(20);
 constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 // The time between polls while ranks of other hosts may use this process's windows: a fraction of the time since the
 // last news, within these limits.
@@ -36,6 +36,38 @@ constexpr auto kAnswerTime = std::chrono::milliseconds(20);
 
 } // namespace
 
+bool Engine::is_main_thread() {
+  return gettid() == getpid();
+}
+
+// What is left of the operations that a driving thread has completed. Destroying them may take as long as another thread
+// holds Python's lock: the last reference to a tensor that Python knows takes it. So the thread does that when it drives
+// no more, or leaves it to another one.
+class Engine::Remains {
+ public:
+  explicit Remains(Engine& engine) : engine_(engine) {}
+  void add(Outbox outbox) noexcept {
+    try {
+      if (!outbox.empty()) {
+        all_.push_back(std::move(outbox));
+      }
+    } catch (const std::bad_alloc&) { // it is destroyed here
+    }
+  }
+  void leave_to_another() noexcept {
+    try {
+      if (!all_.empty()) {
+        engine_.release_elsewhere(std::make_shared<std::vector<Outbox>>(std::exchange(all_, {})));
+      }
+    } catch (const std::bad_alloc&) {
+    }
+  }
+
+ private:
+  Engine& engine_;
+  std::vector<Outbox> all_;
+};
+
 // Registers a waiting thread. The background thread leaves the progress to waiting threads and continues when the last
 // one goes. All accesses to `waiting_` and to the bell's `listening` are sequentially consistent: the background thread
 // first says that it does not listen, then checks for waiting threads; the last waiting thread first decrements the
@@ -45,9 +77,7 @@ class Engine::WaiterGuard {
   explicit WaiterGuard(Engine& engine) : engine_(engine), pulse_(*engine.pulse_.load()) {
     pulse_.calls.fetch_add(1, std::memory_order_relaxed);
     pulse_.waiting.fetch_add(1, std::memory_order_relaxed);
-    if (engine_.waiting_.fetch_add(1) == 0) {
-      engine_.bell().stop_listening(Doorbell::kBackground);
-    }
+    drive();
   }
   ~WaiterGuard() {
     if (slept_) {
@@ -55,9 +85,13 @@ class Engine::WaiterGuard {
     }
     pulse_.calls.fetch_add(1, std::memory_order_relaxed);
     pulse_.waiting.fetch_sub(1, std::memory_order_relaxed);
-    if (engine_.waiting_.fetch_sub(1) == 1) {
-      engine_.watch_in_background();
-    }
+    leave_to_others();
+  }
+  // Meanwhile this thread does not count as one that drives.
+  void check_interrupt() {
+    leave_to_others();
+    engine_.interrupt_check_();
+    drive();
   }
   // The wait takes so long that its time counts.
   void sleeps() {
@@ -65,8 +99,21 @@ class Engine::WaiterGuard {
   }
 
  private:
+  void drive() {
+    drives_ = true;
+    if (engine_.waiting_.fetch_add(1) == 0) {
+      engine_.bell().stop_listening(Doorbell::kBackground);
+    }
+  }
+  void leave_to_others() {
+    if (std::exchange(drives_, false) && engine_.waiting_.fetch_sub(1) == 1) {
+      engine_.watch_in_background();
+    }
+  }
+
   Engine& engine_;
   Pulse& pulse_;
+  bool drives_ = false;
   bool slept_ = false;
 };
 
@@ -86,6 +133,7 @@ void Engine::watch_in_background() {
 
 bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadline) {
   check_not_forked();
+  Remains remains(*this);
   WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
   FlowPace pace;
@@ -100,7 +148,7 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     Lock lock(mutex_, std::try_to_lock);
     if (lock.owns_lock()) {
       progressed = drive(lock);
-      unlock_and_deliver(lock);
+      remains.add(unlock_and_deliver(lock));
     }
     // true after the first round of most small operations: saves reading the clock
     if (done.load(std::memory_order_acquire)) {
@@ -116,8 +164,9 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
       next_interrupt_check = now + kInterruptInterval;
     } else if (now >= next_interrupt_check) {
       next_interrupt_check = now + kInterruptInterval;
-      if (interrupt_check_) {
-        interrupt_check_();
+      remains.leave_to_another();
+      if (interrupt_check_ && is_main_thread()) {
+        guard.check_interrupt();
       }
     }
     if (progressed) {
@@ -150,7 +199,7 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     const auto* transport = linked_.load();
     // without a bell for it, space may have become available before this thread listened
     if (bell_rings && !(transport != nullptr && transport->waiting_for_space())) {
-      pause = kLongestSleep;
+      pause = longest_sleep_.load();
     }
     sleep_until_news(done, std::min<std::chrono::nanoseconds>(pause, deadline - now));
   }
@@ -225,12 +274,13 @@ bool Engine::busy() const {
 
 void Engine::background() {
   c10::setThreadName("fog_progress");
+  Remains remains(*this);
   Backoff backoff(true);
   FlowPace pace;
   while (!stopping_.load()) {
     const auto ticket = bell().listen(Doorbell::kBackground);
     pulse_.load()->beats.fetch_add(1, std::memory_order_relaxed);
-    std::chrono::nanoseconds pause = kLongestSleep;
+    std::chrono::nanoseconds pause = longest_sleep_.load();
     if (waiting_.load() > 0) {
       bell().stop_listening(Doorbell::kBackground);
       if (waiting_.load() == 0) {
@@ -243,7 +293,8 @@ void Engine::background() {
       const bool poll = transport_ && transport_->must_poll();
       const bool listening = service_->listening();
       const auto quiet = Clock::now() - last_news_;
-      unlock_and_deliver(lock);
+      remains.add(unlock_and_deliver(lock));
+      remains.leave_to_another();
       completions_.grow();
       if (progressed) {
         backoff.reset();

@@ -212,6 +212,10 @@ void FlightRecord::note_lost(int peer, bool lost) noexcept {
   }
 }
 
+void FlightRecord::forget_in_child() noexcept {
+  of_process.store(nullptr);
+}
+
 void FlightRecord::note_step() noexcept {
   if (auto* file = file_of_process()) {
     file->steps.fetch_add(1, std::memory_order_relaxed);

@@ -41,6 +41,8 @@ class FlightRecord {
   void wait(uint64_t number, const std::vector<Awaited>& awaited, size_t count);
   void end(uint64_t number, bool failed);
 
+  // For a forked child, whose parent's record it is.
+  static void forget_in_child() noexcept;
   // These write to the record of this process, if there is one.
   // A message of a world rank has come for the operation; of the last one, the time since the one before is counted.
   static void note_arrival(uint64_t number, int peer) noexcept;

@@ -286,12 +286,9 @@ void Operation::finish(std::exception_ptr error) {
   if (!error && has_outputs_) {
     work_->set_outputs(std::move(outputs_));
   }
-  epilogue_ = nullptr;
-  if (error == nullptr) {
-    kept_.clear();
-  } // after a failure MPI may still read or write the tensors: they are released with the operation
-  auto work = std::move(work_);
-  work->complete(std::move(error));
+  // The tensors are released with the operation: after a failure MPI may still read or write them, and the last
+  // reference to a tensor that Python knows takes Python's lock.
+  work_->complete(std::move(error));
 }
 
 } // namespace fog

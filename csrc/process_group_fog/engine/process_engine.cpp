@@ -111,6 +111,7 @@ Engine& process_engine() {
       }
       process_engine().set_forked();
       Timeline::forget_in_child();
+      FlightRecord::forget_in_child();
       if (auto* inherited = monitor.load()) {
         inherited->close_all();
       }

@@ -58,7 +58,13 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     c10d::OpType type,
     std::vector<c10::intrusive_ptr<WorkFog>> parts,
     std::optional<std::vector<at::Tensor>> outputs) {
+  struct Kept {
+    c10::intrusive_ptr<WorkFog> whole;
+    std::vector<c10::intrusive_ptr<WorkFog>> parts;
+    std::optional<std::vector<at::Tensor>> outputs;
+  };
   struct Pending {
+    std::shared_ptr<Kept> kept;
     std::atomic<size_t> count;
     std::mutex mutex;
     std::exception_ptr error;
@@ -76,9 +82,10 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     }
   });
   auto pending = std::make_shared<Pending>();
+  pending->kept = std::make_shared<Kept>(Kept{whole, parts, std::move(outputs)});
   pending->count = parts.size();
   for (const auto& part : parts) {
-    part->future()->addCallback([whole, pending, parts, outputs](c10::ivalue::Future& future) {
+    part->future()->addCallback([pending, &driver](c10::ivalue::Future& future) {
       if (future.hasError()) {
         std::lock_guard<std::mutex> lock(pending->mutex);
         if (!pending->error) {
@@ -89,6 +96,8 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
         return;
       }
       auto error = pending->error;
+      auto kept = std::move(pending->kept);
+      const auto& [whole, parts, outputs] = *kept;
       try {
         std::vector<at::Tensor> all;
         for (const auto& each : parts) {
@@ -99,6 +108,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
         error = no_memory_for_result(nullptr);
       }
       whole->complete(error);
+      driver.release_elsewhere(std::move(kept));
     });
   }
   return whole;

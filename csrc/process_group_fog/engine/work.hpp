@@ -27,6 +27,8 @@ class Driver {
   virtual void drive_once(const std::atomic<bool>& done) = 0;
   // Runs callbacks, which may block, in a thread that no other thread waits for.
   virtual void run_callbacks(std::function<void()> callbacks, CompletionPool::Refused refused) = 0;
+  // Releases the object in a thread that nobody waits for.
+  virtual void release_elsewhere(std::shared_ptr<void> object) noexcept = 0;
   // Wakes the threads in drive_until(): their operations may be done.
   virtual void wake_waiters() = 0;
 };

@@ -177,9 +177,10 @@ void PeerMonitor::close_all() {
   }
 }
 
-// Limits the number of connections, so that descriptors remain for the program's files.
+// Limits the number of connections, so that descriptors remain for the program's files. Those of visitors have a limit of
+// their own: strangers must not keep this process from its peers.
 bool PeerMonitor::has_too_many() const {
-  return 2 * (storage_.size() - free_.size()) >= most_descriptors();
+  return 2 * (storage_.size() - free_.size() - visitors_.size()) >= most_descriptors();
 }
 
 void PeerMonitor::try_next(int number, Peer& peer) {

@@ -19,6 +19,8 @@ using Clock = std::chrono::steady_clock;
 
 // A visitor must say within this time who it is.
 constexpr auto kVisit = std::chrono::seconds(10);
+// An eighth of this number, or of the limit of descriptors, is the most of them at a time; then the oldest has to go.
+constexpr rlim_t kMostVisited = 2048;
 // The number of times that a connection at a peer's address may be accepted and then closed.
 constexpr size_t kMostCut = 3;
 
@@ -129,6 +131,9 @@ void PeerMonitor::accept_all() {
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       return;
+    }
+    if (8 * visitors_.size() >= std::min<rlim_t>(most_descriptors(), kMostVisited)) {
+      drop(*visitors_.front());
     }
     auto& visitor = take(fd, State::kVisitor, -1);
     visitor.limit = Clock::now() + kVisit;

@@ -322,9 +322,7 @@ class Window::Hold {
  public:
   Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own)
       : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
-  ~Hold() {
-    release();
-  }
+  ~Hold();
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
   // Must be called in the thread that created it.

@@ -43,14 +43,14 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
     for (auto* list : {&rank.in, &rank.out}) {
       size_t length = 0;
       text >> length;
-      list->resize(text ? length : 0);
+      list->resize(text && length <= all.size() ? length : 0);
       for (int& entry : *list) {
         text >> entry;
       }
     }
     size_t mailboxes = 0;
     text >> rank.number >> rank.pool.changes >> rank.pool.tensor >> mailboxes;
-    rank.pool.mailboxes.resize(text ? mailboxes : 0);
+    rank.pool.mailboxes.resize(text && mailboxes <= all.size() ? mailboxes : 0);
     for (auto& address : rank.pool.mailboxes) {
       text >> address;
     }

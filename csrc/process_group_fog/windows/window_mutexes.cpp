@@ -106,6 +106,7 @@ void Window::release(const std::vector<int>& ranks, bool own) {
 }
 
 void Window::unlock(const std::vector<int>& ranks, bool own) {
+  group_->engine.check_not_forked();
   std::exception_ptr error;
   // Neighbors that get the tensor should see the changes that were made under the mutex.
   if (staging_ && own && holds_mutex() && !closed_ && is_tensor_in_place()) {
@@ -119,6 +120,12 @@ void Window::unlock(const std::vector<int>& ranks, bool own) {
   release(ranks, own);
   if (error) {
     std::rethrow_exception(error);
+  }
+}
+
+Window::Hold::~Hold() {
+  if (window_ && !window_->engine().forked()) { // otherwise the parent holds it
+    release();
   }
 }
 

@@ -260,14 +260,20 @@ void Window::publish(const std::function<void()>& change) {
 }
 
 void Window::change_tensor(Deadline deadline, const std::function<void()>& change) {
+  // Ends the change and unlocks the mutexes, also if the change throws: readers wait while the counter is odd.
   struct Held {
+    std::atomic<uint64_t>& changes;
     std::vector<PairMutex*> mutexes;
+    bool changing = false;
     ~Held() {
+      if (changing) {
+        changes.fetch_add(1, std::memory_order_release);
+      }
       for (auto* mutex : mutexes) {
         mutex->unlock(PairMutex::Side::kFirst);
       }
     }
-  } held;
+  } held{memory_->label().changes, {}};
   for (const auto& neighbor : neighbors_) {
     if (neighbor->out) {
       auto& mutex = memory_->control(neighbor->control).tensor;
@@ -277,12 +283,11 @@ void Window::change_tensor(Deadline deadline, const std::function<void()>& chang
       held.mutexes.push_back(&mutex);
     }
   }
-  auto& changes = memory_->label().changes;
-  changes.fetch_add(1, std::memory_order_relaxed);
+  held.changes.fetch_add(1, std::memory_order_relaxed);
+  held.changing = true;
   // before the changes; pairs with the fences in MappedLeg::fetch()
   std::atomic_thread_fence(std::memory_order_seq_cst);
   change();
-  changes.fetch_add(1, std::memory_order_release);
 }
 
 void Window::count_change(const at::Tensor& tensor) {
@@ -342,6 +347,9 @@ at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool rese
     std::vector<const void*> inputs;
     std::vector<double> weights;
     std::vector<Slot*> pinned;
+    inputs.reserve(neighbors.size() + 1); // so that no value is taken and then lost for lack of memory
+    weights.reserve(neighbors.size() + 1);
+    pinned.reserve(neighbors.size());
     if (self_weight != 0) {
       inputs.push_back(host_.const_data_ptr());
       weights.push_back(self_weight);
@@ -408,11 +416,13 @@ bool Window::is_gone(int rank) const {
 }
 
 double Window::p() {
+  group_->engine.check_not_forked();
   const std::lock_guard<std::mutex> lock(p_mutex_);
   return p_;
 }
 
 void Window::set_p(double p) {
+  group_->engine.check_not_forked();
   const std::lock_guard<std::mutex> lock(p_mutex_);
   p_ = p;
 }
@@ -472,6 +482,7 @@ bool Window::take_signal(const Neighbor& source, Deadline deadline) {
 }
 
 at::Tensor Window::map_remote(int rank) {
+  group_->engine.check_not_forked();
   auto* mapped = neighbor("map_remote_tensor", "rank", rank, true, true).leg->map();
   if (mapped == nullptr || staging_) {
     return {};
