@@ -95,7 +95,7 @@ test-all: build build-tests
 	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
 		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && $(MAKE) test-tcp && exit $$installed
 
-# Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_window_rma.py does the
+# Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_windows.py does the
 # same for windows. Tests that kill ranks are left out: UCX's shared memory ends a process whose peer vanishes.
 test-rma: build
 	@echo "== exchanges by MPI RMA"

@@ -105,6 +105,38 @@ def _call(module: str, function: str, arguments: Sequence[Any]) -> Any:
     return getattr(importlib.import_module(module), function)(*arguments)
 
 
+def world_on_hosts(
+    names: Sequence[str],
+    placement: Sequence[int],
+    folder: Path,
+    environment: Mapping[str, str],
+    *,
+    timeout: float = 60.0,
+    finalizing: int | None = 1,
+) -> World:
+    """Returns a world whose ranks are on emulated hosts; at most one at a time, because of the rendezvous' port.
+
+    Args:
+        names: Of the hosts.
+        placement: The host of each rank.
+        folder: The ranks' directory.
+        environment: Variables of the ranks.
+        timeout: The timeout of the group, in seconds.
+        finalizing: As for `World`.
+
+    Raises:
+        RankFailures: A rank did not come.
+    """
+    world = World(len(placement), initialize=False, environment=dict(environment), finalizing=finalizing)
+    try:
+        arguments = [(names[host], str(folder), timeout) for host in placement]
+        _check(world.run_by_rank(_join_on_host, arguments), (), ())
+    except BaseException:
+        world.abandon()
+        raise
+    return world
+
+
 def run_on_hosts(
     folder: Path,
     placement: Sequence[int],
@@ -146,12 +178,8 @@ def run_on_hosts(
     variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
-        world = World(len(placement), initialize=False, environment=variables, finalizing=finalizing)
+        world = world_on_hosts(names, placement, folder, variables, timeout=timeout, finalizing=finalizing)
         try:
-            outcomes = world.run_by_rank(
-                _join_on_host, [(names[host], str(folder), timeout) for host in placement]
-            )
-            _check(outcomes, (), ())
             for name, arguments in calls:
                 outcomes = world.run_raw(_call, module, name, arguments, timeout=120.0)
                 _check(outcomes, killed, mortal)

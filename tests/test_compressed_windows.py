@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -23,12 +21,13 @@ from harness import BACKEND, World, error_of, on_ranks
 from hosts import run_on_hosts
 from reference import Checks, make_input
 from test_compressed_exchanges import DTYPES, weighted
-from test_window_backend import WAYS, create, slot, worlds_by_way
-from test_window_rma import pids, stop
+from test_window_guarantees import shares
 from torch import Tensor
+from window_interfaces import WorldsByWay, create, pids, slot, stopped, worlds_by_way
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
+WAYS = ["memory", "tcp", "rma", pytest.param("messages", marks=pytest.mark.long)]
 CODECS: list[Codec] = [
     Float16(),
     BFloat16(),
@@ -44,8 +43,14 @@ CODECS: list[Codec] = [
 
 
 @pytest.fixture(scope="module")
-def world_of() -> Iterator[Callable[[int, str], World]]:
-    yield from worlds_by_way()
+def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldsByWay]:
+    yield from worlds_by_way(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def worlds(world_of: WorldsByWay) -> Callable[[int], World]:
+    """Returns the worlds of `on_ranks`."""
+    return functools.partial(world_of, "memory")
 
 
 # --- the contents of slots ------------------------------------------------------------------------------------
@@ -112,8 +117,8 @@ def contents(codec: Codec, dtypes: list[torch.dtype], numels: list[int]) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_slots_hold_the_decoded_tensors(world_of: Any, way: str) -> None:
-    world = world_of(2, way)
+def test_slots_hold_the_decoded_tensors(world_of: WorldsByWay, way: str) -> None:
+    world = world_of(way, 2)
     for codec in CODECS:
         world.run(contents, codec, [torch.float32], [0, 1, 100, 5000, 300_001])
     for codec in (Int8(), TopK(0.3)):
@@ -150,8 +155,8 @@ def order(rounds: int) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_order_of_the_calls_counts(world_of: Any, way: str) -> None:
-    world_of(2, way).run(order, 40)
+def test_the_order_of_the_calls_counts(world_of: WorldsByWay, way: str) -> None:
+    world_of(way, 2).run(order, 40)
 
 
 def late_put() -> None:
@@ -163,12 +168,9 @@ def late_put() -> None:
     write = functools.partial(window.put, torch.ones(1000), [(1, 1.0)], compression=Float16().backend)
     if rank == 0:
         write().wait()
-        stop(pid)
-        try:
+        with stopped(pid):
             assert "timed out" in error_of(write(timeout=timedelta(seconds=0.2)).wait)
             window.put(torch.full((1000,), 2.0), [(1, 1.0)]).wait()
-        finally:
-            os.kill(pid, signal.SIGCONT)
         window.accumulate(torch.full((1000,), 0.5), [(1, 1.0)]).wait()  # comes after the late message
     dist.barrier()
     if rank == 1:
@@ -177,44 +179,15 @@ def late_put() -> None:
     window.free()
 
 
-def test_a_late_put_does_not_replace_a_later_one(world_of: Any) -> None:
-    world_of(2, "rma").run(late_put)
+def test_a_late_put_does_not_replace_a_later_one(world_of: WorldsByWay) -> None:
+    world_of("rma", 2).run(late_put)
 
 
-def shares(codec: Codec, seconds: float) -> tuple[Tensor, float]:
-    """Ranks share what they have with the next one at their own pace; returns what a rank has at last."""
-    fogdist.init(lambda size: topology.RingGraph(size, connect_style=2))
-    rank, size = fogdist.rank(), fogdist.size()
-    x = make_input(rank, torch.float64, 3000)
-    window = fogdist.Window(x, name="x", zero_init=True)
-    generator = random.Random(rank)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        kept = generator.choice([0.3, 0.5, 0.9])
-        window.accumulate(
-            x,
-            self_weight=kept,
-            dst_weights={(rank + 1) % size: 1 - kept},
-            with_p=True,
-            compression=codec,
-            require_mutex=generator.random() < 0.2,
-        )
-        window.collect(with_p=True)
-        time.sleep(generator.random() * 0.005)
-    fogdist.barrier()
-    window.collect(with_p=True)
-    p = window.p
-    window.free()
-    return x, p
-
-
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_the_sum_is_conserved_whatever_the_codec_loses(world_of: Any, way: str) -> None:
-    before = sum(make_input(rank, torch.float64, 3000) for rank in range(3))
-    for codec in (Int4(), TopK(0.05), Sign()):
-        found = world_of(3, way).run(shares, codec, 0.5)
-        torch.testing.assert_close(sum(x for x, _ in found), before, rtol=0, atol=1e-9)
-        assert abs(sum(p for _, p in found) - 3) < 1e-12
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_the_sum_is_conserved_whatever_the_codec_loses(world_of: WorldsByWay, way: str) -> None:
+    for interface, codec in (("_C", Int4()), ("object", TopK(0.05)), ("name", Sign())):
+        for values, p in world_of(way).run(shares, interface, 3000, codec):
+            assert values < 1e-9 and p < 1e-12, codec
 
 
 def carried() -> None:
@@ -233,9 +206,9 @@ def carried() -> None:
         window.free()
 
 
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_nan_and_infinity_arrive(world_of: Any, way: str) -> None:
-    world_of(2, way).run(carried)
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_nan_and_infinity_arrive(world_of: WorldsByWay, way: str) -> None:
+    world_of(way, 2).run(carried)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------
@@ -283,8 +256,8 @@ def different_codecs() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_different_codecs_are_an_error_that_names_both(world_of: Any, way: str) -> None:
-    world_of(2, way).run(different_codecs)
+def test_different_codecs_are_an_error_that_names_both(world_of: WorldsByWay, way: str) -> None:
+    world_of(way, 2).run(different_codecs)
 
 
 @on_ranks(2)
@@ -336,24 +309,19 @@ class Point(torch.nn.Module):
         return pull * ((self.x - self.target) ** 2).sum() / 2
 
 
-def trained(
-    kind: str, codec: Codec | None, lr: float, rounds: int, in_step: bool
-) -> tuple[Tensor, list[float]]:
-    """Trains, or only mixes if `lr` is 0; returns where the rank is, and its push-sum weights if it has any."""
+def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> tuple[Tensor, list[float]]:
+    """Mixes models, which are alike or not; returns where the rank is, and its push-sum weights if it has any."""
     fogdist.init(topology.RingGraph)
     rank = fogdist.rank()
-    model = Point(rank)
-    plain = torch.optim.SGD(model.parameters(), lr=lr)
+    model = Point(0 if alike else rank)
+    plain = torch.optim.SGD(model.parameters(), lr=0.0)
     generator = random.Random(rank)
+    wrapped, optimizer = model, plain
     if kind == "wrapper":
-        wrapped = fogdist.DecentralizedDataParallel(
-            model, plain, mode="async", broadcast=False, compression=codec
-        )
-        optimizer: Any = plain
+        options = {"mode": "async", "broadcast": False, "compression": codec}
+        wrapped = fogdist.DecentralizedDataParallel(model, plain, **options)
     else:
-        wrapped = model
-        algorithm = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind]
-        optimizer = algorithm(plain, model, compression=codec)
+        optimizer = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind](plain, model, compression=codec)
         optimizer.force_barrier = in_step
     for _ in range(rounds):
         optimizer.zero_grad()
@@ -375,11 +343,11 @@ def trained(
 
 
 @pytest.mark.parametrize("kind", ["WinPut", "WindowPushSum", "wrapper"])
-def test_window_algorithms_come_as_near_as_the_codec_allows(world_of: Any, kind: str) -> None:
+def test_window_algorithms_come_as_near_as_the_codec_allows(world_of: WorldsByWay, kind: str) -> None:
     start = torch.stack([make_input(rank, torch.float64, 500) for rank in range(4)])
     spread = float((start - start.mean(0)).abs().max())
     for in_step in (True, False) if kind != "wrapper" else (False,):
-        found = world_of(4, "memory").run(trained, kind, Int8(block=64), 0.0, 60, in_step)
+        found = world_of("memory", 4).run(mixed, kind, Int8(block=64), 60, in_step, False)
         x = torch.stack([each for each, _ in found])
         assert (x - x.mean(0)).abs().max() < 0.03 * spread, in_step
         if kind == "WindowPushSum":
@@ -389,33 +357,9 @@ def test_window_algorithms_come_as_near_as_the_codec_allows(world_of: Any, kind:
             assert abs(float(p.sum()) - 4) < 1e-12
         elif in_step:  # with puts, only ranks in step conserve the mean
             torch.testing.assert_close(x.mean(0), start.mean(0), rtol=0, atol=1e-10)
-
-
-def no_change(kind: str) -> Tensor:
-    """Mixes ranks that agree already, with a codec whose errors are large; returns the change."""
-    fogdist.init(topology.RingGraph)
-    model = Point(0)
-    plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapped: Any = model
-    optimizer: Any = plain
-    if kind == "wrapper":
-        wrapped = fogdist.DecentralizedDataParallel(model, plain, mode="async", compression=Int4())
-    else:
-        optimizer = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind](plain, model, compression=Int4())
-        optimizer.force_barrier = True
-    for _ in range(5):
-        wrapped(1.0).backward()
-        optimizer.step()
-    fogdist.barrier()
-    if kind != "wrapper":
-        optimizer.unregister_window()
-    return model.x.detach() - make_input(0, torch.float64, 500)
-
-
-@pytest.mark.parametrize("kind", ["WinPut", "WindowPushSum", "wrapper"])
-def test_ranks_that_agree_stay_where_they_are(world_of: Any, kind: str) -> None:
-    for change in world_of(3, "memory").run(no_change, kind):
-        assert change.abs().max() < 1e-13
+    # Ranks that agree stay where they are, although the errors of the codec are large.
+    for x, _ in world_of("memory", 4).run(mixed, kind, Int4(), 5, True, True):
+        assert (x - start[0]).abs().max() < 1e-13
 
 
 @on_ranks(2)
@@ -503,27 +447,22 @@ def gossip(codec: Codec, steps: int, slow: int | None, lost: float, dtype: torch
 
 
 @pytest.mark.parametrize(
-    ("codec", "dtype"),
-    [
-        (Int8(), torch.float32),
-        (Int4(block=64), torch.float64),
-        (Float8("e4m3", stochastic=True), torch.float64),
-        (TopK(0.1), torch.float64),
-        (RandomK(0.4), torch.float64),
-    ],
+    "codec",
+    [Int8(), Int4(block=64), Float8("e4m3", stochastic=True), TopK(0.1), RandomK(0.4)],
     ids=str,
 )
-def test_replicas_lead_to_the_exact_average(world_of: Any, codec: Codec, dtype: torch.dtype) -> None:
+def test_replicas_lead_to_the_exact_average(world_of: WorldsByWay, codec: Codec) -> None:
+    dtype = torch.float32 if isinstance(codec, Int8) else torch.float64
     start = torch.stack([make_input(rank, dtype, 500) for rank in range(4)])
-    found = world_of(4, "memory").run(gossip, codec, 700, 2, 0.0, dtype)
+    found = world_of("memory", 4).run(gossip, codec, 700, 2, 0.0, dtype)
     x = torch.stack([each for each, _ in found])
     torch.testing.assert_close(x, start.mean(0).expand(4, -1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["memory", "messages"])
-def test_replicas_survive_lost_differences(world_of: Any, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_replicas_survive_lost_differences(world_of: WorldsByWay, way: str) -> None:
     start = torch.stack([make_input(rank, torch.float64, 500) for rank in range(3)])
-    found = world_of(3, way).run(gossip, TopK(0.2), 500, None, 0.1, torch.float64)
+    found = world_of(way, 3).run(gossip, TopK(0.2), 500, None, 0.1, torch.float64)
     assert all(dropped > 20 for _, dropped in found)
     x = torch.stack([each for each, _ in found])
     torch.testing.assert_close(x, start.mean(0).expand(3, -1), rtol=0, atol=1e-6)
@@ -532,15 +471,9 @@ def test_replicas_survive_lost_differences(world_of: Any, way: str) -> None:
 # --- between hosts --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("between", ["messages", "tcp"])
-def test_compressed_puts_take_the_bytes_of_their_codec(tmp_path: Path, between: str) -> None:
-    results = run_on_hosts(
-        tmp_path,
-        [0, 1],
-        "exchange_bytes",
-        [("measure_windows", [32 << 20])],
-        environment={"FOG_BETWEEN_HOSTS": between},
-    )
-    for found in (found for (found,) in results):
+def test_compressed_puts_take_the_bytes_of_their_codec(tmp_path: Path) -> None:
+    calls = [("measure_windows", [32 << 20])]
+    environment = {"FOG_BETWEEN_HOSTS": "tcp"}
+    for (found,) in run_on_hosts(tmp_path, [0, 1], "exchange_bytes", calls, environment=environment):
         for name, (promised, counts) in found.items():
             assert all(promised <= count <= 1.02 * promised for count in counts), (name, promised, counts)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -20,13 +19,15 @@ import device_double
 import fogdist
 import networkx as nx
 import pytest
+import test_window_guarantees as guarantees
 import torch
 import torch.distributed as dist
 from device_double import DEVICE, held
 from fogdist import topology as topologies
 from fogdist.compression import Int8
-from harness import BACKEND
+from harness import BACKEND, on_ranks
 from hosts import run_on_hosts
+from window_interfaces import one_way
 
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
@@ -37,29 +38,10 @@ def compiled(compiled_double: None) -> None:
     device_double.compile_runtime()
 
 
-RACE_SECONDS = 0.4
 KIB = 1 << 10
-DTYPES = [
-    "float16",
-    "bfloat16",
-    "float32",
-    "float64",
-    "complex64",
-    "complex128",
-    "int8",
-    "int32",
-    "int64",
-    "uint8",
-]
+FLOATS = ["float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = [*FLOATS, "int8", "int32", "int64", "uint8"]
 NOT_SUPPORTED = 801  # cudaErrorNotSupported
-
-
-def one_way(size: int) -> nx.DiGraph:
-    """Returns a graph in which rank 0 writes to all others."""
-    graph = nx.DiGraph()
-    graph.add_nodes_from(range(size))
-    graph.add_edges_from((0, rank) for rank in range(1, size))
-    return graph
 
 
 def start(topology: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph) -> str:
@@ -113,9 +95,8 @@ def bits(tensor: torch.Tensor) -> list[int]:
 def random_tensor(dtype: torch.dtype, numel: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(
-            numel, generator=generator, dtype=torch.complex128 if dtype.is_complex else torch.float64
-        ).to(dtype)
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        return torch.randn(numel, generator=generator, dtype=wide).to(dtype)
     return torch.randint(0, 100, (numel,), generator=generator).to(dtype)
 
 
@@ -135,55 +116,39 @@ def script(device: str, dtype_name: str, numel: int) -> list[Any]:
         seen.append([bits(x), [window.version(peer) for peer in window.in_neighbors], window.p, *what])
         fogdist.barrier()
 
+    def to(weight: float) -> dict[int, float]:
+        return dict.fromkeys(window.out_neighbors, weight)
+
+    def of(weight: float) -> dict[int, float]:
+        return dict.fromkeys(window.in_neighbors, weight)
+
     step()
     window.put(x)
     step()
     window.put(x, dst_weights={peer: 0.3 + peer for peer in window.out_neighbors}, with_p=True)
     step()
     step(bits(window.update(clone=True)))
-    window.accumulate(
-        other, self_weight=1 / 3, dst_weights=dict.fromkeys(window.out_neighbors, 0.7), with_p=True
-    )
+    window.accumulate(other, self_weight=1 / 3, dst_weights=to(0.7), with_p=True)
     step(bits(other))
     step(bits(window.update(with_p=True)))
     window.get(src_weights={peer: -1.5 * peer for peer in window.in_neighbors})
     step()
-    step(
-        bits(
-            window.update(
-                self_weight=0.25,
-                neighbor_weights=dict.fromkeys(window.in_neighbors, 0.6),
-                reset=True,
-                with_p=True,
-            )
-        )
-    )
+    step(bits(window.update(self_weight=0.25, neighbor_weights=of(0.6), reset=True, with_p=True)))
     window.accumulate(x, self_weight=0.5, with_p=True)
-    window.accumulate(x, dst_weights=dict.fromkeys(window.out_neighbors, 2.0))
+    window.accumulate(x, dst_weights=to(2.0))
     step()
     step(bits(window.collect(with_p=True)))
     window.get()
     step()
-    step(
-        bits(
-            window.update(
-                self_weight=0.0, neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0), clone=True
-            )
-        )
-    )
-    window.put(x, dst_weights=dict.fromkeys(window.out_neighbors, 0.0), self_weight=0.0)
+    step(bits(window.update(self_weight=0.0, neighbor_weights=of(1.0), clone=True)))
+    window.put(x, dst_weights=to(0.0), self_weight=0.0)
     step()
-    step(bits(window.update(self_weight=1.0, neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0))))
+    step(bits(window.update(self_weight=1.0, neighbor_weights=of(1.0))))
     if dtype.is_floating_point:
-        window.put(x, compression=Int8(block=64))
+        codec = Int8(block=64)
+        window.put(x, compression=codec)
         step()
-        window.accumulate(
-            other,
-            self_weight=1 / 3,
-            dst_weights=[*window.out_neighbors],
-            with_p=True,
-            compression=Int8(block=64),
-        )
+        window.accumulate(other, self_weight=1 / 3, dst_weights=to(1.0), with_p=True, compression=codec)
         step(bits(other))
         step(bits(window.collect(with_p=True)))
     window.p = 3.5
@@ -200,167 +165,61 @@ def same_as_on_the_cpu(dtype: str, numel: int) -> None:
             assert here == there, f"step {number}: {what}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_are_those_of_the_cpu(worlds, dtype):
-    worlds(3).run(same_as_on_the_cpu, dtype, 1003)
+@pytest.mark.parametrize(
+    ("dtype", "numel"),
+    [("bfloat16", 1003), ("complex128", 1003), ("uint8", 1003), ("float32", 0), ("float32", 1)],
+)
+def test_bits_are_those_of_the_cpu(worlds, dtype, numel):
+    worlds(3).run(same_as_on_the_cpu, dtype, numel)
 
 
-@pytest.mark.parametrize("numel", [0, 1])
-def test_few_elements(worlds, numel):
-    worlds(2).run(same_as_on_the_cpu, "float32", numel)
+# --- nothing is torn or lost --------------------------------------------------------------------------------
 
 
-# --- nothing is torn ----------------------------------------------------------------------------------------
+def race(kind: str, mutex: bool) -> tuple[int, int, float]:
+    return guarantees.race("object", 128 * KIB, mutex, kind, start())
 
 
-def race(kind: str, mutex: bool, seconds: float) -> list[int]:
-    """Rank 0 writes as fast as it can, or changes a tensor that the others get; these look for mixed values.
-
-    All elements of a value have the same number, so a mixture of two values shows; p is that number too.
-    """
-    device = start(one_way)
-    rank = fogdist.rank()
-    x = torch.ones(16 * KIB, dtype=torch.int64, device=device)
-    values = [torch.full_like(x, value) for value in range(1, 6)]
-    looks, seen = 0, set()
-    with window_of(x, zero_init=True) as window:
-        settle()
-        flags = [torch.zeros(1) for _ in range(1, fogdist.size())]
-        ends = [dist.irecv(flag, src=1 + other) for other, flag in enumerate(flags)] if rank == 0 else []
-        end = time.monotonic() + seconds
-        limit = end + 20.0  # for a busy machine
-        while time.monotonic() < limit:
-            if time.monotonic() > end and (
-                all(e.is_completed() for e in ends) if rank == 0 else min(len(seen), looks) > 1
-            ):
-                break
-            if rank != 0:
-                if kind == "get":
-                    window.get(require_mutex=mutex)
-                found = window.update(
-                    self_weight=0.0,
-                    neighbor_weights={0: 1.0},
-                    reset=kind != "get" and looks % 3 == 0,
-                    clone=True,
-                    require_mutex=mutex,
-                    with_p=True,
-                ).cpu()
-                low, high = (int(value) for value in torch.aminmax(found))
-                assert low == high, f"torn after {looks} looks: {low} and {high}"
-                if kind != "get":
-                    assert window.p == low
-                seen.add(low)
-                looks += 1
-                continue
-            for number, value in enumerate(values, 1):
-                window.p = float(number)
-                if kind == "put":
-                    window.put(value, require_mutex=mutex, with_p=True)
-                elif kind == "accumulate":
-                    window.accumulate(value, require_mutex=mutex, with_p=True)
-                elif mutex:
-                    with window.lock():
-                        x.mul_(3)  # the owner's own arithmetic
-                elif number % 2:
-                    window.update(self_weight=3.0, neighbor_weights={})
-                else:
-                    window.put(x, dst_weights={}, self_weight=3.0)
-            synchronize()
-        if rank != 0:
-            dist.send(torch.ones(1), dst=0)
-        for each in ends:
-            each.wait()
-    return [looks, len(seen)]
-
-
-@pytest.mark.parametrize("mutex", [False, True], ids=["free", "mutex"])
-@pytest.mark.parametrize("kind", ["put", "accumulate", "get"])
-def test_nothing_is_torn(worlds, kind, mutex):
-    _, *readers = worlds(3).run(race, kind, mutex, RACE_SECONDS)
-    assert all(looks > 1 and seen > 1 for looks, seen in readers), f"too little was seen: {readers}"
-
-
-# --- nothing is lost ----------------------------------------------------------------------------------------
-
-
-def tokens(dtype_name: str, numel: int, seconds: float) -> list[float]:
-    """Ranks pass on random parts of their values, in whole pieces, and collect, at random times."""
-    device = start()
-    rank, size = fogdist.rank(), fogdist.size()
-    dtype = getattr(torch, dtype_name)
-    chance = random.Random(rank)
-    torch.manual_seed(rank)
-    x = torch.full((numel,), 60 // size, dtype=dtype, device=device)
-    passed = collected = 0
-    fogdist.turn_on_win_ops_with_associated_p()
-    fogdist.win_create(x, "w", zero_init=True)
-    end = time.monotonic() + seconds
-    limit = end + 20.0  # for a busy machine
-    while time.monotonic() < (end if min(passed, collected) > 1 else limit):
-        other = chance.choice(fogdist.out_neighbor_ranks())
-        part = (torch.rand(numel).to(device) * (x.to(torch.float32) + 1)).floor().to(dtype)
-        x -= part
-        write = (part, "w", 0.0, {other: 1.0}, chance.random() < 0.3)  # passes on all of p
-        if chance.random() < 0.5:
-            fogdist.win_accumulate(*write)
-        else:
-            fogdist.win_wait(fogdist.win_accumulate_nonblocking(*write))
-        assert not part.any().item(), "nothing of it was to be kept"
-        assert fogdist.win_associated_p("w") == 0.0
-        passed += 1
-        if chance.random() < 0.6:
-            fogdist.win_update_then_collect("w", require_mutex=chance.random() < 0.3)
-            collected += 1
-        if chance.random() < 0.1:
-            time.sleep(chance.random() * 0.003)
-    settle()
-    fogdist.win_update_then_collect("w")
-    p = torch.tensor([fogdist.win_associated_p("w")], dtype=torch.float64)
-    fogdist.turn_off_win_ops_with_associated_p()
-    total = x.cpu().to(torch.int64)
-    dist.all_reduce(total)
-    dist.all_reduce(p)
-    settle()
-    fogdist.win_free()
-    return [total.min().item(), total.max().item(), p.item(), passed, collected]
+def tokens(interface: str, dtype: str, numel: int) -> tuple[float, float, float, int]:
+    return guarantees.tokens(interface, dtype, numel, start())
 
 
 @pytest.mark.parametrize(
-    ("dtype", "numel"), [("float64", 1), ("float32", 20_000), ("bfloat16", 20_000), ("int64", 500)]
+    ("kind", "mutex"), [("put", False), ("accumulate", True), ("get", False), ("get", True)]
 )
-def test_mass_is_conserved(worlds, dtype, numel):
-    results = worlds(3).run(tokens, dtype, numel, RACE_SECONDS)
-    for least, most, p, passed, collected in results:
-        assert (least, most, p) == (60, 60, 3)
-        assert min(passed, collected) > 1
+def test_nothing_is_torn(worlds, kind, mutex):
+    _, *readers = worlds(3).run(race, kind, mutex)
+    assert all(looks > 1 and seen > 1 for looks, seen, _ in readers), f"too little was seen: {readers}"
 
 
-@pytest.mark.parametrize("way", ["messages", pytest.param("rma", marks=pytest.mark.long)])
+def test_mass_is_conserved(worlds):
+    for case in [("name", "float64", 1), ("object", "bfloat16", 20_000), ("_C", "int64", 500)]:
+        for least, most, p, moves in worlds(3).run(tokens, *case):
+            assert (least, most, p) == (60, 60, 3) and moves > 1, case
+
+
+@pytest.mark.parametrize("way", ["tcp", pytest.param("rma", marks=pytest.mark.long)])
 def test_between_hosts(tmp_path, way):
     """Two ranks are on one host and one on another."""
-    by_rma = {
-        "FOG_BETWEEN_HOSTS": "rma",
-        "UCX_TLS": "shm,self",
-    }  # shared memory moves data without the target, also between network namespaces
+    # with RMA, shared memory moves data without the target, also between network namespaces
+    environment = {"FOG_BETWEEN_HOSTS": way} | ({"UCX_TLS": "shm,self"} if way == "rma" else {})
     calls = [
         ("same_as_on_the_cpu", ["bfloat16", 1003]),
-        ("tokens", ["float32", 20_000, 2 * RACE_SECONDS]),
-        ("race", ["put", False, RACE_SECONDS]),
-        ("race", ["get", True, RACE_SECONDS]),
+        ("tokens", ["name", "float32", 20_000]),
+        ("race", ["put", False]),
+        ("race", ["get", True]),
         ("raw_writes", []),
     ]
-    results = run_on_hosts(
-        tmp_path, [0, 0, 1], "test_device_windows", calls, environment=by_rma if way == "rma" else None
-    )
-    for _, (least, most, p, passed, collected), *_ in results:
-        assert (least, most, p) == (60, 60, 3)
-        assert min(passed, collected) > 1
+    results = run_on_hosts(tmp_path, [0, 0, 1], "test_device_windows", calls, environment=environment)
+    for _, (least, most, p, moves), *_ in results:
+        assert (least, most, p) == (60, 60, 3) and moves > 1
 
 
 # --- streams ------------------------------------------------------------------------------------------------
 
 
-def a_held_stream(kind: str) -> None:
+@on_ranks(3, kind=["put", "accumulate"])
+def test_what_a_held_stream_sends_is_not_seen_before(kind: str) -> None:
     """A rank sends the value that its stream has computed; no rank sees it earlier, and no host waits."""
     device = start(one_way)
     rank = fogdist.rank()
@@ -393,12 +252,8 @@ def a_held_stream(kind: str) -> None:
             assert window.update(**slot).cpu().eq(7).all()
 
 
-@pytest.mark.parametrize("kind", ["put", "accumulate"])
-def test_what_a_held_stream_sends_is_not_seen_before(worlds, kind):
-    worlds(3).run(a_held_stream, kind)
-
-
-def a_busy_target() -> None:
+@on_ranks(2)
+def test_the_target_takes_no_part() -> None:
     """Rank 1's stream is held and its host calls nothing, while rank 0 puts, accumulates and gets."""
     device = start()
     rank = fogdist.rank()
@@ -424,11 +279,8 @@ def a_busy_target() -> None:
             assert window.update(self_weight=0.0, neighbor_weights={0: 1.0}, clone=True).cpu().eq(10).all()
 
 
-def test_the_target_takes_no_part(worlds):
-    worlds(2).run(a_busy_target)
-
-
-def p_behind_a_held_stream() -> None:
+@on_ranks(2)
+def test_p_lets_other_threads_run() -> None:
     """Reading p waits for the stream. The stream is released by another thread, which must be able to run meanwhile."""
     device = start()
     x = torch.ones(10, device=device)
@@ -442,10 +294,6 @@ def p_behind_a_held_stream() -> None:
         release.start()
         assert window.p == 1.0
         release.join()
-
-
-def test_p_lets_other_threads_run(worlds):
-    worlds(2).run(p_behind_a_held_stream)
 
 
 def on_the_second_device() -> list[bool]:
@@ -662,7 +510,8 @@ def test_signals_of_a_lost_rank(new_world):
 # --- order --------------------------------------------------------------------------------------------------
 
 
-def many_in_flight(count: int) -> None:
+@on_ranks(3)
+def test_operations_in_flight_keep_their_order() -> None:
     """Nonblocking operations take place in the order of their calls, with the values of their place in the stream."""
     device = start(one_way)
     rank = fogdist.rank()
@@ -671,7 +520,7 @@ def many_in_flight(count: int) -> None:
         settle()
         if rank == 0:
             stream = torch.Stream(device=device)
-            numbers = [torch.full_like(x, 1.0 + number) for number in range(count)]
+            numbers = [torch.full_like(x, 1.0 + number) for number in range(20)]
             with held(stream), stream:
                 torch.Event(device=DEVICE).record(stream)
                 handles = [window.put_nonblocking(numbers[0], self_weight=0.5)]
@@ -689,10 +538,6 @@ def many_in_flight(count: int) -> None:
         if rank != 0:
             assert window.version(0) == 2
             assert window.update(self_weight=0.0, neighbor_weights={0: 1.0}).cpu().eq(2.0).all()
-
-
-def test_operations_in_flight_keep_their_order(worlds):
-    worlds(3).run(many_in_flight, 20)
 
 
 def published() -> None:
@@ -769,27 +614,18 @@ def test_raw_writes_and_signals(worlds):
 
 
 def bad_arguments() -> None:
+    """What a device adds; test_windows.py has the other arguments."""
     device = start()
-    rank = fogdist.rank()
     x = torch.ones(4, device=device)
     with window_of(x) as window:
         assert f"4,) torch.float32 on {device}, staged, open" in repr(window)
-        with pytest.raises(
-            ValueError, match=rf"win_put: tensor: got a tensor on cpu; allowed are tensors on {device}"
-        ):
+        message = rf"win_put: tensor: got a tensor on cpu; allowed are tensors on {device}"
+        with pytest.raises(ValueError, match=message):
             window.put(torch.ones(4))
         with pytest.raises(
             ValueError, match=r"win_accumulate: tensor: got float32\[5\]; allowed is float32\[4\]"
         ):
             window.accumulate(torch.ones(5, device=device))
-        with pytest.raises(ValueError, match="dst_weights"):
-            window.put(x, dst_weights={rank: 1.0})
-        with pytest.raises(ValueError, match="must be a finite|finite"):
-            window.put(x, self_weight=float("nan"))
-        with pytest.raises(ValueError, match="expanded"):
-            window.put(torch.ones(1, device=device).expand(4), self_weight=0.5)
-        with pytest.raises(ValueError, match="in-neighbors"):
-            window.version(rank)
         kept = x.data
         x.data = torch.zeros(4, device=device)
         with pytest.raises(ValueError, match="has other memory than when the window was made"):
@@ -797,19 +633,18 @@ def bad_arguments() -> None:
         x.data = kept
         settle()
         assert window.update(clone=True).cpu().eq(1).all()
-    with pytest.raises(RuntimeError, match="was freed"):
-        window.put(x)
     with pytest.raises(ValueError, match="not contiguous"):
         fogdist.Window(torch.ones(4, 4, device=device).t(), name="t")
     with pytest.raises(ValueError, match=r"ranks disagree on the tensor .* has float32\[4\] on \w+"):
-        fogdist.Window(torch.ones(4, device="cpu" if rank == 1 else device), name="mixed")
+        fogdist.Window(torch.ones(4, device="cpu" if fogdist.rank() == 1 else device), name="mixed")
 
 
 def test_bad_arguments(worlds):
     worlds(2).run(bad_arguments)
 
 
-def without_locked_pages() -> None:
+@on_ranks(2)
+def test_staged_without_page_locked_memory() -> None:
     device = start()
     runtime = device_double.load_runtime()
     runtime.device_double_refuse(NOT_SUPPORTED)
@@ -823,10 +658,6 @@ def without_locked_pages() -> None:
     finally:
         runtime.device_double_refuse(0)
     assert runtime.cudaGetLastError() == 0, "torch would take it for an error of its own"
-
-
-def test_staged_without_page_locked_memory(worlds):
-    worlds(2).run(without_locked_pages)
 
 
 # --- the end ------------------------------------------------------------------------------------------------

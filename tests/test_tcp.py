@@ -76,12 +76,9 @@ def test_exchanges_without_mpi(world: World) -> None:
 @pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["alone", "with others"])
 def test_between_hosts(tmp_path: Path, placement: list[int]) -> None:
     environment = {**TCP, VARIABLE: str(len(placement) // 2)}
-    calls = [
-        ("exchange_between", [SIZES]),
-        ("windows", [tmp_path.name]),
-    ]
+    calls = [("exchange_between", [SIZES])]
     found = run_on_hosts(tmp_path, placement, __name__, calls, environment=environment)
-    for rank, (ways, _) in enumerate(found):
+    for rank, (ways,) in enumerate(found):
         expected = [
             "shared memory" if host == placement[rank] else "tcp"
             for peer, host in enumerate(placement)
@@ -109,12 +106,6 @@ def exchange_between(sizes: list[int]) -> list[str]:
                     torch.stack(members).double().mean(0).float(),
                 )
     return [fogdist.transport(peer) for peer in range(size) if peer != rank]
-
-
-def windows(done: str) -> None:
-    import window_hosts
-
-    window_hosts.everything(done)
 
 
 @pytest.mark.parametrize("machines", [False, True], ids=["ranks", "machines"])
