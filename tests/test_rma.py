@@ -22,10 +22,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND, RUN_TIMEOUT, World, case, error_of
+from harness import BACKEND, RUN_TIMEOUT, World, WorldPool, case, error_of
 from hosts import address, emulated_hosts, move_to_host
 from reference import Checks, make_input, mix, sum_in_rank_order
-from scripts import Job
+from scripts import run_script
 from test_machines import VARIABLE, mean_matrix, mix_machines
 from torch import Tensor
 from wrapped_mpi import compile_wrapper
@@ -414,9 +414,7 @@ def test_auto(new_world: Callable[..., World], tls: str, transport: str) -> None
 def test_the_log_says_once_what_is_used(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import torch.distributed as dist\ndist.init_process_group('fog')\n")
-    job = Job([script], 2, tmp_path / "log", environment=RMA | {"TORCH_CPP_LOG_LEVEL": "INFO"})
-    try:
-        assert job.wait(60) == 0, job.output
-    finally:
-        job.stop()
-    assert job.output.count("between hosts data goes by RMA") == 1, job.output
+    pool = WorldPool(initialize=False, environment=RMA | {"FOG_LOG_LEVEL": "info"})
+    output = run_script([script], 2, tmp_path / "log", pool)
+    pool.close()
+    assert output.count("between hosts data goes by RMA") == 1, output
