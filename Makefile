@@ -67,7 +67,7 @@ help:
 	@echo "make benchmark-loss-long  the same, longer and with more seeds   (half an hour)"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
-	@echo "make test-tcp  exchanges, collectives, windows and killed ranks by TCP, on one host   (ARGS=\"-k neighbor\")"
+	@echo "make test-tcp  exchanges, collectives and windows by TCP, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-frameworks  install Lightning, accelerate, transformers and Ray below build/frameworks, run the recipes"
 	@echo "make test-notebooks  ranks of a notebook, with ipyparallel, and the notebooks of examples/notebooks   (ARGS=\"-k suspend\")"
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
@@ -92,7 +92,7 @@ test: build build-tests
 test-all: build build-tests
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
 	echo "== all tests"; \
-	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_FAULTS=all FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
+	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
 		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && $(MAKE) test-tcp && exit $$installed
 
 # Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_windows.py does the
@@ -102,11 +102,11 @@ test-rma: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
-# Exchanges, collectives, windows and killed ranks over TCP, between ranks of this host.
+# Exchanges, collectives and windows over TCP, between ranks of this host; tests/test_faults.py has killed ranks.
 test-tcp: build
 	@echo "== everything by TCP"
 	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
-		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py tests/test_faults.py $(ARGS)
+		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py $(ARGS)
 
 # The fake device of the tests; it is compiled again only if its sources change.
 build-tests: build
@@ -154,7 +154,7 @@ soak-faults: build
 
 faults: build
 	@echo "== faults: every rank, every kind of operation"
-	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_FAULTS=all python -m pytest tests/test_faults.py $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_ALL=1 python -m pytest tests/test_faults.py $(ARGS)
 
 benchmark: build
 	@echo "== benchmark of collectives"

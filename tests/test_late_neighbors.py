@@ -1,8 +1,19 @@
-"""Rounds that leave late neighbors out: who is late, and that nothing of the sums is lost, whoever is."""
+"""Rounds that leave late neighbors out, of averages and of windows: who is late, that both ends decide the same, and that
+nothing of the sums is lost, whoever is late, stopped or killed.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import itertools
+import os
+import queue
+import random
+import signal
+import threading
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,15 +24,530 @@ import fogdist
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import algorithms
+from fogdist import topology as topologies
 from fogdist.training import arrivals
 from fogdist.training.arrivals import Arrivals
-from harness import World, WorldPool, on_ranks
+from fogdist.training.mutual_rounds import MutualRounds
+from fogdist.training.patient_mixer import PatientMixer
+from fogdist.training.plans import neighbors_of
+from harness import RUN_TIMEOUT, World, WorldPool, on_ranks
 from test_window_optimizers import Pieces, Quadratics, unbalanced
 from torch import nn
-from training_cases import make_net, sgd, start
+from training_cases import EXACT, make_net, sgd, snapshot, start, train_step, trained
 
-# --- who is late --------------------------------------------------------------------------------------------
+TOPOLOGIES: dict[str, Callable[[int], Any]] = {
+    "ring": lambda n: topologies.Topology.from_graph(
+        "ring", topologies.uniform_weights(topologies.RingGraph(n))
+    ),
+    "full": lambda n: topologies.Topology.from_graph(
+        "full", topologies.uniform_weights(topologies.FullyConnectedGraph(n))
+    ),
+    "one-peer": topologies.one_peer_exponential,
+    "hypercube": topologies.one_peer_hypercube,
+    "one-way": lambda n: topologies.Topology.from_graph(
+        "one-way", topologies.uniform_weights(topologies.RingGraph(n, connect_style=2))
+    ),
+}
+
+# --- who is in a round, decided by threads whose messages take any time --------------------------------------------------
+
+
+class Network:
+    """Windows of ranks that are threads. A put arrives after a while; those of one window and pair in their order."""
+
+    def __init__(self, seed: int, longest: float) -> None:
+        self.slots: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._random = random.Random(seed)
+        self._longest = longest
+        self._pipes: dict[tuple[str, int, int], queue.SimpleQueue[Any]] = {}
+        self._lock = threading.Lock()
+
+    def send(self, key: tuple[str, int, int], value: torch.Tensor) -> threading.Event:
+        arrived = threading.Event()
+        if self._longest == 0.0:
+            self.slots[key] = value
+            arrived.set()
+            return arrived
+        with self._lock:
+            pipe = self._pipes.get(key)
+            if pipe is None:
+                pipe = self._pipes[key] = queue.SimpleQueue()
+                threading.Thread(target=self._deliver, args=(key, pipe), daemon=True).start()
+        pipe.put((value, arrived))
+        return arrived
+
+    def close(self) -> None:
+        for pipe in self._pipes.values():
+            pipe.put(None)
+
+    def _deliver(self, key: tuple[str, int, int], pipe: queue.SimpleQueue[Any]) -> None:
+        while (message := pipe.get()) is not None:
+            value, arrived = message
+            time.sleep(self._longest * self._random.random() ** 3)
+            self.slots[key] = value
+            arrived.set()
+
+
+class Window:
+    """One thread's window, with what `MutualRounds` uses of it."""
+
+    def __init__(self, network: Network, name: str, rank: int, like: torch.Tensor) -> None:
+        self._network, self._name, self._rank, self._like = network, name, rank, like
+
+    def put(self, value: torch.Tensor, peers: list[tuple[int, float]], **_: Any) -> Any:
+        ((peer, _weight),) = peers
+        arrived = self._network.send((self._name, self._rank, peer), value.clone())
+        return SimpleNamespace(is_completed=arrived.is_set)
+
+    def update(self, own: float, peers: list[tuple[int, float]], clone: bool) -> torch.Tensor:
+        assert own == 0.0 and clone
+        ((peer, _weight),) = peers
+        return self._network.slots.get((self._name, peer, self._rank), torch.zeros_like(self._like))
+
+    def is_gone(self, rank: int) -> bool:
+        return False
+
+
+@dataclasses.dataclass
+class Log:
+    """What a rank did in a round: whom it counted, and its value before and after it."""
+
+    counted: frozenset[int]
+    before: float
+    after: float
+
+
+def rounds_of_threads(topology: Any, seed: int, longest: float, count: int) -> list[dict[int, Log]]:
+    """Returns each rank's rounds by their numbers; ranks are late at random, now and then for long."""
+    network = Network(seed, longest)
+    logs: list[dict[int, Log]] = [{} for _ in range(topology.size)]
+    failures: list[BaseException] = []
+    ready = threading.Barrier(topology.size)
+
+    def run(rank: int) -> None:
+        dice = random.Random(f"{seed} {rank}")
+        sources, destinations = neighbors_of(topology, rank)
+        backend = SimpleNamespace(
+            options=SimpleNamespace(_timeout=timedelta(seconds=20)),
+            create_window=lambda like, name, *_, **__: Window(network, name, rank, like),
+            failure="",
+        )
+        context: Any = SimpleNamespace(backend=backend)
+        rounds = MutualRounds(context, "x", {*sources, *destinations}, patience=0.0)
+        ready.wait()
+        x, asked = float(rank), 1
+        for _ in range(count):
+            rounds.begin(asked)
+            number = rounds.number
+            peers = topology.peers(rank, number - 1)
+            puts = {
+                peer: network.send((f"value {number % 2}", rank, peer), torch.tensor([number, x]))
+                for peer in peers["dst_weights"]
+                if peer in rounds.in_step
+            }
+            rounds.tell()
+            time.sleep(dice.choice([0.0, 0.0, 0.001, 0.002]) if dice.random() > 0.03 else 0.05)
+
+            def value_of(peer: int, number: int = number) -> torch.Tensor:
+                return network.slots.get((f"value {number % 2}", peer, rank), torch.zeros(2))
+
+            counted = rounds.settle(
+                list(peers["src_weights"]),
+                list(peers["dst_weights"]),
+                lambda peer: int(value_of(peer)[0]) == number,
+                lambda peer: peer in puts and puts[peer].is_set(),
+            )
+            before = x
+            for peer in sorted(counted):
+                there, value = value_of(peer).tolist()
+                assert int(there) == number  # it was not overwritten meanwhile
+                x += peers["src_weights"][peer] * (value - before)
+            logs[rank][number] = Log(counted, before, x)
+            asked = number + 1
+        rounds.end()
+
+    def guarded(rank: int) -> None:
+        try:
+            run(rank)
+        except BaseException as error:
+            failures.append(error)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(topology.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        network.close()
+    assert not failures, failures
+    return logs
+
+
+@pytest.mark.parametrize("longest", [0.0, 0.004], ids=["at once", "slowly"])
+@pytest.mark.parametrize("name", ["full", "hypercube"])
+def test_both_ends_decide_the_same(name: str, longest: float) -> None:
+    topology = TOPOLOGIES[name](4)
+    logs = rounds_of_threads(topology, seed=5, longest=longest, count=150)
+    left_out = used = 0
+    for rank, log in enumerate(logs):
+        for number, each in log.items():
+            for peer in topology.peers(rank, number - 1)["src_weights"]:
+                other = logs[peer].get(number)
+                is_counted = peer in each.counted
+                assert is_counted == (other is not None and rank in other.counted), (rank, peer, number)
+                left_out, used = left_out + (not is_counted), used + is_counted
+            x, weights = each.before, topology.peers(rank, number - 1)["src_weights"]
+            for peer in sorted(each.counted):
+                x += weights[peer] * (logs[peer][number].before - each.before)
+            assert x == each.after  # the neighbors' values of this very round
+    assert left_out > 0 and used > 0  # with a patience of 0, about every second wait is too long
+    last = [log[max(log)].after for log in logs]
+    assert sum(last) == pytest.approx(sum(range(topology.size)), abs=1e-12)
+
+
+def test_one_way_neighbors_go_on_without_a_late_one() -> None:
+    logs = rounds_of_threads(TOPOLOGIES["one-way"](3), seed=7, longest=0.0, count=150)
+    for rank, log in enumerate(logs):
+        assert any(each.counted for each in log.values())
+        for number, each in log.items():
+            for peer in each.counted:
+                assert each.after == each.before + 0.5 * (logs[peer][number].before - each.before), rank
+
+
+# --- nobody is late --------------------------------------------------------------------------------------------
+
+APART = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
+FOREVER = 1e9  # a patience that is not used up
+
+
+def mixing_by(kind: str, base: Any, model: nn.Module, graph: str, **options: Any) -> tuple[Any, Any, Any]:
+    """Returns what is called for a model, what makes a step, and what averages: of the wrapper, or an order."""
+    mixing = None if graph == "group" else TOPOLOGIES[graph](dist.get_world_size())
+    if kind == "wrapper":
+        wrapper = fogdist.DecentralizedDataParallel(model, base, mixing, broadcast=False, **options)
+        return wrapper, base, wrapper
+    options.setdefault("bucket_cap_mb", 1e-4)
+    optimizer = algorithms.DecentralizedSGD(base, model, order=kind, mixing=mixing, **options)
+    return model, optimizer, optimizer
+
+
+def rounds_of(mixer: Any) -> int:
+    return mixer.round if isinstance(mixer, fogdist.DecentralizedDataParallel) else mixer.rounds
+
+
+def average(mixer: Any, model: nn.Module) -> None:
+    if isinstance(mixer, fogdist.DecentralizedDataParallel):
+        mixer.global_average()
+        mixer.close()
+    else:
+        fogdist.allreduce_parameters(dict(model.named_parameters()))
+
+
+def train(kind: str, graph: str, patience: float | None) -> tuple[torch.Tensor, list[int]]:
+    warnings.filterwarnings("ignore", "ranks start from")
+    rank, _ = start(fogdist.RingGraph)
+    model = make_net(rank)
+    called, optimizer, mixer = mixing_by(kind, sgd(model), model, graph, patience=patience)
+    for number in range(8):
+        train_step(called, optimizer, rank, number)
+    assert rounds_of(mixer) == 8
+    late = mixer.late_neighbors()
+    if kind == "wrapper":
+        average(mixer, model)
+    return snapshot(model), late
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"), [("atc", "group"), ("awc", "one-peer"), ("cta", "ring"), ("wrapper", "group")]
+)
+def test_if_nobody_is_late_averages_are_as_without(worlds: WorldPool, kind: str, graph: str) -> None:
+    ours, theirs = (worlds(4).run(train, kind, graph, patience) for patience in (FOREVER, None))
+    for (values, late), (others, _) in zip(ours, theirs, strict=True):
+        assert late == []
+        torch.testing.assert_close(values, others, **EXACT)
+
+
+@on_ranks(3)
+def test_training_goes_on_from_a_state_dict() -> None:
+    warnings.filterwarnings("ignore", "ranks start from")
+    rank, size = start(fogdist.RingGraph)
+    model = make_net(rank)
+    optimizer = algorithms.DecentralizedSGD(
+        sgd(model), model, mixing=topologies.one_peer_exponential(size), patience=FOREVER
+    )
+    for number in range(5):
+        train_step(model, optimizer, rank, number)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    ends = []
+    for _ in range(2):
+        for number in range(5, 9):
+            train_step(model, optimizer, rank, number)
+        ends.append(snapshot(model))
+        assert optimizer.rounds == 9
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    assert torch.equal(*ends)
+
+
+# --- one is late --------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Training:
+    """What a rank did.
+
+    Attributes:
+        rounds: For each round: the neighbors that were left out, and the parameters before and after it.
+        phases: How many rounds were made before the late rank stood still, and while it did.
+        averaged: The parameters after an average of all ranks at the end.
+    """
+
+    rounds: dict[int, tuple[list[int], np.ndarray, np.ndarray]]
+    phases: list[int]
+    averaged: np.ndarray
+
+
+def train_with_a_late_rank(kind: str, graph: str, how: str, folder: Path, late: int = 3) -> Training:
+    """The late rank stands still until the others have made 30 rounds. Parameters only mix."""
+    warnings.filterwarnings("ignore", "ranks start from")
+    rank, size = start(fogdist.RingGraph)
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    called, optimizer, mixer = mixing_by(kind, base, model, graph, patience=5.0)
+    done: dict[int, tuple[list[int], np.ndarray, np.ndarray]] = {}
+
+    def own() -> np.ndarray:
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy().copy()
+
+    def rounds(number: int) -> None:
+        for _ in range(number):
+            before = own()
+            optimizer.zero_grad()
+            called(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
+            optimizer.step()
+            done[rounds_of(mixer) - 1] = mixer.late_neighbors(), before, own()
+
+    phases = []
+    pid = fogdist.allgather(torch.tensor([os.getpid()]))[late]
+    rounds(8)
+    fogdist.barrier()
+    phases.append(len(done))
+    if rank == late and how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif rank == late:
+        while not (folder / "go on").exists():
+            time.sleep(0.002)
+    else:
+        if how == "stopped":
+            while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
+                time.sleep(0.002)
+        rounds(30)
+        (folder / f"done {rank}").touch()
+        while len(list(folder.glob("done *"))) < size - 1:
+            time.sleep(0.002)
+        if rank == 0 and how == "stopped":
+            os.kill(int(pid), signal.SIGCONT)
+        elif rank == 0:
+            (folder / "go on").touch()
+    phases.append(len(done))
+    fogdist.barrier()
+    rounds(60)
+    average(mixer, model)
+    return Training(done, phases, own())
+
+
+def check_late_rank(world: World, kind: str, graph: str, how: str, folder: Path) -> None:
+    """Compares each round with the average of the values that ranks had in it, with the weights that NumPy computes."""
+    late, size = 3, 4
+    results = world.run(train_with_a_late_rank, kind, graph, how, folder)
+    topology = TOPOLOGIES[graph](size)
+    is_symmetric = all(
+        np.array_equal(topology.matrix(t), topology.matrix(t).T) for t in range(topology.period)
+    )
+    for rank, result in enumerate(results):
+        again = 0
+        for place, (number, (left_out, before, after)) in enumerate(result.rounds.items()):
+            weights = topology.matrix(number)[:, rank].copy()
+            sources = [peer for peer in np.flatnonzero(weights) if peer != rank]
+            assert set(left_out) <= set(sources)
+            for peer in left_out:
+                weights[rank] += weights[peer]
+                weights[peer] = 0.0
+            assert weights.sum() == pytest.approx(1.0, abs=1e-15)
+            expected = weights[rank] * before
+            for peer in set(sources).difference(left_out):
+                expected = expected + weights[peer] * results[peer].rounds[number][1]
+            np.testing.assert_allclose(after, expected, rtol=1e-14, atol=1e-15)
+            for peer in sources:
+                if weights[peer] == 0.0 and topology.matrix(number)[rank, peer] != 0.0:
+                    other = results[peer].rounds.get(number)
+                    assert other is None or rank in other[0], (rank, peer, number)
+            if rank != late and late in sources:
+                # Up to two rounds may pass until a rank that was behind the late one before is where that stands.
+                if result.phases[0] + 2 <= place < result.phases[1]:
+                    assert late in left_out
+                again += place >= result.phases[1] and late not in left_out
+        assert result.phases[1] - result.phases[0] == (0 if rank == late else 30)
+        if rank != late and any(topology.matrix(t)[late, rank] for t in range(topology.period)):
+            assert again > 0
+        np.testing.assert_allclose(result.averaged, results[0].averaged, rtol=1e-14, atol=1e-15)
+    if is_symmetric:
+        firsts = [result.rounds[min(result.rounds)][1] for result in results]
+        np.testing.assert_allclose(results[0].averaged, np.mean(firsts, axis=0), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("kind", "graph"),
+    [("wrapper", "ring"), ("atc", "full"), ("awc", "hypercube"), ("cta", "one-peer"), ("awc", "one-way")],
+)
+def test_a_late_rank_is_left_out_and_comes_back(
+    worlds: WorldPool, tmp_path: Path, kind: str, graph: str
+) -> None:
+    check_late_rank(worlds(4), kind, graph, "asleep", tmp_path)
+
+
+def test_a_stopped_rank_is_left_out(worlds: WorldPool, tmp_path: Path) -> None:
+    check_late_rank(worlds(4), "awc", "ring", "stopped", tmp_path)
+
+
+@pytest.mark.parametrize("how", ["stopped", pytest.param("asleep", marks=pytest.mark.long)])
+def test_between_hosts(new_world: Callable[..., World], tmp_path: Path, how: str) -> None:
+    check_late_rank(new_world(4, environment=APART), "awc", "ring", how, tmp_path)
+
+
+# --- one ends --------------------------------------------------------------------------------------------
+
+
+def train_until_one_dies(kind: str) -> tuple[str, int]:
+    warnings.filterwarnings("ignore", "ranks start from")
+    rank, _ = start(fogdist.RingGraph)
+    model = make_net(rank)
+    called, optimizer, _ = mixing_by(kind, sgd(model), model, "group", patience=5.0)
+    number = 0
+    while True:
+        if rank == 1 and number == 10:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            train_step(called, optimizer, rank, number)
+        except dist.DistBackendError as error:
+            return str(error), number
+        number += 1
+
+
+@pytest.mark.parametrize("kind", ["wrapper", "atc"])
+def test_a_killed_neighbor_raises(new_world: Callable[..., World], kind: str) -> None:
+    outcomes = new_world(3, timeout=4 * RUN_TIMEOUT).run_raw(train_until_one_dies, kind)
+    assert outcomes[1].state == "died"
+    for rank in (0, 2):
+        message, number = outcomes[rank].value
+        assert "rank 1 " in message and "in round " in message
+        assert number >= 6
+
+
+def end_at_once(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_on(
+    graph: str, victims: list[int], while_they_reopen: bool = False
+) -> tuple[tuple[int, ...], np.ndarray, np.ndarray, int]:
+    """Some ranks are killed one after the other, or the last one while the others open windows after the loss before.
+
+    Returns the membership, parameters before and after, and rounds.
+    """
+    warnings.filterwarnings("ignore", "ranks start from")
+    rank, _ = start(fogdist.RingGraph)
+    model = make_net(rank)
+    if while_they_reopen and rank == victims[-1]:
+        # In the second meeting: the group of the first one is destroyed then.
+        renew, meetings = PatientMixer.renew, itertools.count()
+        PatientMixer.renew = lambda mixer: end_at_once() if next(meetings) else renew(mixer)  # type: ignore[method-assign]
+        victims = victims[:-1]
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    wrapper, *_ = mixing_by("wrapper", base, model, graph, patience=5.0, on_loss="continue")
+
+    def own() -> np.ndarray:
+        return torch.cat([p.detach().reshape(-1) for p in trained(model)]).numpy().copy()
+
+    before = own()
+    for number in range(60):
+        place = victims.index(rank) if rank in victims else number
+        # Each loss has its own meeting, if the last victim is to end in the second one.
+        if number >= 10 * (1 + place) and fogdist.membership.current().epoch >= place * while_they_reopen:
+            end_at_once()
+        train_step(wrapper, base, rank, number)
+        time.sleep(0.002)
+    made = wrapper.round
+    between = own()
+    wrapper.global_average()
+    after = own()
+    for number in range(5):
+        train_step(wrapper, base, rank, number)
+    np.testing.assert_allclose(own(), after, rtol=1e-12, atol=1e-13)
+    return fogdist.membership.current().living, np.stack([before, between]), after, made
+
+
+@pytest.mark.parametrize(
+    ("graph", "victims", "while_they_reopen"),
+    [
+        ("ring", [1], False),
+        ("ring", [1, 3], False),
+        ("one-way", [2], False),
+        ("one-way", [2, 0, 3], True),
+        ("hypercube", [0], False),
+    ],
+)
+def test_training_goes_on_without_lost_ranks(
+    new_world: Callable[..., World], graph: str, victims: list[int], while_they_reopen: bool
+) -> None:
+    """Where the topology holds together, nobody meets before the average of all; where it does not, it is healed."""
+    size = 2 + len(victims) if while_they_reopen else 4
+    # A rank that has met a neighbor in few rounds waits for it until the timeout, also while it is in the average of all.
+    outcomes = new_world(size, timeout=20.0).run_raw(train_on, graph, victims, while_they_reopen)
+    living = [rank for rank in range(size) if rank not in victims]
+    states = [outcome.state for outcome in outcomes]
+    expected = ["died" if rank in victims else "returned" for rank in range(size)]
+    assert states == expected, "\n".join(map(str, outcomes))
+    values = {rank: outcomes[rank].value for rank in living}
+    between = np.mean([each[1][1] for each in values.values()], axis=0)
+    for members, (_, own), after, made in values.values():
+        assert members == tuple(living)
+        assert made >= 60
+        np.testing.assert_allclose(after, between, rtol=1e-12, atol=1e-13)
+        spread = max(np.abs(each[1][0] - between).max() for each in values.values())
+        assert np.abs(own - between).max() < 1e-2 * spread  # the ranks that are left went on to mix
+
+
+def close_early() -> list[int]:
+    """Rank 2 makes fewer steps; the others go on until they have averaged without it. Returns whom that left out."""
+    rank, _ = start(fogdist.RingGraph)
+    model = make_net(0)
+    base = sgd(model)
+    wrapper, *_ = mixing_by("wrapper", base, model, "group", patience=5.0)
+    for number in range(10):
+        train_step(wrapper, base, rank, number)
+    if rank == 2:
+        wrapper.close()
+    fogdist.barrier()
+    late: list[int] = []
+    while rank != 2 and late != [2]:
+        train_step(wrapper, base, rank, 10)
+        late = wrapper.late_neighbors()
+    wrapper.close()
+    return late
+
+
+def test_a_rank_that_ends_early_holds_up_nobody(worlds: WorldPool) -> None:
+    assert worlds(3).run(close_early)[:2] == [[2], [2]]
+
+
+# --- windows: who is late --------------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -133,10 +659,10 @@ def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.Monk
     assert world.arrivals.late == {1}  # it has ended
 
 
-# --- training -----------------------------------------------------------------------------------------------
+# --- windows: training ----------------------------------------------------------------------------------------
 
 
-def mean_with_a_late_rank(graph: str, signal: Path) -> dict[str, Any]:
+def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     """Push-sum without gradients; the last rank stands still until the others have made 40 rounds without it."""
     rank, size = start(unbalanced if graph == "unbalanced" else fogdist.RingGraph)
     torch.manual_seed(rank)
@@ -159,12 +685,12 @@ def mean_with_a_late_rank(graph: str, signal: Path) -> dict[str, Any]:
     rounds(10)
     found["late"].clear()
     if rank == size - 1:
-        while not signal.exists():
+        while not gate.exists():
             time.sleep(0.002)
     else:
         rounds(40)
         if rank == 0:
-            signal.touch()
+            gate.touch()
     rounds(10)
     optimizer.settle()
     (weight,) = optimizer.push_sum_weights()
@@ -183,13 +709,13 @@ def test_others_go_on_and_the_mean_stays(worlds: WorldPool, tmp_path: Path, grap
     check_mean(worlds(4), tmp_path, graph)
 
 
-def test_between_hosts(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """By messages of MPI, in which values and numbers come one after the other."""
-    check_mean(new_world(4, environment={"FOG_LOCAL_LINKS": "0"}), tmp_path, "ring")
+def test_windows_between_hosts(new_world: Callable[..., World], tmp_path: Path) -> None:
+    """By messages, in which values and numbers come one after the other."""
+    check_mean(new_world(4, environment=APART), tmp_path, "ring")
 
 
 def check_mean(world: World, tmp_path: Path, graph: str) -> None:
-    results = world.run(mean_with_a_late_rank, graph, tmp_path / "signal")
+    results = world.run(mean_with_a_late_rank, graph, tmp_path / "gate")
     senders = [2, 0] if graph == "ring" else [0]  # the ranks that rank 3 sends to
     for rank in senders:
         assert 3 in results[rank]["late"]
@@ -231,19 +757,45 @@ def test_the_loss_stays_right(worlds: WorldPool) -> None:
         assert after < 2e-2 * before, results
 
 
+# --- what it refuses --------------------------------------------------------------------------------------------
+
+
 @on_ranks(2)
 def test_what_patience_refuses() -> None:
-    rank, _ = start(fogdist.RingGraph)
-    model = make_net(rank)
-    for patience, error, message in [
-        (-1.0, ValueError, "patience must be at least 0, got -1.0"),
-        ("5", TypeError, "patience must be a number, got str"),
-        (True, TypeError, "patience"),
+    rank, size = start(fogdist.RingGraph)
+    model = make_net(0)
+    for options, error, message in [
+        ({"patience": -1.0}, ValueError, "patience must be at least 0, got -1.0"),
+        ({"patience": "5"}, TypeError, "patience must be a number, got str"),
+        ({"patience": True}, TypeError, "patience"),
     ]:
         with pytest.raises(error, match=message):
-            algorithms.WindowPushSum(sgd(model), model, patience=patience)
-    with pytest.raises(ValueError, match="must be the same on all ranks"):
-        algorithms.WindowPushSum(sgd(model), model, patience=1.0 + rank)
+            algorithms.DecentralizedSGD(sgd(model), model, **options)
+        with pytest.raises(error, match=message):
+            fogdist.DecentralizedDataParallel(model, sgd(model), **options)
+        with pytest.raises(error, match=message):
+            algorithms.WindowPushSum(sgd(model), model, **options)
+    for mixing in (algorithms.GlobalAverage(), algorithms.Machines()):
+        with pytest.raises(ValueError, match="mixing must be a topology, a graph or None with patience"):
+            algorithms.DecentralizedSGD(sgd(model), model, mixing=mixing, patience=5)
+    endless = topologies.random_matching(size)
+    with pytest.raises(ValueError, match="must have a period with patience"):
+        algorithms.DecentralizedSGD(sgd(model), model, mixing=endless, patience=5)
+    with pytest.raises(ValueError, match="must have a period with patience"):
+        fogdist.DecentralizedDataParallel(model, sgd(model), endless, patience=5)
+    with pytest.raises(ValueError, match="patience must be None in mode 'async'"):
+        fogdist.DecentralizedDataParallel(model, sgd(model), mode="async", patience=5)
+    with pytest.raises(ValueError, match="average_buffers must be False with patience"):
+        fogdist.DecentralizedDataParallel(model, sgd(model), average_buffers=True, patience=5)
+    for kind in (algorithms.DecentralizedSGD, algorithms.WindowPushSum):
+        with pytest.raises(ValueError, match="must be the same on all ranks"):
+            kind(sgd(model), model, patience=1.0 + rank)
+    optimizer = algorithms.DecentralizedSGD(sgd(model), model, patience=5)
+    optimizer.self_weight, optimizer.src_weights = 0.5, {1 - rank: 0.5}
+    model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    with pytest.raises(ValueError, match="self_weight"):
+        optimizer.step()
+    assert algorithms.DecentralizedSGD(sgd(model), model).late_neighbors() == []
     optimizer = algorithms.WindowPushSum(sgd(model), model)
     assert optimizer.late_neighbors() == []
     optimizer.unregister_window()

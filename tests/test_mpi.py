@@ -107,7 +107,7 @@ fogdist.shutdown()
 
 
 def test_mpi_that_another_user_has_started(tmp_path: Path) -> None:
-    """With MPI_THREAD_MULTIPLE both may use MPI; other levels are errors, see test_stuck_mpi."""
+    """With MPI_THREAD_MULTIPLE both may use MPI; other levels are errors, see test_mpi_library."""
     script = tmp_path / "beside_another.py"
     script.write_text(BESIDE_ANOTHER)
     job = Job([script], 2, tmp_path / "log.txt", found(mpich).launcher(2), QUIET | LINKS_OFF)

@@ -1,24 +1,31 @@
-"""Tests of data between hosts by MPI RMA: the MPI calls that move it, and correct results.
+"""Tests of data between hosts by MPI RMA: the MPI calls that move it, results, and targets that are stopped or killed.
 
 All ranks are on this host, and to fog and MPI each is a node of its own. The library is a wrapper of the real one that
-counts calls and bytes (mpi_counter.c).
+counts calls and bytes (mpi_counter.c). test_window_rma tests windows, and test_mpi_library settings that cannot work.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from pathlib import Path
 
 import fogdist
 import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND, World, case
+from harness import BACKEND, RUN_TIMEOUT, World, WorldPool, case, error_of
+from hosts import address, emulated_hosts, move_to_host
 from reference import Checks, make_input, mix, sum_in_rank_order
+from scripts import run_script
 from test_machines import VARIABLE, mean_matrix, mix_machines
 from torch import Tensor
 from wrapped_mpi import compile_wrapper
@@ -31,7 +38,8 @@ pytestmark = [
 KIB, MIB = 1 << 10, 1 << 20
 RANKS, PER_MACHINE = 4, 2
 APART = {"FOG_LOCAL_LINKS": "0"}
-SIZES = [40_000, MIB, 5 * MIB]
+RMA = {**APART, "FOG_BETWEEN_HOSTS": "rma"}
+SIZES = [40_000, 5 * MIB]
 # The functions that move data, and those that send headers.
 ONE_SIDED, MESSAGES = ["MPI_Put", "MPI_Get"], ["MPI_Isend", "MPI_Issend"]
 FLUSH, RECEIVE = "MPI_Win_flush", "MPI_Irecv"
@@ -133,17 +141,18 @@ def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
     yield "broadcast", lambda: fogdist.broadcast(x, root_rank=1), inputs[1]
 
 
-def run_exchanges(nbytes: int) -> tuple[Counts, dict[str, Counts]]:
+def run_exchanges(nbytes: int) -> dict[str, Counts]:
     """Returns the calls before the first operation, and those of each operation."""
-    before = counts()
+    found = {"before": counts()}
     fogdist.init()
-    found = {}
+    peers = {fogdist.transport(peer) for peer in range(dist.get_world_size()) if peer != dist.get_rank()}
+    assert peers == {os.environ["FOG_BETWEEN_HOSTS"]}, peers
     with Checks() as checks:
         for name, operation, expected in exchanges(nbytes // 4):
             for again in range(3):  # the buffers alternate
                 result, found[name] = counted(operation)
                 checks.close(f"{name} of {nbytes} bytes, {again}", result, expected)
-    return before, found
+    return found
 
 
 def least_tensors(name: str) -> int:
@@ -154,11 +163,11 @@ def least_tensors(name: str) -> int:
     return RANKS - 1 if name == "broadcast" else RANKS
 
 
-@pytest.mark.parametrize("nbytes", SIZES)
+@pytest.mark.parametrize("nbytes", [*SIZES, pytest.param(MIB, marks=pytest.mark.long)])
 def test_exchanges_move_their_data_by_puts(world_of: Callable[[str], World], nbytes: int) -> None:
     results = world_of("rma").run(run_exchanges, nbytes)
-    for name in results[0][1]:
-        of_ranks = [found[name] for _, found in results]
+    for name in set(results[0]) - {"before"}:
+        of_ranks = [found[name] for found in results]
         least = least_tensors(name) * nbytes
         with case(operation=name, counts=of_ranks):
             put = total(of_ranks, ONE_SIDED)
@@ -172,25 +181,17 @@ def test_exchanges_move_their_data_by_puts(world_of: Callable[[str], World], nby
             assert total(of_ranks, FORBIDDEN, 0) == 0
 
 
-@pytest.mark.parametrize("nbytes", [SIZES[0], pytest.param(SIZES[-1], marks=pytest.mark.long)])
-def test_messages_put_nothing(world_of: Callable[[str], World], nbytes: int) -> None:
-    results = world_of("messages").run(run_exchanges, nbytes)
-    for name in ["before", *results[0][1]]:
-        of_ranks = [before if name == "before" else found[name] for before, found in results]
-        with case(operation=name, counts=of_ranks):
-            assert total(of_ranks, [*ONE_SIDED, FLUSH, *FORBIDDEN], 0) == 0
-            if name != "before":
-                assert total(of_ranks, MESSAGES) >= least_tensors(name) * nbytes
-
-
-def transports() -> list[str]:
-    fogdist.init()
-    return [fogdist.transport(peer) for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
-
-
-@pytest.mark.parametrize("setting", ["rma", "messages"])
-def test_transport(world_of: Callable[[str], World], setting: str) -> None:
-    assert world_of(setting).run(transports) == [[setting] * (RANKS - 1)] * RANKS
+def test_messages_put_nothing(world_of: Callable[[str], World]) -> None:
+    nbytes = SIZES[0]
+    for run in (run_exchanges, run_windows):
+        results = world_of("messages").run(run, nbytes)
+        for name in results[0]:
+            of_ranks = [found[name] for found in results]
+            with case(operation=name, counts=of_ranks):
+                assert total(of_ranks, [*ONE_SIDED, FLUSH, *FORBIDDEN], 0) == 0
+                if name != "before":
+                    least = 2 * RANKS if run is run_windows else least_tensors(name)
+                    assert total(of_ranks, MESSAGES) >= least * nbytes
 
 
 # --- data that does not fit into the pool -------------------------------------------------------------------
@@ -208,8 +209,8 @@ def exchange_and_check(sizes: list[int]) -> None:
 @pytest.mark.parametrize("pool", [MIB, pytest.param(4 * MIB, marks=pytest.mark.long)])
 def test_a_small_pool(new_world: Callable[..., World], pool: int) -> None:
     """Data without room in the pool goes by messages, or waits."""
-    variables = {"FOG_BETWEEN_HOSTS": "rma", "FOG_RMA_BYTES": str(pool), VARIABLE: str(PER_MACHINE)}
-    new_world(RANKS, environment=APART | variables).run(exchange_and_check, SIZES)
+    variables = {"FOG_RMA_BYTES": str(pool), VARIABLE: str(PER_MACHINE)}
+    new_world(RANKS, environment=RMA | variables).run(exchange_and_check, SIZES)
 
 
 # --- windows ------------------------------------------------------------------------------------------------
@@ -265,10 +266,155 @@ def test_windows_move_their_data_one_sidedly(world_of: Callable[[str], World], n
             assert total(of_ranks, FORBIDDEN, 0) == 0
 
 
-def test_windows_by_messages_put_nothing(world_of: Callable[[str], World]) -> None:
-    results: list[dict[str, Any]] = world_of("messages").run(run_windows, SIZES[0])
-    for name in results[0]:
-        of_ranks = [found[name] for found in results]
-        with case(operation=name, counts=of_ranks):
-            assert total(of_ranks, [*ONE_SIDED, FLUSH, *FORBIDDEN], 0) == 0
-            assert total(of_ranks, MESSAGES) >= 2 * RANKS * SIZES[0]
+# --- targets that are stopped or killed ---------------------------------------------------------------------
+
+NUMEL = 500_000
+LONG_TIMEOUT = 4 * RUN_TIMEOUT
+
+
+def pids() -> list[int]:
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        while not is_stopped(pid):
+            time.sleep(0.01)
+        yield
+        assert is_stopped(pid)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def exchange_with_a_stopped_target() -> None:
+    """Rank 0 sends twice to rank 1, which is stopped before it has called these exchanges."""
+    fogdist.init()
+    rank, targets = dist.get_rank(), pids()
+    store = dist.distributed_c10d._get_default_store()
+    own = make_input(100 + rank, torch.float32, NUMEL)
+
+    def exchange(number: int) -> int:
+        is_sender = rank == 0
+        return fogdist.neighbor_allreduce_nonblocking(
+            make_input(number, torch.float32, NUMEL) if is_sender else own,
+            self_weight=1.0 if is_sender else 0.5,
+            src_weights={} if is_sender else {0: 0.5},
+            dst_weights={1: 1.0} if is_sender else {},
+            enable_topo_check=False,
+        )
+
+    handles = [exchange(number) for number in range(3)]  # the first exchanges grant the slots
+    results = [fogdist.wait(handle) for handle in handles]
+    dist.barrier()
+    if rank == 0:
+        with stopped(targets[1]):
+            handles = [exchange(number) for number in (3, 4)]
+            while not fogdist.poll(handles[0]):
+                time.sleep(0.01)
+            store.set("the sender's part has ended", "")
+    else:
+        store.wait(["the sender's part has ended"])
+        handles = [exchange(number) for number in (3, 4)]
+    results += [fogdist.wait(handle) for handle in handles]
+    for number, result in enumerate(results):
+        sent = make_input(number, torch.float32, NUMEL)
+        torch.testing.assert_close(result, sent if rank == 0 else 0.5 * own + 0.5 * sent)
+
+
+def test_the_senders_part_ends_while_the_target_is_stopped(new_world: Callable[..., World]) -> None:
+    """All data is there afterwards. Without confirmations, a sender does not wait until its receiver agrees."""
+    variables = {**RMA, "FOG_CONFIRM": "0"}
+    new_world(2, timeout=LONG_TIMEOUT, environment=variables).run(exchange_with_a_stopped_target)
+
+
+def until_killed(kind: str, moment: str) -> str:
+    """Rank 1 is killed, "during" a loop of operations or "before" one; returns the other one's error."""
+    fogdist.init(topologies.FullyConnectedGraph)
+    x = torch.ones(NUMEL)
+    window = fogdist.Window(x) if kind in ("put", "get") else None
+    once: Callable[[], object] = {
+        "exchange": lambda: fogdist.neighbor_allreduce(x),
+        "allreduce": lambda: fogdist.allreduce(x),
+        "put": lambda: window and window.put(x),
+        "get": lambda: window and window.get(),
+    }[kind]
+    for _ in range(3):
+        once()
+    assert fogdist.transport(1 - dist.get_rank()) == "rma"
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if moment == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    elif moment == "before":
+        time.sleep(0.5)
+    error = ""
+    while not error:
+        error = error_of(once)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        ("exchange", "during"),
+        ("put", "before"),
+        *(
+            pytest.param(kind, moment, marks=pytest.mark.long)
+            for kind in ("exchange", "put", "get", "allreduce")
+            for moment in ("before", "during")
+            if (kind, moment) not in (("exchange", "during"), ("put", "before"))
+        ),
+    ],
+)
+def test_a_killed_rank(new_world: Callable[..., World], kind: str, moment: str) -> None:
+    """The other one raises. Only in the middle of operations, UCX may end it, as a copy from a dead process is fatal."""
+    world = new_world(2, timeout=LONG_TIMEOUT, environment=RMA, finalizing=None)
+    survivor, victim = world.run_raw(until_killed, kind, moment)
+    assert victim.state == "died" and "SIGKILL" in victim.details, str(victim)
+    if moment == "during" and survivor.state == "died":
+        assert "SIGABRT" in survivor.details, str(survivor)
+    else:
+        assert survivor.state == "returned" and "rank 1 " in survivor.value, str(survivor)
+
+
+# --- what is chosen -----------------------------------------------------------------------------------------
+
+
+def choose(name: str) -> str:
+    """Returns, on an emulated host, the transport to the other rank."""
+    move_to_host(name)
+    rank = int(os.environ["RANK"])
+    store = dist.TCPStore(address(0), 29515, 2, rank == 0)
+    dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    fogdist.init()
+    x = torch.full((NUMEL,), float(rank))
+    assert fogdist.neighbor_allreduce(x).eq(0.5).all()
+    return fogdist.transport(1 - rank)
+
+
+@pytest.mark.parametrize(("tls", "transport"), [("tcp,self", "messages"), ("shm,self", "rma")])
+def test_auto(new_world: Callable[..., World], tls: str, transport: str) -> None:
+    """`auto` chooses the transport that suits the fabric."""
+    with emulated_hosts(2) as names:
+        world = new_world(2, initialize=False, environment={"UCX_TLS": tls, "FOG_BETWEEN_HOSTS": "auto"})
+        outcomes = world.run_by_rank(choose, [(name,) for name in names])
+        assert [outcome.value for outcome in outcomes] == [transport] * 2, list(map(str, outcomes))
+        world.close()
+
+
+def test_the_log_says_once_what_is_used(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('fog')\n")
+    pool = WorldPool(initialize=False, environment=RMA | {"FOG_LOG_LEVEL": "info"})
+    output = run_script([script], 2, tmp_path / "log", pool)
+    pool.close()
+    assert output.count("between hosts data goes by RMA") == 1, output

@@ -1,13 +1,13 @@
-"""Tests of messages over TCP (FOG_BETWEEN_HOSTS=tcp): data, connections, strangers, and losses.
+"""Tests of messages over TCP (FOG_BETWEEN_HOSTS=tcp): data, connections, strangers, forked children.
 
-``make test-tcp`` runs the tests of exchanges, collectives, windows and killed ranks over it.
+``make test-tcp`` runs the tests of exchanges, collectives and windows over it; test_faults tests losses, and
+test_wire_bytes counts its bytes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import struct
 import time
@@ -20,12 +20,11 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, error_of
-from hosts import INTERFACE, TCP_USER_TIMEOUT, ip, run_on_hosts
+from harness import BACKEND, RUN_TIMEOUT, World, error_of
+from hosts import TCP_USER_TIMEOUT, run_on_hosts
 from reference import Checks, make_input
 from test_machines import VARIABLE
 from test_rma import PER_MACHINE, exchanges
-from test_wire_bytes import OVERHEAD, TENSOR
 
 from fog_pg import _C
 from fog_pg._store import connections
@@ -41,9 +40,8 @@ TCP = {"FOG_BETWEEN_HOSTS": "tcp"}
 APART = {**TCP, "FOG_LOCAL_LINKS": "0"}
 # From small data, which comes with its header, to data of many parts.
 SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
-SOON = 5.0
-# The time that a stranger has to say who it is, and some more.
-PATIENCE = 5.0 + SOON
+# A stranger has five seconds to say who it is; the rest is for a busy machine.
+PATIENCE = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -106,21 +104,6 @@ def exchange_between(sizes: list[int]) -> list[str]:
                     torch.stack(members).double().mean(0).float(),
                 )
     return [fogdist.transport(peer) for peer in range(size) if peer != rank]
-
-
-@pytest.mark.parametrize("machines", [False, True], ids=["ranks", "machines"])
-def test_one_tensor_for_each_peer(tmp_path: Path, machines: bool) -> None:
-    """A link carries each tensor once, as it does by MPI's messages."""
-    placement = [0, 0, 1, 1] if machines else [0, 1, 2, 3]
-    tensors = {"hierarchical": 1} if machines else {"exp2": 2, "one-peer 0": 1, "one-peer 1": 1}
-    results = run_on_hosts(
-        tmp_path, placement, "exchange_bytes", [("measure", [TENSOR, machines])], environment=TCP
-    )
-    for (found,) in results:
-        assert list(found) == list(tensors)
-        for name, number in tensors.items():
-            least, most = number * TENSOR, number * TENSOR * (1 + OVERHEAD)
-            assert all(least <= count <= most for count in found[name]), (name, found)
 
 
 def test_messages_overtake_data_that_nobody_takes(world: World) -> None:
@@ -208,11 +191,9 @@ def test_connections_are_made_on_first_use(new_world: Callable[..., World]) -> N
     assert world.run(exchange_with_all) == [5] * 6
 
 
-def test_all_connect_at_once(new_world: Callable[..., World]) -> None:
-    for _ in range(3):
-        world = new_world(5, environment=APART)
-        assert world.run(exchange_with_all, 1) == [4] * 5
-        world.close()
+@pytest.mark.parametrize("again", [0, *(pytest.param(again, marks=pytest.mark.long) for again in (1, 2))])
+def test_all_connect_at_once(new_world: Callable[..., World], again: int) -> None:
+    assert new_world(5, environment=APART).run(exchange_with_all, 1) == [4] * 5
 
 
 def listening_ports() -> list[int]:
@@ -305,118 +286,53 @@ def test_strangers_are_dropped(new_world: Callable[..., World]) -> None:
     assert found[1][:3] == [0, 0, 0] and found[1][3] == 16 and max(found[1]) == 16, found
 
 
-# --- losses -------------------------------------------------------------------------------------------------
+# --- broken connections, and forks -------------------------------------------------------------------------------------------------
 
 
-def lose_in_transfer(victim: int, moment: str) -> tuple[str, float, str]:
-    """The victim dies while large data is on its way from it and to it."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    living = dist.new_group([r for r in range(size) if r != victim])
-    dist.barrier()
-    if rank == victim:
-        if moment == "during":
-            dist.irecv(torch.zeros(16 * MIB), 0)
-            dist.isend(torch.zeros(16 * MIB), 1)
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    x = torch.zeros(16 * MIB)
-    work = dist.isend(x, victim) if rank == 0 else dist.irecv(x, victim)
-    assert work is not None
-    error = error_of(work.wait)
-    seconds = time.monotonic() - begin
-    return error, seconds, error_of(lambda: dist.all_reduce(torch.ones(3), group=living))
-
-
-@pytest.mark.parametrize("moment", ["before", "during"])
-def test_a_rank_that_is_killed(tmp_path: Path, moment: str) -> None:
-    calls = [("lose_in_transfer", [2, moment])]
-    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, calls, killed=[2], environment=TCP, rate="1gbit")
-    for ((error, seconds, later),) in found[:2]:
-        assert "rank 2 " in error and "was lost: its process ended" in error and seconds < SOON, (
-            error,
-            seconds,
-        )
-        assert later == "", later
-
-
-def vanish(victim: int) -> tuple[str, float]:
-    exchange_with_all()
-    if dist.get_rank() == victim:
-        ip("link", "set", INTERFACE, "down")
-        return "", 0.0
-    begin = time.monotonic()
-    x = torch.zeros(MIB)
-    error = error_of(lambda: dist.recv(x, victim) if dist.get_rank() == 0 else dist.send(x, victim))
-    return error, time.monotonic() - begin
-
-
-def test_a_host_that_vanishes(tmp_path: Path) -> None:
-    environment = {**TCP, "FOG_HOST_TIMEOUT": "4"}
-    found = run_on_hosts(tmp_path, [0, 1, 2], __name__, [("vanish", [2])], environment=environment)
-    for ((error, seconds),) in found[:2]:
-        assert "rank 2 " in error and "was lost: its host does not answer" in error, error
-        assert seconds < 4 + SOON, seconds
-
-
-def cut(first: int, second: int) -> tuple[str, float]:
+def cut(first: int, second: int) -> str:
     """Ends the connection between two ranks that live on."""
     exchange_with_all()
     rank = dist.get_rank()
-    group = dist.new_group([first, second], timeout=timedelta(seconds=60))
+    group = dist.new_group([first, second], timeout=timedelta(seconds=4 * RUN_TIMEOUT))
     if rank == first:
         for each in data_connections():  # to all: its other peers lose it too
             each.shutdown(socket.SHUT_RDWR)
             each.close()
     if rank not in (first, second):
-        return "", 0.0
-    begin = time.monotonic()
-    error = error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
-    return error, time.monotonic() - begin
+        return ""
+    return error_of(lambda: dist.all_reduce(torch.ones(100_000), group=group))
 
 
 def test_a_connection_that_is_cut(new_world: Callable[..., World]) -> None:
     """Messages may be lost, so each of the two counts the other as lost."""
     found = new_world(3, environment=APART, finalizing=None).run(cut, 0, 1)
-    for rank, peer in ((0, 1), (1, 0)):
-        error, seconds = found[rank]
-        assert "allreduce" in error and f"rank {1 - rank} " in error, (peer, error)
+    for rank, error in enumerate(found[:2]):
+        assert "allreduce" in error and f"rank {1 - rank} " in error, error
         assert "the connection to it has broken" in error or "counts this rank as lost" in error, error
-        assert seconds < SOON, seconds
 
 
-def fork_and_look() -> int:
-    """Returns the number of connections that a forked child has."""
+def look_in_children() -> tuple[int, int]:
+    """Returns how many connections a forked child has, and how many of its files are gone in a child of its own."""
     exchange_with_all()
-    child = os.fork()
-    if child == 0:
-        os._exit(count_connections() + len(listening_ports()))
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    statuses = []
+    for of_child in (True, False):
+        child = os.fork()
+        if child == 0:
+            if of_child:
+                os._exit(count_connections() + len(listening_ports()))
+            # These get the numbers that fog has closed.
+            files = [os.open("/dev/null", os.O_RDONLY) for _ in range(64)]
+            grandchild = os.fork()
+            if grandchild == 0:
+                os._exit(sum(not os.path.exists(f"/proc/self/fd/{each}") for each in files))
+            os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     exchange_with_all()
-    return status
+    return statuses[0], statuses[1]
 
 
-def test_a_forked_child_has_no_connections(world: World) -> None:
-    assert world.run(fork_and_look) == [0] * RANKS
-
-
-def files_of_grandchild() -> int:
-    """Returns how many files of a forked child are gone in a child of its own."""
-    exchange_with_all()
-    child = os.fork()
-    if child == 0:
-        files = [
-            os.open("/dev/null", os.O_RDONLY) for _ in range(64)
-        ]  # they get the numbers that fog has closed
-        grandchild = os.fork()
-        if grandchild == 0:
-            os._exit(sum(not os.path.exists(f"/proc/self/fd/{each}") for each in files))
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(grandchild, 0)[1]))
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_child_of_a_forked_child_keeps_its_files(world: World) -> None:
-    assert world.run(files_of_grandchild) == [0] * RANKS
+def test_a_forked_child_has_no_connections_and_its_children_keep_their_files(world: World) -> None:
+    assert world.run(look_in_children) == [(0, 0)] * RANKS
 
 
 def send_and_change(timeout: float) -> tuple[str, list[float]]:
@@ -441,17 +357,3 @@ def test_data_that_is_withdrawn_within_a_part_does_not_change(tmp_path: Path) ->
     ((sent, _),), ((received, values),) = found
     assert "send" in sent and "1000 ms" in sent, sent
     assert received or values == [1.0], (received, values)
-
-
-def test_mpi_cannot_sum(new_world: Callable[..., World]) -> None:
-    world = new_world(2, initialize=False, environment={**TCP, "FOG_REDUCE": "mpi"})
-    for outcome in world.run_raw(join, str(os.getpid())):
-        assert outcome.state == "raised" and "ValueError" in outcome.details, str(outcome)
-        assert "FOG_REDUCE" in outcome.details and "tcp" in outcome.details, outcome.details
-
-
-def join(name: str) -> None:
-    import fog_pg  # noqa: F401  registers "fog" also where the entry point is not installed
-
-    store = dist.HashStore()
-    dist.init_process_group("fog", store=store, rank=int(os.environ["RANK"]), world_size=2)

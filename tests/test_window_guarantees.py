@@ -836,7 +836,7 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
 def test_a_lost_neighbor(world_of: WorldsByWay, new_world: Callable[..., World], way: str) -> None:
     """On hosts, another rank is on the host of the lost one."""
     # UCX terminates a process that writes by RMA to a process of this machine that has just been killed; see
-    # tests/test_rma_failures.py.
+    # tests/test_rma.py.
     kind = "accumulate" if way == "rma" else "put"
     world = new_by_way(world_of, new_world, way)
     outcomes = world.run_raw(lose_a_neighbor, INTERFACE_OF[way], kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import BACKEND
@@ -22,70 +22,60 @@ COMPRESSED = 32 << 20
 OVERHEAD = 0.08
 
 
-def counts(ranks_on_hosts: Sequence[int], folder: Path, machines: bool = False) -> list[dict[str, list[int]]]:
-    """Runs `exchange_bytes.measure`.
-
-    Args:
-        ranks_on_hosts: The host of each rank.
-        folder: The ranks' directory.
-        machines: Whether machines exchange, rather than ranks.
-
-    Returns:
-        For each rank and each exchange, the bytes that its host received and sent.
-    """
-    results = run_on_hosts(folder, ranks_on_hosts, "exchange_bytes", [("measure", [TENSOR, machines])])
-    return [found for (found,) in results]
+def counts(folder: Path, placement: list[int], way: str, name: str, *arguments: Any) -> list[dict[str, Any]]:
+    """Runs a function of exchange_bytes; returns, for each rank, by exchange, the bytes received and sent by its host."""
+    calls, environment = [(name, arguments)], {"FOG_BETWEEN_HOSTS": way}
+    found = run_on_hosts(folder, placement, "exchange_bytes", calls, environment=environment)
+    return [of_rank for (of_rank,) in found]
 
 
-def check(found: list[dict[str, list[int]]], tensors: dict[str, int]) -> None:
-    """Every host has received, and sent, so many tensors in each exchange."""
-    assert all(list(exchanges) == list(tensors) for exchanges in found), found
+@pytest.mark.parametrize("way", ["tcp", pytest.param("messages", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("placement", "tensors"),
+    [([0, 1, 2, 3], {"exp2": 2, "one-peer 0": 1, "one-peer 1": 1}), ([0, 0, 1, 1], {"hierarchical": 1})],
+    ids=["ranks", "machines"],
+)
+def test_one_tensor_for_each_peer(
+    tmp_path: Path, way: str, placement: list[int], tensors: dict[str, int]
+) -> None:
+    """Between machines, the number of their ranks does not matter."""
+    found = counts(tmp_path, placement, way, "measure", TENSOR, "hierarchical" in tensors)
     for name, number in tensors.items():
         least, most = number * TENSOR, number * TENSOR * (1 + OVERHEAD)
         assert all(least <= count <= most for exchanges in found for count in exchanges[name]), found
+    assert all(list(exchanges) == list(tensors) for exchanges in found), found
 
 
-def test_one_tensor_for_each_peer(tmp_path: Path) -> None:
-    found = counts([0, 1, 2, 3], tmp_path)
-    check(found, {"exp2": 2, "one-peer 0": 1, "one-peer 1": 1})
-
-
-def test_one_tensor_for_each_machine(tmp_path: Path) -> None:
-    """The number of ranks of a machine does not matter."""
-    found = counts([0, 0, 1, 1], tmp_path, machines=True)
-    check(found, {"hierarchical": 1})
-
-
-def test_compressed_tensors_take_the_bytes_of_their_codec(tmp_path: Path) -> None:
-    """Each host sends, and receives, one message; it sends acknowledgements and a few headers as well."""
-    results = run_on_hosts(tmp_path, [0, 1], "exchange_bytes", [("measure_compressed", [COMPRESSED])])
-    for found in (found for (found,) in results):
-        for name, (promised, counts) in found.items():
-            assert all(promised <= count <= 1.02 * promised for count in counts), (name, promised, counts)
-
-
-def test_algorithms_that_compress_send_what_they_promise(tmp_path: Path) -> None:
-    results = run_on_hosts(tmp_path, [0, 1], "exchange_bytes", [("measure_algorithms", [3000])])
-    for found in (found for (found,) in results):
-        for name, (promised, counts) in found.items():
-            assert all(promised <= count <= 1.02 * promised for count in counts), (name, promised, counts)
+@pytest.mark.parametrize(("name", "size"), [("measure_compressed", COMPRESSED), ("measure_algorithms", 3000)])
+def test_compressed_tensors_take_the_bytes_of_their_codec(tmp_path: Path, name: str, size: int) -> None:
+    """Each host sends, and receives, what a codec or an algorithm promises; and acknowledgements and a few headers."""
+    for found in counts(tmp_path, [0, 1], "tcp", name, size):
+        for exchange, (promised, counted) in found.items():
+            assert all(promised <= count <= 1.02 * promised for count in counted), (
+                exchange,
+                promised,
+                counted,
+            )
 
 
 @pytest.mark.parametrize(
-    "ranks_on_hosts",
-    [[0, 1], [0, 0, 1, 1], [0, 1, 0, 1, 0], [0, 1, 2], [0, 0, 1, 2, 2]],
+    "placement",
+    [
+        [0, 0, 1, 1],
+        [0, 1, 0, 1, 0],
+        [0, 0, 1, 2, 2],
+        *(pytest.param(each, marks=pytest.mark.long) for each in ([0, 1], [0, 1, 2])),
+    ],
     ids=lambda hosts: "".join(map(str, hosts)),
 )
-def test_sums_carry_the_least(ranks_on_hosts: list[int], tmp_path: Path) -> None:
+def test_sums_carry_the_least(placement: list[int], tmp_path: Path) -> None:
     """2 (H - 1)/H tensors go to and from each host with ranks of the group, independent of their number."""
-    results = run_on_hosts(tmp_path, ranks_on_hosts, "exchange_bytes", [("measure_sums", [SUMMED])])
-    for host, found in zip(ranks_on_hosts, (found for (found,) in results), strict=True):
-        for name, members in (("all", ranks_on_hosts), ("part", ranks_on_hosts[::2])):
+    for host, found in zip(
+        placement, counts(tmp_path, placement, "tcp", "measure_sums", SUMMED), strict=True
+    ):
+        for name, members in (("all", placement), ("part", placement[::2])):
             hosts = set(members)
             least = 2 * (len(hosts) - 1) / len(hosts) * SUMMED if host in hosts else 0
             # The barriers around it send some kilobytes.
-            assert all(least <= count <= least * (1 + OVERHEAD) + (64 << 10) for count in found[name]), (
-                name,
-                found,
-                least,
-            )
+            most = least * (1 + OVERHEAD) + (64 << 10)
+            assert all(least <= count <= most for count in found[name]), (name, found, least)

@@ -129,6 +129,9 @@ def equi_dynamic(
             fewer = sorted(left if math.gcd(ranks, *left) == 1 else {*left, 1}) if ranks > 1 else None
         elif distances is not None and ranks > 1:
             fewer = min(len(basis), ranks - 1)
+            drawn = _draw(ranks, fewer, seed)
+            if math.gcd(size, *basis) == 1 != math.gcd(ranks, *drawn):
+                fewer = sorted({1, *drawn[1:]})
         return equi_dynamic(ranks, fewer, directed=directed, eta=eta, seed=seed)
 
     name = "od-equidyn" if directed else "ou-equidyn"

@@ -1,0 +1,400 @@
+"""MPI below fog: a library of another version, calls that do not return, another user of MPI, and MPI's own reductions.
+
+Ranks of one host communicate over MPI here, as ranks of several hosts do, by libraries that wrap the real one
+(another_mpi.c, stuck_mpi.c, mpi_counter.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import BACKEND, RUN_TIMEOUT, World, error_of, exception_of, init_process_group
+from operations import REDUCING, prepare
+from reference import Checks
+from test_bootstrap import join, launcher_store, my_rank
+from test_collectives import sweep, sweep_roots, sweep_types
+from wrapped_mpi import compile_wrapper
+
+pytestmark = [
+    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
+    pytest.mark.usefixtures("no_shared_memory_left"),
+]
+
+APART = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"}
+RMA = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+# The timeout of the stuck operations, in seconds; calls are ended half a second later at the earliest.
+TIMEOUT = 0.5
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """Returns a function that compiles a C file once, and returns the setting of fog's MPI to it."""
+    made: dict[str, str] = {}
+
+    def get(source: str) -> dict[str, str]:
+        if source not in made:
+            made[source] = compile_wrapper(source, tmp_path_factory.mktemp("library"))
+        return {"FOG_MPI_LIBRARY": made[source]}
+
+    return get
+
+
+def wrapper() -> ctypes.CDLL:
+    return ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"])
+
+
+# --- versions, and messages at the end ----------------------------------------------------------------------
+
+
+def join_with_another_mpi(library: str, rank: int) -> str:
+    if my_rank() == rank:
+        os.environ["FOG_MPI_LIBRARY"] = library
+    return error_of(lambda: join(launcher_store()))
+
+
+def test_another_version_of_mpi_is_an_error(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
+) -> None:
+    """All ranks get an error that names both versions."""
+    world = new_world(3, initialize=False, environment=APART)
+    for text in world.run(join_with_another_mpi, *library("another_mpi.c").values(), 2):
+        zero, other = text.split("different versions in one job: ")[1].split("; ")
+        assert zero.startswith("rank 0 has fog ") and ", MPI MPICH " in zero, text
+        assert other.startswith("rank 2 has fog ") and ", MPI AnotherMPI 7.8.9." in other, text
+
+
+def calls(*names: str) -> int:
+    """Returns how often this rank has called functions of MPI."""
+    function = wrapper().fog_test_calls
+    function.restype, function.argtypes = ctypes.c_longlong, [ctypes.c_char_p]
+    found = [int(function(name.encode())) for name in names]
+    assert min(found) >= 0, f"one of {names} is not counted"
+    return sum(found)
+
+
+def leave() -> int:
+    """Ranks 0 and 1 exchange a message, then rank 0 ends; returns how many messages this rank sends afterwards."""
+    from fog_pg import _C
+
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    tensor = torch.ones(4)
+    if rank == 0:
+        dist.send(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+    before = calls("MPI_Isend", "MPI_Issend")
+    store.set(f"counted/{rank}", "1")
+    store.wait([f"counted/{each}" for each in range(dist.get_world_size())])
+    if rank == 0:
+        _C.shutdown()
+        store.set("gone", "1")
+    store.wait(["gone"])
+    return calls("MPI_Isend", "MPI_Issend") - before
+
+
+def test_goodbyes_go_to_those_that_were_messaged(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
+) -> None:
+    """Rank 0 says goodbye to rank 1, which answers; the others get no message."""
+    world = new_world(4, environment=APART | library("mpi_counter.c") | {"FOG_CONFIRM": "0"})
+    assert world.run(leave) == [1, 1, 0, 0]
+
+
+# --- calls that do not return -------------------------------------------------------------------------------
+
+
+def hang(call: str, sleeps: bool = False) -> None:
+    """From now on the call does not return on this rank; "" restores later calls."""
+    wrapper().fog_test_hang(call.encode(), int(sleeps))
+
+
+def stuck_in_its_own_call() -> tuple[str, str]:
+    """The sending thread itself makes the call that hangs."""
+    hang("MPI_Isend")
+    error = error_of(lambda: dist.send(torch.ones(3), 1))
+    return error, r"send/recv #\d+ .*MPI_Isend with rank 1 of MPI's world"
+
+
+def stuck_while_it_waits() -> tuple[str, str]:
+    """The call sleeps, in the thread that makes progress first; the user waits for a Work."""
+    work = dist.irecv(torch.ones(3), 0)
+    hang("MPI_Improbe", sleeps=True)
+    return error_of(work.wait), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+
+
+def stuck_in_the_background() -> tuple[str, str]:
+    """Only a callback of a Future waits."""
+    work = dist.irecv(torch.ones(3), 0)
+    seen: list[str] = []
+    work.get_future().add_done_callback(lambda done: seen.append("called"))
+    hang("MPI_Improbe")
+    while not (work.is_completed() and seen):
+        time.sleep(0.01)
+    return str(exception_of(work)), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+
+
+def stuck_before_anything() -> tuple[str, str]:
+    """The background thread is in the call while nothing is in flight; then an operation comes."""
+    hang("MPI_Improbe")
+    time.sleep(0.1)
+    return error_of(lambda: dist.send(torch.ones(3), 0)), "MPI_Improbe"
+
+
+PARTS = [stuck_in_its_own_call, stuck_while_it_waits, stuck_in_the_background, stuck_before_anything]
+
+
+def get_stuck() -> tuple[list[str], str, str]:
+    """Each rank runs its part. Afterwards all its calls raise at once, and its groups can be destroyed."""
+    other = dist.new_group()
+    dist.barrier()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.set_timeout(timedelta(seconds=TIMEOUT))
+    message, pattern = PARTS[dist.get_rank()]()
+    errors = [
+        error_of(lambda: dist.all_reduce(torch.ones(3))),
+        error_of(lambda: dist.all_reduce(torch.ones(3), group=other)),
+        error_of(lambda: dist.all_reduce(torch.ones(100_000), group=other)),
+    ]
+    dist.destroy_process_group()
+    hang("")
+    return errors, message, pattern
+
+
+def test_a_call_that_does_not_return(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
+) -> None:
+    """The operation fails and names the call; later ones fail at once; the process ends normally."""
+    world = new_world(len(PARTS), timeout=4 * RUN_TIMEOUT, environment=APART | library("stuck_mpi.c"))
+    for rank, (errors, message, pattern) in enumerate(world.run(get_stuck)):
+        assert re.search(pattern, message), f"rank {rank}: {message}"
+        assert [error for error in errors if "cannot be used any more" not in error] == [], rank
+
+
+def get_stuck_by_rma(call: str, by_window: bool) -> str:
+    """A call of MPI on rank 0 does not return; by then both ranks know each other's slots."""
+    import fogdist
+
+    rank = dist.get_rank()
+    fogdist.init()
+    x = torch.ones(500_000)
+    for _ in range(2):
+        fogdist.neighbor_allreduce(x)
+    window = fogdist.Window(x, name="w") if by_window else None
+    dist.barrier()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    backend.set_timeout(timedelta(seconds=TIMEOUT))
+    if rank == 0:
+        hang(call)
+    if window is None:
+        message = error_of(lambda: fogdist.neighbor_allreduce(x))
+    else:
+        message = error_of(lambda: window.put(x, timeout=timedelta(seconds=TIMEOUT))) if rank == 0 else ""
+    hang("")
+    return message
+
+
+@pytest.mark.parametrize(
+    ("call", "by_window"),
+    [
+        ("MPI_Put", False),
+        ("MPI_Win_flush", True),
+        pytest.param("MPI_Put", True, marks=pytest.mark.long),
+        pytest.param("MPI_Win_flush", False, marks=pytest.mark.long),
+    ],
+)
+def test_a_call_of_rma_that_does_not_return(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]], call: str, by_window: bool
+) -> None:
+    """The operation ends with an error that names the call and the peer."""
+    world = new_world(2, environment=RMA | library("stuck_mpi.c"), finalizing=None)
+    message = world.run(get_stuck_by_rma, call, by_window)[0]
+    operation = "win_put" if by_window else "neighbor_allreduce"
+    assert re.search(rf"{operation}.*{call} with rank 1", message), message
+    world.close()
+
+
+def end_while_stuck() -> None:
+    """The process exits with an operation in flight whose deadline is far in the future."""
+    global kept
+    kept = dist.irecv(torch.ones(3), 1 - dist.get_rank())
+    hang("MPI_Improbe", sleeps=True)
+    time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_exit_while_a_call_does_not_return(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
+) -> None:
+    world = new_world(2, timeout=4 * RUN_TIMEOUT, environment=APART | library("stuck_mpi.c"))
+    world.run(end_while_stuck)
+    world.close()  # raises if a rank does not end
+
+
+def start_with_a_stuck_rank() -> tuple[str, str]:
+    import fog_pg  # noqa: F401
+
+    if os.environ["RANK"] == "1":
+        hang("MPI_Comm_dup")
+    first = error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=3)))
+    return first, error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=60)))
+
+
+def test_a_start_that_does_not_return(
+    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
+) -> None:
+    world = new_world(2, initialize=False, environment=APART | library("stuck_mpi.c"))
+    for first, second in world.run(start_with_a_stuck_rank):
+        assert "did not start within 3000 ms: MPI_Comm_dup does not return" in first
+        assert "cannot be started a second time" in second and "MPI_Comm_dup" in second
+
+
+# --- another user of MPI ------------------------------------------------------------------------------------
+
+
+def mpi_of_another(level: int) -> str:
+    """Returns fog's error if another user of the library has started MPI with a thread level."""
+    import fog_pg  # noqa: F401
+    from fog_pg._extension import find_mpi_library
+
+    provided = ctypes.c_int()
+    library = ctypes.CDLL(find_mpi_library())
+    os.environ["MPIR_CVAR_ENABLE_GPU"] = "0"
+    assert library.MPI_Init_thread(None, None, level, ctypes.byref(provided)) == 0 and provided.value == level
+    return error_of(lambda: dist.init_process_group("fog", timeout=timedelta(seconds=20)))
+
+
+@pytest.mark.parametrize(("name", "level"), [("FUNNELED", 1024), ("SERIALIZED", 2048), ("MULTIPLE", 4096)])
+def test_mpi_that_another_user_has_started(new_world: Callable[..., World], name: str, level: int) -> None:
+    """In MPI's world each rank is alone, which is an error at level MULTIPLE."""
+    world = new_world(2, initialize=False, environment=APART)
+    for message in world.run(mpi_of_another, level):
+        if name == "MULTIPLE":
+            assert "MPI started as rank 0 of 1" in message
+        else:
+            assert f"with MPI_THREAD_{name}" in message and 'mpi4py.rc.thread_level = "multiple"' in message
+
+
+# --- settings -----------------------------------------------------------------------------------------------
+
+
+def start(of_ranks: list[Mapping[str, str]]) -> tuple[str, str]:
+    """Starts fog with different settings on each rank; returns the type and text of the error."""
+    os.environ.update(of_ranks[my_rank()])
+    try:
+        init_process_group(30.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+# The settings of each rank, the type of the error, and patterns in its text.
+TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
+SETTINGS: dict[str, tuple[list[Mapping[str, str]], str, list[str]]] = {
+    "no such way": (
+        [APART | {"FOG_BETWEEN_HOSTS": "xyz"}] * 2,
+        "ValueError",
+        ["xyz", "auto.*rma.*messages.*tcp"],
+    ),
+    "no number": ([RMA | {"FOG_RMA_BYTES": "abc"}] * 2, "ValueError", ["FOG_RMA_BYTES", "abc", "bytes"]),
+    "negative": ([RMA | {"FOG_RMA_BYTES": "-5"}] * 2, "ValueError", ["FOG_RMA_BYTES", "-5", "bytes"]),
+    "no such reduction": ([{"FOG_REDUCE": "xyz"}] * 2, "ValueError", ["FOG_REDUCE", "xyz", "fog", "mpi"]),
+    "no RMA": (  # a transfer needs its target
+        [RMA | TCP_ONLY] * 2,
+        "DistBackendError",
+        ["FOG_BETWEEN_HOSTS=rma", "not complete within .* while that rank was outside of MPI"],
+    ),
+    "different ways": (
+        [RMA, APART, RMA],
+        "DistBackendError",
+        ["FOG_BETWEEN_HOSTS", "rma", "messages", r"ranks? .*\b1\b"],
+    ),
+    "auto and rma": (
+        [RMA | {"FOG_BETWEEN_HOSTS": "auto"}, RMA],
+        "DistBackendError",
+        ["FOG_BETWEEN_HOSTS", "auto", "rma", r"ranks? .*\b1\b"],
+    ),
+    "different reductions": (  # even if MPI would not be used
+        [{"FOG_REDUCE": "fog"}, {"FOG_REDUCE": "mpi"}],
+        "DistBackendError",
+        ["FOG_REDUCE", "rank 0 has 'fog'", "rank 1 has 'mpi'"],
+    ),
+    "reductions over TCP": (
+        [{"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp", "FOG_REDUCE": "mpi"}] * 2,
+        "ValueError",
+        ["FOG_REDUCE", "tcp"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_cannot_work(new_world: Callable[..., World], name: str) -> None:
+    """All ranks get an error at the start that gives the reason."""
+    of_ranks, kind, patterns = SETTINGS[name]
+    for found, text in new_world(len(of_ranks), initialize=False).run(start, of_ranks):
+        assert found == kind, text
+        assert all(re.search(pattern, text) for pattern in patterns), text
+
+
+# --- MPI's own reductions -----------------------------------------------------------------------------------
+
+REDUCTIONS = ("MPI_Iallreduce", "MPI_Ireduce", "MPI_Ireduce_scatter_block")
+
+
+def who_reduces() -> None:
+    """An operation is one call of MPI if MPI does it, and none otherwise; a group may choose it for itself."""
+    from fog_pg import _C
+
+    with Checks() as checks:
+        for operation in REDUCING:
+            for dtype in (torch.float32, torch.int8, torch.complex64, torch.bool, torch.bfloat16):
+                before = calls(*REDUCTIONS)
+                prepare(operation, dtype, (1000,)).start(False)
+                by_mpi = operation != "reduce_scatter" and dtype not in (torch.bool, torch.bfloat16)
+                checks.equal(f"{operation} {dtype}", calls(*REDUCTIONS) - before, int(by_mpi))
+        made = _C.ProcessGroupFog.Options()
+        made.reduce = "fog"
+        group, before = dist.new_group(pg_options=made), calls(*REDUCTIONS)
+        dist.all_reduce(torch.ones(3), group=group)
+        checks.equal("of a group that has chosen fog", calls(*REDUCTIONS) - before, 0)
+    # Ranks that disagree hear of it before MPI is called.
+    group = dist.new_group()
+    error = error_of(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank() % 2), group=group))
+    assert "disagree" in error and "float32[3]" in error and "float32[4]" in error, error
+
+
+def test_reductions_by_mpi(new_world: Callable[..., World], library: Callable[[str], dict[str, str]]) -> None:
+    world = new_world(3, environment=APART | {"FOG_REDUCE": "mpi"} | library("mpi_counter.c"))
+    world.run(sweep, sweep_types, REDUCING, timeout=2 * RUN_TIMEOUT)
+    world.run(sweep, sweep_roots, ["reduce"])
+    world.run(who_reduces)
+
+
+def reduce_without_an_answer(pid: int) -> str:
+    """Rank 1 is stopped."""
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() == 1:
+        os.kill(pid, signal.SIGSTOP)
+    error = ""
+    while not error:
+        error = error_of(lambda: dist.all_reduce(torch.ones(1_000_000)))
+    assert error_of(lambda: dist.all_reduce(torch.ones(3)))
+    os.kill(pid, signal.SIGKILL)
+    return error
+
+
+def test_a_rank_that_does_not_answer_a_reduction(new_world: Callable[..., World]) -> None:
+    """The timeout ends the Work with an error that names the rank, and nothing hangs at the end."""
+    environment = APART | TCP_ONLY | {"FOG_REDUCE": "mpi"}
+    world = new_world(2, timeout=3.0, environment=environment, finalizing=None)
+    survivor, victim = world.run_raw(reduce_without_an_answer, world.pid(1))
+    assert victim.state == "died" and survivor.state == "returned", f"{victim}\n{survivor}"
+    assert "timed out" in survivor.value and re.search(r"\brank 1\b", survivor.value), survivor.value
