@@ -19,23 +19,15 @@ if TYPE_CHECKING:
     from test_algorithms import Simulation
 
 STEPS = 13
-# The places of the two parameters, of 6 and 4 elements, in a bucket: each begins at a multiple of 64 bytes.
-PLACES = [0, 1, 2, 3, 4, 5, 8, 9, 10, 11]
-LENGTH = 16
 
 
 def decoded(codec: Codec, D: np.ndarray, counter: int, near: np.ndarray | None = None) -> np.ndarray:
     """Returns what is decoded of the messages of all ranks, whose vectors are rows."""
     rows = []
     for rank, row in enumerate(D):
-        bucket = np.zeros(LENGTH)
-        bucket[PLACES] = row
-        message = codec.encode(torch.from_numpy(bucket), counter=counter, rank=rank)
-        close = None
-        if near is not None:
-            close = torch.zeros(LENGTH, dtype=torch.float64)
-            close[PLACES] = torch.from_numpy(near)
-        rows.append(codec.decode(message, (LENGTH,), torch.float64, near=close).numpy()[PLACES])
+        message = codec.encode(torch.tensor(row), counter=counter, rank=rank)
+        close = None if near is None else torch.from_numpy(near)
+        rows.append(codec.decode(message, row.shape, torch.float64, near=close).numpy())
     return np.stack(rows)
 
 

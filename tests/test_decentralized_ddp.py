@@ -559,8 +559,6 @@ def test_state_dicts() -> None:
     plain.load_state_dict(wrapper.state_dict())
     with pytest.raises(RuntimeError, match=r'Missing key.*"0.position"'):
         wrapper.load_state_dict({key: state[key] for key in state if key != "0.position"})
-    with pytest.raises(ValueError, match="assign must be False"):
-        wrapper.load_state_dict(state, assign=True)
     # The wrapper may be inside another module, in both directions.
     outer, plain_outer = nn.Sequential(nn.Linear(1, 1), wrapper), nn.Sequential(nn.Linear(1, 1), plain)
     assert list(outer.state_dict()) == list(plain_outer.state_dict())

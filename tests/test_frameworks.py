@@ -17,6 +17,7 @@ from harness import BACKEND, WorldPool
 from scripts import ROOT, Job, run_script, started
 from torch import Tensor
 from torch.utils.data import DistributedSampler
+from training_cases import distribute, end, start
 
 from fog_pg._extension import find_mpi_library
 
@@ -189,3 +190,40 @@ def run_alone(name: str, how: str, folder: Path) -> str:
     with started([Job(words, 2, folder / "log.txt", [sys.executable], environment)]) as (job,):
         assert job.wait(TIMEOUT) == 0, job.output
         return job.output
+
+
+def save(kind: str, folder: Path) -> None:
+    rank, _ = start()
+    from accelerate import Accelerator
+    from huggingface_hub import save_torch_model
+    from safetensors.torch import load_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config)
+    called, optimizer = distribute(kind, torch.optim.SGD(model.parameters(), lr=0.01), model)
+    called(input_ids=torch.arange(8).view(1, 8)).logits.square().mean().backward()
+    optimizer.step()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    own = folder / str(rank)
+    for how in ("accelerate", "hub", "transformers"):
+        (own / how).mkdir(parents=True)
+    model.save_pretrained(own / "transformers")
+    save_torch_model(model, own / "hub")
+    if rank == 0:  # accelerate saves on the main process only
+        Accelerator(cpu=True).save_model(model, own / "accelerate")
+    for file in own.glob("*/model.safetensors"):
+        found = load_file(file)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in found.items())
+    assert len(list(own.glob("*/model.safetensors"))) == 3 - rank
+    end(called, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["atc", "wrapper"])
+def test_savers_have_all_parameters(worlds: WorldPool, kind: str, tmp_path: Path) -> None:
+    needs("accelerate")
+    needs("transformers")
+    worlds(2).run(save, kind, tmp_path)

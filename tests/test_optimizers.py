@@ -535,14 +535,14 @@ def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
         return range(3 if step == 1 and (who == "all ranks" or r == 1) else 1)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("error")
         for step in range(4):
             optimizer.zero_grad()
             plain.zero_grad()
             for number in passes(rank, step):
                 loss_of(model, rank, 10 * step + number).backward()
                 fogdist.barrier() if who == "all ranks" else None
-            assert optimizer._average._in_flight
+            assert optimizer._average._in_flight or step == 2  # it waits for as many passes as step 1 had
             optimizer.step()
             for r in range(size):
                 for number in passes(r, step):

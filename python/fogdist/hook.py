@@ -9,11 +9,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
-from fogdist.training.buckets import ALIGNMENT, FlatBuckets
+from fogdist.training.buckets import FlatBuckets
 from fogdist.training.plans import Plans, TopologyLike
 
 
@@ -100,21 +99,20 @@ class GossipState:
             except RuntimeError as error:
                 failure = failure or error
                 continue
-            (average,) = work.get_future().value()
-            if not parameters.swap(0, average):
-                parameters.flats[0].copy_(average)
+            parameters.write_back(dict(enumerate(work.get_future().value())))
         if failure is not None:
             # Raised only after DDP has ended the pass too, so that the next pass is possible.
             torch.autograd.Variable._execution_engine.queue_callback(partial(_fail, failure))
 
     def _buckets_of(self, bucket: dist.GradBucket) -> FlatBuckets:
-        """Returns the flat bucket that the parameters of a DDP bucket are views of."""
+        """Returns a flat bucket with the parameters' values for a bucket of DDP."""
         parameters = bucket.parameters()
         flats = self._flats.get(bucket.index())
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
-            whole = sum(-(-p.numel() * p.element_size() // ALIGNMENT) * ALIGNMENT for p in parameters)
+            whole = sum(p.nbytes for p in parameters)
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
-        flats.reattach()
+        else:
+            flats.load()
         return flats
 
 
@@ -144,9 +142,9 @@ def gossip_hook(
     A round of the topology is one backward pass, for any number of buckets; passes in ``no_sync`` do not communicate.
     Each bucket of DDP is one exchange, and the first ones hide behind the rest of the backward pass. So
     ``bucket_cap_mb=4`` hides more than DDP's 25, and ``gradient_as_bucket_view=True`` saves DDP two copies of the
-    gradients. Parameters live in shared memory from the first exchange on (`FlatBuckets`); once they are averaged, no
-    second backward pass through the same graph is possible. If a GradScaler skips a step on one rank, the rank keeps
-    its average and does not delay the others. All ranks must make the same number of passes, as with DDP.
+    gradients. What is exchanged is a copy of the parameters (`FlatBuckets`); once they are averaged, no second backward
+    pass through the same graph is possible. If a GradScaler skips a step on one rank, the rank keeps its average and does
+    not delay the others. All ranks must make the same number of passes, as with DDP.
 
     DDP keeps its own behavior. When it is constructed, it broadcasts rank 0's parameters and buffers and checks their
     shapes. It broadcasts buffers in each forward pass, for which all ranks wait, unless ``broadcast_buffers=False``
@@ -172,10 +170,7 @@ def gossip_hook(
         future = state._begin(gradients, bucket.index(), in_place=True).get_future()
         result = future.then(lambda done: done.value()[0])  # raises the error of a failed exchange
     else:
-        parameters = state._buckets_of(bucket)
-        # The rest of the backward pass must not use the old parameters. The version lets autograd detect it if it does.
-        increment_version(bucket.parameters())
-        state._exchange(parameters, bucket.index())
+        state._exchange(state._buckets_of(bucket), bucket.index())
         result = torch.futures.Future()
         result.set_result(gradients)
     # Once per backward pass, not once per bucket.

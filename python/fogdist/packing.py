@@ -32,7 +32,6 @@ class Bucket:
 def make_buckets(
     tensors: Sequence[Tensor],
     max_bytes: int = BUCKET_BYTES,
-    alignment: int = 1,
     groups: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Returns the buckets of `tensors`. Each tensor is in exactly one bucket, and buckets keep the given order.
@@ -42,7 +41,6 @@ def make_buckets(
     Args:
         tensors: Any tensors.
         max_bytes: The largest size of a bucket with more than one tensor.
-        alignment: The size of each tensor is rounded up to a multiple of this number of bytes.
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
     """
     buckets: list[Bucket] = []
@@ -50,7 +48,7 @@ def make_buckets(
     open_bytes: dict[tuple[torch.dtype, torch.device, int], int] = {}
     for place, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device, 0 if groups is None else groups[place])
-        count = -(-tensor.numel() * tensor.element_size() // alignment) * alignment
+        count = tensor.numel() * tensor.element_size()
         if open_places.get(kind) and open_bytes[kind] + count > max_bytes:
             buckets.append(Bucket(tuple(open_places.pop(kind)), *kind[:2]))
         open_places.setdefault(kind, []).append(place)

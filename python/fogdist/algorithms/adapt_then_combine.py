@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.training.backward_steps import BackwardSteps, step_of
 from fogdist.training.continuing import Continuing, take_seat
-from fogdist.training.passes import BackwardPasses, warn_too_many_passes
+from fogdist.training.passes import BackwardPasses
 from fogdist.training.view import Models, reject_lbfgs
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class AdaptThenCombine(DecentralizedSGD):
     """Adapt then combine, ``x+ = W (x + d(x))``, in the step that completes J backward passes since the last average.
 
     J = 3 gives one average for three passes, with one step or with a step after each pass. A step counts as at least one
-    pass, and so does a closure, even if it is evaluated several times. More than J passes cause a warning.
+    pass, and so does a closure, even if it is evaluated several times.
 
     Args:
         optimizer: As in `DecentralizedSGD`.
@@ -64,7 +64,6 @@ class AdaptThenCombine(DecentralizedSGD):
         self._in_backward = step_in_backward
         self._mixings = []
         super().__init__(optimizer, model, order="atc", **options)
-        self._has_warned = False
         self._backward = None
         self._counter = BackwardPasses(self._after_gradient)
         if self.is_running:
@@ -121,12 +120,9 @@ class AdaptThenCombine(DecentralizedSGD):
             raise
         applied = self._backward.applied
         groups = self._fog_wrapped.param_groups
-        result = step_of(
+        return step_of(
             self._fog_wrapped, {p for group in groups for p in group["params"] if p not in applied}
         )
-        for number in self._backward.left:
-            self.buckets.load(number)
-        return result
 
     def count_step(self) -> bool:
         """Counts a step's passes and returns whether ranks are to communicate in it."""
@@ -161,9 +157,6 @@ class AdaptThenCombine(DecentralizedSGD):
         if self._in_backward and passes >= self.local_steps and not self.enable_topo_check:
             with torch.no_grad():
                 self._complete(parameter)
-        elif passes > self.local_steps and not self._has_warned:
-            self._has_warned = True
-            warn_too_many_passes("backward", self.local_steps)
 
     def _complete(self, parameter: Tensor) -> None:
         """Makes the step of the bucket that the gradient of `parameter` completes, and starts its average."""

@@ -194,4 +194,6 @@ class PullGet(AsynchronousDiffusion):
                 self.windows if self._pace is not None else []
             ):  # empty after the windows were freed
                 stack.enter_context(window.lock())
-            yield  # releasing a lock waits for the device of the parameters
+            yield
+            self.buckets.write_changes()
+            self.buckets.load()  # releasing a lock waits for the device of the parameters

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import Context, current
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import Window
+    from fogdist.training.pass_watch import PassWatch
 
 
 class AsynchronousGossip(Algorithm):
@@ -107,7 +107,7 @@ class AsynchronousGossip(Algorithm):
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
     _watch: Watch | None
-    _hooks: list[RemovableHandle]
+    _watches: list[PassWatch]
     _codec: Codec | None
     _is_joining: bool
 
@@ -142,7 +142,7 @@ class AsynchronousGossip(Algorithm):
         self._shares = _shares_in(graph, context.viewpoint)
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
-        self._hooks = []
+        self._watches = []
         self._codec = compression
         super().__init__(
             optimizer,
@@ -161,9 +161,9 @@ class AsynchronousGossip(Algorithm):
                     self._windows = self._opened()
                 if self._seat is not None:
                     self._watch = Watch(self._seat, self._edges)
-                from fogdist.training.forward_hook import hook_models
+                from fogdist.training.pass_watch import PassWatch
 
-                self._hooks = hook_models(self._fog_models, self._after_forward)
+                self._watches = [PassWatch(each, "after", self._after_forward) for each in self._fog_models]
 
     def finish(self) -> None:
         """Applies the last moves of all neighbors to the parameters and frees the windows. Collective.
@@ -175,7 +175,7 @@ class AsynchronousGossip(Algorithm):
         """
         if self._windows is None:
             return
-        self._remove_hooks()
+        self._remove_watches()
         self._windows.pace.pause()  # so that neighbors do not wait for this rank while it waits for them
         self._apply_all()
         windows, self._windows = self._windows, None
@@ -206,7 +206,7 @@ class AsynchronousGossip(Algorithm):
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting; moves that have not been applied are lost."""
         super()._fog_give_up()
-        self._remove_hooks()
+        self._remove_watches()
         self._windows = None
 
     def advance(self) -> Any:
@@ -222,6 +222,7 @@ class AsynchronousGossip(Algorithm):
             return result
         windows.tell()
         windows.pace.wait(self.max_staleness)
+        self.buckets.values()  # which the windows change
         windows.collect()
         if is_due and windows.being_read is None:
             self._begin_to_read(self.steps)
@@ -265,7 +266,7 @@ class AsynchronousGossip(Algorithm):
         self._windows.end_transfers()
         self.await_all()
         with torch.no_grad():
-            self.buckets.reattach()
+            self.buckets.load()
             self._windows.collect()
             self.buckets.write_back()
 
@@ -281,11 +282,11 @@ class AsynchronousGossip(Algorithm):
         gives_way = self._seat is not None
         return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self._codec)
 
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
+    def _remove_watches(self) -> None:
+        for watch in self._watches:
+            watch.remove()
 
-    def _after_forward(self, place: int) -> None:
+    def _after_forward(self) -> None:
         number = self.steps + 1
         windows = self._windows
         if windows is None or windows.is_closed:

@@ -95,7 +95,7 @@ class DecentralizedAdamW(Algorithm):
         is_due = self.count_step()
         if not self.overflowed:
             replace_step(self._fog_wrapped, lambda _: self._adapt(is_due))
-            self.buckets.reattach()
+            self.buckets.outdate()
         elif is_due:
             self._average_moments()
         if is_due:
@@ -104,7 +104,7 @@ class DecentralizedAdamW(Algorithm):
 
     def _adapt(self, is_due: bool) -> None:
         """Updates the moments with the gradients, averages them if ranks communicate, and updates the parameters."""
-        self.buckets.reattach()  # a hook may have replaced the memory of parameters
+        self.buckets.outdate()  # a hook may have changed parameters
         groups = [self._fog_wrapped.param_groups[place] for place in self.buckets.group_of]
         moments = self.vectors["first_moment"], self.vectors["second_moment"]
         self.numbers["updates"] += 1
@@ -115,7 +115,7 @@ class DecentralizedAdamW(Algorithm):
         if is_due:
             self._average_moments()
         self._move(groups)
-        self.buckets.write_back()
+        self.buckets.write_changes()
 
     def _average_moments(self) -> None:
         self.average([*self.vectors["first_moment"], *self.vectors["second_moment"]], in_place=True)

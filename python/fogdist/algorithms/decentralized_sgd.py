@@ -100,7 +100,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
             self.mixing = mixing  # the mixer goes on after losses by itself
             self._mixer = PatientMixer(self.name, patience, self._seat)
         if order != "atc":
-            self.hook_forward("with forward" if order == "awc" else "before forward")
+            self.watch_forward("with forward" if order == "awc" else "before forward")
 
     def advance(self) -> Any:
         """See `Algorithm.advance`."""

@@ -18,7 +18,7 @@ from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import OnLoss, check_joinable, check_on_loss, take_seat
 from fogdist.training.gradient_exchange import GradientExchange
 from fogdist.training.ownership import Ownership
-from fogdist.training.passes import BackwardPasses, warn_too_many_passes
+from fogdist.training.passes import BackwardPasses
 from fogdist.training.view import (
     DistributedOptimizer,
     Models,
@@ -50,10 +50,10 @@ class GradientAllreduce(DistributedOptimizer):
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters.
-        local_steps: J: the number of backward passes that accumulate gradients before a step;
-            their sum is averaged. A step after fewer passes is local: it takes this rank's own gradients,
-            after which the ranks' parameters differ. More passes than J, on any rank, are averaged too, but
-            once more and in `step`, where nothing hides it. Each is warned about once.
+        local_steps: J: the least number of backward passes that accumulate gradients before a step; their sum is
+            averaged. A step after fewer passes is local: it takes this rank's own gradients, after which the ranks'
+            parameters differ, and warns once. After more passes than J, on any rank, gradients are averaged once more in
+            `step`, where nothing hides it. Steps that follow wait for as many passes as the last one had.
         bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
         group: The group of ranks; by default that of `init`.
         on_loss: As in `Algorithm`: with "continue" the mean is that of the ranks that are left. All of them make each step
@@ -74,7 +74,7 @@ class GradientAllreduce(DistributedOptimizer):
     _ownership: Ownership
     _is_synchronized: bool
     _scaler_synchronized: bool
-    _has_warned_passes: bool
+    _passes: int  # of the last step
     _has_warned_local: bool
     _is_alone: bool
 
@@ -99,7 +99,7 @@ class GradientAllreduce(DistributedOptimizer):
         self.local_steps = local_steps
         self._is_alone = context.is_alone
         self._is_synchronized = self._scaler_synchronized = False
-        self._has_warned_passes = self._has_warned_local = False
+        self._passes, self._has_warned_local = 1, False
         bucket_bytes = cap_bytes(bucket_cap_mb)
         self._fog_title = f"fogdist.GradientAllreduce {context.next_number()}"
         seat = take_seat(group, self._fog_title) if on_loss == "continue" else None
@@ -165,6 +165,7 @@ class GradientAllreduce(DistributedOptimizer):
         if not self._average.has_begun:
             self._begin(parameters)
         self._average.finish()
+        self._passes = self._counter.passes
         self._counter.reset()
         self._counter.watch(parameters)
         self._is_synchronized = True
@@ -244,15 +245,12 @@ class GradientAllreduce(DistributedOptimizer):
 
     def _after_gradient(self, parameter: Tensor) -> None:
         self._is_synchronized = False
-        passes = self._counter.passes_of(parameter)
-        if passes < self.local_steps:
+        passes, due = self._counter.passes_of(parameter), max(self.local_steps, self._passes)
+        if passes < due:
             return
         if not self._average.has_begun:
             self._begin(self._fog_parameters())
-        if passes == self.local_steps:
+        if passes == due:
             self._average.add(parameter)
-            return
-        self._average.outdate(parameter)
-        if not self._has_warned_passes:
-            self._has_warned_passes = True
-            warn_too_many_passes("backward", self.local_steps)
+        else:
+            self._average.outdate(parameter)

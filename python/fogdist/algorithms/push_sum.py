@@ -57,6 +57,7 @@ class PushSumSGD(Algorithm):
         except BaseException:
             if self._is_biased:
                 self._scale(1 / p)
+                self.buckets.write_changes()
             raise
 
     def adapt(self) -> Any:

@@ -117,7 +117,7 @@ class WAGMA(OverlappingAlgorithm):
                 self._windows = self._opened()
             if self._seat is not None:
                 self._watch = Watch(self._seat)  # at the next average of all the ranks meet anyway
-        self.hook_forward("after forward")
+        self.watch_forward("after forward")
 
     # --- what users call ---
 
@@ -128,8 +128,8 @@ class WAGMA(OverlappingAlgorithm):
             torch.distributed.DistBackendError: A rank does not come.
         """
         self.synchronize()
-        for hook in self._hooks:
-            hook.remove()
+        for watch in self._watches:
+            watch.remove()
         if self._seat is not None and self._windows:
             self.await_all()  # so that no other rank waits in a meeting while this one waits in `free`
         windows, self._windows = self._windows, []
@@ -147,13 +147,13 @@ class WAGMA(OverlappingAlgorithm):
         """Sends the parameters to the group's members, or begins the average of all."""
         if self._must_forget:
             self._forget()
+        self.buckets.load()
         if self._windows and (self.rounds + 1) % self.period == 0:
             round = Round.of(self.context, self.rounds, self.name)
             mixing: Mixing = GlobalAverage()
             if self._seat is not None:
                 mixing = Continuing(mixing, self._seat)
-            # Not in place: the backward pass needs the parameters as they are.
-            self._global = mixing.begin(self.values, round)
+            self._global = mixing.begin(self.buckets.flats, round)
             return
         self._has_sent = True
         self._send()
@@ -166,7 +166,6 @@ class WAGMA(OverlappingAlgorithm):
         self._end_puts()
         average, self._global = self._global, None
         averages = average() if average is not None else None
-        self.buckets.reattach()
         if averages is not None:
             self.write(averages)
         else:

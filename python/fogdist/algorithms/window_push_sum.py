@@ -205,11 +205,13 @@ class WindowPushSum(WindowAlgorithm):
             return
         self.await_all()  # all shares have arrived
         with torch.no_grad():
-            self.buckets.reattach()
+            self.buckets.load()
+            self.buckets.values()  # which `take` changes
             for window in self.windows:
                 self.take(window)
             with self.stepping():
                 pass
+            self.buckets.write_changes()
 
     def unregister_window(self) -> None:
         """See `WindowAlgorithm.unregister_window`."""
@@ -344,7 +346,7 @@ class WindowPushSum(WindowAlgorithm):
 
     @contextmanager
     def _on_biased(self) -> Iterator[None]:
-        self.buckets.reattach()
+        self.buckets.values()  # which `_scale` changes
         windows = self.windows if self._pace is not None else []  # empty after the windows were freed
         for window in windows:
             if window.name not in self._biased:
@@ -353,11 +355,10 @@ class WindowPushSum(WindowAlgorithm):
         try:
             yield
         finally:
-            self.buckets.reattach()  # an optimizer may have replaced the data of parameters
+            self.buckets.values()
             for window in windows:
                 self._biased.discard(window.name)
                 _scale(window, 1.0 / self._p[window.name])
-            self.buckets.write_back()
 
 
 def _scale(window: Window, factor: float) -> None:

@@ -7,6 +7,7 @@ whether a rank has paused and how many iterations it has made.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from fogdist.compression import Codec, backend_of
 from fogdist.context import Context
 from fogdist.streams import wait_until_complete
+from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Continuing, OnLoss, Watch, await_all, highest, take_seat
 from fogdist.training.joining_state import MixingState, WrapperState
 from fogdist.training.mixing import GlobalAverage, Mixing, Round
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class AsynchronousMixing:
-    """Mixes the flat buffers of a model through windows.
+    """Mixes the tensors of a model through windows.
 
     In each iteration a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of its round, makes
     the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
@@ -40,7 +42,7 @@ class AsynchronousMixing:
 
     Args:
         context: The group.
-        flats: The buffers to mix; their memory stays in place.
+        buckets: The tensors to mix.
         rounds: The peers of each round, of a topology with a period.
         name: The same on all ranks, and unique among the mixings of the group.
         max_staleness: The number of iterations that this rank may be ahead of an in-neighbor; None for any number;
@@ -58,7 +60,7 @@ class AsynchronousMixing:
     def __init__(
         self,
         context: Context,
-        flats: list[Tensor],
+        buckets: Sequence[FlatBuckets],
         rounds: Plans,
         name: str,
         *,
@@ -71,7 +73,8 @@ class AsynchronousMixing:
         state: WrapperState | None = None,
     ) -> None:
         self.context = context
-        self._flats = flats
+        self._buckets = buckets
+        self._flats = [flat for each in buckets for flat in each.flats]
         self._name = name
         self._bound = MAX_STALENESS if max_staleness == "auto" else max_staleness
         patience = (timeout or context.backend.options._timeout).total_seconds()
@@ -154,16 +157,20 @@ class AsynchronousMixing:
         if self._codec is not None and not self._decoded:
             return  # neighbors do not have this rank's values yet
         if neighbors:
+            for each in self._buckets:
+                each.load()
             for window in self._windows:
                 window.update(own if self._codec is None else 1.0, neighbors, timeout=self._timeout)
             for flat, decoded in zip(self._flats, self._decoded, strict=False):
                 flat.add_(decoded, alpha=own - 1.0)
+            for each in self._buckets:
+                each.write_back()
 
     def finish(self) -> None:
         """Does nothing, because no rank waits for the step of another one."""
 
     def after_step(self) -> None:
-        """Puts the flat buffers to the out-neighbors."""
+        """Puts the values to the out-neighbors."""
         destinations = [rank for rank, _ in self._rounds.plan(self.round).destinations]
         self._iteration += 1
         if self._seats is not None:
@@ -172,9 +179,9 @@ class AsynchronousMixing:
         self.begin()  # on one host all puts have arrived already
 
     def discard(self) -> None:
-        """Waits until the put values have left: from then on the flat buffers may change.
+        """Waits until the put values have left: from then on the buckets' buffers may change.
 
-        For flat buffers on a device, work that is enqueued after this call may change them; the host does not wait.
+        For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
         """
         puts, self._puts = self._puts, []
         for put in puts:
@@ -295,6 +302,8 @@ class AsynchronousMixing:
 
     def _put(self, destinations: list[int]) -> None:
         self._is_counted = False
+        for each in self._buckets:
+            each.load()
         for window in self._windows:
             window.p = self._iteration + 1.0  # 0 means that no values have arrived
         if self._codec is not None and not self._decoded:

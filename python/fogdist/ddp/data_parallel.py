@@ -77,12 +77,12 @@ class DecentralizedDataParallel(nn.Module):
     pass counts as one more part of the same step, and the neighbors wait, until the group's timeout. In mode "async" a
     skipped step is no iteration.
 
-    Parameters that are trained when the wrapper is created live side by side in shared memory (`FlatBuckets`) and stay
-    the same tensors, so the optimizer, schedulers, clipping, GradScaler and closures work as before. In mode "sync" they
-    must not be changed between forward pass and step, and a warning is issued if they are: neighbors read them in place,
-    and the mix replaces them. (If the forward pass itself changes them, by an embedding's `max_norm`, the exchange starts
-    at its end.) Frozen parameters are not exchanged. Buffers stay each rank's own unless `average_buffers` is set; then
-    those of floating-point dtypes are mixed like parameters, and the changes by the forward pass are kept.
+    The module stays an ordinary module, whose parameters keep their own memory: what is exchanged is a copy
+    (`FlatBuckets`). So the optimizer, schedulers, clipping, GradScaler and closures work as before. In mode "sync"
+    parameters must not be changed between forward pass and step, and a warning is issued if they are, because the mix
+    replaces them. (If the forward pass itself changes them, by an embedding's `max_norm`, the exchange starts at its
+    end.) Frozen parameters are not exchanged. Buffers stay each rank's own unless `average_buffers` is set; then those
+    of floating-point dtypes are mixed like parameters, and the changes by the forward pass are kept.
 
     `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
     from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. ``torch.func.functional_call`` takes
@@ -100,7 +100,7 @@ class DecentralizedDataParallel(nn.Module):
             that of each step (`fogdist.set_topology`), in "async" that of now.
         mode: "sync" or "async".
         group: The group of ranks; by default that of `init`.
-        bucket_cap_mb: MiB of the buffers that the parameters live in, each of which is one message. A larger
+        bucket_cap_mb: MiB of the buffers that the parameters are copied to, each of which is one message. A larger
             parameter has one for itself.
         broadcast: Whether parameters and buffers start as those of rank 0. If False, the user must ensure equal values.
         average_buffers: As above.
@@ -125,6 +125,7 @@ class DecentralizedDataParallel(nn.Module):
             ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
         compression: A codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not with
             `patience`. In mode "async" it is not `Moniqua`.
+        share: As in `fogdist.algorithms.Algorithm`, for the parameters.
 
     Attributes:
         module: The module.
@@ -163,6 +164,7 @@ class DecentralizedDataParallel(nn.Module):
         timeout: timedelta | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
+        share: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
@@ -225,7 +227,7 @@ class DecentralizedDataParallel(nn.Module):
         }
         self._averages_buffers = average_buffers
         self._flat_parameters = FlatBuckets(
-            list(trained.values()), bucket_bytes, names=list(trained), owner=self
+            list(trained.values()), bucket_bytes, names=list(trained), owner=self, share=share
         )
         self._flat_buffers = FlatBuckets(
             list(buffers.values()), bucket_bytes, names=list(buffers), owner=self
@@ -270,7 +272,7 @@ class DecentralizedDataParallel(nn.Module):
         else:
             self._mixing = AsynchronousMixing(
                 self._context,
-                [*self._flat_parameters.flats, *self._flat_buffers.flats],
+                [self._flat_parameters, self._flat_buffers],
                 self._plans,
                 name,
                 max_staleness=max_staleness,
@@ -378,7 +380,8 @@ class DecentralizedDataParallel(nn.Module):
         self._check_places()
         self._mixing.finish()
         self._mixing.pause()
-        self._reattach()
+        self._flat_parameters.load()
+        self._flat_buffers.load()
         rest: list[Tensor] = []
         if self._averages_buffers if buffers is None else buffers:
             own = {*self._flat_buffers.tensors}
@@ -389,6 +392,7 @@ class DecentralizedDataParallel(nn.Module):
         for bucket, flat in packed:
             unflatten(bucket, flat, rest)
         self._flat_parameters.write_back()
+        self._flat_buffers.write_back()
         self._mixing.after_global_average()
 
     def synchronize(self) -> None:
@@ -451,16 +455,12 @@ class DecentralizedDataParallel(nn.Module):
     ) -> Any:
         """Loads a state dict of the module; every rank loads the same.
 
-        In mode "async" the windows still hold the neighbors' earlier values: call `global_average` afterwards.
-
-        Raises:
-            ValueError: `assign` is True, which would replace the parameters by other tensors.
+        In mode "async" the windows still hold the neighbors' earlier values: call `global_average` afterwards. With `assign`
+        the module gets other parameters, which the optimizer does not train: the next training pass raises RuntimeError.
         """
-        if assign:
-            raise ValueError("assign must be False: parameters have to stay in the memory that is exchanged")
         if self._release is not None:
             self._mixing.discard()
-        return self.module.load_state_dict(state_dict, strict)
+        return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -531,6 +531,7 @@ class DecentralizedDataParallel(nn.Module):
             for bucket, flat in packed:
                 unflatten(bucket, flat, tensors)
             self._flat_parameters.write_back()
+            self._flat_buffers.write_back()
 
     def _before_forward(self) -> None:
         if not self._begins_after_forward:
@@ -568,8 +569,6 @@ class DecentralizedDataParallel(nn.Module):
         self._is_iteration = self._is_exchanging or self._mixing.has_begun
         if self._is_iteration:
             self._check_places()
-            if self._mode == "async":
-                self._reattach()
             self._mixing.mix()
         else:
             self._mixing.discard()
@@ -601,10 +600,6 @@ class DecentralizedDataParallel(nn.Module):
                     f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
                     "Wrap the module anew"
                 )
-
-    def _reattach(self) -> None:
-        self._flat_parameters.reattach()
-        self._flat_buffers.reattach()
 
     def _neighbors(self) -> Neighbors:
         return Neighbors(self._plans.topology, compression=self._compression)

@@ -18,12 +18,12 @@ from fogdist.training.patient_mixer import PatientMixer
 class SynchronousMixing:
     """Exchanges of the parameters and buffers of a model, one after the other.
 
-    Parameters are sent from where they are, so they must not change between `begin` and `mix`. Buffers do
-    change in a forward pass: they are sent from a copy, and the change that mixing makes to the copy is added to them.
+    Parameters must not change between `begin` and `mix`. Buffers do change in a forward pass: the change that mixing makes to
+    the values that were sent is added to them.
 
     Args:
         context: The group.
-        parameters: The parameters; an exchange's result may become their memory.
+        parameters: The parameters.
         buffers: The module's buffers to mix, if any.
         mixing: The peers and weights of each round.
         name: The same on all ranks, and unique among the mixings of the group.
@@ -62,7 +62,7 @@ class SynchronousMixing:
             self._mixer = PatientMixer(name, patience, None if self._seats is None else self._seats[0])
             if self._seats is not None:
                 self._seats[0].on_change(self._mixer.renew)
-        self._sent: list[tuple[Tensor, Tensor, Finish]] = []
+        self._sent: list[Finish] = []
 
     @property
     def context(self) -> Context:
@@ -100,12 +100,10 @@ class SynchronousMixing:
         if self._seats is not None and self._state is not None and self._seats[0].enter() and in_step:
             self._state.drop_gradients()
         round = Round.of(self.context, self._next, self._name)
-        self._parameters.reattach()
         self._next = self._mixer.begin(self._parameters, self._mixing, round) + 1
-        self._buffers.reattach()
+        self._buffers.load()
         for place, flat in enumerate(self._buffers.flats):
-            copy = flat.clone()
-            self._sent.append((flat, copy, self._mixing.begin([copy], round.part(-1 - place))))
+            self._sent.append(self._mixing.begin([flat], round.part(-1 - place)))
         self._begun += 1
 
     @torch.no_grad()
@@ -117,10 +115,12 @@ class SynchronousMixing:
         try:
             self._mixer.finish()
         finally:
-            averages = [finish()[0] for _, _, finish in sent]
-        self._buffers.reattach()
-        for (flat, copy, _), average in zip(sent, averages, strict=True):
-            flat.add_(average.sub_(copy))
+            averages = [finish()[0] for finish in sent]
+        changes = [average.sub_(flat) for flat, average in zip(self._buffers.flats, averages, strict=True)]
+        self._buffers.load()
+        for flat, change in zip(self._buffers.flats, changes, strict=True):
+            flat.add_(change)
+        self._buffers.write_back()
 
     def finish(self) -> None:
         """Completes the exchange that this rank or only other ranks have begun, if any; collective."""
@@ -151,7 +151,7 @@ class SynchronousMixing:
         """Waits for the exchange in flight, if any, and drops its result."""
         self._mixer.discard()
         sent, self._sent = self._sent, []
-        for _, _, finish in sent:
+        for finish in sent:
             finish()
 
     def follow(self, mixing: Mixing) -> None:

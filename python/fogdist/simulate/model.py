@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from fogdist.training.algorithm import check_count
-from fogdist.training.buckets import ALIGNMENT
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,8 +31,7 @@ class StackedModel(nn.Module):
         ranks: Number of ranks, at least 1.
 
     Attributes:
-        stacked: The parameters, of shape (ranks, elements of all trained parameters, and zeros up to a multiple of 64
-            bytes).
+        stacked: The parameters, of shape (ranks, elements of all trained parameters).
 
     Raises:
         TypeError: `model` is not a torch.nn.Module, or `ranks` not an int.
@@ -60,10 +58,7 @@ class StackedModel(nn.Module):
         self._model = (copy.deepcopy(model),)
         self._shapes = {name: p.shape for name, p in trained.items()}
         row = torch.cat([p.detach().reshape(-1) for p in trained.values()])
-        step = ALIGNMENT // row.itemsize
-        lengths = [p.numel() for p in trained.values()]
-        self._lengths = [*lengths, -len(row) % step]  # rows end where those of a bucket do
-        row = torch.cat([row, row.new_zeros(self._lengths[-1])])
+        self._lengths = [p.numel() for p in trained.values()]
         self.stacked = nn.Parameter(row.repeat(ranks, 1))
 
     def forward(self, *inputs: Tensor) -> Any:
@@ -97,7 +92,7 @@ class StackedModel(nn.Module):
         parts = torch.split(self.stacked, self._lengths, dim=1)
         return {
             name: part.reshape(self.ranks, *shape)
-            for part, (name, shape) in zip(parts, self._shapes.items(), strict=False)
+            for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
         }
 
     @torch.no_grad()

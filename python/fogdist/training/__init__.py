@@ -1,6 +1,6 @@
 """The frame of training algorithms: the tensors that are mixed, the mixing, the recursions and their timing.
 
-`buckets` makes parameters views of flat memory, which exchanges use in place. `mixing` defines the peers and weights of
+`buckets` copies parameters to flat memory, which exchanges use in place, and back. `mixing` defines the peers and weights of
 each round, and `mixer` makes one exchange of buckets per round. `algorithm` is the frame of recursions around the
 optimizer's step. `overlapping` begins a round with a forward pass, `window_algorithm` runs it over one-sided windows,
 and `backward_steps` and `gradient_exchange` act as gradients become ready. `compressed` is for recursions that need a

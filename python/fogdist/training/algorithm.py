@@ -69,6 +69,7 @@ class AlgorithmOptions(TypedDict, total=False):
     bucket_cap_mb: float
     on_loss: OnLoss
     compare: Mapping[str, object]
+    share: bool
 
 
 class Algorithm(DistributedOptimizer):
@@ -77,7 +78,7 @@ class Algorithm(DistributedOptimizer):
     A subclass changes the recursion by overriding `adapt` (a local step), `combine` (the exchange after every
     `local_steps` of them) or `advance` (both). It names the vectors that it keeps for the parameters in
     `state_vectors`, and other numbers in `state_numbers`; ranks save and load them with the optimizer's state. All
-    three methods work on `values`, flat vectors that the parameters are views of, and autograd does not record them.
+    three methods work on `values`, flat vectors with the parameters' values, and autograd does not record them.
     A subclass must declare its attributes in its body; all other attributes belong to the user's optimizer.
 
     The object is a view of the wrapped optimizer and an instance of its class, so learning-rate schedulers, gradient
@@ -85,10 +86,10 @@ class Algorithm(DistributedOptimizer):
     optimizer that has an attribute or a method of such a name is refused. `state_dict` holds the algorithm's state too.
     Training continues from it bit for bit, and it can be loaded into the plain optimizer as well.
 
-    From then on the parameters are views of flat buckets (`fogdist.training.FlatBuckets`). They are the same tensors
-    with the same values, strides and state, but they no longer share memory with others, such as a NumPy array. The
-    values of a parameter may change in any way; its dtype, device and shape may not. The ranks compare their parameters
-    when the algorithm is created and whenever parameters are added, frozen or unfrozen, which all ranks must do alike.
+    The model stays an ordinary model: nothing of it is replaced, and what is exchanged is a copy of the parameters in flat
+    buckets (`fogdist.training.FlatBuckets`), which takes as much memory again. The values of a parameter may change in any
+    way; its dtype, device and shape may not. The ranks compare their parameters when the algorithm is created and whenever
+    parameters are added, frozen or unfrozen, which all ranks must do alike.
 
     An algorithm that is made of the same parameters later, as by a notebook's cell that is run again, takes over: hooks and
     windows of this one go, without waiting for other ranks, an exchange in flight is forgotten, and `step` raises.
@@ -111,13 +112,16 @@ class Algorithm(DistributedOptimizer):
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         compare: For subclasses: further arguments that must be the same on all ranks, by name.
+        share: Whether CPU parameters become views of the buckets, which saves memory and the copies. The model is then no
+            ordinary one: its parameters share one storage, in memory that forked children share too, so they see and make
+            changes; savers such as safetensors' take them for tied ones, and ``torch.save`` of one writes all.
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
-            parameter that is not in the model; two parameters have the same name or overlap in memory; a living wrapper
-            has one; a number is out of its range; a topology of another number of ranks; ranks disagree on the
-            algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
+            parameter that is not in the model; two parameters have the same name; a living wrapper has one; a number is
+            out of its range; a topology of another number of ranks; ranks disagree on the algorithm, its options or the
+            parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 
@@ -166,6 +170,7 @@ class Algorithm(DistributedOptimizer):
     on_loss: OnLoss
     buckets: FlatBuckets
     is_alone: bool
+    _is_shared: bool
     _group: dist.ProcessGroup | None
     _seat: Seat | None
     _number: int
@@ -199,8 +204,10 @@ class Algorithm(DistributedOptimizer):
         bucket_cap_mb: float = BUCKET_CAP_MB,
         on_loss: OnLoss = "raise",
         compare: Mapping[str, object] | None = None,
+        share: bool = False,
     ) -> None:
         self.on_loss = on_loss
+        self._is_shared = share
         self._seat = None
         context = current(group)
         if not self.takes_lbfgs:
@@ -261,9 +268,9 @@ class Algorithm(DistributedOptimizer):
         """Makes a local step, unless gradients overflowed; returns the result of the optimizer's own step."""
         if self.overflowed:
             return None
-        self.buckets.write_back()
+        self.buckets.write_changes()
         result = self._fog_wrapped.step(**self._step_options)
-        self.buckets.reattach()
+        self.buckets.outdate()
         return result
 
     def combine(self) -> None:
@@ -304,8 +311,8 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def values(self) -> list[Tensor]:
-        """Returns the parameters as flat vectors; writing to them changes the parameters."""
-        return self.buckets.flats
+        """Returns the parameters as flat vectors; what is written to them becomes the parameters' in the step."""
+        return self.buckets.values()
 
     def write(self, vectors: Sequence[Tensor]) -> None:
         """Gives the parameters the values of vectors that are like `values`."""
@@ -360,7 +367,7 @@ class Algorithm(DistributedOptimizer):
         kept = [(parameter, parameter.grad) for parameter, _ in pairs]
         missing = [direction for parameter, direction in pairs if parameter.grad is None]
         moves = iter(_have_nonzero(missing))
-        self.buckets.write_back()
+        self.buckets.write_changes()
         for parameter, direction in pairs:
             if parameter.grad is not None or next(moves):
                 parameter.grad = sharded_as(parameter, direction)
@@ -369,7 +376,7 @@ class Algorithm(DistributedOptimizer):
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
-            self.buckets.reattach()
+            self.buckets.outdate()
 
     def this_round(self) -> Round:
         """Returns the current round, with the weights that the user has set for it.
@@ -449,7 +456,7 @@ class Algorithm(DistributedOptimizer):
                     if self._seat is not None and self.enters_in_step() and self.enter():
                         self.overflowed = True
                     result = self.advance()
-                    self.buckets.write_back()
+                    self.buckets.write_changes()
                 else:
                     result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
         finally:
@@ -495,7 +502,7 @@ class Algorithm(DistributedOptimizer):
         self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
 
     def refresh(self) -> None:
-        """Takes up parameters that were added, unfrozen or replaced, and forgets those that were frozen.
+        """Takes up parameters that were added, unfrozen or changed, and forgets those that were frozen.
 
         The algorithm's state begins here too, at the first step: not before the user has loaded or broadcast
         what ranks start from.
@@ -503,7 +510,7 @@ class Algorithm(DistributedOptimizer):
         # The loaded state, or the state of the parameters that are kept.
         known = self._loaded
         if self._holds(*self._trained()):
-            self.buckets.reattach()
+            self.buckets.outdate()
             if self._has_state:
                 return
         else:
@@ -549,7 +556,7 @@ class Algorithm(DistributedOptimizer):
         return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
 
     def _hold(self, items: Sequence[str]) -> None:
-        """Moves the parameters into buckets. Collective: ranks compare `items` and the layout of the buckets."""
+        """Makes buckets for the parameters. Collective: ranks compare `items` and the layout of the buckets."""
         parameters, numbers = self._trained()
         buckets = FlatBuckets(
             parameters,
@@ -558,6 +565,7 @@ class Algorithm(DistributedOptimizer):
             groups=numbers,
             owner=self._fog_view(),
             takes_over=True,
+            share=self._is_shared,
         )
         with buckets.released_on_error():
             context = self.context

@@ -85,7 +85,6 @@ class BackwardSteps:
         self._stepped.add(number)
         self._joins[number].join()
         step_of(optimizer, set(parameters))
-        self._buckets.load(number)
         for parameter in parameters:
             gradient = parameter.grad
             self._applied[parameter] = gradient, 0 if gradient is None else gradient._version

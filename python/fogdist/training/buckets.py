@@ -1,12 +1,12 @@
-"""Tensors that are stored side by side in flat buffers, so that an exchange of a buffer needs no copies.
+"""Copies of tensors side by side in flat buffers, which exchanges use in place.
 
-`fogdist.packing` packs tensors for one message and unpacks them again; here they stay packed.
+`fogdist.packing` packs tensors for one message and unpacks them again; these buffers, and their order, stay.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -15,15 +15,10 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fogdist.memory import empty_flat, is_shared
+from fogdist.memory import empty_flat
 from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
 from fogdist.training.ownership import Ownership
-
-# The alignment of each tensor in bytes: a cache line, which suits vector instructions too.
-ALIGNMENT = 64
-# Copying this number of bytes takes as long as giving a tensor other memory, which is some microseconds of Python.
-_WORTH_SWAPPING = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -36,38 +31,30 @@ class _Place:
 
 
 class FlatBuckets:
-    """Moves tensors into flat buffers; from then on the tensors are views of them.
+    """Flat buffers for the values of tensors. The tensors keep their own memory, and stay what they are for others.
 
-    They stay the same tensors, with shape, strides, gradient and optimizer state. A change of a tensor in place changes
-    the buffer, and vice versa. CPU buffers are in memory that the host's other ranks can read (`fogdist.empty`), so
-    exchanges of them copy nothing. Autograd does not see writes to a buffer: make them between backward and the next
-    forward pass.
-
-    For a DTensor, such as a parameter of FSDP2, the buckets hold a copy of this rank's shard, because FSDP2 owns its
-    memory: values are copied in (`reattach`) and out (`write_back`).
-
-    The memory of a tensor may be exchanged (`swap`), but not while torch knows of another user of it: another view, an
-    entry of a state dict, a NumPy array. Only bare addresses, such as that of ``data_ptr()``, and processes forked
-    earlier keep the old memory.
-
-    ``copy.deepcopy`` of a model gives parameters in memory of their own. ``torch.save`` writes whole storages: each
-    buffer once for a state dict that has all its tensors, and a whole buffer for a single tensor; save a clone of a
-    single tensor.
+    `load` copies the values of the tensors into the buffers, and `write_back` copies those of the buffers into the tensors.
+    Autograd sees this as a change of the tensors in place. CPU buffers are in memory that the host's other ranks can read
+    (`fogdist.empty`), so exchanges of them copy nothing. For a DTensor, such as a parameter of FSDP2, the buffers hold this
+    rank's shard.
 
     Args:
         tensors: Dense tensors of any dtypes and devices, or DTensors of such. A tensor that is given several times
-            counts once. Dense strides are kept (channels_last, transposed); others become contiguous.
+            counts once. Dense strides are kept (channels_last, transposed); others become contiguous in the buffers.
         max_bytes: The largest size of a bucket with more than one tensor.
         names: Of the tensors, for messages; by default their places in the list.
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
         owner: The object that exchanges the buffers. While it and these buckets live, no other owner gets the tensors,
             because both would mix them; the owner may put them into other buckets itself. None for no owner.
         takes_over: Whether `owner` may have tensors of an owner that is `Replaceable`, which `take_over` then ends.
+        share: Whether CPU tensors become views of the buffers, so that nothing is copied between them. A change of a tensor
+            in place then changes the buffer, and vice versa, and autograd sees no change of the buffer. Tensors that share
+            their memory with other ones or with other processes, and DTensors, keep their own memory all the same.
 
     Raises:
         TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, or no tensor.
-        ValueError: It is on the device meta or without a shape yet, is expanded, or overlaps in memory with
-            another one; it has another owner; `max_bytes` is below 1; as many names as tensors are needed.
+        ValueError: It is on the device meta or without a shape yet, or is expanded; it has another owner; `max_bytes` is
+            below 1; as many names as tensors are needed.
     """
 
     def __init__(
@@ -79,19 +66,22 @@ class FlatBuckets:
         groups: Sequence[int] | None = None,
         owner: object | None = None,
         takes_over: bool = False,
+        share: bool = False,
     ) -> None:
         if max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
         self._ownership = None if owner is None else Ownership(owner, takes_over=takes_over)
+        self._shares = share
         self._labels: dict[Tensor, str] = {}
-        self._sharded: set[Tensor] = set()
         self._flats: list[Tensor] = []
         self._groups: list[int] = []
         self._tensors: list[list[Tensor]] = []
         self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
         self._bucket_of: dict[Tensor, int] = {}
+        self._is_outdated = False  # whether tensors may have changed since the buffers had their values
+        self._may_differ = False  # whether the buffers may have changed since the tensors had their values
         self.extend(tensors, names=names, groups=groups)
 
     def extend(
@@ -101,7 +91,7 @@ class FlatBuckets:
         names: Sequence[str] | None = None,
         groups: Sequence[int] | None = None,
     ) -> None:
-        """Moves more tensors into additional buckets after the existing ones; arguments and errors of the class."""
+        """Adds buckets for more tensors after the existing ones; arguments and errors of the class."""
         if names is not None and len(names) != len(tensors):
             raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
         known = len(self._labels)
@@ -111,27 +101,25 @@ class FlatBuckets:
             label = f"tensors[{place + known}]" if names is None else repr(names[place])
             _check(tensor, label)
             labels.setdefault(tensor, label)
-        _check_apart(labels)
         distinct = list(labels)[known:]
-        taken = {tensor: labels[tensor] for tensor in distinct}
         if self._ownership is not None:
-            self._ownership.check_free(taken)
+            self._ownership.take({tensor: labels[tensor] for tensor in distinct})
         self._labels = labels
-        self._sharded.update(tensor for tensor in distinct if is_sharded(tensor))
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
-        for bucket in make_buckets([local_of(t) for t in distinct], self._max_bytes, ALIGNMENT, numbers):
+        first = len(self._flats)
+        for bucket in make_buckets([local_of(t) for t in distinct], self._max_bytes, groups=numbers):
             members = [distinct[place] for place in bucket.places]
             self._groups.append(numbers[bucket.places[0]])
             self._places.append(_places([local_of(member) for member in members]))
             self._tensors.append(members)
-            last = self._places[-1][-1]
-            length = _aligned(last.offset + last.shape.numel(), bucket.dtype)
-            self._flats.append(empty_flat(length, bucket.dtype, bucket.device).zero_())
+            length = sum(local_of(member).numel() for member in members)
+            self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
             self._bucket_of.update(dict.fromkeys(members, len(self._flats) - 1))
-        self._move(distinct)
-        if self._ownership is not None:
-            self._ownership.take(taken)
+        for number in range(first, len(self._flats)):
+            self.load(number)
+        if self._shares:
+            self._share(first)
 
     def released_on_error(self) -> AbstractContextManager[None]:
         """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
@@ -143,13 +131,13 @@ class FlatBuckets:
             self._ownership.take_over()
 
     def release(self) -> None:
-        """Releases the tensors, whose memory stays. Before `take_over` they go back to their previous owners."""
+        """Releases the tensors. Before `take_over` they go back to their previous owners."""
         if self._ownership is not None:
             self._ownership.release()
 
     @property
     def flats(self) -> list[Tensor]:
-        """The buffers: one-dimensional, with zeros between the tensors."""
+        """The buffers, as they are: one-dimensional."""
         return list(self._flats)
 
     @property
@@ -228,22 +216,9 @@ class FlatBuckets:
         for number, flat in enumerate(flats):
             yield from zip(self._tensors[number], self.views(flat, number), strict=True)
 
-    def copies(self) -> list[Tensor]:
-        """Returns copies of the buffers."""
-        return [flat.clone() for flat in self._flats]
-
     def zeros(self) -> list[Tensor]:
         """Returns zeros for all elements of the buffers."""
         return [torch.zeros_like(flat) for flat in self._flats]
-
-    def clear_gaps(self, flats: Sequence[Tensor]) -> None:
-        """Sets what lies between the tensors to zero in vectors like the buffers."""
-        for flat, places in zip(flats, self._places, strict=True):
-            ends = [place.offset for place in places[1:]] + [flat.numel()]
-            for place, end in zip(places, ends, strict=True):
-                begin = place.offset + place.shape.numel()
-                if begin < end:
-                    flat[begin:end].zero_()
 
     def gradients(self) -> list[Tensor]:
         """Returns the tensors' gradients in vectors like `flats`; zeros for tensors without one.
@@ -274,109 +249,75 @@ class FlatBuckets:
             for tensor, place in zip(members, self._places[i], strict=True)
         ]
 
-    def reattach(self) -> bool:
-        """Moves tensors whose `data` was replaced back into the buckets, with their new values and their old strides.
+    # --- the values ---
 
-        It copies in the values of shards, which are not in the buckets' memory.
-
-        Loading a state dict does not need it, because that copies in place. ``tensor.data = ...`` does, and so do
-        functions that use it: ``vector_to_parameters``, ``module.to(memory_format=...)``. Without replaced tensors it
-        costs about a microsecond per tensor.
-
-        Returns:
-            Whether any tensor was replaced.
+    @torch.no_grad()
+    def load(self, bucket: int | None = None) -> None:
+        """Copies the values of all tensors, or of those of one bucket, into the buffers.
 
         Raises:
-            ValueError: A tensor has another dtype, device or shape now. Nothing is changed then.
+            ValueError: A tensor has another dtype, device or shape than before. Nothing is changed then.
         """
-        astray = []
-        for members, views in zip(self._tensors, self._views, strict=True):
-            for tensor, view in zip(members, views, strict=True):
-                if tensor in self._sharded:
-                    view.copy_(local_of(tensor))
-                elif not (
-                    tensor.data_ptr() == view.data_ptr()
-                    and tensor.dtype is view.dtype
-                    and tensor.is_set_to(view)
-                ):
-                    self._check_kind(tensor, view)
-                    astray.append(tensor)
-        if astray:
-            self._move(astray)
-        return bool(astray)
+        numbers = range(len(self._flats)) if bucket is None else [bucket]
+        self._check_kinds(numbers)
+        for number in numbers:
+            _copy(self._views[number], self._locals(number))
+        if bucket is None:
+            self._is_outdated = self._may_differ = False
 
-    def load(self, bucket: int) -> None:
-        """Copies the values of shards into one bucket, after the shards were changed in place."""
-        if self._sharded:
-            for tensor, view in zip(self._tensors[bucket], self._views[bucket], strict=True):
-                if tensor in self._sharded:
-                    view.copy_(local_of(tensor))
+    @torch.no_grad()
+    def write_back(self, vectors: Mapping[int, Tensor] | None = None) -> None:
+        """Copies the values of the buffers, or of vectors like some of them by their indices, into the tensors."""
+        for number in range(len(self._flats)) if vectors is None else vectors:
+            views = self._views[number] if vectors is None else self.views(vectors[number], number)
+            _copy(self._locals(number), views)
+        self._is_outdated = vectors is not None
+        self._may_differ = False
 
-    def write_back(self) -> None:
-        """Copies values into the shards that are not in the buckets' memory; does nothing for other tensors."""
-        if self._sharded:
-            for tensor, view in self.pieces(self._flats):
-                if tensor in self._sharded:
-                    local_of(tensor).copy_(view)
+    def values(self) -> list[Tensor]:
+        """Returns the buffers with the values of the tensors. The caller may change them: `write_changes` follows."""
+        if self._is_outdated:
+            self.load()
+        self._may_differ = True
+        return self.flats
 
-    def swap(self, bucket: int, flat_like: Tensor) -> bool:
-        """Replaces a bucket's buffer, and so the tensors' values, by another one, if this is safe and saves time.
+    def copies(self) -> list[Tensor]:
+        """Returns copies of the tensors' values."""
+        if self._is_outdated:
+            self.load()
+        return [flat.clone() for flat in self._flats]
 
-        It is safe if only the bucket's tensors use the old buffer. Otherwise the caller must copy the values.
+    def outdate(self) -> None:
+        """Tells that tensors may have changed: `values` and `copies` copy theirs then. Raises as `load`."""
+        self._check_kinds(range(len(self._flats)))
+        self._is_outdated, self._may_differ = True, False
 
-        Args:
-            bucket: Index in `flats`.
-            flat_like: As in `views`. If the result is True, it belongs to the bucket and the old buffer to the caller.
+    def write_changes(self) -> None:
+        """Copies the values of the buffers into the tensors if they may have changed."""
+        if self._may_differ:
+            self.write_back()
 
-        Returns:
-            Whether the buffer was replaced; if not, nothing has changed.
+    def _locals(self, number: int) -> list[Tensor]:
+        return [local_of(tensor) for tensor in self._tensors[number]]
 
-        Raises:
-            ValueError: As `views`.
-        """
-        flat, members = self._flats[bucket], self._tensors[bucket]
-        views = self.views(flat_like, bucket)
-        ours = 1 + len(members) + len(self._views[bucket])
-        if (
-            flat.device.type != "cpu"
-            or flat.nbytes < _WORTH_SWAPPING * len(members)
-            or flat_like.dtype != flat.dtype
-            or flat_like.storage_offset() != 0
-            or not is_shared(flat_like)
-            or not self._sharded.isdisjoint(members)
-            or any(t.data_ptr() != v.data_ptr() for t, v in zip(members, self._views[bucket], strict=True))
-            or _tensors_in(flat) != ours
-        ):
-            return False
-        self._flats[bucket], self._views[bucket] = flat_like, views
-        for tensor, view in zip(members, views, strict=True):
-            tensor.data = view
-        return True
+    def _check_kinds(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            for tensor, view in zip(self._tensors[number], self._views[number], strict=True):
+                local = local_of(tensor)
+                if (local.dtype, local.shape, local.device) != (view.dtype, view.shape, view.device):
+                    raise ValueError(
+                        f"{self._labels[tensor]} must stay {_kind(view)}, as when it was put into its bucket; got "
+                        f"{_kind(local)}. Convert a model before it is distributed"
+                    )
 
-    def _check_kind(self, tensor: Tensor, view: Tensor) -> None:
-        now, was = (_kind(tensor), _kind(view))
-        if now != was:
-            raise ValueError(
-                f"{self._labels[tensor]} must stay {was}, as when it was put into its bucket; got {now}. "
-                "Convert a model before it is distributed"
-            )
-        _check(tensor, self._labels[tensor])
-
-    def _move(self, tensors: Sequence[Tensor]) -> None:
-        """Copies tensors to their places in the buffers and makes them views of these."""
-        moved = set(tensors)
-        with torch.no_grad():
-            for members, views in zip(self._tensors, self._views, strict=True):
-                pairs = [(t, v) for t, v in zip(members, views, strict=True) if t in moved]
-                # Copies all values before it changes any tensor, as tensors may be views of each other's old memory.
-                values = [
-                    t.detach().clone() if _is_within(t, views) else local_of(t.detach()) for t, _ in pairs
-                ]
-                for (_, view), value in zip(pairs, values, strict=True):
-                    view.copy_(value)
-                for tensor, view in pairs:
-                    if tensor not in self._sharded:
-                        tensor.data = view
+    def _share(self, first: int) -> None:
+        """Makes tensors views of the buffers, from a bucket on."""
+        users = Counter(local_of(tensor).untyped_storage().data_ptr() for tensor in self._labels)
+        for number in range(first, len(self._flats)):
+            for tensor, view in zip(self._tensors[number], self._views[number], strict=True):
+                is_its_own = users[local_of(tensor).untyped_storage().data_ptr()] == 1
+                if is_its_own and not is_sharded(tensor) and not tensor.is_shared():  # type: ignore[no-untyped-call]
+                    tensor.data = view
 
 
 def _check(tensor: Tensor, label: str) -> None:
@@ -395,55 +336,21 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
 
 
-def _check_apart(labels: dict[Tensor, str]) -> None:
-    """Raises ValueError if two tensors share memory: after the move they would no longer change together."""
-    spans = sorted(
-        (
-            (str(part.device), part.data_ptr(), part.data_ptr() + _extent(part), label)
-            for part, label in [(local_of(tensor), label) for tensor, label in labels.items()]
-            if part.numel() > 0
-        ),
-        key=lambda span: span[:3],
-    )
-    for first, second in itertools.pairwise(spans):
-        if first[0] == second[0] and second[1] < first[2]:
-            raise ValueError(
-                f"{first[3]} and {second[3]} must not overlap in memory. Tied parameters have to be one "
-                "torch.nn.Parameter"
-            )
-
-
-def _extent(tensor: Tensor) -> int:
-    """Returns the number of bytes from a tensor's first element to the end of its last one."""
-    last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
-
-
 def _places(tensors: Sequence[Tensor]) -> list[_Place]:
     places, offset = [], 0
     for tensor in tensors:
         # The strides that clone() would give: the tensor's own strides if they are dense.
         stride = torch.empty_like(tensor, device="meta").stride()
         places.append(_Place(offset, tensor.shape, tuple(stride)))
-        offset = _aligned(offset + tensor.numel(), tensor.dtype)
+        offset += tensor.numel()
     return places
 
 
-def _aligned(elements: int, dtype: torch.dtype) -> int:
-    step = ALIGNMENT // dtype.itemsize
-    return -(-elements // step) * step
-
-
-def _is_within(tensor: Tensor, views: Sequence[Tensor]) -> bool:
-    return local_of(tensor).untyped_storage().data_ptr() == views[0].untyped_storage().data_ptr()
-
-
-def _tensors_in(flat: Tensor) -> int | None:
-    """Returns the number of tensors that use a buffer's memory; None if this version of torch does not tell."""
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return None
-    return count(flat.untyped_storage()._cdata) - 1  # without the storage object that this call makes
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors, but for those that are their targets themselves."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _kind(tensor: Tensor) -> str:

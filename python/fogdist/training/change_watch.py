@@ -13,7 +13,7 @@ class ChangeWatch:
     """Warns once if parameters changed between `begin` and `end`."""
 
     def __init__(self) -> None:
-        self._versions: list[int] | None = None
+        self._versions: list[tuple[int, int]] | None = None
         self._has_warned = False
 
     def begin(self, buckets: FlatBuckets) -> None:
@@ -21,9 +21,7 @@ class ChangeWatch:
         self._versions = [_version(tensor) for tensor in buckets.tensors]
 
     def end(self, buckets: FlatBuckets) -> None:
-        """Call it before an average replaces the values. It calls `FlatBuckets.reattach`.
-
-        Without `begin` before it, it does nothing.
+        """Call it before an average replaces the values. Without `begin` before it, it does nothing.
 
         Args:
             buckets: As in `begin`.
@@ -31,18 +29,16 @@ class ChangeWatch:
         versions, self._versions = self._versions, None
         if versions is None:
             return
-        was_replaced = buckets.reattach()
         changed = [
             tensor
             for tensor, version in zip(buckets.tensors, versions, strict=True)
             if _version(tensor) != version
         ]
-        if (changed or was_replaced) and not self._has_warned:
+        if changed and not self._has_warned:
             self._has_warned = True
-            which = buckets.label_of(changed[0]) if changed else "a parameter"
             warn_user(
-                f"{which} was changed between the forward pass and step(); the average of the values that it "
-                "had before replaces them. Change parameters after step()."
+                f"{buckets.label_of(changed[0])} was changed between the forward pass and step(); the average of the "
+                "values that it had before replaces them. Change parameters after step()."
             )
 
     def forget(self) -> None:
@@ -50,8 +46,10 @@ class ChangeWatch:
         self._versions = None
 
 
-def _version(tensor: Tensor) -> int:
-    return local_of(tensor)._version
+def _version(tensor: Tensor) -> tuple[int, int]:
+    """Returns what changes with the tensor's values, or if its `data` is replaced."""
+    local = local_of(tensor)
+    return local._version, local.data_ptr()
 
 
 def forward_changes_parameters(model: nn.Module) -> bool:

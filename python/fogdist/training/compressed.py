@@ -112,7 +112,7 @@ class CompressedAlgorithm(Algorithm):
         """Exchanges compressed vectors like `values`, along the mixing of this round.
 
         Returns:
-            The results, with zeros between the parameters; None if the exchange was given up after a loss.
+            The results; None if the exchange was given up after a loss.
         """
         round = self.this_round()
         return self.through_losses(
@@ -129,9 +129,6 @@ class CompressedAlgorithm(Algorithm):
                 [as_kept(result, vector) for result, vector in zip(results, vectors, strict=True)]
                 for results in wait()
             )
-            # A codec may make something of the zeros between parameters, which no checkpoint would have.
-            self.buckets.clear_gaps(sums)
-            self.buckets.clear_gaps(own)
             return sums, own
 
         return finish

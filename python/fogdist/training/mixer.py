@@ -14,8 +14,8 @@ from fogdist.training.mixing import Finish, Mixing, Round
 class Mixer:
     """Successive exchanges of flat buckets.
 
-    Neighbors read the buckets in place, so the buckets must not change between `begin` and `finish`. They may be read,
-    because they get the average in `finish` only.
+    Neighbors read the buckets in place, so these must not change between `begin` and `finish`. The tensors get the average
+    in `finish`.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,7 @@ class Mixer:
     @shown_as("begin of an exchange")
     @torch.no_grad()
     def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> int:
-        """Begins the exchange of all buckets, with the values that they have now; raises as `Mixing.begin`.
-
-        Call `FlatBuckets.reattach` before, as the memory of parameters may have been replaced.
+        """Begins the exchange of all buckets, with the values that the tensors have now; raises as `Mixing.begin`.
 
         Returns:
             The number of the round: the given one, or a later one where this rank was left out of rounds.
@@ -54,13 +52,14 @@ class Mixer:
     def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
         """Begins the exchange of one bucket, as `begin` does for all of them. The order of the buckets is free."""
         if mixing.exchanges:
+            buckets.load(number)
             self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
         self._buckets, self._round = buckets, round
 
     @shown_as("end of an exchange")
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the exchange in flight and writes the average into the buckets.
+        """Waits for the exchange in flight and writes the average into the tensors.
 
         Raises:
             torch.distributed.DistBackendError: The exchange failed; the buckets keep their values.
@@ -71,10 +70,7 @@ class Mixer:
             return
         # Checked only now, because neighbors read the values until the exchange is complete.
         self._changes.end(buckets)
-        for number, average in averages.items():
-            if not buckets.swap(number, average):
-                buckets.flats[number].copy_(average)
-        buckets.write_back()
+        buckets.write_back(averages)
 
     def discard(self) -> None:
         """Waits for the exchange in flight, and drops its result."""

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.passes import warn_too_many_passes
+from fogdist.training.change_watch import forward_changes_parameters
 from fogdist.training.view import Models
 
-# The time of the hook: before a training forward pass, or after it if it changes parameters; always before; after.
+if TYPE_CHECKING:
+    from fogdist.training.pass_watch import PassWatch
+
+# When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
 
 
@@ -34,13 +35,12 @@ class OverlappingAlgorithm(Algorithm):
     is_in_round: bool
     _passes: list[int]
     _saw_forward: bool
-    _has_warned: bool
-    _hooks: list[RemovableHandle]
+    _watches: list[PassWatch]
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
         self._passes = [0] * len(self._fog_models)
-        self._saw_forward = self._has_warned = self.is_in_round = False
-        self._hooks = []
+        self._saw_forward = self.is_in_round = False
+        self._watches = []
         super().__init__(optimizer, model, **options)
 
     def begin(self) -> None:
@@ -55,18 +55,15 @@ class OverlappingAlgorithm(Algorithm):
         """Returns the context in which the optimizer's own step runs."""
         return nullcontext()
 
-    def hook_forward(self, when: When) -> None:
+    def watch_forward(self, when: When) -> None:
         """Makes rounds begin with the models' forward passes. A subclass calls it at the end of its constructor."""
         if self.is_alone:
             return
-        from fogdist.training.forward_hook import hook_models, register_before_forward
+        from fogdist.training.pass_watch import PassWatch
 
-        register: Any = {
-            "with forward": register_before_forward,
-            "before forward": Module.register_forward_pre_hook,
-            "after forward": Module.register_forward_hook,
-        }[when]
-        self._hooks += hook_models(self._fog_models, self._count_forward, register)
+        for place, model in enumerate(self._fog_models):
+            waits = when == "after forward" or (when == "with forward" and forward_changes_parameters(model))
+            self._watches.append(PassWatch(model, "after" if waits else "before", self._count_forward, place))
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
@@ -88,6 +85,7 @@ class OverlappingAlgorithm(Algorithm):
                 self.synchronize_now()
                 with self.stepping():
                     pass
+                self.buckets.write_changes()
 
     def settle(self) -> None:
         """See `Algorithm.settle`: it is `synchronize`."""
@@ -130,18 +128,15 @@ class OverlappingAlgorithm(Algorithm):
                 self.rounds += 1
 
     def _fog_give_up(self) -> None:
-        """Removes the hooks from the models. An exchange in flight completes without being waited for here."""
+        """Leaves the models. An exchange in flight completes without being waited for here."""
         super()._fog_give_up()
         self.is_in_round = False
-        for hook in self._hooks:
-            hook.remove()
+        for watch in self._watches:
+            watch.remove()
 
     def _count_forward(self, place: int) -> None:
         self._saw_forward = True
         self._passes[place] += 1
-        if self.counts_passes and self._passes[place] > self.local_steps and not self._has_warned:
-            self._has_warned = True
-            warn_too_many_passes("forward", self.local_steps)
         self._begin_if_due()
 
     def enters_in_step(self) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch.nn import Module
-from torch.utils.hooks import RemovableHandle
 
 from fogdist.timeline import timeline_end_activity, timeline_start_activity
 
@@ -26,23 +25,25 @@ class PassMarks:
     TRACK = "passes"
 
     def __init__(self, models: Sequence[Module]) -> None:
-        from fogdist.training.forward_hook import ForwardHook
+        from fogdist.training.pass_watch import PassWatch
 
         self._open: torch.profiler.record_function | None = None
         self._shown = False  # in the timeline, too
-        self._hooks: list[RemovableHandle] = []
-        for model in models:
-            before, after = ForwardHook(self._begin, self.FORWARD), ForwardHook(self._begin, self.GRADIENT)
-            self._hooks.append(model.register_forward_pre_hook(before))
-            # Also for a pass that raises: a range left open would take in all that follows.
-            self._hooks.append(model.register_forward_hook(ForwardHook(self.end), always_call=True))
-            self._hooks.append(model.register_forward_hook(after))
+        self._watches = [
+            watch
+            for model in models
+            for watch in (
+                PassWatch(model, "before", self._begin, self.FORWARD),
+                PassWatch(model, "after", self._begin, self.GRADIENT),
+                PassWatch(model, "failed", self.end),  # a range left open would take in all that follows
+            )
+        ]
 
     def remove(self) -> None:
         """Ends the range that is open and marks nothing more."""
         self.end()
-        for hook in self._hooks:
-            hook.remove()
+        for watch in self._watches:
+            watch.remove()
 
     def end(self) -> None:
         """Ends the range that is open, if any: a step calls this when its gradients are there."""

@@ -16,22 +16,20 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from fogdist.warn import warn_user
-
 
 def is_training_pass(module: Module) -> bool:
     """Returns whether a forward pass of the module now would be a training pass.
 
-    A training pass runs in training mode with gradients enabled, outside of transforms of ``torch.func``.
+    A training pass runs in training mode with gradients enabled. Passes that a tool traces or exports, passes in transforms
+    of ``torch.func``, and passes within a backward pass, as activation checkpointing makes them, are none.
     """
-    return module.training and torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-
-
-def warn_too_many_passes(kind: str, allowed: int) -> None:
-    """Warns that `step` was not called when it should have been."""
-    warn_user(
-        f"Unexpected behavior: more than local_steps={allowed} {kind} passes without a step() that communicates. "
-        "Call step() in time, or raise local_steps (num_steps_per_communication)."
+    return (
+        module.training
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._current_graph_task_id() == -1
     )
 
 
@@ -53,6 +51,7 @@ class BackwardPasses:
         self._on_gradient = weakref.WeakMethod(on_gradient)
         self._lock = threading.RLock()  # autograd runs one thread per device
         self._hooks: dict[Tensor, RemovableHandle] = {}
+        self._hooked: dict[Tensor, int] = {}  # the address of the contents when the hook was set
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
@@ -60,10 +59,19 @@ class BackwardPasses:
         for parameter in parameters:
             if parameter not in self._hooks:
                 self._hooks[parameter] = _hook(parameter, self)
+            elif self._hooked[parameter] != parameter._cdata:
+                # `torch.utils.swap_tensors` keeps the list of hooks, but torch does not call them any more.
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+            self._hooked[parameter] = parameter._cdata
 
     def passes_of(self, parameter: Tensor) -> int:
         """Returns the passes since the last communication. Since the last step, only this parameter's passes count."""
         return self._until_last_step + self._since_last_step.get(parameter, 0)
+
+    @property
+    def passes(self) -> int:
+        """The number of passes since the last communication."""
+        return self._until_last_step + max(self._since_last_step.values(), default=0)
 
     @property
     def passes_of_step(self) -> int:

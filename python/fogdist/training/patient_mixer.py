@@ -78,6 +78,7 @@ class PatientMixer(Mixer):
             self._raise_losses()
             self._plan = plans.plan(number)
             self._puts = {rank: [] for rank, _ in self._plan.destinations}
+            buckets.load()
             for place in buckets.sending_order:
                 window = self._windows[rounds.number % 2][place]
                 window.p = float(rounds.number)

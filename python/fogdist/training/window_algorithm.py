@@ -10,7 +10,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
@@ -35,7 +34,7 @@ _ATTRIBUTES = WEIGHTS | {"skip_lost"}
 
 
 class WindowAlgorithm(OverlappingAlgorithm):
-    """Base of the algorithms over windows: neighbors write beside the parameters, and nothing is copied.
+    """Base of the algorithms over windows, which hold the parameters' values. Neighbors write beside them.
 
     A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `add_param_group` and
     `unregister_window`, in each exchange with `force_barrier`, and if a rank would run away from one that gets no core
@@ -64,6 +63,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
             Choose a codec with small errors: `Int8`, `Float8` or 16 bits.
         compare: As in `Algorithm`.
+        share: As in `Algorithm`.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
@@ -112,6 +112,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
         compare: Mapping[str, object] | None = None,
+        share: bool = False,
     ) -> None:
         if compression is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
@@ -134,22 +135,23 @@ class WindowAlgorithm(OverlappingAlgorithm):
             group=group,
             on_loss=on_loss,
             compare={"compression": compression, **(compare or {})},
+            share=share,
         )
         self._prefix = window_prefix or self.name
         if self.is_running:
             if self.context.is_joining:
-                from fogdist.training.forward_hook import hook_models
+                from fogdist.training.pass_watch import PassWatch
 
                 self._is_joining = True
                 # A backward pass needs the parameters that its forward pass has had.
-                before = Module.register_forward_pre_hook
-                self._hooks += hook_models(self._fog_models, self._join_before_forward, before)
+                for model in self._fog_models:
+                    self._watches.append(PassWatch(model, "before", self._join_before_forward))
             else:
                 with self.buckets.released_on_error():
                     self._open_all()
             if self._seat is not None:
                 self._watch = Watch(self._seat, self._edges)
-        self.hook_forward("after forward")
+        self.watch_forward("after forward")
 
     # --- for subclasses to override ---
 
@@ -201,8 +203,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
         """
         self._is_ending = True
         self._stand_aside()
-        for hook in self._hooks:
-            hook.remove()
+        for watch in self._watches:
+            watch.remove()
         if self._seat is not None and self._pace is not None:
             try:
                 self.meet_if_needed()
@@ -297,7 +299,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
                     f"a parameter of shape {tuple(parameter.shape)} was frozen when the optimizer was made, so it "
                     "has no window: unfreeze it before, or make the optimizer anew"
                 )
-        self.buckets.reattach()
+        self.buckets.load()
 
     def begin(self) -> None:
         """Sends or requests the values of this round."""
@@ -328,10 +330,9 @@ class WindowAlgorithm(OverlappingAlgorithm):
                 self.await_all()  # all ranks have sent their values
         finally:
             self.has_sent = False
-        self.buckets.reattach()
+        self.buckets.values()  # which `take` changes
         for window in self.windows:
             self.take(window)
-        self.buckets.write_back()
 
     def keep_pace(self) -> None:
         """Waits for in-neighbors that are too far behind, unless ranks exchange in step anyway."""
@@ -353,7 +354,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     # --- inside ---
 
     @torch.no_grad()
-    def _join_before_forward(self, _place: int) -> None:
+    def _join_before_forward(self) -> None:
         if self._is_joining:
             self.refresh()
             self.enter()

@@ -38,7 +38,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         sync: True for mode "sync" of there, False for "async".
         scaler: A gradient scaler, with which the script scales its losses; it is updated here.
         grad_clip_norm: The 2-norm that all gradients together are clipped to; 0 for no clipping.
-        param_as_bucket_view: Not used: parameters are views of their buckets.
+        param_as_bucket_view: Not used: parameters keep their own memory.
         sync_buffer_in_global_avg: Whether `global_avg` averages buffers of floating-point dtypes too.
         bucket_size_in_mb: As `bucket_cap_mb` there.
         _local_world_size: Not used.
