@@ -26,8 +26,8 @@ from soak_totals import Pace, append, loss_ratio, moments_in, next_steps, result
 pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own modes in it")
 
 
-# The same wrapper with another option.
-LONG = {"asynchronous-on-loss"}
+# Of each pair of modes that go through the same code, one.
+LONG = {"asynchronous-on-loss", "collectives", "reconfigured"}
 
 
 @pytest.mark.parametrize(
