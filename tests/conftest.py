@@ -39,6 +39,7 @@ MORE = {
 # Reasons of skips, as regular expressions, each with where the promise is tested instead. Any other skip fails the run.
 SKIPS = {
     "needs a GPU": "make test-gpu",
+    "the double has no graphs": "make test-gpu, on a GPU",
     r"ranks, \d+ GPUs": "make test-gpu with more GPUs, or with a newer NCCL",
     "(this torch|there is a GPU)": "the same code on torch without CUDA or without a GPU, as in CI",
     "torch 2.14 and later have": "make test-torch-newest",
@@ -46,7 +47,6 @@ SKIPS = {
     "make test-(mpi|frameworks|notebooks)": "that target, which installs what is missing",
     "Lightning is not installed": "make test-frameworks",
     "Open MPI 4.1 starts under its own launcher only": "under that launcher",
-    "takes 10 s; set FOG_FAULTS=all": "make faults",
     "the suite's driver is not at": "make conformance; the driver is not part of the repository",
     "mkdocs is not installed": "make docs",
     "no Python here has simgrid": "the formulas of the model, by hand; docs/performance.md says how to install it",
