@@ -158,7 +158,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for file, (cpu, wall) in sorted(_spent.items(), key=lambda spent: -spent[1][0]):
         lines = len((_ROOT / file).read_text().splitlines())
         rows.append(f"| `{Path(file).name}` | {lines} | {cpu:.0f} | {wall:.0f} |")
-    if not terminalreporter.config.option.markexpr:
+    if _spent and not terminalreporter.config.option.markexpr:
         (_ROOT / "build" / "test-seconds.md").write_text("\n".join([*rows, ""]))
         terminalreporter.section("the dearest files")
         terminalreporter.write_line("\n".join(rows[:17]))
