@@ -43,9 +43,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# The backend under test. The tests can run on another backend of c10d, which checks the tests themselves.
-BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")
-
 # Whether the long tests run too, with all their samples; ``make test-all`` sets it. See docs/testing.md.
 ALL = os.environ.get("FOG_TEST_ALL", "") == "1"
 
@@ -178,7 +175,7 @@ def on_ranks(
     return decorate
 
 
-def init_process_group(timeout: float, backend: str = BACKEND) -> None:
+def init_process_group(timeout: float, backend: str = "fog") -> None:
     """Joins the world in a rank process, as a script under torchrun does.
 
     Args:
@@ -334,7 +331,7 @@ class World:
 
     Args:
         size: Number of ranks.
-        backend: The c10d backend, by default the one under test.
+        backend: The c10d backend.
         timeout: The group's timeout in seconds.
         environment: More environment variables for the ranks.
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
@@ -350,7 +347,7 @@ class World:
         self,
         size: int,
         *,
-        backend: str = BACKEND,
+        backend: str = "fog",
         timeout: float = 30.0,
         environment: dict[str, str] | None = None,
         initialize: bool = True,
