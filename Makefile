@@ -11,6 +11,15 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Arguments for the demo or for pytest: make demo ARGS="--mode atc", make test ARGS="-k neighbor -x".
 ARGS ?=
+# How many pytest processes run the tests, each a file at a time.
+JOBS ?= 2
+# What `make test-all` runs.
+ALL_TESTS ?= test-long test-mpi test-rma test-tcp test-frameworks test-notebooks conformance test-torch-2.11.0 test-torch-newest
+# The tests that must pass on every torch.
+CORE := $(addprefix tests/test_,$(addsuffix .py,collectives group_operations neighbor windows ops integration \
+	ddp training_frame c10d_reconfigure c10d_window errors faults bootstrap))
+# The files with checks of style, which `make lint` runs.
+STYLE := $(addprefix tests/test_,layers.py docs.py package.py)
 # The driver of PyTorch's own distributed suite, which is not part of this repository, and its number of ranks.
 CONFORMANCE ?= ../shared/conformance/torch_distributed_suite.py
 CONFORMANCE_RANKS ?= 3 4
@@ -18,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -39,11 +48,14 @@ FORMATTED := $(shell find csrc tests -name '*.cpp' -o -name '*.hpp' -o -name '*.
 # Programs of the environment, such as ninja, come first. The shell finds its folder, because make splits at spaces.
 IN_VENV = PATH="$$(cd "$(VENV)/bin" && pwd):$$PATH"
 PIP = $(IN_VENV) python -m pip --disable-pip-version-check
+PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest
 
 help:
 	@echo "make demo    train a digit classifier on 4 processes   (ARGS=\"--mode atc --dynamic\")"
-	@echo "make test    run the tests, which take 20 to 30 minutes      (ARGS=\"-k neighbor\")"
-	@echo "make test-all   run all tests, including soak, faults and test-mpi (about an hour; before a release or a large change)"
+	@echo "make test    run the tests, in ten minutes on two cores      (ARGS=\"-k neighbor\")"
+	@echo "make test-all   run every test there is, one after the other (before a release or a large change): $(ALL_TESTS)"
+	@echo "make test-long  run the long tests too, which include soak and faults"
+	@echo "make test-torch-2.11.0   run the core of the tests on another torch; test-torch-newest on the newest one"
 	@echo "make test-gpu   run the tests that need a GPU; skipped tests give a reason   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
@@ -86,26 +98,37 @@ demo: build
 
 test: build build-tests
 	@echo "== tests"
-	@$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" python -m pytest tests --durations=15 $(ARGS)
+	@$(PYTEST) -n $(JOBS) --dist loadfile --durations=15 $(ARGS)
 
-# Installs what test-mpi needs; exits with an error if something could not be installed, after the tests.
-test-all: build build-tests
-	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
-	echo "== all tests"; \
-	$(IN_VENV) OMP_NUM_THREADS=1 CONFORMANCE="$(CONFORMANCE)" FOG_TEST_ALL=1 FOG_SOAK_OPERATIONS=20000 FOG_TEST_MPI=all \
-		python -m pytest tests --durations=15 $(ARGS) && $(MAKE) test-rma && $(MAKE) test-tcp && exit $$installed
+test-long: build build-tests
+	@echo "== all tests"
+	@FOG_TEST_ALL=1 FOG_SOAK_OPERATIONS=20000 $(PYTEST) -n $(JOBS) --dist loadfile --durations=15 $(ARGS)
+
+# Each reports its own result; all of them run, and the whole fails if one of them did.
+test-all:
+	@results=; failed=0; for each in $(ALL_TESTS); do \
+		if $(MAKE) --no-print-directory $$each; then result=passed; else result=FAILED; failed=1; fi; \
+		echo "== $$each: $$result"; results="$$results\n$$each: $$result"; \
+	done; printf "== all:$$results\n"; exit $$failed
+
+# The suite's core on another torch: a copy of the files, because the extension is built in place, with its own environment.
+test-torch-%:
+	@echo "== core of the tests on torch $*"
+	@mkdir -p build/torch-$* && git ls-files -z | tar --null --files-from=- --create | tar --extract --directory build/torch-$*
+	@$(MAKE) --no-print-directory -C build/torch-$* VENV=.venv JOBS=$(JOBS) ARGS="$(CORE) $(ARGS)" \
+		TORCH='$(if $(filter newest,$*),torch,torch==$*)' test
 
 # Exchanges and collectives over MPI RMA, between ranks that each count as a node; tests/test_windows.py does the
 # same for windows. Tests that kill ranks are left out: UCX's shared memory ends a process whose peer vanishes.
 test-rma: build
 	@echo "== exchanges by MPI RMA"
-	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
+	@FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
 # Exchanges, collectives and windows over TCP, between ranks of this host; tests/test_faults.py has killed ranks.
 test-tcp: build
 	@echo "== everything by TCP"
-	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 python -m pytest tests/test_neighbor.py tests/test_collectives.py \
+	@FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py $(ARGS)
 
 # The fake device of the tests; it is compiled again only if its sources change.
@@ -116,6 +139,7 @@ build-tests: build
 lint: $(LINTERS_STAMP)
 	@echo "== style and types"
 	@export $(IN_VENV); ruff check --quiet . && ruff format --quiet --check . && clang-format --dry-run -Werror $(FORMATTED) && mypy
+	@$(PYTEST) -q -m style $(STYLE)
 
 format: $(LINTERS_STAMP)
 	@echo "== format"
@@ -128,7 +152,7 @@ docs: $(DOCS_STAMP)
 # Tests that need several GPUs, or a newer NCCL for ranks that share one, are skipped with a reason.
 test-gpu: build
 	@echo "== tests on GPUs"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/gpu -m gpu $(ARGS)
+	@$(PYTEST) tests/gpu -m gpu $(ARGS)
 
 # Runs every number of ranks, even if cases fail with an earlier one.
 conformance: build
@@ -145,7 +169,7 @@ conformance: build
 
 soak: build
 	@echo "== soak: 20,000 operations"
-	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_SOAK_OPERATIONS=20000 python -m pytest tests/test_soak.py -rP $(ARGS)
+	@FOG_SOAK_OPERATIONS=20000 $(PYTEST) tests/test_soak.py -rP $(ARGS)
 
 # The result is also in soak-faults.json.
 soak-faults: build
@@ -154,7 +178,7 @@ soak-faults: build
 
 faults: build
 	@echo "== faults: every rank, every kind of operation"
-	@$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_ALL=1 python -m pytest tests/test_faults.py $(ARGS)
+	@FOG_TEST_ALL=1 $(PYTEST) tests/test_faults.py $(ARGS)
 
 benchmark: build
 	@echo "== benchmark of collectives"
@@ -230,7 +254,7 @@ benchmark-loss-long: build
 test-mpi: build
 	@$(IN_VENV) python tests/mpi_installations.py; installed=$$?; \
 	echo "== tests under every launcher"; \
-	$(IN_VENV) OMP_NUM_THREADS=1 FOG_TEST_MPI=all python -m pytest tests/test_mpi.py $(ARGS) && exit $$installed
+	FOG_TEST_MPI=all $(PYTEST) tests/test_mpi.py $(ARGS) && exit $$installed
 
 # Includes the tests of fogdist's optimizers inside Lightning's wrappers.
 test-frameworks: build $(FRAMEWORKS_STAMP)
@@ -239,7 +263,7 @@ test-frameworks: build $(FRAMEWORKS_STAMP)
 
 test-notebooks: $(NOTEBOOKS_STAMP)
 	@echo "== notebooks"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest tests/test_interactive.py $(ARGS)
+	@$(PYTEST) tests/test_interactive.py $(ARGS)
 
 clean:
 	@echo "== removing $(VENV) and what was built"

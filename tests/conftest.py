@@ -1,11 +1,18 @@
-"""Fixtures shared by all tests: worlds of ranks, and the check that they leave nothing behind."""
+"""Fixtures shared by all tests: worlds of ranks, and the check that they leave nothing behind.
+
+A run also fails if a test is skipped for a reason that is not in `SKIPS`, or a file takes more CPU than its share.
+"""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import fcntl
+import os
+import re
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import device_double
@@ -18,35 +25,145 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# The time limit of `make test` on two idle cores, in seconds; docs/testing.md explains how to keep it.
-BUDGET_SECONDS = 600.0
+# Seconds of CPU that the tests of a file may take in `make test`, with all processes that they start.
+SHARE = 40.0
+# Files that may take more, each with the reason.
+MORE = {
+    "test_algorithms.py": (70.0, "25 recursions on real ranks"),
+    "test_cli.py": (70.0, "each command in an interpreter of its own"),
+    "test_examples.py": (60.0, "every mode of training learns"),
+    "test_joining.py": (90.0, "jobs of processes that come and go, some of them interpreters of their own"),
+    "test_keep_going.py": (90.0, "launchers, agents and ranks as users start them"),
+}
 
-_begin = time.monotonic()
+# Reasons of skips, as regular expressions, each with where the promise is tested instead. Any other skip fails the run.
+SKIPS = {
+    "needs a GPU": "make test-gpu",
+    "the double has no graphs": "make test-gpu, on a GPU",
+    r"ranks, \d+ GPUs": "make test-gpu with more GPUs, or with a newer NCCL",
+    "(this torch|there is a GPU)": "the same code on torch without CUDA or without a GPU, as in CI",
+    "torch 2.14 and later have": "make test-torch-newest",
+    "torch.compile for GPUs needs it": "on torch for CUDA, which brings triton",
+    "make test-(mpi|frameworks|notebooks)": "that target, which installs what is missing",
+    "Lightning is not installed": "make test-frameworks",
+    "Open MPI 4.1 starts under its own launcher only": "under that launcher",
+    "the suite's driver is not at": "make conformance; the driver is not part of the repository",
+    "mkdocs is not installed": "make docs",
+    "no Python here has simgrid": "the formulas of the model, by hand; docs/performance.md says how to install it",
+    "the number of the system call is that of x86_64": "on x86_64, as in CI",
+    "not a checkout of git": "in one, as in CI",
+    "the victim has sent its values": "nowhere: both outcomes are right there",
+}
+if os.geteuid() != 0:
+    SKIPS["root|may not make a mount namespace"] = "in CI, which is root"
+
+_ROOT = Path(__file__).parent.parent
+# The seconds of CPU up to the end of the last test.
+_before = 0.0
+# Of each file: seconds of CPU, and seconds.
+_spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0])
+_forbidden: list[str] = []
 
 
 def pytest_configure() -> None:
     """Runs before the first test, which may start threads."""
     leftovers.isolate()
+    (_ROOT / "build").mkdir(exist_ok=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the long tests to ``make test-all``."""
-    if harness.ALL:
-        return
-    long = [item for item in items if item.get_closest_marker("long")]
-    if long:
-        config.hook.pytest_deselected(items=long)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+    """Leaves the long tests to `make test-all`, and those of style to `make lint`."""
+    left_out = {"long": harness.ALL, "style": "style" in config.option.markexpr}
+    marks = [mark for mark, is_asked_for in left_out.items() if not is_asked_for]
+    away = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
+    config.hook.pytest_deselected(items=away)
+    items[:] = [item for item in items if item not in set(away)]
+
+
+def pytest_runtestloop() -> None:
+    global _before
+    _before = harness.cpu_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    """Runs a test that is marked `alone` while no other process of this run has a test."""
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with (
+        (_ROOT / "build" / "tests.gate").open("w") as gate,
+        (_ROOT / "build" / "tests.turn").open("w") as turn,
+    ):
+        fcntl.flock(gate, fcntl.LOCK_EX)  # so that others queue behind one that waits to be alone
+        if item.get_closest_marker("alone"):
+            fcntl.flock(turn, fcntl.LOCK_EX)
+        else:
+            fcntl.flock(turn, fcntl.LOCK_SH)
+            fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Adds the CPU since the last test, worlds that ended with this one included, to the report of its end."""
+    global _before
+    report = yield
+    if call.when == "teardown":
+        now = harness.cpu_seconds()
+        report.user_properties.append(("cpu", now - _before))
+        _before = now
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    spent = _spent[report.nodeid.partition("::")[0]]
+    spent[0] += dict(report.user_properties).get("cpu", 0.0)
+    spent[1] += report.duration
+    _check_skip(report)
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    _check_skip(report)
+
+
+def _check_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped:
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if not any(re.search(allowed, reason) for allowed in SKIPS):
+            _forbidden.append(f"{report.nodeid} is skipped: {reason}")
+
+
+def _share(file: str) -> float:
+    return MORE.get(Path(file).name, (SHARE, ""))[0]
+
+
+def _too_much() -> list[str]:
+    return [
+        f"{file} took {cpu:.0f} s of CPU, its share is {_share(file):.0f}"
+        for file, (cpu, _) in sorted(_spent.items())
+        if cpu > _share(file) and not harness.ALL
+    ]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if exitstatus == 0 and (_forbidden or _too_much()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Warns if the tests have become too slow; not a failure, because other programs may have slowed them down."""
-    seconds = time.monotonic() - _begin
-    if not harness.ALL and seconds > BUDGET_SECONDS:
-        terminalreporter.write_line(
-            f"WARNING: {seconds:.0f} s, the budget is {BUDGET_SECONDS:.0f} s on two idle cores: see docs/testing.md",
-            yellow=True,
-        )
+    """Shows what fails the run here, and the dearest files; build/test-seconds.md has all of them."""
+    rows = ["| file | lines | seconds of CPU | seconds |", "|---|---|---|---|"]
+    for file, (cpu, wall) in sorted(_spent.items(), key=lambda spent: -spent[1][0]):
+        lines = len((_ROOT / file).read_text().splitlines())
+        rows.append(f"| `{Path(file).name}` | {lines} | {cpu:.0f} | {wall:.0f} |")
+    if _spent and not terminalreporter.config.option.markexpr:
+        (_ROOT / "build" / "test-seconds.md").write_text("\n".join([*rows, ""]))
+        terminalreporter.section("the dearest files")
+        terminalreporter.write_line("\n".join(rows[:17]))
+    for line in [*_forbidden, *_too_much()]:
+        terminalreporter.write_line(f"FAILED {line}", red=True)
 
 
 @contextlib.contextmanager

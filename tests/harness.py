@@ -32,7 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -42,9 +42,6 @@ import leftovers
 import pytest
 import torch
 import torch.distributed as dist
-
-# The backend under test. The tests can run on another backend of c10d, which checks the tests themselves.
-BACKEND = os.environ.get("FOG_TEST_BACKEND", "fog")
 
 # Whether the long tests run too, with all their samples; ``make test-all`` sets it. See docs/testing.md.
 ALL = os.environ.get("FOG_TEST_ALL", "") == "1"
@@ -178,7 +175,7 @@ def on_ranks(
     return decorate
 
 
-def init_process_group(timeout: float, backend: str = BACKEND) -> None:
+def init_process_group(timeout: float, backend: str = "fog") -> None:
     """Joins the world in a rank process, as a script under torchrun does.
 
     Args:
@@ -210,19 +207,55 @@ def exception_of(work: dist.Work) -> Any:
         return None if work.is_success() else error
 
 
-def _rank_main(settings: _Settings, connection: Connection) -> None:
+def _begin(log: str, environment: Mapping[str, str]) -> None:
+    """Makes a process that was forked from the server a rank: its session, its output, its environment."""
     # Each rank has its own session: Ctrl-C at the terminal reaches pytest only, and descendants can be found and
     # killed.
     os.setsid()
     threading.Thread(target=_die_with_pytest, daemon=True).start()
-    log = os.open(settings.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
     faulthandler.enable(all_threads=True)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    os.environ.update(settings.environment)
+    os.environ.update(environment)
     torch.set_num_threads(1)
+
+
+def fork(
+    function: Callable[..., None], *arguments: Any, log: Path, environment: Mapping[str, str]
+) -> multiprocessing.process.BaseProcess:
+    """Forks a process, with its output in a file, that calls a function and ends with status 1 if that raises.
+
+    It is a rank of no `World`: the test decides which ranks there are, and when they start.
+    """
+    start_fork_server()
+    target = (str(log), _ONE_THREAD | dict(environment), function, arguments)
+    process = context.Process(target=_call_and_exit, args=target)
+    process.start()
+    leftovers.watch(process.pid)
+    return process
+
+
+def _call_and_exit(
+    log: str, environment: Mapping[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    _begin(log, environment)
+    status = 0
+    try:
+        function(*arguments)
+    except BaseException as error:
+        status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        traceback.print_exc()
+    atexit._run_exitfuncs()  # these include the end of the backend
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _rank_main(settings: _Settings, connection: Connection) -> None:
+    _begin(settings.log, settings.environment)
 
     def start() -> None:
         if settings.initialize:
@@ -298,7 +331,7 @@ class World:
 
     Args:
         size: Number of ranks.
-        backend: The c10d backend, by default the one under test.
+        backend: The c10d backend.
         timeout: The group's timeout in seconds.
         environment: More environment variables for the ranks.
         initialize: False leaves ``init_process_group`` to the functions that the test sends.
@@ -314,7 +347,7 @@ class World:
         self,
         size: int,
         *,
-        backend: str = BACKEND,
+        backend: str = "fog",
         timeout: float = 30.0,
         environment: dict[str, str] | None = None,
         initialize: bool = True,
@@ -554,6 +587,16 @@ def start_fork_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(saved)
+
+
+def cpu_seconds() -> float:
+    """Returns the CPU that this process and the fork server have used, with all of their processes that have ended."""
+    own = sum(os.times()[:4])
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    if server is None:
+        return own
+    fields = Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()
+    return own + sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 class WorldPool:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from harness import BACKEND
 from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
 from torch import Tensor
 
@@ -21,7 +20,7 @@ PREMUL_FACTOR = 0.375
 _COMPLEX_REDUCTIONS = ["SUM", "AVG", "PREMUL_SUM"]
 _FLOAT_REDUCTIONS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]
 _BOOL_REDUCTIONS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-_INTEGER_REDUCTIONS = [*_BOOL_REDUCTIONS, *(["AVG"] if BACKEND == "fog" else [])]
+_INTEGER_REDUCTIONS = [*_BOOL_REDUCTIONS, "AVG"]
 
 REDUCING = ["all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor"]
 MOVING = [
@@ -40,9 +39,6 @@ ROOTED = ["broadcast", "reduce", "gather", "scatter"]
 WITHOUT_WORK = ["all_reduce_coalesced", "all_gather_coalesced"]
 # Operations on whole tensors that are cut along dimension 0; they have no zero-dimensional form.
 CUT_ALONG_ROWS = ["all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"]
-
-# Gloo, which serves to check the tests, has neither these types nor this reduction.
-_NOT_ON_GLOO = [torch.int16, torch.uint16, torch.uint32, torch.uint64]
 
 
 # Starts an operation; its argument is ``async_op``.
@@ -66,10 +62,7 @@ class Prepared:
 
 
 def supported_dtypes(operation: str) -> list[torch.dtype]:
-    """Returns the dtypes with which ``operation`` is tested on the backend under test."""
-    if BACKEND == "gloo":
-        without = _NOT_ON_GLOO + ([torch.complex64, torch.complex128] if operation == "gather" else [])
-        return [d for d in DTYPES if d not in without]
+    """Returns the dtypes with which ``operation`` is tested."""
     return DTYPES
 
 
@@ -80,7 +73,7 @@ def reductions(dtype: torch.dtype) -> list[str]:
         names = _COMPLEX_REDUCTIONS
     elif dtype.is_floating_point:
         names = _FLOAT_REDUCTIONS
-    return [n for n in names if not (BACKEND == "gloo" and n == "PREMUL_SUM")]
+    return names
 
 
 def reduce_op(name: str) -> dist.ReduceOp:
@@ -93,9 +86,7 @@ def reduce_op(name: str) -> dist.ReduceOp:
 def verify_reduction(checks: Checks, label: str, actual: Tensor, inputs: list[Tensor], name: str) -> None:
     """Checks a reduced tensor, bit for bit if the result is exact or its order of addition is promised."""
     dtype = inputs[0].dtype
-    if BACKEND == "gloo" and dtype == torch.bool:
-        actual = actual.logical_not().logical_not()  # Gloo sums two True to a bool with the byte 2
-    if name == "SUM" and BACKEND == "fog" and os.environ.get("FOG_REDUCE") != "mpi":
+    if name == "SUM" and os.environ.get("FOG_REDUCE") != "mpi":
         checks.equal(label, actual, sum_in_rank_order(inputs))
     elif name in ("MIN", "MAX"):
         checks.equal(label, actual, reduce(inputs, name).to(dtype))

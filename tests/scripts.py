@@ -81,6 +81,11 @@ class Job:
             )
 
     @property
+    def pid(self) -> int:
+        """Returns the process id of the launcher."""
+        return self._process.pid
+
+    @property
     def output(self) -> str:
         """Returns the output so far; each state of a progress bar is a line."""
         return self._log.read_text(errors="replace").replace("\r", "\n")

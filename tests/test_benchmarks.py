@@ -1,7 +1,6 @@
 """Runs the benchmarks with tiny sizes, and checks the results that they write. The numbers themselves are not judged.
 
-Ranks are new interpreters, started by mpiexec, so there are as few as possible. Outside of test-all, only one benchmark
-of each kind runs: of operations, side by side with raw MPI, and of training.
+Ranks are new interpreters, started by mpiexec, so all but one of these runs are in test-all only.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ from typing import Any
 import device_operations
 import pytest
 import torch
-from harness import ALL, WorldPool
-from hosts import emulated_hosts
+from harness import WorldPool
 from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 # Numbers of ranks for the benchmarks that compare one rank alone with several.
-RANKS = ["1", "2"] if ALL else ["2"]
+RANKS = ["1", "2"]
 
 
 def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """Runs a benchmark; returns its rows and its output. Skips the test if packages are missing."""
-    pytest.importorskip("mpi4py", reason="raw MPI is measured through mpi4py", exc_type=ImportError)
-    pytest.importorskip("matplotlib", reason="draws the plot")
+    """Runs a benchmark; returns its rows and its output."""
     numbers, picture, log = directory / "numbers.json", directory / "picture.png", directory / "log"
     with log.open("wb") as file:
         status = subprocess.run(
@@ -79,7 +75,8 @@ def test_stragglers(script_worlds: WorldPool, tmp_path: Path) -> None:
     assert all(0 < int(share.rstrip("%")) <= 100 for line in lines[1:] for share in line[28:].split()), lines
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_neighbor(tmp_path: Path, ranks: int) -> None:
     options = ["--ranks", str(ranks), "--sizes", "4K", "64K", "--iterations", "3"]
     rows, printed = run_benchmark("neighbor.py", tmp_path, *options)
@@ -144,6 +141,7 @@ def test_rma(tmp_path: Path) -> None:
     assert goals.count("at most") == 5, goals
 
 
+@pytest.mark.long
 def test_scale(tmp_path: Path) -> None:
     rows, _ = run_benchmark("scale.py", tmp_path, "--ranks", "3", "--rounds", "1", "--sizes", "8", "4K")
     names = ["start", "group", "barrier", *["allreduce"] * 2, *["neighbors"] * 2]
@@ -152,6 +150,7 @@ def test_scale(tmp_path: Path) -> None:
         assert list(row["times"]) == (["fog"] if row["operation"] == "mapped MiB" else ["fog", "gloo"]), row
 
 
+@pytest.mark.long
 def test_training(tmp_path: Path) -> None:
     modes = ["none", "ddp gloo", "ddp", "awc", "awc one-peer", "ddp_async", "win_put one-peer", "diloco"]
     options = ["--ranks", *RANKS, "--models", "mlp", "--iterations", "1", "--back-to-back", "2"]
@@ -172,7 +171,7 @@ def test_training(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     """Runs the same code as on GPUs, with Gloo in place of NCCL."""
-    modes = ["none", "awc", *(["ddp_sync"] if ALL else []), "win_put"]
+    modes = ["none", "awc", "ddp_sync", "win_put"]
     options = [
         "--device",
         "cpu",
@@ -198,15 +197,14 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     ]
     rows, printed = run_benchmark("cuda.py", tmp_path, *options, *training)
     operations = [f"window {name}" for name in ("put", "get", "accumulate", "update")]
-    expected = [("allreduce", 1)] if ALL else []
+    expected = [("allreduce", 1)]
     expected += [(name, 2) for name in ("allreduce", "ring", "exp2", "one-peer", *operations)]
     timed = [row for row in rows if "limit" in row["times"]]
     assert [(row["operation"], row["ranks"]) for row in timed] == expected, printed
     assert all(set(row["times"]) == {"fog", "torch", "limit"} and row["bytes"] == 4 << 10 for row in timed)
     steps = [row for row in rows if "limit" not in row["times"]]
     assert [(row["ranks"], list(row["times"])) for row in steps] == [(int(ranks), modes) for ranks in RANKS]
-    if ALL:
-        assert "one rank: at most 1.03 times the bare optimizer's step, with FOG_EXCHANGE_ALONE=1" in printed
+    assert "one rank: at most 1.03 times the bare optimizer's step, with FOG_EXCHANGE_ALONE=1" in printed
     assert (tmp_path / "picture-training.png").stat().st_size > 1000
     traces = {file.name for file in (tmp_path / "traces").iterdir()}
     ranks = [f"{number}ranks-rank{rank}" for number in RANKS for rank in range(int(number))]
@@ -303,8 +301,6 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_overlap(tmp_path: Path) -> None:
-    with emulated_hosts(1, "1gbit"):
-        pass  # skips the test if the hosts cannot be made
     ways = ["none", "exchange", "awc", "atc", "ddp gloo"]
     options = [
         "--ranks",
@@ -317,11 +313,10 @@ def test_overlap(tmp_path: Path) -> None:
         "1",
         "--modes",
         *ways,
-        *([] if ALL else ["--compute", "cpu"]),
     ]
     rows, printed = run_benchmark("overlap.py", tmp_path, *options)
-    expected = ["emulated device, compute 0.5 x exchange"] if ALL else []
-    assert [row["operation"] for row in rows] == [*expected, "CPU, compute 0.5 x exchange"]
+    expected = ["emulated device, compute 0.5 x exchange", "CPU, compute 0.5 x exchange"]
+    assert [row["operation"] for row in rows] == expected
     for row in rows:
         assert list(row["times"]) == [*ways, "link"]
         assert row["bytes"] == row["bytes_moved"] == 4 * (785 * 1024 + 2 * 1025 * 1024 + 1025 * 10)
@@ -332,8 +327,6 @@ def test_overlap(tmp_path: Path) -> None:
 
 def run_compression(directory: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Runs benchmarks/compression.py with options; returns what it wrote, and its output."""
-    with emulated_hosts(1, "1gbit"):
-        pass  # skips the test if the hosts cannot be made
     numbers = directory / "numbers.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "compression.py"), "--json", str(numbers)]
     log = directory / "log"

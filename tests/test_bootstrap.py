@@ -20,14 +20,11 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALL, BACKEND, World, WorldPool
+from harness import ALL, World, WorldPool
 from hosts import address, await_silences, emulated_hosts, ip, move_to_host, namespace_names, silences
 from scripts import Job, launcher_command
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests how fog starts"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 TIMEOUT = timedelta(seconds=20)
 # The value of FOG_HOST_TIMEOUT.

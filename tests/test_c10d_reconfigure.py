@@ -17,11 +17,10 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World
+from harness import World
 from torch.distributed import distributed_c10d
 
 pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="the handles and messages are fog's"),
     pytest.mark.skipif(
         not hasattr(dist, "_reconfigure"),
         reason=f"torch {torch.__version__} has no reconfigure; torch 2.14 and later have",

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool
+from harness import World, WorldPool
 from reference import Checks
 from torch import Tensor
 
 pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="other backends have no windows of CPU tensors"),
     pytest.mark.skipif(
         not hasattr(dist.ProcessGroup, "new_window"),
         reason=f"torch {torch.__version__} has no windows of its own; torch 2.14 and later have",

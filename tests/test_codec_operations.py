@@ -18,14 +18,12 @@ from fogdist.compression import (
     Sign,
     TopK,
 )
-from harness import BACKEND, case
+from harness import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 import fog_pg  # noqa: F401  loads the extension
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests fog's codecs")
 
 INTEGERS = {
     torch.float16: torch.int16,

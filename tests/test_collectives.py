@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness import BACKEND, WorldPool, exception_of, sizes
+from harness import WorldPool, exception_of, sizes
 from operations import (
     COLLECTIVES,
     CUT_ALONG_ROWS,
@@ -41,10 +41,6 @@ LARGE_DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128]
 THRESHOLDS = [8 << 10, 64 << 10]
 MIXED_SIZES = [1, 1000, 70_001]
 
-# The exception that the backend raises for a wrong argument.
-REFUSED = ValueError if BACKEND == "fog" else RuntimeError
-
-on_fog = pytest.mark.skipif(BACKEND != "fog", reason="a promise of fog that other backends do not make")
 ranks = pytest.mark.parametrize("size", RANKS)
 several_ranks = pytest.mark.parametrize("size", SEVERAL_RANKS)
 
@@ -170,7 +166,6 @@ def sums_in_rank_order() -> None:
                 checks.equal(f"all_reduce_coalesced {label}", torch.cat(tensors), expected)
 
 
-@on_fog
 @pytest.mark.parametrize("size", sizes([3, 4], [5]))
 def test_sums_are_added_in_rank_order(worlds: WorldPool, size: int) -> None:
     worlds(size).run(sums_in_rank_order)
@@ -184,7 +179,6 @@ def half_sums() -> list[float]:
     return tensor.tolist()
 
 
-@on_fog
 def test_half_precision_sums_round_once(worlds: WorldPool) -> None:
     assert worlds(5).run(half_sums) == [[2052.0] * 3] * 5
 
@@ -203,7 +197,6 @@ def premultiplied_by_a_tensor() -> None:
         checks.close("reduce_scatter_tensor", output, expected[rank * 10 : (rank + 1) * 10])
 
 
-@on_fog
 def test_premul_sum_with_a_tensor_factor(worlds: WorldPool) -> None:
     worlds(3).run(premultiplied_by_a_tensor)
 
@@ -255,8 +248,6 @@ def _gaps_kept(tensor: Tensor) -> bool:
     return bool((memory == torch.full((), -7).to(tensor.dtype)).all())
 
 
-# Gloo treats some layouts of these operations as contiguous, without an error.
-_WRONG_ON_GLOO = ["broadcast", "all_reduce", "reduce", "scatter", "reduce_scatter", "all_to_all_single"]
 # For these, c10d has always required contiguous tensors.
 _MAY_REFUSE = ["all_to_all_single"]
 
@@ -288,8 +279,7 @@ def sweep_layouts(operation: str) -> None:
 
 
 def test_layouts(worlds: WorldPool) -> None:
-    right = [each for each in COLLECTIVES if BACKEND != "gloo" or each not in _WRONG_ON_GLOO]
-    worlds(3).run(sweep, sweep_layouts, right, timeout=SWEEP_TIMEOUT)
+    worlds(3).run(sweep, sweep_layouts, COLLECTIVES, timeout=SWEEP_TIMEOUT)
 
 
 def overlapping_outputs() -> list[str]:
@@ -307,20 +297,19 @@ def overlapping_outputs() -> list[str]:
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(expanded(), whole),
         "all_to_all": lambda: dist.all_to_all([expanded() for _ in range(size)], [ones] * size),
     }
-    if BACKEND == "fog":
-        calls |= {
-            "all_reduce": lambda: dist.all_reduce(expanded()),
-            "broadcast": lambda: dist.broadcast(expanded(), 0),
-            "reduce": lambda: dist.reduce(expanded(), 0),
-            "scatter": lambda: dist.scatter(expanded(), [ones] * size if dist.get_rank() == 0 else None, 0),
-            "all_to_all_single": lambda: dist.all_to_all_single(expanded(2 * size), whole),
-        }
+    calls |= {
+        "all_reduce": lambda: dist.all_reduce(expanded()),
+        "broadcast": lambda: dist.broadcast(expanded(), 0),
+        "reduce": lambda: dist.reduce(expanded(), 0),
+        "scatter": lambda: dist.scatter(expanded(), [ones] * size if dist.get_rank() == 0 else None, 0),
+        "all_to_all_single": lambda: dist.all_to_all_single(expanded(2 * size), whole),
+    }
     accepted = []
     for name, call in calls.items():
         try:
             call()
             accepted.append(name)
-        except REFUSED:
+        except ValueError:
             pass
     return accepted
 
@@ -372,10 +361,9 @@ def in_place_forms() -> None:
                 checks.equal(f"scatter {label}", result[rank], parts[1][rank])
             halves = torch.zeros(size * numel, 2)
             halves[:, 0] = inputs[rank]
-            if BACKEND == "fog":
-                dist.all_to_all_single(halves[:, 1], halves[:, 0])
-                checks.equal("all_to_all_single of halves", halves[:, 1], torch.cat(given))
-                checks.equal("all_to_all_single of halves, input", halves[:, 0], inputs[rank])
+            dist.all_to_all_single(halves[:, 1], halves[:, 0])
+            checks.equal("all_to_all_single of halves", halves[:, 1], torch.cat(given))
+            checks.equal("all_to_all_single of halves, input", halves[:, 0], inputs[rank])
 
 
 @several_ranks
@@ -400,7 +388,6 @@ def stacked_forms() -> None:
         checks.equal("numbers", numbers, torch.arange(float(size)))
 
 
-@on_fog
 @several_ranks
 def test_into_tensor_forms_that_stack(worlds: WorldPool, size: int) -> None:
     worlds(size).run(stacked_forms)
@@ -423,10 +410,9 @@ def uneven_parts() -> None:
                 checks, f"reduce_scatter {base}", output, [part(r, rank) for r in range(size)], "SUM"
             )
 
-            if BACKEND != "gloo":
-                outputs = [torch.zeros(base + rank, 2) for _ in range(size)]
-                dist.all_to_all(outputs, [part(rank, k) for k in range(size)])
-                checks.equal(f"all_to_all {base}", outputs, [part(r, rank) for r in range(size)])
+            outputs = [torch.zeros(base + rank, 2) for _ in range(size)]
+            dist.all_to_all(outputs, [part(rank, k) for k in range(size)])
+            checks.equal(f"all_to_all {base}", outputs, [part(r, rank) for r in range(size)])
 
             output = torch.zeros(size * (base + rank), 2)
             splits = [base + k for k in range(size)]
@@ -557,15 +543,11 @@ _WAYS_TO_WAIT: dict[str, Callable[[dist.Work], object]] = {
     "poll": _wait_by_polling,
     "future": _wait_for_future,
 }
-# For these, Gloo's Work has neither result nor future, and is never complete.
-_ONLY_WAIT_ON_GLOO = ["reduce_scatter", "reduce_scatter_tensor"]
 
 
 def asynchronous(operation: str) -> None:
     with Checks() as checks:
         for seed, (way, finish) in enumerate(_WAYS_TO_WAIT.items()):
-            if BACKEND == "gloo" and operation in _ONLY_WAIT_ON_GLOO and way != "wait":
-                continue
             for numel in MIXED_SIZES:
                 label = f"{operation} of {numel} by {way}"
                 ready = prepare(operation, torch.float32, (numel,), seed=seed)
@@ -577,8 +559,6 @@ def asynchronous(operation: str) -> None:
                 finish(work)
                 ready.verify(checks, label)
                 checks.true(f"{label}: a second wait", work.wait())
-                if BACKEND == "gloo" and operation in _ONLY_WAIT_ON_GLOO:
-                    continue
                 checks.true(f"{label}: is_completed", work.is_completed())
                 checks.true(f"{label}: is_success", work.is_success())
                 checks.equal(f"{label}: exception", exception_of(work), None)
@@ -743,7 +723,7 @@ def test_tags_out_of_order(worlds: WorldPool, size: int) -> None:
 
 def from_any_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    numels = [1, 1000, 70_001] + ([0] if BACKEND == "fog" else [])
+    numels = [1, 1000, 70_001, 0]
     with Checks() as checks:
         for round_, numel in enumerate(numels):
             if rank:
@@ -812,7 +792,7 @@ def strided_messages() -> str:
             dist.send(tensor, 1)
         else:
             dist.recv(output, 0)
-    except REFUSED:
+    except ValueError:
         return "refused"
     if rank:
         assert output.equal(tensor) and _gaps_kept(output)
@@ -921,14 +901,9 @@ def test_sequence_number_counts_collectives(worlds: WorldPool, size: int) -> Non
     results = worlds(size).run(sequence_numbers)
     assert results == [results[0]] * size
     assert results[0] == sorted(set(results[0]))
-    if (
-        BACKEND == "fog"
-    ):  # gloo counts the steps of reduce_scatter; fog counts each part of a coalesced operation
-        names = [*COLLECTIVES, "barrier"]
-        counted = dict(zip(names, (after - before for before, after in zip(results[0], results[0][1:]))))
-        assert {name for name, count in counted.items() if count != 1} <= {
-            n for n in names if "coalesced" in n
-        }
+    names = [*COLLECTIVES, "barrier"]
+    counted = dict(zip(names, (after - before for before, after in zip(results[0], results[0][1:]))))
+    assert {name for name, count in counted.items() if count != 1} <= {n for n in names if "coalesced" in n}
 
 
 # Subgroups

@@ -35,14 +35,12 @@ from fogdist.compression import (
     TopK,
 )
 from fogdist.simulate.ranks import RowMixing
-from harness import BACKEND, error_of, on_ranks
+from harness import error_of, on_ranks
 from hosts import run_on_hosts
 from reference import HALVES, Checks, make_input
 from torch import Tensor
 
 from fog_pg._C import NeighborPlan, VirtualWorld
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests fog's compressed exchanges")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 CODECS: list[Codec] = [

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from fogdist import topology
 from fogdist.algorithms import AsynchronousGossip, PullGet, WindowPushSum, WinPut
 from fogdist.compression import BFloat16, Codec, Float8, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
-from harness import BACKEND, World, error_of, on_ranks
+from harness import World, error_of, on_ranks
 from hosts import run_on_hosts
 from reference import Checks, make_input
 from test_compressed_exchanges import DTYPES, weighted
 from test_window_guarantees import shares
 from torch import Tensor
 from window_interfaces import WorldsByWay, create, pids, slot, stopped, worlds_by_way
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 WAYS = ["memory", "tcp", "rma", pytest.param("messages", marks=pytest.mark.long)]
 CODECS: list[Codec] = [

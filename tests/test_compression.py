@@ -26,15 +26,13 @@ from fogdist.compression import (
     Sign,
     TopK,
 )
-from harness import BACKEND, case
+from harness import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import top_k
 from torch import Tensor
 
 import fog_pg  # noqa: F401  loads the extension
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="tests fog's codecs")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1023, 1025, 4099]

@@ -24,12 +24,10 @@ import test_ops
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND, sizes
+from harness import sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
 
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (4, 0, 2), (257,), (10_003,)]

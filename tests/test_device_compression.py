@@ -18,15 +18,12 @@ import torch
 import torch.distributed as dist
 from device_double import DEVICE
 from fogdist.compression import Codec, Int4, Int8, Moniqua, RandomK, TopK
-from harness import BACKEND, error_of
+from harness import error_of
 from reference import Checks, make_input
 
 from fog_pg._C import NeighborPlan
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations"),
-    pytest.mark.usefixtures("compiled_double"),
-]
+pytestmark = pytest.mark.usefixtures("compiled_double")
 
 
 @pytest.fixture(scope="module", autouse=True)

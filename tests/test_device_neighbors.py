@@ -21,15 +21,11 @@ import torch
 import torch.distributed as dist
 from device_double import DEVICE, current_stream, held
 from fogdist import topology as topologies
-from harness import BACKEND
 from operations import reduce_op, reductions
 from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations"),
-    pytest.mark.usefixtures("compiled_double"),
-]
+pytestmark = pytest.mark.usefixtures("compiled_double")
 
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 KNOWS_OF_CAPTURES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)

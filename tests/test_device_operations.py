@@ -7,9 +7,7 @@ import device_operations
 import pytest
 import test_neighbor
 from device_double import DEVICE
-from harness import BACKEND, sizes
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in for a transport of fog")
+from harness import sizes
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,9 +13,6 @@ import test_optimizers
 import torch
 import training_cases
 from device_double import DEVICE
-from harness import BACKEND
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="the double stands in for a transport of fog")
 
 Run = test_optimizers.Run
 EXACT = {"rtol": 1e-11, "atol": 1e-12}

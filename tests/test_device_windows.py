@@ -25,11 +25,9 @@ import torch.distributed as dist
 from device_double import DEVICE, held
 from fogdist import topology as topologies
 from fogdist.compression import Int8
-from harness import BACKEND, on_ranks
+from harness import on_ranks
 from hosts import run_on_hosts
 from window_interfaces import one_way
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 
 @pytest.fixture(scope="module", autouse=True)

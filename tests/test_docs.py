@@ -91,6 +91,7 @@ def prose_with_code_names(page: Path) -> str:
     return FENCE.sub("", page.read_text()).replace("`", "")
 
 
+@pytest.mark.style
 def test_links_lead_somewhere() -> None:
     found = 0
     with Checks() as checks:
@@ -107,6 +108,7 @@ def test_links_lead_somewhere() -> None:
     assert found > 50
 
 
+@pytest.mark.style
 def test_files_that_pages_name_exist() -> None:
     pattern = re.compile(r"`((?:docs|tests|examples|benchmarks|python|fog_pg|csrc)/[\w./-]+\.\w+)`")
     with Checks() as checks:
@@ -117,6 +119,14 @@ def test_files_that_pages_name_exist() -> None:
                 checks.true(f"{name_of(page)}: {name}", (ROOT / name).exists())
 
 
+@pytest.mark.style
+def test_every_file_of_tests_stands_in_a_row_of_the_promises() -> None:
+    rows = "".join(line for line in (DOCS / "testing.md").read_text().splitlines() if line.startswith("|"))
+    files = {path.name for path in (ROOT / "tests").glob("test_*.py")}
+    assert files - set(re.findall(r"`(test_\w+\.py)`", rows)) == set()
+
+
+@pytest.mark.style
 def test_no_file_has_the_marks_of_a_merge_that_was_not_resolved() -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     files = [ROOT / name for name in listed.stdout.split("\0") if name] if listed.returncode == 0 else PAGES
@@ -127,6 +137,7 @@ def test_no_file_has_the_marks_of_a_merge_that_was_not_resolved() -> None:
                 checks.true(f"{name_of(file)}: {found[0]!r}", False)
 
 
+@pytest.mark.style
 def test_lines_have_at_most_120_columns_except_in_tables() -> None:
     with Checks() as checks:
         for page in PAGES:
@@ -159,6 +170,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert public - packages <= described, sorted(public - packages - described)
 
 
+@pytest.mark.style
 def test_site_has_every_page_in_its_navigation() -> None:
     """mkdocs checks this too, if it is installed."""
     listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
@@ -176,6 +188,7 @@ def test_site_builds_without_warnings(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.style
 def test_numbers_of_scaling_are_those_of_the_results() -> None:
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "performance_tables.py", "--check"],

@@ -17,12 +17,10 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool
+from harness import World, WorldPool
 from injection import mpi_buffers
 
 from fog_pg._C import NeighborPlan, emulate
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="about fog's engine")
 
 SHORT = timedelta(seconds=10)
 COMPUTED_SECONDS = 0.002

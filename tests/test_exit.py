@@ -24,12 +24,9 @@ import harness
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, RUN_TIMEOUT, World
+from harness import RUN_TIMEOUT, World
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests how fog ends"),
-    pytest.mark.usefixtures("nothing_left"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 LONG_TIMEOUT = 4 * RUN_TIMEOUT
 WATCHDOG_SECONDS = 20.0

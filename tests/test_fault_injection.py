@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fogdist.testing import faults
 from fogdist.testing.faults import Fault, Schedule
 from fogdist.testing.faults.__main__ import main
-from harness import BACKEND, World, WorldPool, case, error_of
+from harness import World, WorldPool, case, error_of
 from hosts import ACROSS, INTERFACE, address, emulated_hosts, ip, move_to_host
 
 PAUSE = 0.4
@@ -158,7 +158,6 @@ def abort_one() -> str:
     return error
 
 
-@pytest.mark.skipif(BACKEND != "fog", reason="other backends do not abort, or end the process")
 def test_an_aborted_group_takes_no_more(worlds: WorldPool) -> None:
     aborted, other = worlds(2).run(abort_one)
     assert "abort" in aborted and other, (aborted, other)
@@ -207,9 +206,6 @@ def join_and_ask(host: str, is_server: bool) -> str:
     return ""
 
 
-@pytest.mark.skipif(
-    BACKEND != "fog", reason="torch waits for a Store that is cut off for a quarter of an hour"
-)
 def test_a_store_that_is_cut_off_raises(new_world: Callable[..., World]) -> None:
     with emulated_hosts(2) as names:
         world = new_world(2, initialize=False, environment=ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": "4"})

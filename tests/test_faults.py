@@ -23,14 +23,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist.compression import Int8
-from harness import BACKEND, RUN_TIMEOUT, World, error_of, exception_of
+from harness import RUN_TIMEOUT, World, error_of, exception_of
 from hosts import run_on_hosts
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="other backends hang or crash here"),
-    pytest.mark.usefixtures("nothing_left"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RANKS = 3
 LONG_TIMEOUT = 4 * RUN_TIMEOUT

@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import BACKEND, WorldPool
+from harness import WorldPool
 from scripts import ROOT, Job, run_script, started
 from torch import Tensor
 from torch.utils.data import DistributedSampler
 from training_cases import distribute, end, start
 
 from fog_pg._extension import find_mpi_library
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="recipes for fog")
 
 RECIPES = ROOT / "examples" / "frameworks"
 # Each rank takes seconds to import a framework.

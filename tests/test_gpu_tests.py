@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 from device_double import DEVICE
-from harness import BACKEND
 
 FOLDER = Path(__file__).resolve().parent / "gpu"
 
 
 @pytest.mark.long
-@pytest.mark.skipif(BACKEND != "fog", reason="for backend fog")
 def test_one_of_each_on_the_double(compiled_double: None) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],

@@ -9,14 +9,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool, sizes
+from harness import World, WorldPool, sizes
 from reference import Checks
 from torch import Tensor
 
 CPU = torch.device("cpu")
 SHORT = timedelta(seconds=1)
-
-on_fog = pytest.mark.skipif(BACKEND != "fog", reason="a promise of fog that other backends do not make")
 
 
 # Sparse tensors
@@ -73,7 +71,6 @@ def refuse_sparse() -> None:
     assert ones.tolist() == [dist.get_world_size()] * 2
 
 
-@on_fog
 def test_sparse_allreduce_refuses(worlds: WorldPool) -> None:
     worlds(2).run(refuse_sparse)
 
@@ -87,7 +84,6 @@ def sparse_shapes_disagree() -> str:
     return str(caught.value)
 
 
-@on_fog
 def test_sparse_allreduce_names_both_shapes(worlds: WorldPool) -> None:
     for text in worlds(2).run(sparse_shapes_disagree):
         assert "allreduce_sparse(SUM, int64[1, 6, 4])" in text and "[1, 6, 5])" in text
@@ -182,11 +178,9 @@ def test_monitored_barrier_names_who_is_missing(worlds: WorldPool, wait_all_rank
     names = "Ranks 1, 3" if wait_all_ranks else "Rank 1"
     assert f"{names} failed to pass monitoredBarrier in 1000 ms" in texts[0]
     assert "Rank 2 successfully reached monitoredBarrier" in texts[2]
-    if BACKEND == "fog":
-        assert "not there: ranks 1, 3" in texts[2]  # from the report of rank 0
+    assert "not there: ranks 1, 3" in texts[2]  # from the report of rank 0
 
 
-@on_fog
 def test_monitored_barrier_without_rank_zero(worlds: WorldPool) -> None:
     texts = worlds(3).run(miss_monitored_barrier, [0], True, timeout=40)
     for text in texts[1:]:
@@ -201,7 +195,6 @@ def monitored_barrier_arguments() -> None:
     dist.monitored_barrier(timeout=20.0)  # torch still takes seconds
 
 
-@on_fog
 def test_monitored_barrier_arguments(worlds: WorldPool) -> None:
     worlds(2).run(monitored_barrier_arguments)
 
@@ -222,9 +215,8 @@ def split() -> None:
                 tensor = torch.tensor([float(rank)])
                 child.allreduce([tensor]).wait()
                 checks.true(f"{members}: sum", tensor.item() == sum(members))
-                if BACKEND == "fog":
-                    timeouts = [group._get_backend(CPU).options._timeout for group in (child, world)]
-                    checks.true(f"time-outs {timeouts}", timeouts == [timedelta(seconds=t) for t in (21, 30)])
+                timeouts = [group._get_backend(CPU).options._timeout for group in (child, world)]
+                checks.true(f"time-outs {timeouts}", timeouts == [timedelta(seconds=t) for t in (21, 30)])
         # A split can be split again, with ranks of the parent.
         child = world.split_group(list(range(size)))
         grandchild = child.split_group([1, size - 1] if size > 2 else [1])
@@ -242,7 +234,6 @@ def test_split_group(worlds: WorldPool, size: int) -> None:
     worlds(size).run(split)
 
 
-@on_fog
 def test_split_refuses(worlds: WorldPool) -> None:
     worlds(2).run(split_refuses)
 
@@ -288,7 +279,7 @@ def gather_coalesced() -> None:
     with Checks() as checks:
         for source in range(size):
             checks.equal(f"from {source}", outputs[source], mine(source))
-        ranges = [event for event in profile.events() if event.name == f"{BACKEND}:all_gather"]
+        ranges = [event for event in profile.events() if event.name == "fog:all_gather"]
         checks.true(f"one operation, not {len(ranges)}", len(ranges) == 1)
 
 
@@ -318,7 +309,6 @@ def fog_beside_gloo() -> list[float]:
     return values
 
 
-@on_fog
 def test_fog_group_in_a_gloo_world(new_world: Callable[..., World]) -> None:
     world = new_world(3, initialize=False)
     assert world.run(fog_beside_gloo) == [[3.0, 3.0, 2.0], [3.0, 3.0, 1.0], [3.0, 3.0, 2.0]]

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool
+from harness import World, WorldPool
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="looks into fog's own tables")
 
 # The number of names that a group remembers; NameTable::kMost.
 NAMES = 4096

@@ -17,15 +17,12 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, RUN_TIMEOUT, World, error_of
+from harness import RUN_TIMEOUT, World, error_of
 from hosts import run_on_hosts
 
 from fog_pg import _C
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="only fog detects hangs"),
-    pytest.mark.usefixtures("nothing_left"),
-]
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 RANKS = 3
 VICTIM = 1

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, WorldPool, error_of, sizes
+from harness import World, WorldPool, error_of, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import (
     COMPLEX,
@@ -31,8 +31,6 @@ from reference import (
     wide,
 )
 from torch import Tensor
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own operations")
 
 SIZES = sizes([1, 4, 6], [2])
 # No element, fewer elements than ranks, a size that a message carries inline, and one that fills the ring several

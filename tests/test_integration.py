@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness import BACKEND, World, WorldPool, init_process_group, sizes
+from harness import World, WorldPool, init_process_group, sizes
 from reference import Checks
 from scripts import Job, launcher_command, started
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def mesh_groups() -> None:
             ("shards", [rank // 2 * 2, rank // 2 * 2 + 1]),
         ):
             group = mesh.get_group(name)
-            checks.true(f"{name}: backend", dist.get_backend(group) == BACKEND)
+            checks.true(f"{name}: backend", dist.get_backend(group) == "fog")
             checks.true(f"{name}: ranks", dist.get_process_group_ranks(group) == members)
             value = functional.all_reduce(torch.tensor([float(rank)]), "sum", group)
             checks.true(f"{name}: sum {value}", value.item() == sum(members))
@@ -562,7 +562,7 @@ def profiled() -> None:
     )
     with Checks() as checks:
         for name in names.split():
-            events = [event for event in profile.events() if event.name == f"{BACKEND}:{name}"]
+            events = [event for event in profile.events() if event.name == f"fog:{name}"]
             checks.true(f"{name}: {len(events)} ranges", len(events) == 1 and events[0].is_async)
             if name == "all_reduce":
                 checks.true(f"shapes {events[0].input_shapes}", events[0].input_shapes == [[size, 3]])
@@ -575,8 +575,8 @@ def profiled_phases() -> None:
         # The caller waits, so that its thread copies and computes: the profiler follows this thread only.
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
-    phases = [event for event in profile.events() if event.name == f"{BACKEND}:allreduce combined"]
-    whole = [event for event in profile.events() if event.name == f"{BACKEND}:all_reduce"]
+    phases = [event for event in profile.events() if event.name == "fog:allreduce combined"]
+    whole = [event for event in profile.events() if event.name == "fog:all_reduce"]
     with Checks() as checks:
         checks.true(f"{len(phases)} phases", len(phases) >= 1)
         for phase in phases:
@@ -709,7 +709,7 @@ def test_elastic_restart(tmp_path: Path) -> None:
     script = tmp_path / "elastic.py"
     script.write_text(ELASTIC)
     launcher = [*launcher_command("torchrun", 2), "--max-restarts=1"]
-    with started([Job([script, BACKEND], 2, tmp_path / "log.txt", launcher)]) as (job,):
+    with started([Job([script, "fog"], 2, tmp_path / "log.txt", launcher)]) as (job,):
         assert job.wait(120) == 0, job.output
     values = [0.0, 1.0]
     for _ in range(6):

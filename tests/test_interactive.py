@@ -24,10 +24,7 @@ import fogdist.bluefog
 import fogdist.interactive
 import pytest
 from fogdist.interactive import Cluster
-from harness import BACKEND
 from scripts import ROOT
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own")
 
 NEEDED = ["ipyparallel", "nbclient", "ipykernel"]
 missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.style
+
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "process_group_fog"
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 MOST_LINES = 500

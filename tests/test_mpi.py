@@ -12,15 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from harness import BACKEND, WorldPool
+from harness import WorldPool
 from hosts import ACROSS, address, emulated_hosts, namespace_names, sent_bytes
 from mpi_installations import Installation, Missing, intel, mpich, open_mpi
 from scripts import ROOT, Job, launcher_command, run_script, started
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 ALL = os.environ.get("FOG_TEST_MPI") == "all"
 RANKS = 4 if ALL else 2

@@ -17,17 +17,14 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, RUN_TIMEOUT, World, error_of, exception_of, init_process_group
+from harness import RUN_TIMEOUT, World, error_of, exception_of, init_process_group
 from operations import REDUCING, prepare
 from reference import Checks
 from test_bootstrap import join, launcher_store, my_rank
 from test_collectives import sweep, sweep_roots, sweep_types
 from wrapped_mpi import compile_wrapper
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 APART = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"}
 RMA = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}

@@ -23,13 +23,11 @@ import fogdist
 import pytest
 import torch
 import torch.multiprocessing as mp
-from harness import BACKEND, on_ranks
+from harness import on_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_cases import ENTRIES, IN_STEP, distribute, end, start
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
 
 class Net(nn.Module):

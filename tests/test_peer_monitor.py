@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World, error_of
+from harness import World, error_of
 from hosts import (
     ACROSS,
     INTERFACE,
@@ -30,8 +30,6 @@ from hosts import (
     run_on_hosts,
     silences,
 )
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections")
 
 # The default of FOG_HOST_TIMEOUT.
 SILENCE = 11.0

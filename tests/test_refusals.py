@@ -5,13 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-from harness import BACKEND
 from injection import refusals
 from scripts import Job, started
 
 
-@pytest.mark.skipif(BACKEND != "fog", reason="about fog's threads")
 def test_what_the_system_refuses(tmp_path: Path) -> None:
     script = Path(__file__).parent / "refusals.py"
     job = Job([script], 1, tmp_path / "output.txt", [sys.executable], {"LD_PRELOAD": str(refusals())})

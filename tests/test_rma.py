@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND, RUN_TIMEOUT, World, WorldPool, case, error_of
+from harness import RUN_TIMEOUT, World, WorldPool, case, error_of
 from hosts import address, emulated_hosts, move_to_host
 from reference import Checks, make_input, mix, sum_in_rank_order
 from scripts import run_script
@@ -30,10 +30,7 @@ from test_machines import VARIABLE, mean_matrix, mix_machines
 from torch import Tensor
 from wrapped_mpi import compile_wrapper
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's MPI"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 KIB, MIB = 1 << 10, 1 << 20
 RANKS, PER_MACHINE = 4, 2

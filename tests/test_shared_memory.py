@@ -19,13 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import BACKEND, World, init_process_group
+from harness import World, init_process_group
 
 from fog_pg import _C
 from fog_pg._build_info import VERSION
 from fog_pg._extension import load
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="memory of backend fog")
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 # The size of a page on many kernels for ARM64 and POWER.

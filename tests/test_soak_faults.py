@@ -18,16 +18,12 @@ import soak_faults
 import soak_operations
 from fogdist.testing import faults
 from fogdist.testing.faults import Fault, Schedule
-from harness import BACKEND
 from soak_faults import MODES, Soak
 from soak_modes import RANKS, Board, Mode
 from soak_totals import Pace, append, loss_ratio, moments_in, next_steps, result, table, throughput
 
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="has fog's own modes in it")
-
-
-# The same wrapper with another option.
-LONG = {"asynchronous-on-loss"}
+# Of each pair of modes that go through the same code, one.
+LONG = {"asynchronous-on-loss", "collectives", "reconfigured"}
 
 
 @pytest.mark.parametrize(

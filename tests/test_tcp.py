@@ -20,7 +20,7 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, RUN_TIMEOUT, World, error_of
+from harness import RUN_TIMEOUT, World, error_of
 from hosts import TCP_USER_TIMEOUT, run_on_hosts
 from reference import Checks, make_input
 from test_machines import VARIABLE
@@ -29,10 +29,7 @@ from test_rma import PER_MACHINE, exchanges
 from fog_pg import _C
 from fog_pg._store import connections
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="fog's own connections"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 KIB, MIB = 1 << 10, 1 << 20
 RANKS = 4

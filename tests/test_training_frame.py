@@ -29,7 +29,7 @@ from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.context import handles
 from fogdist.training.pass_watch import _watched
-from harness import BACKEND, on_ranks
+from harness import on_ranks
 from reference import Checks
 from torch import Tensor, nn
 from torch.distributed import checkpoint
@@ -57,8 +57,6 @@ from training_cases import (
 )
 
 from fog_pg import _C
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
 # Algorithms whose recursion uses the learning rate in addition to the optimizer's own step.
 READ_RATES = ("ExactDiffusion", "D2", "QuasiGlobalMomentum", "SlowMo")

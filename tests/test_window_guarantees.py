@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.compression import Codec
-from harness import ALL, BACKEND, World, error_of
+from harness import ALL, World, error_of
 from reference import make_input
 from window_interfaces import (
     INTERFACES,
@@ -49,8 +49,6 @@ from window_interfaces import (
     stopped,
     worlds_by_way,
 )
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 MIB = 1 << 20
 LAST = SIZE - 1

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BACKEND, World
+from harness import World
 from hosts import run_on_hosts
 from reference import Checks
 from test_windows import CONTENTS, operations_on
@@ -25,8 +25,6 @@ from torch import Tensor
 from window_interfaces import LIMIT, WAYS, WorldsByWay, backend, create, full, others, slot, worlds_by_way
 
 from fog_pg import _C
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 MIB = 1 << 20
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from fogdist import legacy
 from fogdist import topology as topologies
-from harness import BACKEND, World, error_of, on_ranks
+from harness import World, error_of, on_ranks
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
 from window_interfaces import (
@@ -44,8 +44,6 @@ from window_interfaces import (
     slot,
     worlds_by_way,
 )
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="windows of backend fog")
 
 # Sizes around the limits at which another algorithm is used, in float64 elements.
 NUMELS = [0, 1, 1000, 4096, 4097, 300_001]

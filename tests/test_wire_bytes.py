@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import BACKEND
 from hosts import run_on_hosts
 
-pytestmark = [
-    pytest.mark.skipif(BACKEND != "fog", reason="tests fog's exchanges"),
-    pytest.mark.usefixtures("no_shared_memory_left"),
-]
+pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 TENSOR = 8 << 20
 SUMMED = 1 << 20

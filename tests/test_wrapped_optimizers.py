@@ -13,13 +13,11 @@ import fogdist
 import pytest
 import torch
 from fogdist import algorithms
-from harness import BACKEND, on_ranks
+from harness import on_ranks
 from reference import Checks
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from training_cases import VIEWS, loss_of, make_net, snapshot, train_step
-
-pytestmark = pytest.mark.skipif(BACKEND != "fog", reason="fog's own optimizers")
 
 KINDS: dict[str, Callable[[Optimizer, nn.Module], Any]] = {
     kind: VIEWS[kind] for kind in ("awc", "atc", "gradient", "put", "DecentralizedSGD", "GradientTracking")
