@@ -27,6 +27,8 @@ from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
 
+from fog_pg import _joining
+
 # Long enough that a rank that waits for a lost one until the timeout is seen: RUN_TIMEOUT of the harness is over by then.
 TIMEOUT = 120.0
 STEPS = 40
@@ -464,6 +466,98 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
     assert all(outcome.state == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
     assert outcomes[0].value == outcomes[2].value
     assert outcomes[0].value[0] == Membership(1, (0, 2), frozenset({1}))
+
+
+# --- processes that join ------------------------------------------------------------------------------------
+
+OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/async", "WindowPushSum/patience", "AsynchronousGossip"]
+JOINABLE = [
+    *("ChocoSGD", "LEAD", "AsynchronousGossip", "DecentralizedSGD/patience", "wrapper"),
+    *("WindowPushSum", "wrapper/patience", "DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc"),
+    *("DecentralizedSGD/cta", "AdaptThenCombine", "LocalSGD", "DecentralizedAdamW", "GossipPGA", "PushSumSGD"),
+    *("DiLoCo", "GASLoC", "NoLoCo", "wrapper/async", "WinPut", "PullGet"),
+    *("WindowPushSum/async", "WindowPushSum/patience"),
+]
+
+
+def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
+    """Returns what is called, the optimizer, and a function that counts its rounds."""
+    name, _, order = kind.partition("/")
+    options: dict[str, Any] = {"patience": {"patience": 5.0}, "async": {"mode": "async"}}.get(order, {})
+    base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if name == "wrapper":
+        wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False, on_loss="continue", **options)
+        return wrapper, base, lambda: wrapper.round
+    if name in ("ChocoSGD", "LEAD", "DeepSqueeze"):
+        options = {"compression": fogdist.compression.Int8(), "gamma": 0.5}
+    if order in ("awc", "cta"):
+        options = {"order": order}
+    if name.endswith("LoCo") or name in ("LocalSGD", "GASLoC"):
+        options["local_steps"] = 1
+    if name == "DecentralizedAdamW":
+        base = torch.optim.AdamW(model.parameters(), lr=0.0)
+    made = getattr(algorithms, name)(base, model, on_loss="continue", **(options if order != "async" else {}))
+    if order == "async":
+        made.force_barrier = False
+    return model, made, lambda: made.steps
+
+
+def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]:
+    """Rank 2 gets the state of before the first exchange, and comes in after it and after the ranks have settled."""
+    rank = int(os.environ["RANK"])
+    signs = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", FOG_MAX_RANKS="3", FOG_JOIN=str(int(rank == 2)))
+    if rank == 2:
+        signs.wait(["made 0", "made 1"])
+    dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
+    fogdist.init(fogdist.RingGraph)
+    model = Point(float(rank))
+    called, optimizer, count = joinable(kind, model)
+    settle = getattr(optimizer, "settle", lambda: None)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        called(1.0).backward()
+        optimizer.step()
+
+    if rank < 2:
+        signs.set(f"made {rank}", "")
+        store = _joining.store_of_first(fogdist.context.current().backend)
+        assert store is not None
+        store.wait(["fog/join/1/request"])
+        step()
+        settle()
+        store.wait(["fog/join/1/ready"])
+    if kind in OWN_PACE:
+        while membership.current().epoch == 0:
+            step()
+        for _ in range(10):
+            step()
+            time.sleep(0.005)
+    while kind not in OWN_PACE and count() < 12:
+        step()
+    settle()
+    fogdist.barrier(group=fogdist.reconfigure())
+    return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
+
+
+@pytest.mark.parametrize(
+    "kind", [*JOINABLE[:5], *(pytest.param(kind, marks=pytest.mark.long) for kind in JOINABLE[5:])]
+)
+def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
+    new_world: Callable[..., World], kind: str
+) -> None:
+    """It is of before the first exchange: windows, replicas and numbers of exchanges are others when it comes in."""
+    world = new_world(3, initialize=False, finalizing=0, environment={"FOG_CONFIRM": "0"})
+    ends = world.run(join_before_the_first_exchange, kind)
+    assert {members for members, _, _ in ends} == {Membership(1, (0, 1, 2), frozenset())}
+    least, most = min(least for _, least, _ in ends), max(most for _, _, most in ends)
+    assert 0.0 <= least and most <= 1.0 and most - least < 0.1, ends
+
+
+def test_all_joinable_algorithms_are_joined() -> None:
+    made = {each.partition("/")[0] for each in JOINABLE}
+    assert made >= {name for name in algorithms.__all__ if getattr(getattr(algorithms, name), "can_be_joined", False)}
 
 
 # --- the Store ----------------------------------------------------------------------------------------------
