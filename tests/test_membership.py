@@ -20,7 +20,7 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, membership, topology
+from fogdist import algorithms, joining, membership, topology
 from fogdist.meeting import Decision, Join, Log, Minutes
 from fogdist.membership import Membership
 from harness import Outcome, World, error_of
@@ -470,14 +470,14 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
 
 # --- processes that join ------------------------------------------------------------------------------------
 
-OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/async", "WindowPushSum/patience", "AsynchronousGossip"]
-JOINABLE = [
-    *("ChocoSGD", "LEAD", "AsynchronousGossip", "DecentralizedSGD/patience", "wrapper"),
-    *("WindowPushSum", "wrapper/patience", "DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc"),
-    *("DecentralizedSGD/cta", "AdaptThenCombine", "LocalSGD", "DecentralizedAdamW", "GossipPGA", "PushSumSGD"),
-    *("DiLoCo", "GASLoC", "NoLoCo", "wrapper/async", "WinPut", "PullGet"),
-    *("WindowPushSum/async", "WindowPushSum/patience"),
-]
+OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/async", "AsynchronousGossip"]
+OWN_PACE.append("WindowPushSum/patience")
+IN_STEP = ["ChocoSGD", "LEAD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
+IN_STEP += ["DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
+IN_STEP += ["AdaptThenCombine", "DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
+# Those of which each way that a process comes in has one, and the others.
+JOINABLE = [*IN_STEP[:4], "AsynchronousGossip"]
+JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
 
 
 def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
@@ -486,7 +486,9 @@ def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
     options: dict[str, Any] = {"patience": {"patience": 5.0}, "async": {"mode": "async"}}.get(order, {})
     base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     if name == "wrapper":
-        wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False, on_loss="continue", **options)
+        wrapper = fogdist.DecentralizedDataParallel(
+            model, base, broadcast=False, on_loss="continue", **options
+        )
         return wrapper, base, lambda: wrapper.round
     if name in ("ChocoSGD", "LEAD", "DeepSqueeze"):
         options = {"compression": fogdist.compression.Int8(), "gamma": 0.5}
@@ -552,12 +554,53 @@ def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
     ends = world.run(join_before_the_first_exchange, kind)
     assert {members for members, _, _ in ends} == {Membership(1, (0, 1, 2), frozenset())}
     least, most = min(least for _, least, _ in ends), max(most for _, _, most in ends)
-    assert 0.0 <= least and most <= 1.0 and most - least < 0.1, ends
+    assert least >= 0.0 and most <= 1.0 and most - least < 0.1, ends
+
+
+def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
+    """Not where that one began its last round: it may have settled since, which is no part of a round."""
+    told: list[dict[str, Any]] = []
+    members = SimpleNamespace(enter=lambda seat: told.append(seat.report()))
+    steps = iter(range(10))
+    seat = membership.Seat(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
+    for _ in range(2):
+        seat.enter()
+        for _ in range(3):  # a round of two exchanges, and one by `settle`
+            seat.completed = seat.take() + 1
+    assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
+
+
+class Extension:
+    """The extension of a rank without connections; newcomers are on another host."""
+
+    def __getattr__(self, name: str) -> Any:
+        values = {"job_secret": "a secret of this test", "announced": 0, "own_entry": "1", "announce": True}
+        values["read_entry"] = {"is_visible": False, "addresses": []}
+        return lambda *_: values[name]
+
+
+@pytest.mark.parametrize("end", ["died", "failed"])
+def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """It has asked another rank and died, or it has failed and lives on."""
+    monkeypatch.setattr(joining._extension, "load", Extension)
+    monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
+    store, group = dist.HashStore(), 7
+    joining.Door(store, group).publish_nonce()
+    newcomer = joining.Newcomer(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
+    newcomer._ticket = store.add("fog/join/count", 1)
+    newcomer._request()
+    if end == "failed":
+        newcomer.leave()
+    door = joining.Door(store, group)  # of the rank that answers next
+    for _ in range(2):
+        door.look(0, lambda _: "", dict, [0])
+    assert store.get("fog/join/first") == b"2" and not store.check(["fog/join/1/request"])
 
 
 def test_all_joinable_algorithms_are_joined() -> None:
     made = {each.partition("/")[0] for each in JOINABLE}
-    assert made >= {name for name in algorithms.__all__ if getattr(getattr(algorithms, name), "can_be_joined", False)}
+    every = {name: getattr(algorithms, name) for name in algorithms.__all__}
+    assert made >= {name for name, each in every.items() if getattr(each, "can_be_joined", False)}
 
 
 # --- the Store ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import fcntl
 import hashlib
 import hmac
 import io
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import device_double
 import fogdist
 import numpy as np
 import pytest
 import torch
+from device_double import DEVICE, held
 from fogdist import parameters, state_transfer
 from fogdist.checkpoint import pieces
 from fogdist.state_transfer import Copy, Offer, Source, read_file
@@ -131,7 +134,8 @@ def everything() -> dict[str, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(Scaled(), nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(epoch * 1e-3))  # gives it numbers of NumPy's
+    # It gives the optimizer numbers of NumPy's.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(epoch * 1e-3))
     model(torch.ones(4, 3)).sum().backward()
     optimizer.step()
     assert type(optimizer.param_groups[0]["lr"]) is np.float64
@@ -144,10 +148,17 @@ def everything() -> dict[str, Any]:
         "tensors": [torch.arange(4).to(dtype) for dtype in dtypes] + [torch.ones(()), torch.empty(0, 2)],
         "views": [torch.arange(6.0)[::2], torch.ones(2, 3).t()],
         "numbers": [True, 2**80, 1e300, float("inf"), 2j, None, "text", b"bytes", bytearray(b"more")],
-        "torch": [torch.float16, torch.device("cpu"), torch.Size([2, 3]), torch.strided, torch.return_types.max([1, 2])],
+        "torch": [
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2, 3]),
+            torch.strided,
+            torch.ones(3).max(0),
+        ],
         "numpy": [np.float64(0.1), np.int32(3), np.bool_(True), np.str_("a"), np.arange(6).reshape(2, 3)],
         "dtypes": [np.dtype("f4"), int, Mood],
-        "values": [Point(torch.ones(2), 3), Mood.GOOD, Level.HIGH, Note("a", [Point(1, 2)]), io.BytesIO(b"abc")],
+        "values": [Point(torch.ones(2), 3), Mood.GOOD, Level.HIGH, Note("a", [Point(1, 2)])],
+        "bytes": io.BytesIO(b"abc"),
         "sets": [{1, 2}, frozenset({Mood.GOOD}), range(3), slice(1, None)],
         "dicts": [wide, collections.defaultdict(list, a=[torch.ones(1)]), collections.Counter("aab")],
         "keys": {Mood.GOOD: 1, np.int64(3): 2, (1, 2): 3, 4: 5, "fog object": 6},
@@ -165,7 +176,8 @@ def check_same(path: str, got: Any, wanted: Any) -> None:
         assert len(got) == len(wanted), path
         assert not is_dict or list(got) == list(wanted), path
         for place, key in enumerate(wanted):
-            check_same(f"{path}.{place}", *((got[key], wanted[key]) if is_dict else (got[place], wanted[place])))
+            at = key if is_dict else place
+            check_same(f"{path}.{at}", got[at], wanted[at])
     elif isinstance(wanted, np.ndarray):
         np.testing.assert_array_equal(got, wanted)
     elif isinstance(wanted, io.BytesIO):
@@ -243,6 +255,24 @@ def test_a_state_whose_code_would_run_is_refused_unless_it_is_registered() -> No
 
 
 # --- to whom ------------------------------------------------------------------------------------------------
+
+
+def copy_behind_a_held_stream() -> None:
+    device_double.load()
+    values, stream = torch.ones(8, device=DEVICE), torch.Stream(device=f"{DEVICE}:0")
+    with held(stream), stream:
+        torch.Event(device=DEVICE).record(stream)  # gives the stream some work
+        copy = Copy({"values": values}, os.getpid())
+        time.sleep(0.3)
+        assert not fcntl.fcntl(copy.file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    got = read_file(copy.place["pid"], copy.place["file"], SOON)
+    copy.close()
+    assert got is not None and got["values"].device.type == "cpu" and got["values"].eq(1).all()
+
+
+@pytest.mark.usefixtures("compiled_double")
+def test_a_copy_is_not_written_before_the_device_has_made_it(worlds: WorldPool) -> None:
+    worlds(2).run(copy_behind_a_held_stream)
 
 
 @pytest.mark.parametrize("wrong", [Secret("wrong"), Secret("right", 2)], ids=["secret", "ticket"])

@@ -15,12 +15,21 @@ from typing import Any
 
 import fogdist
 import torch
+from fogdist import checkpoint
 from problem import read_how, report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 WORDS = 32
 LENGTH = 8
@@ -53,8 +62,36 @@ class GossipTrainer(Trainer):
         self.accelerator.prepare_model = prepare_model
 
 
+class StatesOfRanks(TrainerCallback):
+    """Saves the state of each rank with a Trainer's checkpoints, and loads it: the Trainer has that of rank 0 only."""
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
+    ) -> None:
+        step, keep = state.global_step, args.save_total_limit
+        checkpoint.save(self.folder(args), of["model"], self.wrapped(of["optimizer"]), step=step, keep=keep)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
+    ) -> None:
+        if state.global_step:  # the Trainer has resumed
+            checkpoint.load(
+                self.folder(args), of["model"], self.wrapped(of["optimizer"]), step=state.global_step
+            )
+
+    def folder(self, args: TrainingArguments) -> str:
+        return f"{args.output_dir}/ranks"
+
+    def wrapped(self, optimizer: Any) -> Optimizer:
+        return getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
+
+
 class DecentralizedTrainer(Trainer):
     """A Trainer whose optimizer averages parameters with the neighbors."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.add_callback(StatesOfRanks())
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -196,7 +196,9 @@ class Door:
         self._waits = False
         self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
-        self._silent: dict[int, float] = {}  # tickets without a request to this rank, and when they were first seen
+        self._silent: dict[
+            int, float
+        ] = {}  # tickets without a request to this rank, and when they were first seen
         self._copies: dict[int, Copy] = {}
         self._helped: dict[int, str] = {}  # entries of newcomers that another rank answers
 

@@ -12,25 +12,28 @@ import copy
 import copyreg
 import dataclasses
 import enum
+import io
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 # The keys of the dicts that stand for an object, and for a function or class.
 _OBJECT = "fog object"
 _NAME = "fog name"
+# The types of values that torch loads as they are, besides containers.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
-_BUILTINS = "bytearray dict float frozenset int list range set slice str tuple".split()
-_HARMLESS = {
-    *(f"builtins.{name}" for name in _BUILTINS),
-    *(f"collections.{name}" for name in ("Counter", "OrderedDict", "defaultdict", "deque")),
-    *("_io.BytesIO", "copyreg.__newobj__", "copyreg.__newobj_ex__", "numpy.dtype", "numpy.ndarray"),
-    *(f"numpy.{core}.multiarray.{name}" for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-}
+# Functions and classes that only make values.
+_HARMLESS = [
+    *(bytearray, dict, float, frozenset, int, list, range, set, slice, str, tuple),
+    *(Counter, OrderedDict, defaultdict, deque, io.BytesIO, np.dtype, np.ndarray),
+    *(each.__reduce_ex__(4)[0] for each in (object(), np.float64(), np.empty(0))),  # what makes such objects
+]
 
 
 def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> Any:
@@ -78,17 +81,18 @@ def plain(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         if kind in (*_PLAIN, list, tuple, torch.Size) or (kind is dict and _has_plain_keys(value)):
             return value
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-            return {_NAME: _known(f"{value.__module__}.{value.__qualname__}", name)}
+            return {_NAME: _known(_name_of(value), name)}
         try:
-            reduced = copyreg.dispatch_table.get(kind, lambda each: each.__reduce_ex__(4))(value)
+            reduce: Any = copyreg.dispatch_table.get(kind)
+            reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
             if isinstance(reduced, str):
                 raise TypeError("pickle knows it by its name only")
             function, *parts = reduced
             arguments, state, items, pairs = (*parts, None, None, None)[:4]
         except Exception as error:  # whatever a class raises
             raise TypeError(f"{name.lstrip('.')}: a {kind.__name__} cannot be copied: {error}") from error
-        known = _known(f"{function.__module__}.{function.__qualname__}", name)
-        return {_OBJECT: [known, *replaced([arguments, state, list(items or ()), list(pairs or ())], take, name)]}
+        parts = [arguments, state, list(items or ()), list(pairs or ())]
+        return {_OBJECT: [_known(_name_of(function), name), *replaced(parts, take, name)]}
 
     return replaced(state, take)
 
@@ -144,15 +148,18 @@ def _known(function: str, place: str) -> str:
 
 def _found(name: str) -> Any:
     """Returns the function or class of a name; it imports nothing."""
-    registered = dict(_named(torch.serialization.get_safe_globals()))
-    if name in registered:
-        return registered[name]
+    known = {
+        each[1] if isinstance(each, tuple) else _name_of(each): each[0] if isinstance(each, tuple) else each
+        for each in [*_HARMLESS, *torch.serialization.get_safe_globals()]
+    }
+    if name in known:
+        return known[name]
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         found: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:
             found = getattr(found, part, None)
-        if found is not None and (name in _HARMLESS or _is_class_of_values(found)):
+        if _is_class_of_values(found):
             return found
     raise TypeError(
         f"an object of {name} would run code of its own where it is loaded: if that may be, call "
@@ -160,9 +167,8 @@ def _found(name: str) -> Any:
     )
 
 
-def _named(registered: Iterable[Any]) -> Iterable[tuple[str, Any]]:
-    for each in registered:  # with a name of its own, or without
-        yield (each[1], each[0]) if isinstance(each, tuple) else (f"{each.__module__}.{each.__qualname__}", each)
+def _name_of(function: Any) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def _is_class_of_values(found: object) -> bool:
