@@ -27,7 +27,7 @@ from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
 
-from fog_pg import _joining
+from fog_pg import _extension, _joining
 
 # Long enough that a rank that waits for a lost one until the timeout is seen: RUN_TIMEOUT of the harness is over by then.
 TIMEOUT = 120.0
@@ -527,6 +527,8 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         store = _joining.store_of_first(fogdist.context.current().backend)
         assert store is not None
         store.wait(["fog/join/1/request"])
+        while not _extension.load().announced():  # it sets the key before it draws attention
+            time.sleep(0.01)
         step()
         settle()
         store.wait(["fog/join/1/ready"])
