@@ -10,6 +10,7 @@ A tiny GPT-2 with random weights learns to count, so nothing is downloaded.
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from typing import Any
 
@@ -68,19 +69,20 @@ class StatesOfRanks(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
     ) -> None:
-        step, keep = state.global_step, args.save_total_limit
-        checkpoint.save(self.folder(args), of["model"], self.wrapped(of["optimizer"]), step=step, keep=keep)
+        path = self.path(args, state)
+        if fogdist.rank() == 0:  # a Trainer that has resumed saves a step again
+            shutil.rmtree(path, ignore_errors=True)
+        fogdist.barrier()
+        checkpoint.save(path, of["model"], self.wrapped(of["optimizer"]), step=state.global_step)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
     ) -> None:
         if state.global_step:  # the Trainer has resumed
-            checkpoint.load(
-                self.folder(args), of["model"], self.wrapped(of["optimizer"]), step=state.global_step
-            )
+            checkpoint.load(self.path(args, state), of["model"], self.wrapped(of["optimizer"]))
 
-    def folder(self, args: TrainingArguments) -> str:
-        return f"{args.output_dir}/ranks"
+    def path(self, args: TrainingArguments, state: TrainerState) -> str:
+        return f"{args.output_dir}/checkpoint-{state.global_step}/ranks"
 
     def wrapped(self, optimizer: Any) -> Optimizer:
         return getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
