@@ -597,7 +597,8 @@ def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.Monk
     door = joining.Door(store, group)  # of the rank that answers next
     for _ in range(2):
         door.look(0, lambda _: "", dict, [0])
-    assert store.get("fog/join/first") == b"2" and not store.check(["fog/join/1/request"])
+    assert store.check(["fog/join/first"]) and not store.check(["fog/join/1/request"])
+    assert store.get("fog/join/first") == b"2"
 
 
 def test_all_joinable_algorithms_are_joined() -> None:
