@@ -15,7 +15,7 @@ from fogdist import agreement, verification
 from fogdist.agreement import Pair, mark, ring, total
 from fogdist.exchange import GATHERING_RANKS, MACHINES, RANKS, Exchange, Nodes
 from fogdist.verification import claims
-from harness import World, WorldPool
+from harness import World, WorldPool, error_of
 from torch import Tensor
 
 from fog_pg._C import VirtualWorld
@@ -157,6 +157,19 @@ def test_sums_wrap() -> None:
     sums = [torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64) for _ in range(3)]
     sent(world, lambda rank, group: group.agree(sums[rank]))
     assert [each.tolist() for each in sums] == [[2**64 - 3, 2**63]] * 3
+
+
+def test_an_error_has_no_word_of_the_sum() -> None:
+    """A rank that calls something else learns what the others do, and not which numbers they add."""
+    world = VirtualWorld(2)
+    first, second = world.groups
+    works = [
+        first.agree(torch.zeros(2, dtype=torch.uint64)),
+        second.allreduce([torch.zeros(2, dtype=torch.int64)]),
+    ]
+    world.progress()
+    for text in (error_of(work.wait) for work in works):
+        assert "called a comparison of arguments" in text and "uint64" not in text, text
 
 
 def agreeing() -> None:

@@ -213,12 +213,13 @@ def test_lists_are_one_message_of_each_dtype() -> None:
 
 
 def test_a_given_counter_does_not_count() -> None:
-    """The group's own numbers of exchanges go on as if the exchange with a given one had not been."""
+    """The group's own numbers of exchanges go on as if the exchange with a given one had not been, and are none of a caller's."""
     size, codec = 2, RandomK(0.1)
     world = VirtualWorld(size)
     x = [make_input(r, torch.float32, 1000) for r in range(size)]
     plans = [NeighborPlan(r, size, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]) for r in range(size)]
-    for given, used in ((None, 0), (7, 7), (None, 1)):
+    own = 1024 << 32
+    for given, used in ((None, own), (7, 7), (0, 0), (None, own + 1)):
         works = [
             group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, counter=given)
             for r, group in enumerate(world.groups)

@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -50,6 +51,7 @@ def test_every_module_imports_only_what_is_below_it():
         "launch",
         "handles",
         "agreement",
+        "nested",
         "exchange",
     ]
     order += [
@@ -692,12 +694,17 @@ def parameters_from_one_rank() -> None:
         for name, value in model.named_parameters():
             checks.close(f"average {name}", value.detach(), reduce([m[name].detach() for m in models], "AVG"))
             checks.true(f"leaf {name}", value.is_leaf and value.requires_grad)
-        for wrong in (torch.ones(2), "abc", 3, [("a", 1)], {"a": 1.0}, [torch.ones(1), 2]):
+        for wrong in (torch.ones(2), "abc", 3, [("a", 1)], MappingProxyType({"a": 1.0}), [torch.ones(1), 2]):
             for call in (lambda p: fogdist.broadcast_parameters(p, 0), fogdist.allreduce_parameters):
                 with pytest.raises(ValueError, match="params"):
                     call(wrong)
-        with pytest.raises(PreconditionError, match="num_batches_tracked"):
-            fogdist.allreduce_parameters(model.state_dict())
+        state = {**make_model(rank).state_dict(), "extra": [rank]}
+        fogdist.allreduce_parameters(state)
+        states = [make_model(r).state_dict() for r in range(size)]
+        for name, value in states[0].items():
+            mean = reduce([each[name] for each in states], "AVG") if value.is_floating_point() else value
+            checks.close(f"average {name}", state[name], mean)
+        checks.equal("average extra", state["extra"], [0])
         with pytest.raises(ValueError, match="root_rank"):
             fogdist.broadcast_parameters({}, size)
         fogdist.broadcast_parameters({}, 0)

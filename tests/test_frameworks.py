@@ -160,6 +160,39 @@ def test_transformers(tmp_path: Path, how: str) -> None:
     assert all((distance > 1e-3) == (how != "ddp") for distance in distances)
 
 
+RESUMES = """
+import fogdist
+fogdist.init()
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+from with_transformers import Counting, DecentralizedTrainer
+
+def trained(resume):
+    torch.manual_seed(0)
+    shape = {"n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, bos_token_id=None, eos_token_id=None, **shape))
+    options = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "learning_rate": 0.01, "warmup_steps": 2}
+    arguments = TrainingArguments(FOLDER, max_steps=6, save_steps=3, per_device_train_batch_size=4, **options)
+    DecentralizedTrainer(model=model, args=arguments, train_dataset=Counting()).train(resume_from_checkpoint=resume)
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+straight = trained(None)
+apart = (fogdist.broadcast(straight.clone(), 0) - straight).abs().max().item() > 1e-3
+resumed = trained(FOLDER + "/checkpoint-3")
+print("rank", fogdist.rank(), "apart", apart, "same", torch.equal(straight, resumed), flush=True)
+"""
+
+
+def test_a_trainer_resumes_with_the_state_of_each_rank(tmp_path: Path) -> None:
+    needs("transformers")
+    script = tmp_path / "resumes.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(RECIPES)!r})\nFOLDER = {str(tmp_path / 'saved')!r}\n{RESUMES}"
+    )
+    output = run_script([script], 2, tmp_path / "log.txt", "torchrun", timeout=TIMEOUT)
+    assert "rank 0 apart False same True" in output and "rank 1 apart True same True" in output, output
+
+
 @pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
 def test_ray(problem, tmp_path: Path, how: str) -> None:
     needs("ray")

@@ -20,12 +20,14 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, membership, topology
+from fogdist import algorithms, joining, membership, topology
 from fogdist.meeting import Decision, Join, Log, Minutes
 from fogdist.membership import Membership
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
+
+from fog_pg import _extension, _joining
 
 # Long enough that a rank that waits for a lost one until the timeout is seen: RUN_TIMEOUT of the harness is over by then.
 TIMEOUT = 120.0
@@ -464,6 +466,145 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
     assert all(outcome.state == "returned" for outcome in outcomes), "\n".join(map(str, outcomes))
     assert outcomes[0].value == outcomes[2].value
     assert outcomes[0].value[0] == Membership(1, (0, 2), frozenset({1}))
+
+
+# --- processes that join ------------------------------------------------------------------------------------
+
+OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/async", "AsynchronousGossip"]
+OWN_PACE.append("WindowPushSum/patience")
+IN_STEP = ["ChocoSGD", "LEAD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
+IN_STEP += ["DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
+IN_STEP += ["AdaptThenCombine", "DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
+# Those of which each way that a process comes in has one, and the others.
+JOINABLE = [*IN_STEP[:4], "AsynchronousGossip"]
+JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
+
+
+def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
+    """Returns what is called, the optimizer, and a function that counts its rounds."""
+    name, _, order = kind.partition("/")
+    options: dict[str, Any] = {"patience": {"patience": 5.0}, "async": {"mode": "async"}}.get(order, {})
+    base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    if name == "wrapper":
+        wrapper = fogdist.DecentralizedDataParallel(
+            model, base, broadcast=False, on_loss="continue", **options
+        )
+        return wrapper, base, lambda: wrapper.round
+    if name in ("ChocoSGD", "LEAD", "DeepSqueeze"):
+        options = {"compression": fogdist.compression.Int8(), "gamma": 0.5}
+    if order in ("awc", "cta"):
+        options = {"order": order}
+    if name.endswith("LoCo") or name in ("LocalSGD", "GASLoC"):
+        options["local_steps"] = 1
+    if name == "DecentralizedAdamW":
+        base = torch.optim.AdamW(model.parameters(), lr=0.0)
+    made = getattr(algorithms, name)(base, model, on_loss="continue", **(options if order != "async" else {}))
+    if order == "async":
+        made.force_barrier = False
+    return model, made, lambda: made.steps
+
+
+def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]:
+    """Rank 2 gets the state of before the first exchange, and comes in after it and after the ranks have settled."""
+    rank = int(os.environ["RANK"])
+    signs = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    os.environ.update(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", FOG_MAX_RANKS="3", FOG_JOIN=str(int(rank == 2)))
+    if rank == 2:
+        signs.wait(["made 0", "made 1"])
+    dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
+    fogdist.init(fogdist.RingGraph)
+    model = Point(float(rank))
+    called, optimizer, count = joinable(kind, model)
+    settle = getattr(optimizer, "settle", lambda: None)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        called(1.0).backward()
+        optimizer.step()
+
+    if rank < 2:
+        signs.set(f"made {rank}", "")
+        store = _joining.store_of_first(fogdist.context.current().backend)
+        assert store is not None
+        store.wait(["fog/join/1/request"])
+        while not _extension.load().announced():  # it sets the key before it draws attention
+            time.sleep(0.01)
+        step()
+        settle()
+        store.wait(["fog/join/1/ready"])
+    if kind in OWN_PACE:
+        while membership.current().epoch == 0:
+            step()
+        for _ in range(10):
+            step()
+            time.sleep(0.005)
+    while kind not in OWN_PACE and count() < 12:
+        step()
+    settle()
+    fogdist.barrier(group=fogdist.reconfigure())
+    return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
+
+
+@pytest.mark.parametrize(
+    "kind", [*JOINABLE[:5], *(pytest.param(kind, marks=pytest.mark.long) for kind in JOINABLE[5:])]
+)
+def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
+    new_world: Callable[..., World], kind: str
+) -> None:
+    """It is of before the first exchange: windows, replicas and numbers of exchanges are others when it comes in."""
+    world = new_world(3, initialize=False, finalizing=0, environment={"FOG_CONFIRM": "0"})
+    ends = world.run(join_before_the_first_exchange, kind)
+    assert {members for members, _, _ in ends} == {Membership(1, (0, 1, 2), frozenset())}
+    least, most = min(least for _, least, _ in ends), max(most for _, _, most in ends)
+    # Random pairs with momentum, as GASLoC and NoLoCo mix, come together later than that.
+    assert kind in ("GASLoC", "NoLoCo") or (least >= 0.0 and most <= 1.0 and most - least < 0.1), ends
+
+
+def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
+    """Not where that one began its last round: it may have settled since, which is no part of a round."""
+    told: list[dict[str, Any]] = []
+    members = SimpleNamespace(enter=lambda seat: told.append(seat.report()))
+    steps = iter(range(10))
+    seat = membership.Seat(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
+    for _ in range(2):
+        seat.enter()
+        for _ in range(3):  # a round of two exchanges, and one by `settle`
+            seat.completed = seat.take() + 1
+    assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
+
+
+class Extension:
+    """The extension of a rank without connections; newcomers are on another host."""
+
+    def __getattr__(self, name: str) -> Any:
+        values = {"job_secret": "a secret of this test", "announced": 0, "own_entry": "1", "announce": True}
+        values["read_entry"] = {"is_visible": False, "addresses": []}
+        return lambda *_: values[name]
+
+
+@pytest.mark.parametrize("end", ["died", "failed"])
+def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """It has asked another rank and died, or it has failed and lives on."""
+    monkeypatch.setattr(joining._extension, "load", Extension)
+    monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
+    store, group = dist.HashStore(), 7
+    joining.Door(store, group).publish_nonce()
+    newcomer = joining.Newcomer(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
+    newcomer._ticket = store.add("fog/join/count", 1)
+    newcomer._request()
+    if end == "failed":
+        newcomer.leave()
+    door = joining.Door(store, group)  # of the rank that answers next
+    for _ in range(2):
+        door.look(0, lambda _: "", dict, [0])
+    assert store.check(["fog/join/first"]) and not store.check(["fog/join/1/request"])
+    assert store.get("fog/join/first") == b"2"
+
+
+def test_all_joinable_algorithms_are_joined() -> None:
+    made = {each.partition("/")[0] for each in JOINABLE}
+    every = {name: getattr(algorithms, name) for name in algorithms.__all__}
+    assert made >= {name for name, each in every.items() if getattr(each, "can_be_joined", False)}
 
 
 # --- the Store ----------------------------------------------------------------------------------------------

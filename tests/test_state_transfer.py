@@ -1,24 +1,35 @@
-"""Tests of how a state travels to a process of another host: whole, to one that knows the secret, or not at all."""
+"""Tests of how a state travels to another process: whole and as it was, to one that knows the secret, or not at all."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
+import enum
 import fcntl
 import hashlib
 import hmac
+import io
 import os
 import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import fogdist
+import numpy as np
 import pytest
 import torch
-from fogdist import state_transfer
+from fogdist import parameters, state_transfer
+from fogdist.checkpoint import pieces
 from fogdist.state_transfer import Copy, Offer, Source, read_file
+from harness import WorldPool
+from torch import nn
+from torch.serialization import safe_globals
 
 SOON = 20.0
 STATE = {"one": {"values": torch.arange(300_000.0), "steps": 7, "names": ["a", "b"]}}
@@ -96,6 +107,198 @@ def test_tensors_may_change_after_the_offer() -> None:
     assert state is not None and state["values"].eq(1).all()
     source.close()
     until_over(offer)
+
+
+# --- what a state holds -------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    x: Any
+    y: int
+
+
+class Mood(enum.Enum):
+    GOOD = "good"
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+@dataclasses.dataclass
+class Note:
+    text: str
+    values: Any = None
+
+
+class Thing:
+    """An ordinary class of a user's."""
+
+    def __init__(self) -> None:
+        self.value = 3
+
+
+class Scaled(nn.Linear):
+    """A layer with a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.history: Any = {"amax": [torch.ones(2), 3.0], "recipe": Note("delayed", {Mood.GOOD: (1, 2)})}
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+def everything() -> dict[str, Any]:
+    """Returns a state with all that a state dict may hold, the same in each call."""
+    torch.manual_seed(3)
+    model = nn.Sequential(Scaled(), nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    # It gives the optimizer numbers of NumPy's.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: np.cos(epoch * 1e-3))
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert type(optimizer.param_groups[0]["lr"]) is np.float64
+    wide = collections.OrderedDict(a=1)
+    wide.attribute = [torch.ones(2)]  # type: ignore[attr-defined]
+    dtypes = [torch.bfloat16, torch.complex64, torch.bool, torch.float8_e4m3fn, torch.int8]
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "tensors": [torch.arange(4).to(dtype) for dtype in dtypes] + [torch.ones(()), torch.empty(0, 2)],
+        "views": [torch.arange(6.0)[::2], torch.ones(2, 3).t()],
+        "numbers": [True, 2**80, 1e300, float("inf"), 2j, None, "text", b"bytes", bytearray(b"more")],
+        "torch": [
+            torch.float16,
+            torch.device("cpu"),
+            torch.Size([2, 3]),
+            torch.strided,
+            torch.ones(3).max(0),
+        ],
+        "numpy": [np.float64(0.1), np.int32(3), np.bool_(True), np.str_("a"), np.arange(6).reshape(2, 3)],
+        "dtypes": [np.dtype("f4"), int, Mood],
+        "values": [Point(torch.ones(2), 3), Mood.GOOD, Level.HIGH, Note("a", [Point(1, 2)])],
+        "bytes": io.BytesIO(b"abc"),
+        "sets": [{1, 2}, frozenset({Mood.GOOD}), range(3), slice(1, None)],
+        "dicts": [wide, collections.defaultdict(list, a=[torch.ones(1)]), collections.Counter("aab")],
+        "keys": {Mood.GOOD: 1, np.int64(3): 2, (1, 2): 3, 4: 5, "fog object": 6},
+        "lists": [collections.deque([1, torch.ones(2)], 5), ((), [[]], {})],
+    }
+
+
+def check_same(path: str, got: Any, wanted: Any) -> None:
+    """Compares types, values and attributes."""
+    assert type(got) is type(wanted), (path, type(got), type(wanted))
+    if isinstance(wanted, torch.Tensor):
+        assert got.dtype == wanted.dtype and torch.equal(got, wanted), path
+    elif isinstance(wanted, (dict, list, tuple, collections.deque)):
+        is_dict = isinstance(wanted, dict)
+        assert len(got) == len(wanted), path
+        assert not is_dict or list(got) == list(wanted), path
+        for place, key in enumerate(wanted):
+            at = key if is_dict else place
+            check_same(f"{path}.{at}", got[at], wanted[at])
+    elif isinstance(wanted, np.ndarray):
+        np.testing.assert_array_equal(got, wanted)
+    elif isinstance(wanted, io.BytesIO):
+        assert got.getvalue() == wanted.getvalue()
+    elif not isinstance(wanted, (Note, Thing)):
+        assert got == wanted, path
+    attributes = getattr(wanted, "__dict__", None)
+    if attributes and not isinstance(wanted, (torch.Tensor, type, enum.Enum)):
+        check_same(f"{path}.__dict__", vars(got), attributes)
+
+
+def through_a_file(state: Any, _: Path) -> Any:
+    copy = Copy(state, os.getpid())
+    try:
+        return read_file(copy.place["pid"], copy.place["file"], SOON)
+    finally:
+        copy.close()
+
+
+def through_a_connection(state: Any, _: Path) -> Any:
+    offer = Offer(state, [], Secret("right"))
+    source = Source(offer.place, Secret("right"))
+    try:
+        return source.read(SOON)
+    finally:
+        source.close()
+        until_over(offer)
+
+
+def through_a_checkpoint(state: Any, path: Path) -> Any:
+    tensors: dict[str, torch.Tensor] = {}
+    pieces.write(path / "piece", tensors, pieces.take_apart(state, "one", tensors))
+    piece = pieces.Piece(path / "piece")
+    return pieces.put_together(piece.rest(), piece.tensors(tensors))
+
+
+@pytest.mark.parametrize("way", [through_a_file, through_a_connection, through_a_checkpoint])
+def test_all_that_a_state_dict_may_hold_arrives_as_it_was(way: Callable[..., Any], tmp_path: Path) -> None:
+    check_same("state", way(everything(), tmp_path), everything())
+
+
+def broadcast_everything() -> None:
+    fogdist.init()
+    context = fogdist.context.current()
+    given = everything() if context.rank == 1 else {}
+    check_same("state", parameters._broadcast_state(context, "state", given, 1), everything())
+    model = Scaled()
+    if context.rank == 1:
+        model.history = everything()
+    state = model.state_dict()
+    fogdist.broadcast_parameters(state, 1)
+    model.load_state_dict(state)
+    check_same("state", model.history, everything())
+    state["_extra_state"] = (lambda: 1) if context.rank == 1 else 2
+    with pytest.raises(TypeError, match="params must be of types that can be pickled, got one that cannot"):
+        fogdist.broadcast_parameters(state, 1)
+
+
+def test_all_that_a_state_dict_may_hold_is_broadcast(worlds: WorldPool) -> None:
+    worlds(2).run(broadcast_everything)
+
+
+def test_a_state_whose_code_would_run_is_refused_unless_it_is_registered() -> None:
+    """By the rank that would give it, which names it, and by a process that reads it all the same."""
+    for wrong in ({"one": [Thing()]}, {"one": {"a": os.system}}, {"one": (1, lambda: 2)}):
+        with pytest.raises(TypeError, match=r"one\..*run code of its own.*add_safe_globals"):
+            Copy(wrong, os.getpid())
+    with safe_globals([Thing]):
+        copy = Copy({"one": [Thing()]}, os.getpid())
+        got = read_file(copy.place["pid"], copy.place["file"], SOON)
+        assert got is not None and got["one"][0].value == 3
+    with pytest.raises(state_transfer.dist.DistBackendError, match=r"Thing would run code.*add_safe_globals"):
+        read_file(copy.place["pid"], copy.place["file"], SOON)
+    copy.close()
+
+
+# --- to whom ------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_not_written_before_the_device_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that writes it reads it by another stream than the one that makes it."""
+    is_made, devices = threading.Event(), []
+
+    class Mark:
+        def __init__(self, device: torch.device) -> None:
+            devices.append(device)
+
+        def wait(self) -> None:
+            assert is_made.wait(SOON)
+
+    monkeypatch.setattr(state_transfer, "Mark", Mark)
+    copy = Copy({"values": torch.ones(8)}, os.getpid())
+    time.sleep(0.3)
+    assert not fcntl.fcntl(copy.file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
+    is_made.set()
+    got = read_file(copy.place["pid"], copy.place["file"], SOON)
+    copy.close()
+    assert got is not None and got["values"].eq(1).all() and devices == [torch.device("cpu")]
 
 
 @pytest.mark.parametrize("wrong", [Secret("wrong"), Secret("right", 2)], ids=["secret", "ticket"])

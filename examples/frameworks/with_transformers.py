@@ -10,17 +10,27 @@ A tiny GPT-2 with random weights learns to count, so nothing is downloaded.
 from __future__ import annotations
 
 import functools
+import shutil
 import tempfile
 from typing import Any
 
 import fogdist
 import torch
+from fogdist import checkpoint
 from problem import read_how, report
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 WORDS = 32
 LENGTH = 8
@@ -53,8 +63,37 @@ class GossipTrainer(Trainer):
         self.accelerator.prepare_model = prepare_model
 
 
+class StatesOfRanks(TrainerCallback):
+    """Saves the state of each rank with a Trainer's checkpoints, and loads it: the Trainer has that of rank 0 only."""
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
+    ) -> None:
+        path = self.path(args, state)
+        if fogdist.rank() == 0:  # a Trainer that has resumed saves a step again
+            shutil.rmtree(path, ignore_errors=True)
+        fogdist.barrier()
+        checkpoint.save(path, of["model"], self.wrapped(of["optimizer"]), step=state.global_step)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **of: Any
+    ) -> None:
+        if state.global_step:  # the Trainer has resumed
+            checkpoint.load(self.path(args, state), of["model"], self.wrapped(of["optimizer"]))
+
+    def path(self, args: TrainingArguments, state: TrainerState) -> str:
+        return f"{args.output_dir}/checkpoint-{state.global_step}/ranks"
+
+    def wrapped(self, optimizer: Any) -> Optimizer:
+        return getattr(optimizer, "optimizer", optimizer)  # accelerate has wrapped it
+
+
 class DecentralizedTrainer(Trainer):
     """A Trainer whose optimizer averages parameters with the neighbors."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.add_callback(StatesOfRanks())
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

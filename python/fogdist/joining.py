@@ -46,7 +46,8 @@ _PAUSE = 2e-3
 _LIFE_PAUSE = 0.5
 # How long ranks of other hosts may take to hear a newcomer, before it asks anew which ranks are left.
 _REACH_TIMEOUT = 3.0
-# A ticket for which there has been no request for so long is over. (A newcomer takes one a moment before it asks.)
+# A ticket without a request to the rank that answers is over after this time, in seconds. A newcomer takes a ticket a moment
+# before it asks, and asks anew within _LIFE_PAUSE when another rank answers.
 _EMPTY_TIMEOUT = 60.0
 # A newcomer that has waited so long for an answer says so.
 _WARN_AFTER = 30.0
@@ -195,7 +196,9 @@ class Door:
         self._waits = False
         self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
-        self._empty: dict[int, float] = {}  # tickets without a request, and when they were first seen
+        self._silent: dict[
+            int, float
+        ] = {}  # tickets without a request to this rank, and when they were first seen
         self._copies: dict[int, Copy] = {}
         self._helped: dict[int, str] = {}  # entries of newcomers that another rank answers
 
@@ -273,8 +276,7 @@ class Door:
                 continue
             if not self._has(ticket, "request"):
                 self._close(ticket)  # its process has left it, and asks anew
-                if time.monotonic() > self._empty.setdefault(ticket, time.monotonic()) + _EMPTY_TIMEOUT:
-                    self._end(ticket)
+                self._end_if_silent(ticket)
                 continue
             try:
                 text = self._store.get(_key(ticket, "request")).decode(errors="replace")
@@ -291,7 +293,9 @@ class Door:
                 self._end(ticket)
                 continue
             if request.challenge != self._nonce:
-                continue  # it asks again, with this rank's number
+                self._end_if_silent(ticket)  # it asks again, with this rank's number
+                continue
+            self._silent.pop(ticket, None)
             reason = judge(request)
             if reason is None:
                 self._waits = True
@@ -310,7 +314,7 @@ class Door:
         before = first
         while first in self._over:
             self._over.discard(first)
-            self._empty.pop(first, None)
+            self._silent.pop(first, None)
             first += 1
         if first > before:
             self._store.set(_FIRST, str(first))
@@ -382,6 +386,11 @@ class Door:
         self._over.add(ticket)
         _delete(self._store, ticket, "request", "giver", "answer", "ready")
         self._close(ticket)
+
+    def _end_if_silent(self, ticket: int) -> None:
+        """Ends a ticket whose process has asked for nothing that this rank answers, for a long time."""
+        if time.monotonic() > self._silent.setdefault(ticket, time.monotonic()) + _EMPTY_TIMEOUT:
+            self._end(ticket)
 
     def _close(self, ticket: int) -> None:
         """Ends the copy of a ticket, if there is one."""
@@ -468,9 +477,10 @@ class Newcomer:
         return frozenset([*range(self.world.size), *self._entries()])
 
     def leave(self) -> None:
-        """Ends its ticket, when all ranks have taken it in or it is refused."""
+        """Ends its ticket, when all ranks have taken it in or it has failed to join."""
         self._disconnect()
-        _delete(self._store, self._ticket, "request", "giver", "answer", "ready", "admitted", "refused")
+        with contextlib.suppress(RuntimeError):  # of the Store
+            _delete(self._store, self._ticket, "request", "giver", "answer", "ready", "admitted", "refused")
 
     def _request(self) -> bool:
         """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
@@ -516,7 +526,6 @@ class Newcomer:
         while not self._store.check([_key(self._ticket, what)]):
             if self._store.check([_key(self._ticket, "refused")]):
                 reason = self._store.get(_key(self._ticket, "refused")).decode()
-                self.leave()
                 raise dist.DistBackendError(
                     f"this process, which wants to join the job as rank {self._rank}, is refused: {reason}"
                 )
@@ -532,7 +541,6 @@ class Newcomer:
                         f"this process cannot join the job as rank {self._rank}: no rank of the job is left"
                     )
                 if self._is_forgotten(what):
-                    self.leave()
                     raise dist.DistBackendError(
                         f"this process cannot join the job as rank {self._rank}: the rank that answers has taken it for "
                         "ended, because the connection between them broke"

@@ -129,7 +129,11 @@ class Joinable(Protocol):
         """Takes the values that another rank has saved."""
 
     def counts(self) -> dict[str, int]:
-        """Returns the numbers that are the same on all ranks at the beginning of an exchange."""
+        """Returns the numbers that are the same on all ranks at the beginning of an exchange.
+
+        All that decides which operations with other ranks follow is among them: a process that joins has the values of
+        `load` from an earlier exchange, and those of the ranks' decision here.
+        """
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """Sets these numbers to those of the other ranks, before the first exchange with them."""
@@ -179,14 +183,19 @@ class Seat:
         Returns:
             Whether this process has joined just now.
         """
+        self._begun = self._now()  # before a meeting, which tells a process that joins to begin here
         has_joined = self._members.enter(self)
-        self._begun = self._taken, {} if self.state is None else self.state.counts()
+        if has_joined:
+            self._begun = self._now()
         return has_joined
 
     def report(self) -> dict[str, Any]:
         """Returns what the meeting has to know of this seat."""
-        first, counts = self._begun or (self._taken, {})
+        first, counts = self._begun or self._now()
         return {"completed": self.completed, "taken": self._taken, "first": first, "counts": counts}
+
+    def _now(self) -> tuple[int, dict[str, int]]:
+        return self._taken, {} if self.state is None else self.state.counts()
 
     def start_at(self, number: int, report: Mapping[str, Any] | None) -> None:
         """Takes up the exchanges of the others, on a process that joins.
@@ -614,12 +623,15 @@ class Members:
 
     def _join(self, newcomer: Newcomer, seat: Seat) -> None:
         """Makes this process a member of the job."""
-        names = sorted(self._seats)
-        state = newcomer.pull(names, seat.name)
-        for name, each in list(self._seats.items()):
-            if each.state is not None:
-                each.state.load(state[name])
-        told = newcomer.enter()
+        try:
+            state = newcomer.pull(sorted(self._seats), seat.name)
+            for name, each in list(self._seats.items()):
+                if each.state is not None:
+                    each.state.load(state[name])
+            told = newcomer.enter()
+        except BaseException:
+            newcomer.leave()
+            raise
         epoch, decision = told["epoch"], Decision.from_json(told)
         extension, rank = _extension.load(), self._whole().rank
         extension.connect_with(newcomer.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import pickle
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,13 @@ from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
-from fogdist.context import Context, PreconditionError, current
+from fogdist.context import Context, current
+from fogdist.nested import replaced
 from fogdist.packing import flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import local_of
 from fogdist.topology.validation import check_rank
 
-Parameters = Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+Parameters = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
 def broadcast_parameters(
@@ -30,12 +32,13 @@ def broadcast_parameters(
     Args:
         params: A dict of names to tensors, such as ``model.state_dict()``; or tensors or (name, tensor) pairs,
             such as ``model.named_parameters()``. Names, shapes and dtypes must be the same on all ranks; a
-            dict's order does not count. For a DTensor, this rank's shard counts.
+            dict's order does not count. For a DTensor, this rank's shard counts. A dict's entries that are no tensors, such
+            as those of `get_extra_state`, are replaced in the dict: ``model.load_state_dict`` gives them to the model.
         root_rank: The rank whose values all ranks receive.
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        TypeError: `root_rank` is not an integer.
+        TypeError: `root_rank` is not an integer; an entry cannot be pickled (on all ranks alike).
         ValueError: `params` is none of these; ranks disagree on a name, shape or dtype (on all ranks alike);
             `root_rank` is not a rank; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
@@ -46,36 +49,34 @@ def broadcast_parameters(
     if context.is_joining:
         return
     _check_same_signatures(context, named)
-    _broadcast_tensors(context, [tensor for _, tensor in named], root)
+    _broadcast_named(context, params, named, root)
 
 
 def allreduce_parameters(params: Parameters, *, group: dist.ProcessGroup | None = None) -> None:
     """Overwrites parameters with their average over all ranks, in place. Collective.
 
+    What has no average gets the values of rank 0: counts, such as `num_batches_tracked`, flags, and what is no tensor.
+
     Args:
-        params: As in `broadcast_parameters`, of floating-point or complex dtypes.
+        params: As in `broadcast_parameters`.
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        PreconditionError: A tensor of integers or bools, which has no average.
+        TypeError: As `broadcast_parameters`.
         ValueError: As `broadcast_parameters`.
         RuntimeError: As `broadcast_parameters`.
     """
     context = current(group)
     named = _named(params)
-    for name, tensor in named:
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise PreconditionError(
-                f"params must have floating-point or complex dtypes, got {name!r} of {tensor.dtype}"
-            )
     _check_same_signatures(context, named)
-    tensors = [tensor for _, tensor in named]
+    tensors = [value for _, value in named if _has_average(value)]
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
         handles = [allreduce_nonblocking_(flat, group=context.group) for _, flat in flats]
         for (bucket, flat), handle in zip(flats, handles, strict=True):
             wait(handle)
             unflatten(bucket, flat, tensors)
+    _broadcast_named(context, params, [pair for pair in named if not _has_average(pair[1])], 0)
 
 
 def broadcast_optimizer_state(
@@ -114,50 +115,59 @@ def broadcast_optimizer_state(
             for i, group in enumerate(optimizer.param_groups)
         ],
     )
-    tensors: list[Tensor] = []
-    message: list[Any] = [None]
-    if context.rank == root:
-        message[0] = _take_tensors(optimizer.state_dict(), tensors)
-    dist.broadcast_object_list(message, group_src=root, group=context.group)
-    if context.rank == root:
-        _broadcast_tensors(context, tensors, root)
-    else:
-        state = _make_tensors(message[0], tensors)
-        _broadcast_tensors(context, tensors, root)
+    state = _broadcast_state(context, "optimizer", optimizer.state_dict(), root)
+    if context.rank != root:
         optimizer.load_state_dict(state)
 
 
 @dataclass(frozen=True)
 class _TensorSlot:
-    """A placeholder in a state dict for a tensor that is broadcast separately."""
+    """A placeholder in a state for a tensor that is broadcast separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def _take_tensors(state: Any, tensors: list[Tensor]) -> Any:
-    """Returns `state` with slots for its tensors, which are appended to `tensors`."""
-    if isinstance(state, Tensor):
-        tensors.append(state.detach().cpu())
-        return _TensorSlot(tuple(state.shape), state.dtype)
-    return _map_containers(state, lambda value: _take_tensors(value, tensors))
+def _broadcast_named(
+    context: Context, params: Parameters, named: Sequence[tuple[Any, Any]], root: int
+) -> None:
+    """Broadcasts entries of `params`: tensors in place, others into the dict."""
+    _broadcast_tensors(context, [value for _, value in named if isinstance(value, Tensor)], root)
+    others = {key: value for key, value in named if not isinstance(value, Tensor)}
+    if others:
+        assert isinstance(params, MutableMapping)  # as `_named` has checked
+        params.update(_broadcast_state(context, "params", others, root))
 
 
-def _make_tensors(state: Any, tensors: list[Tensor]) -> Any:
-    """Returns `state` with new tensors in its slots, which are appended to `tensors` in `_take_tensors`' order."""
-    if isinstance(state, _TensorSlot):
-        tensors.append(torch.empty(state.shape, dtype=state.dtype, device="cpu"))
+def _broadcast_state(context: Context, argument: str, state: Any, root: int) -> Any:
+    """Returns the state of the root, as of `replaced`. Raises TypeError on all ranks if it cannot be pickled."""
+    tensors: list[Tensor] = []
+
+    def take(value: Any, _: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value.detach().cpu())
+        return _TensorSlot(tuple(value.shape), value.dtype)
+
+    def make(value: Any, _: str) -> Any:
+        if not isinstance(value, _TensorSlot):
+            return value
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device="cpu"))
         return tensors[-1]
-    return _map_containers(state, lambda value: _make_tensors(value, tensors))
 
-
-def _map_containers(value: Any, function: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: function(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [function(item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+    message: list[Any] = [None]
+    if context.rank == root:
+        try:
+            message[0] = pickle.dumps(replaced(state, take))
+        except Exception as error:  # whatever a class raises
+            message[0] = f"{argument} must be of types that can be pickled, got one that cannot: {error}"
+    dist.broadcast_object_list(message, group_src=root, group=context.group)
+    if isinstance(message[0], str):
+        raise TypeError(message[0])
+    if context.rank != root:
+        state = replaced(pickle.loads(message[0]), make)
+    _broadcast_tensors(context, tensors, root)
+    return state
 
 
 def _broadcast_tensors(context: Context, tensors: list[Tensor], root: int) -> None:
@@ -170,27 +180,38 @@ def _broadcast_tensors(context: Context, tensors: list[Tensor], root: int) -> No
                 unflatten(bucket, flat, tensors)
 
 
-def _named(params: Parameters) -> list[tuple[str, Tensor]]:
+def _named(params: Parameters) -> list[tuple[Any, Any]]:
+    """Returns names and values, in the same order on all ranks; values that are no tensors only of a dict."""
     if isinstance(params, Mapping):
         pairs: Iterable[Any] = sorted(params.items(), key=lambda pair: pair[0])
     elif isinstance(params, Iterable) and not isinstance(params, (Tensor, str)):
         pairs = [(str(i), item) if isinstance(item, Tensor) else item for i, item in enumerate(params)]
     else:
         raise ValueError(
-            "params must be a dict of tensors, or an iterable of tensors or of (name, tensor), got "
+            "params must be a dict, or an iterable of tensors or of (name, tensor), got "
             f"{type(params).__name__}"
         )
     named = []
     for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
+        if not (isinstance(pair, tuple) and len(pair) == 2):
             raise ValueError(f"params must hold tensors only, or (name, tensor) pairs, got {pair!r}")
-        named.append((str(pair[0]), local_of(pair[1])))
+        if not isinstance(pair[1], Tensor) and not isinstance(params, MutableMapping):
+            raise ValueError(f"params must be a dict for entries that are no tensors, got {pair!r}")
+        named.append((pair[0], local_of(pair[1]) if isinstance(pair[1], Tensor) else pair[1]))
     return named
 
 
-def _check_same_signatures(context: Context, named: list[tuple[str, Tensor]]) -> None:
+def _has_average(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _check_same_signatures(context: Context, named: Sequence[tuple[Any, Any]]) -> None:
+    signatures = [signature_of(value) if isinstance(value, Tensor) else "no tensor" for _, value in named]
     check_same_everywhere(
         context.backend,
         "params",
-        [f"item {place} {name!r}: {signature_of(tensor)}" for place, (name, tensor) in enumerate(named)],
+        [
+            f"item {place} {str(name)!r}: {signature}"
+            for place, ((name, _), signature) in enumerate(zip(named, signatures, strict=True))
+        ],
     )

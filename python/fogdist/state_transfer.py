@@ -3,6 +3,9 @@
 On one host the process reads the copy in an anonymous file of the rank. Between hosts it connects with a thread of the
 rank, both prove that they know the job's secret, and the thread sends the file. Such a connection also shows each side
 that the other one still runs.
+
+A rank gives whatever its state dicts hold, and the process reads it without running code that the state names
+(`fogdist.nested.plain`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ import torch.distributed as dist
 from fog_pg import environment
 from fog_pg._store import watch_silence
 from fog_pg._timeouts import LONGEST
+from fogdist.nested import from_plain, plain
+from fogdist.streams import Mark
 
 _log = logging.getLogger("fogdist")
 
@@ -62,10 +67,13 @@ class Copy:
     """
 
     def __init__(self, state: Mapping[str, Any], pid: int | None) -> None:
-        self.file = _anonymous_file()
+        self._devices: set[torch.device] = set()
+        self._state: Any = plain(state, self._copied)
+        # The thread reads copies on devices by other streams than those that they are made on.
+        self._marks = [Mark(device) for device in self._devices]
         self._is_over = threading.Event()
-        self._state = _copied(state)
         self._pid = pid
+        self.file = _anonymous_file()
         try:
             threading.Thread(target=self._serve, daemon=True).start()
         except RuntimeError:  # too many of them
@@ -91,6 +99,8 @@ class Copy:
 
     def _write(self) -> None:
         try:
+            for mark in self._marks:
+                mark.wait()
             with os.fdopen(os.dup(self.file), "wb") as file:
                 torch.save(self._state, file)
         except Exception:
@@ -98,6 +108,10 @@ class Copy:
             os.ftruncate(self.file, 0)
         self._state = None
         fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._devices.add(tensor.device)
+        return tensor.detach().clone()
 
 
 class Offer(Copy):
@@ -262,10 +276,17 @@ def read_file(pid: int, number: int, timeout: float) -> dict[str, Any] | None:
 
 
 def loaded(file: int) -> dict[str, Any]:
-    """Returns the state in a whole file."""
+    """Returns the state in a whole file, in the memory of the host.
+
+    Raises:
+        torch.distributed.DistBackendError: It cannot be read, for example because of a type in it.
+    """
     with os.fdopen(os.dup(file), "rb") as whole:
         whole.seek(0)
-        state: dict[str, Any] = torch.load(whole, weights_only=True)
+        try:
+            state: dict[str, Any] = from_plain(torch.load(whole, weights_only=True, map_location="cpu"))
+        except Exception as error:
+            raise dist.DistBackendError(f"its state cannot be read: {error}") from error
         return state
 
 
@@ -274,17 +295,6 @@ def runs(pid: int) -> bool:
     with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
         return file.read().rpartition(")")[2].split()[0] not in "ZX"
     return False
-
-
-def _copied(state: Any) -> Any:
-    """Returns a state with copies of its tensors."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().clone()
-    if isinstance(state, Mapping):
-        return {key: _copied(value) for key, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(_copied, state))
-    return state
 
 
 def _listener(addresses: Sequence[str]) -> socket.socket:

@@ -247,7 +247,9 @@ device::Encoding ProcessGroupFog::encoding_on_device(const Compression& compress
 }
 
 uint64_t ProcessGroupFog::next_message(const Compression& compression, size_t part) {
-  return compression.counter ? *compression.counter | uint64_t(part) << 32 : encoded_++;
+  // A caller's numbers have 32 bits, and a message has fewer parts than there are dtypes.
+  constexpr uint64_t kFirstOwn = uint64_t(1024) << 32;
+  return compression.counter ? *compression.counter | uint64_t(part) << 32 : kFirstOwn + encoded_++;
 }
 
 void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {

@@ -90,6 +90,9 @@ bool Signature::agrees_with(const Signature& other) const {
 }
 
 std::string Signature::describe() const {
+  if (kind == OpKind::kAgree) {
+    return "a comparison of arguments"; // whose contents are marks, which mean nothing to a user
+  }
   std::ostringstream text;
   text << name_of(kind) << '(';
   if (const char* reduction = reduction_name(static_cast<c10d::ReduceOp::RedOpType>(reduce_op))) {

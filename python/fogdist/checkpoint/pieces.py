@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fogdist.nested import replaced
+
 # The entry with all that is no tensor. It is a tuple, because torch.distributed.checkpoint would take a dict apart.
 _REST = "fog"
 # The key of the dict that stands in the tree for a tensor; its value is the tensor's name.
@@ -31,37 +33,33 @@ class Shape:
         return f"{self.dtype} of shape {self.size}"
 
 
-def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Returns a state dict with names in place of its tensors, which are added to `tensors`.
 
     Args:
-        value: A tensor, a container, or anything else, which stays.
-        name: The name of the value, such as "optimizer"; those within it follow after a dot.
+        state: A state as of `fogdist.nested.replaced`.
+        name: As there.
         tensors: The tensors by name.
     """
-    if isinstance(value, Tensor):
+
+    def take(value: Any, name: str) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         while name in tensors:
             name += "'"
         tensors[name] = value.detach()
         return {_TENSOR: name}
-    if isinstance(value, Mapping):
-        return {key: take_apart(item, f"{name}.{key}", tensors) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [take_apart(item, f"{name}.{place}", tensors) for place, item in enumerate(value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
+
+    return replaced(state, take, name)
 
 
 def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the state dict that `take_apart` was given, without the tensors that are not in `tensors`."""
-    if isinstance(tree, dict):
-        if set(tree) == {_TENSOR}:
-            return tensors[tree[_TENSOR]]
-        return {key: put_together(item, tensors) for key, item in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        items = [put_together(item, tensors) for item in tree]
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    return tree
+    """Returns the state dict that `take_apart` was given."""
+
+    def put(value: Any, _: str) -> Any:
+        return tensors[value[_TENSOR]] if isinstance(value, dict) and set(value) == {_TENSOR} else value
+
+    return replaced(tree, put)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], rest: Any) -> None:

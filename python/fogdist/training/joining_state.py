@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -13,6 +13,8 @@ class Stateful(Protocol):
 
     steps: int
     rounds: int
+    numbers: dict[str, Any]
+    rank_numbers: ClassVar[tuple[str, ...]]
     _fog_models: tuple[torch.nn.Module, ...]
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,12 +61,14 @@ class AlgorithmState:
     def counts(self) -> dict[str, int]:
         """See `Joinable`."""
         algorithm = self._algorithm
-        return {"steps": algorithm.steps, "rounds": algorithm.rounds}
+        numbers = {name: int(algorithm.numbers[name]) for name in algorithm.rank_numbers}
+        return {"steps": algorithm.steps, "rounds": algorithm.rounds, **numbers}
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """See `Joinable`."""
         algorithm = self._algorithm
         algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
+        algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})
 
 
 class WrapperState(Protocol):

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from fogdist.training.algorithm import AlgorithmOptions
 
-# Numbers in place of that of the weights: nothing is known of the other ranks' replicas yet, or no longer.
+# Numbers in place of that of the weights: nothing is known of the other ranks' replicas yet, or no longer. The same on all
+# ranks, because the first exchange has one more operation.
 _FRESH = 0
 _STALE = 1
 
