@@ -22,6 +22,7 @@ import torch.distributed as dist
 from fogdist import topology as topologies
 from operations import COLLECTIVES, REDUCING, WITHOUT_WORK, prepare, reductions
 from reference import DTYPES, HALVES, Checks, make_input, mix
+from test_random_exchanges import large_cases, run_cases
 
 MIB = 1 << 20
 # Bytes of each tensor that one rank sends to one rank: more than any MPI protocol sends in one piece.
@@ -86,16 +87,10 @@ def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
         (collectives.messages_among_collectives, ()),
         (collectives.objects, ()),
         (collectives.subgroups, ()),
-        (neighbors.static_exchanges, (("exp", "star"),)),
-        (neighbors.own_weights, ()),
-        (neighbors.dynamic_exchanges, (3,)),
-        (neighbors.one_peer_rounds, (True,)),
-        (neighbors.gatherings, ()),
+        (run_cases, (large_cases(dist.get_world_size()),)),
         (neighbors.many_in_flight, (True,)),
         (neighbors.lists_of_one_dtype, ()),
-        (neighbors.lists_of_several_dtypes, (True,)),
         (hierarchical.exchanges, (False,)),
-        (hierarchical.exact_bits, ()),
         (hierarchical.local_reductions, ()),
     ]
     if large:

@@ -1,40 +1,27 @@
-"""Compares operations on tensors of a device with the same operations on tensors of the CPU, in one group.
+"""Operations on tensors of a device, which ranks run with the type of the device: `cuda`, or the fake device.
 
-Ranks call these functions with the type of device. `through` lets functions of the CPU tests use a device: their
-arguments to fogdist are moved there, and the results are moved back.
+tests/test_random_exchanges.py runs exchanges with neighbors on a device too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import fogdist
+import operations
 import torch
 import torch.distributed as dist
+from codec_lists import CODECS, IN_EXCHANGES
+from codec_lists import DTYPES as DTYPES_OF_CODECS
 from device_training import no_waits, place
 from fogdist import topology as topologies
-from fogdist.algorithms import DecentralizedSGD, Neighbors
-from fogdist.compression import (
-    BFloat16,
-    Codec,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Moniqua,
-    RandomK,
-    Sign,
-    TopK,
-)
+from fogdist.compression import Codec, Int4, Int8, Moniqua, RandomK, Sign, TopK
 from reference import Checks, make_input
 from test_compressed_exchanges import expected_at
 from torch import Tensor
@@ -43,17 +30,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fog_pg._C import NeighborPlan
 
-# Operations of fogdist that return their results, and operations that write them into their arguments.
-_OUT_OF_PLACE = (
-    "allreduce",
-    "broadcast",
-    "allgather",
-    "neighbor_allreduce",
-    "neighbor_allgather",
-    "hierarchical_neighbor_allreduce",
-)
-_IN_PLACE = ("allreduce_", "broadcast_", "neighbor_allreduce_", "hierarchical_neighbor_allreduce_")
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
+# The delegate of CUDA tensors, ProcessGroupNCCL, has no all_gather_coalesced.
+COLLECTIVES = [name for name in operations.COLLECTIVES if name != "all_gather_coalesced"]
 
 
 def devices() -> ModuleType:
@@ -72,163 +51,33 @@ def nccl_version() -> tuple[int, int, int] | None:
     return version
 
 
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(each, function) for each in value)
-    return value
-
-
-@contextlib.contextmanager
-def through(device: str) -> Iterator[torch.device]:
-    """In this block, fogdist's blocking operations move CPU tensors to a device, and move the results back."""
-    there = place(device)
-    replaced: dict[str, Any] = {}
-    for name in _OUT_OF_PLACE:
-        original = getattr(fogdist, name)
-
-        def move(tensor: Any, *args: Any, original: Any = original, **options: Any) -> Any:
-            return _map(original(_map(tensor, lambda t: t.to(there)), *args, **options), Tensor.cpu)
-
-        replaced[name] = functools.wraps(original)(move)
-    for name in _IN_PLACE:
-        original = getattr(fogdist, name)
-
-        def write(tensor: Any, *args: Any, original: Any = original, **options: Any) -> Any:
-            moved = _map(tensor, lambda t: t.to(there))
-            original(moved, *args, **options)
-            for target, result in zip(_as_list(tensor), _as_list(moved), strict=True):
-                target.detach().copy_(result)
-            return tensor
-
-        replaced[name] = functools.wraps(original)(write)
-    with mock.patch.multiple(fogdist, **replaced):
-        yield there
-
-
-def _as_list(tensors: Any) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors
-
-
-def run_through(device: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function of the CPU tests on a device."""
-    with through(device):
-        return function(*arguments)
-
-
 # --- collectives of c10d ------------------------------------------------------------------------------------
 
 
-def _all_reduce(x: Tensor, **group: Any) -> list[Tensor]:
-    dist.all_reduce(x, **group)
-    return [x]
-
-
-def _broadcast(x: Tensor, **group: Any) -> list[Tensor]:
-    dist.broadcast(x, dist.get_world_size() - 1, **group)
-    return [x]
-
-
-def _reduce(x: Tensor, **group: Any) -> list[Tensor]:
-    dist.reduce(x, 0, **group)
-    return [x] if dist.get_rank() == 0 else []
-
-
-def _all_gather(x: Tensor, **group: Any) -> list[Tensor]:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x, **group)
-    return parts
-
-
-def _all_gather_into_tensor(x: Tensor, **group: Any) -> list[Tensor]:
-    whole = x.new_empty(dist.get_world_size() * x.numel())
-    dist.all_gather_into_tensor(whole, x, **group)
-    return [whole]
-
-
-def _reduce_scatter_tensor(x: Tensor, **group: Any) -> list[Tensor]:
-    part = x.new_empty(x.numel() // dist.get_world_size())
-    dist.reduce_scatter_tensor(part, x[: part.numel() * dist.get_world_size()], **group)
-    return [part]
-
-
-def _reduce_scatter(x: Tensor, **group: Any) -> list[Tensor]:
-    result = torch.empty_like(x)
-    dist.reduce_scatter(result, [x + i for i in range(dist.get_world_size())], **group)
-    return [result]
-
-
-def _gather(x: Tensor, **group: Any) -> list[Tensor]:
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(x, parts, 0, **group)
-    return parts or []
-
-
-def _scatter(x: Tensor, **group: Any) -> list[Tensor]:
-    result = torch.empty_like(x)
-    parts = [x + i for i in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.scatter(result, parts, 0, **group)
-    return [result]
-
-
-def _all_to_all(x: Tensor, **group: Any) -> list[Tensor]:
-    size = dist.get_world_size()
-    results = [torch.empty_like(x) for _ in range(size)]
-    dist.all_to_all(results, [x + i for i in range(size)], **group)
-    return results
-
-
-def _all_to_all_single(x: Tensor, **group: Any) -> list[Tensor]:
-    count = x.numel() // dist.get_world_size() * dist.get_world_size()
-    result = x.new_empty(count)
-    dist.all_to_all_single(result, x[:count].clone(), **group)
-    return [result]
-
-
-def _send_and_receive(x: Tensor, **group: Any) -> list[Tensor]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    received = torch.empty_like(x)
-    operations = [
-        dist.P2POp(dist.isend, x, (rank + 1) % size, **group),
-        dist.P2POp(dist.irecv, received, (rank - 1) % size, **group),
-    ]
-    for work in dist.batch_isend_irecv(operations) if size > 1 else []:
-        work.wait()
-    return [received] if size > 1 else []
-
-
-COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
-    "all_reduce": _all_reduce,
-    "broadcast": _broadcast,
-    "reduce": _reduce,
-    "all_gather": _all_gather,
-    "all_gather_into_tensor": _all_gather_into_tensor,
-    "reduce_scatter": _reduce_scatter,
-    "reduce_scatter_tensor": _reduce_scatter_tensor,
-    "gather": _gather,
-    "scatter": _scatter,
-    "all_to_all": _all_to_all,
-    "all_to_all_single": _all_to_all_single,
-    "batch_isend_irecv": _send_and_receive,
-}
-
-
 def collectives(name: str, device: str) -> None:
-    """Compares one collective of c10d, for every dtype of NCCL, on a device and on the CPU."""
-    there = place(device)
-    group = _group(device)
-    rank = dist.get_rank()
+    """Compares one collective of c10d, for every dtype of NCCL, on a device with its reference."""
+    there, group = place(device), _group(device)
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.to(there)
+
     with Checks() as checks:
-        for dtype in DTYPES:
-            for numel in (8, 1000, 70_000):
-                x = make_input(rank, dtype, numel)
-                expected = COLLECTIVES[name](x.clone(), group=group)
-                found = COLLECTIVES[name](x.to(there), group=group)
-                checks.equal("number", len(found), len(expected))
-                for got, wanted in zip(found, expected, strict=True):
-                    checks.equal("device", got.device, there)
-                    checks.close(f"{name} {dtype} of {numel}", got.cpu(), wanted)
+        for dtype, numel in itertools.product(DTYPES, (8, 1000, 70_000)):
+            ready = operations.prepare(name, dtype, (numel,), group=group, source=moved, destination=moved)
+            ready.start(False)
+            checks.equal("device", {output.device for output in ready.outputs} - {there}, set())
+            ready.verify(checks, f"{name} {dtype} of {numel}")
+
+
+def messages(device: str) -> None:
+    """Sends a message around the ring, in one group of sends and receives."""
+    there, rank, size = place(device), dist.get_rank(), dist.get_world_size()
+    received = torch.empty(1000, device=there)
+    sent = make_input(rank, torch.float32, 1000).to(there)
+    pair = [(dist.isend, sent, (rank + 1) % size), (dist.irecv, received, (rank - 1) % size)]
+    for work in dist.batch_isend_irecv([dist.P2POp(*each, group=_group(device)) for each in pair]):
+        work.wait()
+    assert torch.equal(received.cpu(), make_input((rank - 1) % size, torch.float32, 1000))
 
 
 def _group(device: str) -> dist.ProcessGroup | None:
@@ -243,41 +92,7 @@ def _group(device: str) -> dist.ProcessGroup | None:
 _groups: dict[str, dist.ProcessGroup] = {}
 
 
-# --- exchanges with neighbors -------------------------------------------------------------------------------
-
-
-def neighbor_exchanges(device: str) -> None:
-    """Compares exchanges by graphs and by given weights, of one tensor and of lists, on a device and on the CPU."""
-    there = place(device)
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    with Checks() as checks:
-        for name in ("exp2", "ring", "star"):
-            fogdist.set_topology(topologies.by_name(name, size), is_weighted=True)
-            for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
-                for shape in ((), (3, 5), (100_003,)):
-                    x = make_input(rank, dtype, shape)
-                    label = f"{name} {dtype} {shape}"
-                    found = fogdist.neighbor_allreduce(x.to(there))
-                    checks.equal(f"{label}: device", found.device, there)
-                    checks.close(label, found.cpu(), fogdist.neighbor_allreduce(x))
-            x, y = make_input(rank, torch.float32, (7, 3)), make_input(rank, torch.float64, 11)
-            expected = fogdist.neighbor_allreduce([x, y, x + 1])
-            found = fogdist.neighbor_allreduce([x.to(there), y.to(there), x.to(there) + 1])
-            for got, wanted in zip(found, expected, strict=True):
-                checks.close(f"{name} list", got.cpu(), wanted)
-            checks.close(
-                f"{name} gather", fogdist.neighbor_allgather(x.to(there)).cpu(), fogdist.neighbor_allgather(x)
-            )
-            target = x.to(there)
-            fogdist.neighbor_allreduce_(target)
-            checks.close(f"{name} in place", target.cpu(), fogdist.neighbor_allreduce(x))
-        sequence = topologies.one_peer_exponential(size)
-        for t in range(4):
-            peers: Any = sequence.peers(rank, t)
-            x = make_input(rank, torch.float32, 1001, seed=t)
-            found = fogdist.neighbor_allreduce(x.to(there), **peers)
-            checks.close(f"one peer {t}", found.cpu(), fogdist.neighbor_allreduce(x, **peers))
+# --- the order of work on a device ---------------------------------------------------------------------------
 
 
 def many_in_flight(device: str) -> None:
@@ -354,23 +169,6 @@ def compiled(device: str) -> None:
 
 # --- codecs -------------------------------------------------------------------------------------------------
 
-CODECS: tuple[Codec, ...] = (
-    Float16(),
-    BFloat16(),
-    Float8("e4m3"),
-    Float8("e5m2", stochastic=True),
-    Int8(),
-    Int4(block=64, stochastic=True, seed=2),
-    Sign(),
-    Moniqua(10.0, 4),
-    TopK(0.02),
-    TopK(0.7),
-    TopK(0.1, bits=2),
-    TopK(k=600, bits=8),
-    RandomK(0.1),
-)
-CODEC_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 
 class _HostMemory(TorchDispatchMode):
     """Collects the names of operations that have a tensor of the CPU among their arguments or results."""
@@ -386,11 +184,16 @@ class _HostMemory(TorchDispatchMode):
         return result
 
 
+def _with_dtypes(codecs: Sequence[Codec]) -> list[tuple[Codec, torch.dtype]]:
+    """Returns a dtype for each codec, in turn, because tests on the CPU cover all pairs."""
+    return list(zip(codecs, itertools.cycle(DTYPES_OF_CODECS), strict=False))
+
+
 def codecs(device: str) -> None:
     """Compares messages and decoded values on a device with those of the CPU; encoding uses the device alone."""
     there = place(device)
     with Checks() as checks:
-        for codec, dtype, numel in itertools.product(CODECS, CODEC_DTYPES, (0, 1, 1000, 70_001)):
+        for (codec, dtype), numel in itertools.product(_with_dtypes(CODECS), (0, 1, 1000, 70_001)):
             label = f"{codec} {dtype} {numel}"
             x, near = (make_input(0, dtype, numel, seed) for seed in (1, 2))
             if numel == 1000:
@@ -432,10 +235,10 @@ def compressed_exchanges(device: str) -> None:
             ("conserve", plan, applied),
             ("conserve", mean, of_mean),
         )
-        for number, (codec, dtype) in enumerate(itertools.product(CODECS, CODEC_DTYPES)):
-            numel = 0 if codec == Int8() and dtype == torch.bfloat16 else 3000
+        for number, (codec, dtype) in enumerate(_with_dtypes([*IN_EXCHANGES, Int4()])):
+            numel = 0 if codec == Int4() else 3000
             x = [make_input(r, dtype, numel) for r in range(size)]
-            for how, used, expected_plan in forms if dtype == torch.float32 else forms[number % 2 :: 3]:
+            for how, used, expected_plan in forms:
                 label = f"{codec} {dtype} {numel} {how} {'mean' if used is mean else ''}"
                 expected, mine = expected_at(codec, expected_plan, x, number, how)
                 given = x[rank].to(there)
@@ -535,25 +338,3 @@ def compressed_machines(device: str) -> None:
                     codec, plan, [mean[part] for mean in means], 3, "conserve" if conserve else "exact"
                 )
                 checks.close(f"{codec} {conserve} {number} at {place_in}", found.cpu()[part], expected)
-
-
-def compressed_mixing(device: str) -> None:
-    """Algorithms that mix compressed parameters keep the mean of all ranks, and bring ranks near each other."""
-    there = place(device)
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    ring = topologies.RingGraph(size)
-    start = [make_input(r, torch.float64, (1, 300)) for r in range(size)]
-    mean = torch.stack(start).mean(0)
-    for codec in (Int8(), Float8(stochastic=True), Float16()):
-        model = torch.nn.Linear(300, 1, bias=False, dtype=torch.float64)
-        model.weight.data.copy_(start[rank])
-        model.to(there)
-        base = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = DecentralizedSGD(base, model, mixing=Neighbors(ring, compression=codec))
-        for _ in range(30):
-            model.weight.grad = torch.zeros_like(model.weight)
-            optimizer.step()
-        found = fogdist.allgather(model.weight.detach().cpu())
-        torch.testing.assert_close(found.mean(0, keepdim=True), mean, rtol=0, atol=1e-12)
-        assert (found - mean).abs().max() < 0.3, codec

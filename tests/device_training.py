@@ -23,6 +23,7 @@ import torch
 import training_cases
 from fogdist import algorithms
 from fogdist import topology as topologies
+from fogdist.compression import TopK
 from fogdist.streams import wait_until_complete
 from host_reads import HostReads
 from torch import Tensor, nn
@@ -122,6 +123,11 @@ def of_algorithm(name: str, device: str, options: dict[str, Any] | None = None) 
         return torch.stack(found)
 
 
+def of_compressed(name: str, device: str) -> Tensor:
+    """Does the same for a class that compresses what it sends."""
+    return of_algorithm(name, device, {"compression": TopK(0.3, bits=2), "gamma": 0.3})
+
+
 def gossip(device: str) -> Tensor:
     """Returns the trained parameters before and after steps of `AsynchronousGossip` that only gossip."""
     fogdist.init()
@@ -195,26 +201,25 @@ def in_another_order(kind: str, device: str) -> Tensor:
     return snapshot(model)
 
 
-def asynchronously(device: str, max_staleness: int | None, in_turns: bool) -> Tensor:
-    """Returns the final parameters of `DecentralizedDataParallel` in mode "async"; with turns, the result is unique."""
+def asynchronously(device: str) -> Tensor:
+    """Returns final parameters of `DecentralizedDataParallel` in mode "async"; ranks take turns, so they are unique."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     with moved(device):
         model = test_decentralized_ddp.make_net(rank)
         base = torch.optim.SGD(model.parameters(), lr=0.05)
         wrapper = fogdist.DecentralizedDataParallel(
-            model, base, topologies.RingGraph(size), "async", broadcast=False, max_staleness=max_staleness
+            model, base, topologies.RingGraph(size), "async", broadcast=False
         )
         for number in range(12):
             base.zero_grad()
             test_decentralized_ddp.loss_of(wrapper, rank, number).backward()
-            for turn in range(size if in_turns else 1):
-                if turn == rank or not in_turns:
+            for turn in range(size):
+                if turn == rank:
                     base.step()
-                if in_turns:
-                    wait_until_complete(wrapper._mixing._puts)
-                    wrapper._mixing.discard()
-                    fogdist.barrier()
+                wait_until_complete(wrapper._mixing._puts)
+                wrapper._mixing.discard()
+                fogdist.barrier()
         trained = [p for p in model.parameters() if p.requires_grad]
         found = torch.cat([p.detach().reshape(-1).cpu() for p in trained])
         wrapper.global_average()
@@ -237,7 +242,7 @@ def ranks_on_other_devices(device: str) -> str:
     return ""
 
 
-def of_scaler(kind: str, device: str, overflow: bool) -> Tensor:
+def of_scaler(kind: str, device: str) -> Tensor:
     """Returns parameters and scale after each step with a gradient scaler; one rank's gradients overflow in a step."""
     fogdist.init()
     rank = fogdist.rank()
@@ -255,7 +260,7 @@ def of_scaler(kind: str, device: str, overflow: bool) -> Tensor:
         for number in range(6):
             optimizer.zero_grad()
             loss = test_optimizers.loss_of(wrapper or model, rank, number)
-            if overflow and number == 2 and rank == 0:
+            if number == 2 and rank == 0:
                 loss = loss * float("inf")
             scaler.scale(loss).backward()
             scaler.step(optimizer)

@@ -210,7 +210,7 @@ class Checks:
         if actual.shape != expected.shape:
             self._check(label, False, f"shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
             return
-        got, want = actual.detach().reshape(-1), expected.detach().reshape(-1)
+        got, want = (each.detach().cpu().reshape(-1) for each in (actual, expected))
         wrong = differ(got, want).nonzero().flatten().tolist()
         shown = ", ".join(f"[{i}] {got[i].item()} instead of {want[i].item()}" for i in wrong[:3])
         self._check(label, not wrong, f"{len(wrong)} of {got.numel()} elements differ: {shown}")

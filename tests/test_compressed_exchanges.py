@@ -13,6 +13,7 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
+from codec_lists import DTYPES, IN_EXCHANGES
 from fogdist import topology
 from fogdist.algorithms import (
     DecentralizedAdamW,
@@ -22,18 +23,7 @@ from fogdist.algorithms import (
     Neighbors,
     PushSumSGD,
 )
-from fogdist.compression import (
-    BFloat16,
-    Codec,
-    Float8,
-    Float16,
-    Int4,
-    Int8,
-    Moniqua,
-    RandomK,
-    Sign,
-    TopK,
-)
+from fogdist.compression import Codec, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
 from fogdist.simulate.ranks import RowMixing
 from harness import error_of, on_ranks
 from hosts import run_on_hosts
@@ -42,23 +32,9 @@ from torch import Tensor
 
 from fog_pg._C import NeighborPlan, VirtualWorld
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-CODECS: list[Codec] = [
-    Float16(),
-    BFloat16(),
-    Float8("e4m3"),
-    Int8(),
-    Int8(block=8192),
-    Int4(block=64, stochastic=True, seed=2),
-    Sign(block=1024),
-    Moniqua(10.0, 4),
-    TopK(0.02),
-    TopK(0.7),
-    TopK(0.3, bits=2),
-    RandomK(0.1),
-]
 # No element, one, fewer than a block, what comes with the header, and what comes in several parts.
 SIZES = [0, 1, 100, 5000, 300_001]
+HOW = ["exact", "decoded", "conserve", "in place"]
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -107,17 +83,38 @@ def plan_at(rank: int, size: int) -> NeighborPlan:
     return NeighborPlan(rank, size, 0.45, sources, [((rank + hop) % size, 1.0) for hop in (1, 2, 3)])
 
 
+def ring(rank: int, size: int) -> NeighborPlan:
+    """Each rank receives from the one before it."""
+    return NeighborPlan(rank, size, 0.5, [((rank - 1) % size, 0.5)], [((rank + 1) % size, 1.0)])
+
+
+def exchange(
+    world: VirtualWorld, x: Sequence[Any], codecs: Sequence[Codec | None], **options: Any
+) -> list[Any]:
+    """Runs an exchange along the ring, with one tensor or list and one codec of each rank, to its end."""
+    works = [
+        group.neighbor_allreduce(
+            x[r], ring(r, len(x)), compression=None if codecs[r] is None else codecs[r].backend, **options
+        )
+        for r, group in enumerate(world.groups)
+    ]
+    world.progress()
+    return works
+
+
 # --- with messages that are late and come in parts ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
-@pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
+@pytest.mark.parametrize("codec", IN_EXCHANGES, ids=repr)
+@pytest.mark.parametrize("how", HOW)
 def test_the_result_is_the_sum_of_the_decoded_tensors(codec: Codec, how: str) -> None:
     check_sums(codec, how, 5, DTYPES if how == "exact" else [torch.float32], SIZES)
 
 
-@pytest.mark.parametrize("codec", [Int8(stochastic=True), Float16(), Sign(block=1024), TopK(0.3)], ids=repr)
-@pytest.mark.parametrize("how", ["exact", "decoded", "conserve", "in place"])
+LARGE = list(zip([Int8(stochastic=True), Float16(), Sign(block=1024), TopK(0.3)], HOW, strict=True))
+
+
+@pytest.mark.parametrize(("codec", "how"), LARGE, ids=str)
 def test_large_tensors_go_in_pieces(codec: Codec, how: str) -> None:
     """The result is the same as in one piece, and a peer gets a message for each MiB, or one if it cannot be cut."""
     world = check_sums(codec, how, 4, [torch.float32], [2_700_001])
@@ -195,20 +192,12 @@ def test_lists_are_one_message_of_each_dtype() -> None:
         [make_input(r, d, n) for d, n in ((torch.float32, 50), (torch.float16, 7), (torch.float32, 9))]
         for r in range(size)
     ]
-    plans = [
-        NeighborPlan(r, size, 0.5, [((r - 1) % size, 0.5)], [((r + 1) % size, 1.0)]) for r in range(size)
-    ]
-    works = [
-        group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, counter=6)
-        for r, group in enumerate(world.groups)
-    ]
-    world.progress()
-    for r, work in enumerate(works):
+    for r, work in enumerate(exchange(world, x, [codec] * size, counter=6)):
         outputs = work.result()
         floats = [torch.cat([x[s][0], x[s][2]]) for s in range(size)]
-        expected, _ = expected_at(codec, plans[r], floats, 6, "exact")
+        expected, _ = expected_at(codec, ring(r, size), floats, 6, "exact")
         assert torch.equal(torch.cat([outputs[0], outputs[2]]), expected)
-        expected, _ = expected_at(codec, plans[r], [x[s][1] for s in range(size)], 6 | 1 << 32, "exact")
+        expected, _ = expected_at(codec, ring(r, size), [x[s][1] for s in range(size)], 6 | 1 << 32, "exact")
         assert torch.equal(outputs[1], expected)
 
 
@@ -217,16 +206,12 @@ def test_a_given_counter_does_not_count() -> None:
     size, codec = 2, RandomK(0.1)
     world = VirtualWorld(size)
     x = [make_input(r, torch.float32, 1000) for r in range(size)]
-    plans = [NeighborPlan(r, size, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]) for r in range(size)]
     own = 1024 << 32
     for given, used in ((None, own), (7, 7), (0, 0), (None, own + 1)):
-        works = [
-            group.neighbor_allreduce(x[r], plans[r], compression=codec.backend, counter=given)
-            for r, group in enumerate(world.groups)
-        ]
-        world.progress()
-        for r, work in enumerate(works):
-            assert torch.equal(work.result()[0], expected_at(codec, plans[r], x, used, "exact")[0]), given
+        for r, work in enumerate(exchange(world, x, [codec] * size, counter=given)):
+            assert torch.equal(work.result()[0], expected_at(codec, ring(r, size), x, used, "exact")[0]), (
+                given
+            )
 
 
 @pytest.mark.parametrize("codec", [Int8(), Sign(), TopK(0.1), Moniqua(10.0, 8)], ids=repr)
@@ -265,63 +250,31 @@ def test_each_exchange_has_its_own_random_numbers() -> None:
         world = VirtualWorld(2)
         x = [make_input(r, torch.float32, 1000) for r in range(2)]
         for _ in range(2):
-            works = [
-                group.neighbor_allreduce(
-                    x[r], NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]), compression=codec.backend
-                )
-                for r, group in enumerate(world.groups)
-            ]
-            world.progress()
-            results.append(works[0].result()[0])
+            results.append(exchange(world, x, [codec] * 2)[0].result()[0])
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])  # runs repeat
     assert not torch.equal(results[0], results[1])
 
 
+DIFFERENT: list[list[Codec | None]] = [
+    [Int8(), Int8(block=64)],
+    [Int8(), None],
+    [TopK(0.01), TopK(0.02)],
+    [Int8(seed=1, stochastic=True), Int8(seed=2, stochastic=True)],
+    # The text in a header is short, but ends with a hash of all of it.
+    [TopK(fraction) for fraction in (0.12345678901234567, 0.12345678901234569)],
+    [RandomK(fraction, seed=4_000_000_000) for fraction in (0.12345678901234567, 0.123456789012346)],
+]
+
+
 @pytest.mark.parametrize("confirm", [False, True])
-def test_ranks_with_different_codecs_all_hear_of_it(confirm: bool) -> None:
-    for codecs in (
-        [Int8(), Int8(block=64)],
-        [Int8(), None],
-        [TopK(0.01), TopK(0.02)],
-        [Int8(seed=1, stochastic=True), Int8(seed=2, stochastic=True)],
-    ):
-        world = VirtualWorld(2, confirm=confirm, timeout=timedelta(seconds=30))
-        works = [
-            group.neighbor_allreduce(
-                torch.ones(1000),
-                NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]),
-                compression=None if codecs[r] is None else codecs[r].backend,
-            )
-            for r, group in enumerate(world.groups)
-        ]
-        world.progress()
-        for rank, work in enumerate(works):
-            message = error_of(work.wait)
-            for codec in codecs:
-                if codec is not None:
-                    assert codec.backend.text in message, (rank, message)
-            assert "ranks disagree" in message
-
-
-def test_long_names_of_codecs_are_compared_too() -> None:
-    """The text in a header is short, but ends with a hash of all of it."""
-    codecs = [TopK(fraction) for fraction in (0.12345678901234567, 0.12345678901234569)]
-    codecs = [
-        *codecs,
-        *(RandomK(fraction, seed=4_000_000_000) for fraction in (0.12345678901234567, 0.123456789012346)),
-    ]
-    for pair in (codecs[:2], codecs[2:]):
-        world = VirtualWorld(2, timeout=timedelta(seconds=30))
-        works = [
-            group.neighbor_allreduce(
-                torch.ones(100),
-                NeighborPlan(r, 2, 0.5, [(1 - r, 0.5)], [(1 - r, 1.0)]),
-                compression=pair[r].backend,
-            )
-            for r, group in enumerate(world.groups)
-        ]
-        world.progress()
-        assert all("ranks disagree" in error_of(work.wait) for work in works)
+@pytest.mark.parametrize("codecs", DIFFERENT, ids=str)
+def test_ranks_with_different_codecs_all_hear_of_it(codecs: list[Codec | None], confirm: bool) -> None:
+    world = VirtualWorld(2, confirm=confirm, timeout=timedelta(seconds=30))
+    for rank, work in enumerate(exchange(world, [torch.ones(1000)] * 2, codecs)):
+        message = error_of(work.wait)
+        assert "ranks disagree" in message
+        for codec in codecs:
+            assert codec is None or codec.backend.text[:20] in message, (rank, message)
 
 
 # --- the functions of fogdist ---------------------------------------------------------------------------------

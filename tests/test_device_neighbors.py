@@ -8,26 +8,24 @@ they are compared with the tolerance of the dtype.
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import device_double
+import device_operations
 import fogdist
 import pytest
 import test_delegated_neighbors
-import test_hierarchical
 import torch
 import torch.distributed as dist
 from device_double import DEVICE, current_stream, held
 from fogdist import topology as topologies
 from operations import reduce_op, reductions
-from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
+from reference import DTYPES, Checks, make_input
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("compiled_double")
 
-WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 KNOWS_OF_CAPTURES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -47,68 +45,6 @@ def result(work: Any) -> list[Tensor]:
 
 def moved(tensors: Any, device: str = DEVICE) -> Any:
     return [t.to(device) for t in tensors] if isinstance(tensors, list) else tensors.to(device)
-
-
-def compare(
-    checks: Checks, label: str, call: Callable[[Any], Any], given: Any, *, is_sum: bool = True
-) -> None:
-    """Compares a call on tensors of the device with the same call on tensors of the host."""
-    expected = result(call(given))
-    there = moved(given)
-    output = result(call(there))
-    checks.equal(f"{label} device", {t.device.type for t in output}, {DEVICE})
-    (checks.close if is_sum else checks.equal)(label, moved(output, "cpu"), expected)
-    single = isinstance(given, Tensor)
-    checks.equal(
-        f"{label} input", [there.cpu()] if single else moved(there, "cpu"), [given] if single else given
-    )
-
-
-def same_results() -> None:
-    fog, rank, size = new_backend(), dist.get_rank(), dist.get_world_size()
-    random_plan = test_delegated_neighbors.random_plan
-    with Checks() as checks:
-        for seed, (dtype, shape) in enumerate(
-            itertools.product(WEIGHTED_DTYPES, [(), (0,), (3, 5), (1001,)])
-        ):
-            mine = make_input(rank, dtype, shape, seed)
-            for kind in ("weights", "scaled", "mean"):
-                plan = random_plan(size, rank, seed, kind == "scaled", kind == "mean")
-                compare(
-                    checks, f"{dtype} {shape} {kind}", lambda x, p=plan: fog.neighbor_allreduce(x, p), mine
-                )
-            compare(
-                checks, f"{dtype} {shape} strided", lambda x, p=plan: fog.neighbor_allreduce(x.t(), p), mine
-            ) if (mine.dim() == 2) else None
-            for machines in test_hierarchical.divisions(size):
-                matrix = test_hierarchical.random_matrix(len(machines), seed)
-                machine_plan = test_hierarchical.plan_of(matrix, test_hierarchical.machine_of(rank, machines))
-                compare(
-                    checks,
-                    f"{dtype} {shape} {machines}",
-                    lambda x, m=machines, p=machine_plan: fog.hierarchical_neighbor_allreduce(x, m, p),
-                    mine,
-                )
-        mixed = [
-            make_input(rank, dtype, (7, 3), k) for k, dtype in enumerate([*WEIGHTED_DTYPES, *WEIGHTED_DTYPES])
-        ]
-        compare(checks, "list", lambda x: fog.neighbor_allreduce(x, plan), mixed)
-        for dtype, shape in itertools.product(DTYPES, [(rank, 2), (3,)]):
-            mine = make_input(rank, dtype, shape)
-            label = f"{dtype} {shape}"
-            compare(
-                checks,
-                f"{label} neighbor_allgather",
-                lambda x: fog.neighbor_allgather(x, plan),
-                mine,
-                is_sum=False,
-            )
-            compare(checks, f"{label} allgather", fog.allgather_concat, mine, is_sum=False)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_results_are_those_of_the_cpu(worlds, size):
-    worlds(size).run(same_results, timeout=150.0)
 
 
 def in_place() -> None:
@@ -300,6 +236,11 @@ def test_streams_are_blocked(worlds):
     worlds(2).run(streams_are_blocked)
 
 
+@pytest.mark.parametrize("function", [device_operations.many_in_flight, device_operations.on_other_streams])
+def test_order(worlds, function):
+    worlds(2).run(function, DEVICE)
+
+
 def foreign_memory() -> None:
     """Torch's allocator is told which stream uses its memory; memory of another library is unknown to it."""
     device_double.load()
@@ -405,7 +346,6 @@ def through_fogdist() -> None:
     device_double.serve_groups()
     fogdist.init(topologies.RingGraph)
     rank, size = fogdist.rank(), fogdist.size()
-    nexts = {(rank - 1) % size: 0.5}, {(rank + 1) % size: 1.0}
 
     def handled(call: Callable[..., int], *arguments: Any, **options: Any) -> Any:
         handle = call(*arguments, **options)
@@ -414,24 +354,13 @@ def through_fogdist() -> None:
         return fogdist.synchronize(handle)
 
     calls: dict[str, Callable[[Any], Any]] = {
-        "along the topology": fogdist.neighbor_allreduce,
-        "unchecked": lambda x: fogdist.neighbor_allreduce(x, enable_topo_check=False),
-        "dynamic": lambda x: fogdist.neighbor_allreduce(
-            x, self_weight=0.5, src_weights=nexts[0], dst_weights=nexts[1]
-        ),
-        "in place": lambda x: fogdist.neighbor_allreduce_(x.clone()),
         "handle": lambda x: handled(fogdist.neighbor_allreduce_nonblocking, x, name="x"),
         "handle in place": lambda x: handled(fogdist.neighbor_allreduce_nonblocking_, x.clone(), name="y"),
-        "list": lambda x: torch.stack(fogdist.neighbor_allreduce([x, x * 2])),
-        "gather": lambda x: fogdist.neighbor_allgather(
-            x[: rank + 1], src_ranks=list(nexts[0]), dst_ranks=list(nexts[1])
-        ),
         "allgather": lambda x: fogdist.allgather(x[rank:]),
         "allreduce": fogdist.allreduce,
         "allreduce strided": lambda x: fogdist.allreduce_(x.clone().t()),
         "local allreduce": lambda x: fogdist.allreduce(x, is_hierarchical_local=True),
         "broadcast": lambda x: fogdist.broadcast(x, size - 1),
-        "gossip": lambda x: fogdist.pair_gossip(x, rank ^ 1) if rank ^ 1 < size else x,
         "strided": lambda x: fogdist.neighbor_allreduce(x.t()),
         "operator": torch.ops.fog.neighbor_allreduce_along_topology,
     }
@@ -446,27 +375,6 @@ def through_fogdist() -> None:
 
 def test_fogdist(worlds):
     worlds(3).run(through_fogdist)
-
-
-def machines() -> None:
-    device_double.load()
-    device_double.serve_groups()
-    fogdist.init()
-    fogdist.set_machine_topology(topologies.RingGraph(2))
-    rank = fogdist.rank()
-    with Checks() as checks:
-        for check in (False, True):
-            mine = make_input(rank, torch.bfloat16, (9, 5))
-            expected = fogdist.hierarchical_neighbor_allreduce(mine, enable_topo_check=check)
-            there = mine.to(DEVICE)
-            output = fogdist.hierarchical_neighbor_allreduce(there, enable_topo_check=check)
-            checks.close("new", output.cpu(), expected)
-            fogdist.hierarchical_neighbor_allreduce_(there)
-            checks.close("in place", there.cpu(), expected)
-
-
-def test_hierarchical_through_fogdist(new_world):
-    new_world(4, environment={"FOG_NODES_PER_MACHINE": "2"}).run(machines)
 
 
 def gradients() -> None:

@@ -1,4 +1,4 @@
-"""Trains optimizers, wrapper and algorithms on a device: the numbers are the CPU's, and the host never waits.
+"""Trains optimizers, wrapper and algorithms on a device: the host never waits, and a sample has the CPU's numbers.
 
 The device is the fake one of tests/device_double; tests/gpu runs the same tests on CUDA.
 """
@@ -15,17 +15,6 @@ import training_cases
 from device_double import DEVICE
 
 Run = test_optimizers.Run
-EXACT = {"rtol": 1e-11, "atol": 1e-12}
-
-OPTIMIZER_RUNS = [
-    *(Run(kind, "adamw") for kind in ("awc", "atc", "gradient")),
-    *(Run(kind, "sgd", every=3, passes=3) for kind in ("awc", "atc", "gradient")),
-    Run("awc", "adam", mixing="dynamic"),
-    Run("atc", "sgd", mixing="machines"),
-    Run("atc", "sgd", mixing="allreduce"),
-    Run("atc", "adamw", in_backward=True),
-    Run("atc", "sgd", in_backward=True, mixing="dynamic"),
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -34,90 +23,37 @@ def compiled(compiled_double: None) -> None:
     device_double.compile_runtime()
 
 
-@pytest.mark.parametrize("run", OPTIMIZER_RUNS, ids=str)
-def test_optimizers_as_on_the_cpu(worlds, run):
+# The operations of a device have their own tests, so one run of each kind is enough.
+SAMPLES = {
+    "optimizer": (device_training.of_optimizer, Run("atc", "adamw", in_backward=True)),
+    "wrapper": (
+        device_training.of_wrapper,
+        test_decentralized_ddp.Run("adamw", passes=3, clip=True, schedule=True, function=True),
+    ),
+    "window optimizer": (device_training.of_windows, "push-sum", Run("awc", "sgd", every=3)),
+    "algorithm": (device_training.of_algorithm, "GradientTracking"),
+    "compressed algorithm": (device_training.of_compressed, "ChocoSGD"),
+    "scaler": (device_training.of_scaler, "wrapper"),
+    "asynchronous wrapper in turns": (device_training.asynchronously,),
+    # On a device, operations match by order, so buckets are sent in one order, whichever is complete first.
+    "gradients in another order, atc": (device_training.in_another_order, "atc"),
+    "gradients in another order, gradient": (device_training.in_another_order, "gradient"),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_numbers_as_on_the_cpu(worlds, sample):
+    function, *arguments = SAMPLES[sample]
     world = worlds(4)
-    found, expected = (world.run(device_training.of_optimizer, run, device) for device in (DEVICE, "cpu"))
+    found, expected = (world.run(function, *arguments, device) for device in (DEVICE, "cpu"))
+    # torch unscales by a float32
+    limits = {"rtol": 1e-6, "atol": 1e-7} if sample == "scaler" else {"rtol": 1e-11, "atol": 1e-12}
     for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
-
-
-WRAPPER_RUNS = [
-    test_decentralized_ddp.Run("adamw", "one-peer"),
-    test_decentralized_ddp.Run("sgd", "star", local=True, schedule=True),
-    test_decentralized_ddp.Run("adamw", passes=3, clip=True, schedule=True, function=True),
-    test_decentralized_ddp.Run("sgd", "matching", then="group", closure=True, local=True),
-]
-
-
-@pytest.mark.parametrize("run", WRAPPER_RUNS, ids=str)
-def test_wrapper_as_on_the_cpu(worlds, run):
-    world = worlds(4)
-    found, expected = (world.run(device_training.of_wrapper, run, device) for device in (DEVICE, "cpu"))
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
-
-
-@pytest.mark.parametrize("name", training_cases.ON_DEVICES)
-def test_algorithms_as_on_the_cpu(worlds, name):
-    world = worlds(3)
-    found, expected = (world.run(device_training.of_algorithm, name, device) for device in (DEVICE, "cpu"))
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
-
-
-@pytest.mark.parametrize("overflow", [False, True], ids=["finite", "overflow"])
-@pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "wrapper"])
-def test_gradient_scaler_as_on_the_cpu(worlds, kind, overflow):
-    world = worlds(3)
-    found, expected = (
-        world.run(device_training.of_scaler, kind, device, overflow) for device in (DEVICE, "cpu")
-    )
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)  # torch unscales by a float32
-
-
-WINDOW_RUNS = [Run("awc", "adamw"), Run("awc", "sgd", every=3)]
-
-
-@pytest.mark.parametrize("run", WINDOW_RUNS, ids=str)
-@pytest.mark.parametrize("kind", training_cases.WINDOWS)
-def test_window_optimizers_as_on_the_cpu(worlds, kind, run):
-    world = worlds(3)
-    found = world.run(device_training.of_windows, kind, run, DEVICE, 1e-4)
-    expected = world.run(device_training.of_windows, kind, run, "cpu", 1e-4)
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
-
-
-def test_asynchronous_wrapper_in_turns_as_on_the_cpu(worlds):
-    world = worlds(3)
-    found = world.run(device_training.asynchronously, DEVICE, None, True)
-    expected = world.run(device_training.asynchronously, "cpu", None, True)
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
-
-
-@pytest.mark.parametrize("max_staleness", [0, 2, None])
-def test_asynchronous_wrapper_comes_to_its_end(worlds, max_staleness):
-    results = worlds(3).run(device_training.asynchronously, DEVICE, max_staleness, False)
-    means = [mean for _, mean in results]
-    assert all(torch.equal(mean, means[0]) for mean in means) and means[0].isfinite().all()
+        torch.testing.assert_close(got, wanted, **limits)
 
 
 def test_asynchronous_gossip(worlds):
     device_training.check_gossip(worlds(3).run(device_training.gossip, DEVICE))
-
-
-@pytest.mark.parametrize("kind", ["atc", "gradient"])
-def test_gradients_that_come_in_another_order_on_each_rank(worlds, kind):
-    """On a device, operations match by order, so buckets are sent in one order, whichever is complete first."""
-    world = worlds(4)
-    found, expected = (
-        world.run(device_training.in_another_order, kind, device) for device in (DEVICE, "cpu")
-    )
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **EXACT)
 
 
 def test_ranks_with_models_on_different_devices(worlds):

@@ -19,16 +19,13 @@ import torch.distributed as dist
 from harness import World, WorldPool, error_of, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import (
-    COMPLEX,
     DTYPES,
     FLOATS,
     HALVES,
     Checks,
     make_input,
-    mix,
     reduce,
     sum_in_rank_order,
-    wide,
 )
 from torch import Tensor
 
@@ -62,12 +59,6 @@ def backend(group: dist.ProcessGroup | None = None) -> Any:
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
-def random_matrix(machines: int, seed: int) -> np.ndarray:
-    """Returns weights in [-1, 1] on about two of three edges, including the diagonal; there may be none at all."""
-    generator = np.random.default_rng([seed, machines])
-    return generator.uniform(-1, 1, (machines, machines)) * (generator.random((machines, machines)) < 0.7)
-
-
 def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
     """Returns a machine's plan for a mixing matrix; the sender's weight of each edge is `factor`."""
     from fog_pg import _C
@@ -78,53 +69,7 @@ def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
     return _C.NeighborPlan(machine, len(matrix), matrix[machine, machine], sources, destinations)
 
 
-def means(inputs: Sequence[Tensor], machines: Machines) -> list[Tensor]:
-    """Returns the mean of each machine's inputs, in float64 or complex128."""
-    return [sum(wide(inputs[r]) for r in ranks) / len(ranks) for ranks in machines]  # type: ignore[misc]
-
-
-# --- against a matrix over machines --------------------------------------------------------------------------
-
-
-def exchanges(streamed: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    cases = [(d, (33,)) for d in (*FLOATS, *COMPLEX)] + [(torch.float32, s) for s in SHAPES]
-    if streamed:
-        cases = [(torch.float32, STREAMED), (torch.bfloat16, STREAMED)]
-    with Checks() as checks:
-        for machines, seed in itertools.product(divisions(size), range(1 if streamed else 3)):
-            machine = machine_of(rank, machines)
-            matrix = random_matrix(len(machines), seed)
-            plan = plan_of(matrix, machine)
-            for dtype, shape in cases:
-                label = f"{machines} seed {seed} {dtype} {shape}"
-                inputs = [make_input(r, dtype, shape, seed) for r in range(size)]
-                mine = inputs[rank].clone()
-                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan)
-                work.wait()
-                (output,) = work.result()
-                checks.equal(f"{label} dtype", output.dtype, dtype)
-                checks.close(label, output, mix(means(inputs, machines), matrix)[machine])
-                checks.equal(f"{label} input", mine, inputs[rank])
-                # The result in place has the same bits, which are also the same on all ranks of the machine.
-                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine)
-                work.wait()
-                checks.true(f"{label} in place", work.result()[0].data_ptr() == mine.data_ptr())
-                checks.equal(f"{label} in place", mine, output)
-                everyone = [torch.empty_like(output) for _ in range(size)]
-                dist.all_gather(everyone, output)
-                for other in machines[machine]:
-                    checks.equal(f"{label} as rank {other}", everyone[other], output)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_exchanges(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exchanges, False)
-
-
-@pytest.mark.parametrize("size", [4, 6])
-def test_large_exchanges(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exchanges, True)
+# --- between machines --------------------------------------------------------------------------
 
 
 def promised(
@@ -155,14 +100,18 @@ def promised(
     return total.to(dtype)
 
 
-def exact_bits() -> None:
+def exchanges(streamed: bool) -> None:
+    """Compares bits of results, which are therefore the same on all ranks of a machine."""
     from fog_pg import _C
 
     rank, size = dist.get_rank(), dist.get_world_size()
+    cases = [(d, (2_001,)) for d in FLOATS] + [(torch.float32, s) for s in SHAPES]
+    if streamed:
+        cases = [(torch.float32, STREAMED), (torch.bfloat16, STREAMED)]
     with Checks() as checks:
-        for machines, dtype in itertools.product(divisions(size), FLOATS):
+        for machines, (dtype, shape) in itertools.product(divisions(size), cases):
             machine, count = machine_of(rank, machines), len(machines)
-            inputs = [make_input(r, dtype, 20_001) for r in range(size)]
+            inputs = [make_input(r, dtype, shape) for r in range(size)]
             others = [(machine + distance) % count for distance in range(1, count)]  # not in ascending order
             weights = {m: 0.3 * (m + 1) for m in others}
             weighted = _C.NeighborPlan(
@@ -172,15 +121,26 @@ def exact_bits() -> None:
             plain = _C.NeighborPlan(machine, count, 1.0, ones, ones, mean=True)
             weights = {m: w / 0.5 * 0.5 for m, w in weights.items()}
             for name, plan, used in (("weighted", weighted, weights), ("mean", plain, None)):
-                work = backend().hierarchical_neighbor_allreduce(inputs[rank], machines, plan)
+                label, mine = f"{name} {machines} {dtype} {shape}", inputs[rank].clone()
+                expected = [promised(inputs, machines, plan, used)]
+                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan)
                 work.wait()
-                expected = promised(inputs, machines, plan, used)
-                checks.equal(f"{name} {machines} {dtype}", work.result(), [expected])
+                checks.equal(label, work.result(), expected)
+                checks.equal(f"{label} input", mine, inputs[rank])
+                work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine)
+                work.wait()
+                checks.true(f"{label} in place", work.result()[0].data_ptr() == mine.data_ptr())
+                checks.equal(f"{label} in place", [mine], expected)
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_bit_is_as_promised(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exact_bits)
+    worlds(size).run(exchanges, False)
+
+
+@pytest.mark.parametrize("size", [4, 6])
+def test_large_exchanges(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(exchanges, True)
 
 
 def extreme_values() -> None:
@@ -212,36 +172,6 @@ def extreme_values() -> None:
 
 def test_extreme_values(worlds: WorldPool) -> None:
     worlds(4).run(extreme_values)
-
-
-def lists() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    shapes = [(3, 5), (), (700,), (0, 2), (1,)]
-    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
-    with Checks() as checks:
-        for machines in divisions(size):
-            machine = machine_of(rank, machines)
-            matrix = random_matrix(len(machines), 1)
-            plan = plan_of(matrix, machine)
-            inputs = [
-                [make_input(r, d, s, k) for k, (d, s) in enumerate(zip(dtypes, shapes, strict=True))]
-                for r in range(size)
-            ]
-            mine = [tensor.clone() for tensor in inputs[rank]]
-            work = backend().hierarchical_neighbor_allreduce(mine, machines, plan, name="list")
-            work.wait()
-            for k, output in enumerate(work.result()):
-                expected = mix(means([tensors[k] for tensors in inputs], machines), matrix)[machine]
-                checks.close(f"{machines} [{k}]", output, expected)
-            checks.equal(f"{machines} inputs", mine, inputs[rank])
-            outputs = work.result()
-            backend().hierarchical_neighbor_allreduce(mine, machines, plan, output=mine).wait()
-            checks.equal(f"{machines} in place", mine, outputs)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_lists(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(lists)
 
 
 # --- among the ranks of a machine ----------------------------------------------------------------------------

@@ -205,65 +205,7 @@ def test_machine_topologies(worlds):
     assert "only on ranks [4]: edge 0 -> 2 of weight 0.5" in text
 
 
-# --- averages between machines ------------------------------------------------------------------------------
-
-
-def exchanges(local: int) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    count, machine = size // local, rank // local
-    with machines_of(local), Checks() as checks:
-        for name in ("exp", "ring-left", "star"):
-            graph = topologies.by_name(name, count)
-            for is_weighted in (False, True):
-                fogdist.set_machine_topology(graph, is_weighted)
-                matrix = topologies.mixing_matrix(graph) if is_weighted else mean_matrix(graph)
-                for dtype in [*FLOATS, *COMPLEX]:
-                    label = f"{name} weighted={is_weighted} {dtype}"
-                    inputs = [make_input(r, dtype, (5, 3)) for r in range(size)]
-                    expected = mix_machines(inputs, local, matrix)[rank]
-                    mine = inputs[rank].clone()
-                    output = fogdist.hierarchical_neighbor_allreduce(mine)
-                    checks.close(label, output, expected)
-                    checks.equal(f"{label} input", mine, inputs[rank])
-                    alike = fogdist.allgather(output[None]).view(count, local, 5, 3)[machine]
-                    checks.true(
-                        f"{label} alike on a machine", all(torch.equal(each, output) for each in alike)
-                    )
-        fogdist.set_machine_topology(topologies.FullyConnectedGraph(count))
-        for seed in range(6):
-            generator = np.random.default_rng(seed)
-            matrix = generator.uniform(-1, 1, (count, count)) * (generator.random((count, count)) < 0.6)
-            others = [m for m in range(count) if m != machine]
-            arguments: dict[str, Any] = {
-                "self_weight": matrix[machine, machine],
-                "src_machine_weights": {m: matrix[m, machine] / 2 for m in others if matrix[m, machine] != 0},
-                "dst_machine_weights": {m: 2.0 for m in others if matrix[machine, m] != 0},
-                "enable_topo_check": seed % 2 == 0,
-            }
-            if rank % local:  # the order of a dict does not matter
-                arguments["src_machine_weights"] = dict(reversed(arguments["src_machine_weights"].items()))
-            dtypes = [torch.float64, torch.float16, torch.float64]
-            lists = [[make_input(r, d, (k + 1, 7), seed) for k, d in enumerate(dtypes)] for r in range(size)]
-            expected = [mix_machines([each[k] for each in lists], local, matrix)[rank] for k in range(3)]
-            outputs = fogdist.hierarchical_neighbor_allreduce(lists[rank], **arguments)
-            for k in range(3):
-                checks.close(f"seed {seed} [{k}]", outputs[k], expected[k])
-            mine = [lists[rank][0].clone(), lists[rank][1].t().contiguous().t(), lists[rank][2].clone()]
-            handle = fogdist.hierarchical_neighbor_allreduce_nonblocking_(mine, **arguments, name="in place")
-            result = fogdist.wait(handle)
-            checks.true(f"seed {seed} in place", all(a is b for a, b in zip(result, mine, strict=True)))
-            checks.equal(f"seed {seed} in place", mine, outputs)
-            x = lists[rank][0].clone()
-            checks.true(f"seed {seed} one", fogdist.hierarchical_neighbor_allreduce_(x, **arguments) is x)
-            checks.equal(f"seed {seed} one", x, outputs[0])
-            handle = fogdist.hierarchical_neighbor_allreduce_nonblocking(lists[rank][0], **arguments)
-            checks.equal(f"seed {seed} nonblocking", fogdist.wait(handle), outputs[0])
-
-
-@pytest.mark.parametrize(("size", "local"), LAYOUTS)
-def test_exchanges(worlds, size, local):
-    worlds(size).run(exchanges, local)
-
+# --- averages between machines: tests/test_random_exchanges.py compares them with a matrix -----------------------
 
 ONE = torch.ones(2)
 # Wrong arguments on rank 0 of 6. Its machine 0 is part of a directed ring of 3: it receives from 2 and sends to 1.

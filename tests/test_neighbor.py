@@ -1,4 +1,7 @@
-"""Compares neighbor_allreduce and neighbor_allgather with a mixing matrix that one process applies in float64."""
+"""Tests exchanges with neighbors: layouts of tensors and lists, pairs, handles and names, wrong arguments, disagreements.
+
+tests/test_random_exchanges.py compares every form, on random graphs and weights, with a mixing matrix.
+"""
 
 from __future__ import annotations
 
@@ -14,121 +17,17 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from harness import ALL, sizes
-from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, mix
+from reference import COMPLEX, FLOATS, Checks, make_input, mix
 from torch import Tensor
 
 from fog_pg import _C
 
-# One rank, a power of two and an odd number.
-SIZES = sizes([1, 4, 5], [2, 3])
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
-SHAPES: list[tuple[int, ...]] = [(), (1,), (0,), (3, 5), (257,), (4, 0, 2), (100_003,)]
 
 
 def plain_mean(graph: Any) -> np.ndarray:
     """Returns the mixing matrix of a topology whose own weights are ignored."""
     return topologies.mixing_matrix(topologies.uniform_weights(graph))
-
-
-def random_matrix(size: int, seed: int) -> np.ndarray:
-    """Returns weights in [-1, 1] on about half of all edges, including the diagonal; some ranks may have no edge."""
-    generator = np.random.default_rng(seed)
-    return generator.uniform(-1, 1, (size, size)) * (generator.random((size, size)) < 0.5)
-
-
-def peers_of(matrix: np.ndarray, rank: int) -> tuple[list[int], list[int]]:
-    """Returns the sources and destinations of a rank, where its column and its row are not 0."""
-    others = [r for r in range(len(matrix)) if r != rank]
-    return [r for r in others if matrix[r, rank] != 0], [r for r in others if matrix[rank, r] != 0]
-
-
-# --- along the topology -------------------------------------------------------------------------------------
-
-
-def static_exchanges(names: tuple[str, ...]) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    with Checks() as checks:
-        for name, is_weighted in itertools.product(names, [False, True]):
-            graph = topologies.by_name(name, size)
-            fogdist.set_topology(graph, is_weighted)
-            matrix = topologies.mixing_matrix(graph) if is_weighted else plain_mean(graph)
-            for dtype, shape in itertools.product(WEIGHTED_DTYPES, SHAPES):
-                label = f"{name} weighted={is_weighted} {dtype} {shape}"
-                inputs = [make_input(r, dtype, shape) for r in range(size)]
-                mine = inputs[rank].clone()
-                output = fogdist.neighbor_allreduce(mine)
-                checks.equal(f"{label} dtype", output.dtype, dtype)
-                checks.close(label, output, mix(inputs, matrix)[rank])
-                checks.equal(f"{label} input", mine, inputs[rank])
-                checks.true(f"{label} alias", mine.numel() == 0 or output.data_ptr() != mine.data_ptr())
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_topologies(worlds, size):
-    worlds(size).run(
-        static_exchanges, topologies.TOPOLOGY_NAMES if size < 5 else ("exp", "star", "ring-left")
-    )
-
-
-def own_weights() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    inputs = [make_input(r, torch.float64, 11) for r in range(size)]
-    sources = sorted(fogdist.in_neighbor_ranks())
-    with Checks() as checks:
-        for seed in range(6):
-            generator = np.random.default_rng([seed, rank])
-            kept = [s for s in sources if generator.random() < 0.6]
-            weights = {np.int64(s): generator.uniform(-1, 1) for s in kept}
-            for own in (0, 2, 0.5, np.float32(0.25), np.float64(-1.5), np.int32(3)):
-                matrix = np.zeros((size, size))
-                matrix[rank, rank] = own
-                for source, weight in weights.items():
-                    matrix[source, rank] = weight
-                output = fogdist.neighbor_allreduce(inputs[rank], self_weight=own, src_weights=weights)
-                checks.close(f"seed {seed} own {own!r}", output, mix(inputs, matrix)[rank])
-        # All in-neighbors are left out: they still send, and this rank keeps its own share.
-        output = fogdist.neighbor_allreduce(inputs[rank], self_weight=0.5, src_weights={})
-        checks.equal("no sources", output, inputs[rank] * 0.5)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_weights_of_a_static_exchange(worlds, size):
-    # BlueFog applied weights for a strict subset to the first in-neighbors, whichever ranks the caller had named.
-    worlds(size).run(own_weights)
-
-
-def accumulation_keeps_tiny_values() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
-    rank, size = fogdist.rank(), fogdist.size()
-    tiny = torch.tensor([2.0**-256 * (rank + 1)], dtype=torch.float64)
-    total = 2.0**-256 * sum(range(1, size + 1))
-    with Checks() as checks:
-        ones = dict.fromkeys(fogdist.in_neighbor_ranks(), 1.0)
-        output = fogdist.neighbor_allreduce(tiny, self_weight=1.0, src_weights=ones)
-        checks.equal("sum", output, torch.tensor([total], dtype=torch.float64))
-        checks.equal(
-            "mean", fogdist.neighbor_allreduce(tiny), torch.tensor([total / size], dtype=torch.float64)
-        )
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_tiny_values_are_summed_exactly(worlds, size):
-    worlds(size).run(accumulation_keeps_tiny_values)
-
-
-def consensus(rounds: int) -> float:
-    fogdist.init()
-    x = torch.tensor([float(fogdist.rank())])
-    for _ in range(rounds):
-        x = fogdist.neighbor_allreduce(x)
-    return x.item()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_consensus_is_the_exact_average(worlds, size):
-    assert worlds(size).run(consensus, 100) == [(size - 1) / 2] * size
 
 
 def masked_neighbor() -> None:
@@ -144,135 +43,6 @@ def masked_neighbor() -> None:
 
 def test_a_neighbor_of_weight_zero_leaves_no_trace(worlds):
     worlds(3).run(masked_neighbor)
-
-
-# --- dynamic ------------------------------------------------------------------------------------------------
-
-
-def dynamic_exchanges(seeds: int) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    with Checks() as checks:
-        for seed in range(seeds):
-            matrix = random_matrix(size, seed)
-            sources, destinations = peers_of(matrix, rank)
-            # The weight of an edge is the product of the sender's and the receiver's weight.
-            src_weights = {np.int64(s): matrix[s, rank] / 2 for s in reversed(sources)}
-            dst_weights: Any = {np.int32(d): 2.0 for d in destinations}
-            if seed % 3 == 1:
-                src_weights = {s: 2 * w for s, w in src_weights.items()}
-                dst_weights = [np.array(destinations, dtype=np.int64), tuple(destinations)][seed % 2]
-            for dtype, shape in [(d, (33,)) for d in WEIGHTED_DTYPES] + [(torch.float32, s) for s in SHAPES]:
-                inputs = [make_input(r, dtype, shape, seed) for r in range(size)]
-                mine = inputs[rank].clone()
-                output = fogdist.neighbor_allreduce(
-                    mine,
-                    self_weight=matrix[rank, rank],
-                    src_weights=src_weights,
-                    dst_weights=dst_weights,
-                    enable_topo_check=seed % 2 == 0,
-                )
-                label = f"seed {seed} {dtype} {shape}"
-                checks.close(label, output, mix(inputs, matrix)[rank])
-                checks.equal(f"{label} input", mine, inputs[rank])
-                checks.true(f"{label} alias", mine.numel() == 0 or output.data_ptr() != mine.data_ptr())
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_dynamic_exchanges(worlds, size):
-    worlds(size).run(dynamic_exchanges, 6)
-
-
-def one_peer_rounds(enable_topo_check: bool) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    peers = [fogdist.GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), r) for r in range(size)]
-    values = [make_input(r, torch.float64, 5) for r in range(size)]
-    mine = values[rank]
-    with Checks() as checks:
-        for step in range(40):
-            matrix = np.zeros((size, size))
-            destinations: list[int] = []
-            sources: list[int] = []
-            for r in range(size):
-                send, receive = next(peers[r])
-                matrix[r, r] = 1 / (len(receive) + 1)
-                matrix[receive, r] = 1 / (len(receive) + 1)
-                if r == rank:
-                    destinations, sources = send, receive
-            share = matrix[rank, rank]
-            mine = fogdist.neighbor_allreduce(
-                mine,
-                self_weight=share,
-                src_weights=dict.fromkeys(sources, share),
-                dst_weights=destinations,
-                enable_topo_check=enable_topo_check,
-            )
-            values = mix(values, matrix)
-            checks.close(f"step {step}", mine, values[rank])
-
-
-@pytest.mark.parametrize("enable_topo_check", [True, False])
-@pytest.mark.parametrize("size", sizes([5], [2]))
-def test_one_peer_rounds(worlds, size, enable_topo_check):
-    worlds(size).run(one_peer_rounds, enable_topo_check)
-
-
-def order_of_sources_does_not_matter_for_peers() -> list[float]:
-    # Rank 0 only sends, the last rank only receives, and the neighbors of the topology play no part.
-    fogdist.init(topologies.RingGraph)
-    rank, size = fogdist.rank(), fogdist.size()
-    last = size - 1
-    output = fogdist.neighbor_allreduce(
-        torch.tensor([float(rank)]),
-        self_weight=0.0,
-        src_weights={r: 1.0 for r in range(last)} if rank == last else {},
-        dst_weights=[last] if rank != last else [],
-    )
-    return output.tolist()
-
-
-def test_empty_sides(worlds):
-    assert worlds(4).run(order_of_sources_does_not_matter_for_peers) == [[0.0], [0.0], [0.0], [3.0]]
-
-
-# --- gathering ----------------------------------------------------------------------------------------------
-
-
-def gatherings() -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    dtypes = [torch.bool, *INTEGERS, *WEIGHTED_DTYPES]
-    with Checks() as checks:
-        for name in ("exp", "ring-left", "star"):
-            graph = topologies.by_name(name, size)
-            fogdist.set_topology(graph)
-            sources = sorted(r for r in graph.predecessors(rank) if r != rank)
-            for dtype, rest in itertools.product(dtypes, [(), (3,), (2, 0)]):
-                inputs = [make_input(r, dtype, ((2 * r + 1) % 4, *rest)) for r in range(size)]
-                output = fogdist.neighbor_allgather(inputs[rank])
-                checks.equal(
-                    f"{name} {dtype} {rest}",
-                    output,
-                    torch.cat([inputs[rank][:0], *(inputs[s] for s in sources)]),
-                )
-        for seed in range(6):
-            matrix = random_matrix(size, seed)
-            sources, destinations = peers_of(matrix, rank)
-            np.random.default_rng([seed, rank]).shuffle(sources)
-            inputs = [make_input(r, torch.float32, (r + 1, 2), seed) for r in range(size)]
-            output = fogdist.neighbor_allgather(
-                inputs[rank],
-                src_ranks=np.array(sources, dtype=np.int64) if seed % 2 else sources,
-                dst_ranks=tuple(destinations),
-                enable_topo_check=seed < 4,
-            )
-            checks.equal(f"seed {seed}", output, torch.cat([inputs[rank][:0], *(inputs[s] for s in sources)]))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_gatherings(worlds, size):
-    worlds(size).run(gatherings)
 
 
 # --- pairs --------------------------------------------------------------------------------------------------
@@ -426,6 +196,7 @@ def lists_of_one_dtype() -> None:
             work = backend.neighbor_allreduce(mine, plan)
             work.wait()
             expected = work.result()
+            checks.equal(f"{label}: the Future's value", work.get_future().wait(), expected)
             for k, output in enumerate(expected):
                 checks.close(f"{label} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
                 # Each result equals that of an exchange of the tensor alone.
@@ -454,40 +225,6 @@ def lists_of_one_dtype() -> None:
 @pytest.mark.parametrize("size", sizes([1, 4], [2]))
 def test_lists(worlds, size):
     worlds(size).run(lists_of_one_dtype)
-
-
-def lists_of_several_dtypes(named: bool) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    backend, plan, matrix = backend_and_plan()
-    dtypes = [torch.float64, torch.bfloat16, torch.float64, torch.float16, torch.bfloat16, torch.float64]
-    inputs = [
-        [make_input(r, d, s, k) for k, (d, s) in enumerate(zip(dtypes, LIST_SHAPES, strict=True))]
-        for r in range(size)
-    ]
-    works = {}
-    order = list(range(5))
-    if named:  # each rank calls them in its own order
-        np.random.default_rng(rank).shuffle(order)
-    for i in order:
-        works[i] = backend.neighbor_allreduce(inputs[rank], plan, name=f"list {i}" if named else "")
-    with Checks() as checks:
-        for i in reversed(range(5)):
-            works[i].wait()
-            outputs = works[i].result()
-            checks.equal(
-                f"{i}: dtypes and shapes",
-                [(o.dtype, o.shape) for o in outputs],
-                [(t.dtype, t.shape) for t in inputs[0]],
-            )
-            for k, output in enumerate(outputs):
-                checks.close(f"{i} [{k}]", output, mix([tensors[k] for tensors in inputs], matrix)[rank])
-            checks.equal(f"{i}: the Future's value", works[i].get_future().wait(), outputs)
-
-
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("size", sizes([1, 4], [3]))
-def test_lists_of_several_dtypes(worlds, size, named):
-    worlds(size).run(lists_of_several_dtypes, named)
 
 
 def copies_of_lists() -> None:

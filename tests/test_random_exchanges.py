@@ -16,11 +16,14 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
+from device_double import DEVICE
 from fogdist import topology as topologies
-from harness import sizes
+from harness import WorldPool, sizes
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from reference import DTYPES as ALL_DTYPES
 from reference import HALVES, Checks, make_input, mix, wide
+from test_delegated_neighbors import delegating
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -39,6 +42,8 @@ class Case:
         tensors: (dtype, shape) of each tensor; a single one is not passed as a list.
         scale: Factor of the inputs.
         in_place: Whether results overwrite the inputs.
+        blocking: Whether the call waits for its result, instead of a handle.
+        local: The number of ranks on a machine.
         named: Whether the operation has a name.
         check: enable_topo_check.
         seed: Seed of the inputs.
@@ -49,6 +54,8 @@ class Case:
     tensors: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
     scale: float
     in_place: bool
+    blocking: bool
+    local: int
     named: bool
     check: bool
     seed: int
@@ -66,10 +73,15 @@ def weights() -> st.SearchStrategy[float | None]:
 @st.composite
 def cases(draw: st.DrawFn, size: int) -> Case:
     kind = draw(st.sampled_from(KINDS if size in (2, 4, 6, 8) else KINDS[:-1]))
-    nodes = size // 2 if kind == "hierarchical" else size
+    local = draw(st.sampled_from([2, 3] if size == 6 else [2]))
+    nodes = size // local if kind == "hierarchical" else size
     row = st.tuples(*[weights()] * nodes)
     count = draw(st.integers(1, 4)) if kind != "gather" else 1
-    tensor = st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES[1:] if kind == "gather" else SHAPES))
+    gathered = kind == "gather"
+    tensor = st.tuples(
+        st.sampled_from(ALL_DTYPES if gathered else DTYPES),
+        st.sampled_from(SHAPES[1:] if gathered else SHAPES),
+    )
     tensors = draw(st.tuples(*[tensor] * count))
     tiny = all(dtype == torch.float64 for dtype, _ in tensors) and draw(st.booleans())
     return Case(
@@ -78,6 +90,8 @@ def cases(draw: st.DrawFn, size: int) -> Case:
         tensors,
         2.0**-256 if tiny else 1.0,
         draw(st.booleans()) and kind not in ("gossip", "gather"),
+        draw(st.booleans()),
+        local,
         draw(st.booleans()),
         draw(st.booleans()),
         draw(st.integers(0, 99)),
@@ -114,7 +128,9 @@ def plan_of(case: Case, node: int) -> tuple[Any, np.ndarray]:
     """Returns the keyword arguments of a call on a node, and the corresponding matrix."""
     matrix, others = weight_matrix(case), [i for i in range(len(case.matrix)) if i != node]
     # The sources' weights are halved and the destinations' are 2, both exactly.
-    sources = {i: matrix[i, node] / 2 for i in reversed(others) if case.matrix[i][node] is not None}
+    # The order of a dict does not matter, so the ranks of a machine have different ones.
+    order = others[:: 1 if fogdist.rank() % 2 else -1]
+    sources = {i: matrix[i, node] / 2 for i in order if case.matrix[i][node] is not None}
     destinations = {i: 2.0 for i in others if case.matrix[node][i] is not None}
     if case.kind == "own weights":  # about every third in-neighbor is left out
         kept = np.array(
@@ -143,7 +159,8 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
     rank, size = fogdist.rank(), fogdist.size()
     given: Any = mine if len(mine) > 1 else mine[0]
     options = {"enable_topo_check": case.check, "name": "case" if case.named else None}
-    form = "_nonblocking_" if case.in_place else "_nonblocking"
+    form = "" if case.blocking else "_nonblocking"
+    name = f"neighbor_allreduce{form}{'_' * case.in_place}"
     if case.kind == "gossip":
         other, matrix = partner(rank, size, case.seed), np.eye(size)
         for r in range(size):
@@ -154,7 +171,7 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
         if other == rank:
             return [tensor.clone() for tensor in mine], matrix
         pair = (matrix[rank, rank], 0.25) if case.check else (None, None)
-        handle = fogdist.pair_gossip_nonblocking(given, other, *pair, name=options["name"])
+        result = getattr(fogdist, f"pair_gossip{form}")(given, other, *pair, name=options["name"])
     elif case.kind == "hierarchical":
         machine, count = fogdist.machine_rank(), fogdist.machine_size()
         arguments, matrix = plan_of(case, machine)
@@ -163,8 +180,7 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
             arguments = {}
         else:
             fogdist.set_machine_topology(topologies.FullyConnectedGraph(count))
-        function = getattr(fogdist, f"hierarchical_neighbor_allreduce{form}")
-        handle = function(given, **arguments, **options)
+        result = getattr(fogdist, f"hierarchical_{name}")(given, **arguments, **options)
         matrix = np.kron(matrix, np.full((size // count,) * 2, count / size))
     else:
         arguments = {}
@@ -178,12 +194,12 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
                 arguments, matrix = plan_of(case, rank)
             elif case.kind == "mean":
                 matrix = topologies.mixing_matrix(topologies.uniform_weights(graph))
-        handle = getattr(fogdist, f"neighbor_allreduce{form}")(given, **arguments, **options)
-    result = fogdist.wait(handle)
+        result = getattr(fogdist, name)(given, **arguments, **options)
+    result = result if case.blocking else fogdist.wait(result)
     return (result if len(mine) > 1 else [result]), matrix
 
 
-def check_weighted(checks: Checks, label: str, case: Case) -> None:
+def check_weighted(checks: Checks, label: str, case: Case, there: torch.device, coarse: bool) -> None:
     rank, size = fogdist.rank(), fogdist.size()
     inputs = [
         [
@@ -195,13 +211,14 @@ def check_weighted(checks: Checks, label: str, case: Case) -> None:
     results = []
     for run in range(2):
         time.sleep(0.001 * ((rank + run) % 3))  # ranks arrive in another order
-        mine = [tensor.clone() for tensor in inputs[rank]]
+        mine = [tensor.clone().to(there) for tensor in inputs[rank]]
         outputs, matrix = exchange(case, mine)
+        checks.equal(f"{label} device", {tensor.device.type for tensor in outputs}, {there.type})
         if case.in_place:
             checks.true(f"{label} in place", all(a is b for a, b in zip(outputs, mine, strict=True)))
         else:
-            checks.equal(f"{label} input", mine, inputs[rank])
-        results.append(outputs)
+            checks.equal(f"{label} input", [tensor.cpu() for tensor in mine], inputs[rank])
+        results.append([tensor.cpu() for tensor in outputs])
     checks.equal(f"{label} bits of two runs", *results)
     for k, (dtype, _) in enumerate(case.tensors):
         each = [tensors[k] for tensors in inputs]
@@ -210,9 +227,11 @@ def check_weighted(checks: Checks, label: str, case: Case) -> None:
         output = results[0][k]
         checks.equal(f"{label}[{k}] dtype", output.dtype, dtype)
         checks.equal(f"{label}[{k}] shape", output.shape, expected.shape)
-        # Rounded once to the dtype, after a sum in float32 for 16-bit types and in float64 for all others.
+        # Rounded once to the dtype, after a sum in float32 for 16-bit types and in float64 for all others; a device
+        # sums other types than the 16-bit ones in themselves.
         limits = torch.finfo(dtype)
-        accumulator = torch.finfo(torch.float32 if dtype in HALVES else torch.float64).eps
+        wider = torch.float32 if dtype in HALVES else dtype if coarse else torch.float64
+        accumulator = torch.finfo(wider).eps
         allowed = 0.5 * limits.eps * expected.abs() + 0.5 * limits.smallest_normal * limits.eps
         allowed = allowed * (2 if dtype.is_complex else 1) + 2 * (size + 4) * accumulator * size_of_terms
         if case.kind == "hierarchical":  # the means of machines are rounded to the dtype too
@@ -221,7 +240,7 @@ def check_weighted(checks: Checks, label: str, case: Case) -> None:
         checks.true(f"{label}[{k}] is {worst} beyond what rounding allows", worst <= 0)
 
 
-def check_gathered(checks: Checks, label: str, case: Case) -> None:
+def check_gathered(checks: Checks, label: str, case: Case, there: torch.device) -> None:
     rank, size = fogdist.rank(), fogdist.size()
     ((dtype, shape),) = case.tensors
     inputs = [make_input(r, dtype, ((r * 3 + case.seed) % 4, *shape[1:]), case.seed) for r in range(size)]
@@ -230,35 +249,52 @@ def check_gathered(checks: Checks, label: str, case: Case) -> None:
     options = {"enable_topo_check": case.check, "name": "case" if case.named else None}
     if case.in_place or case.seed % 2:
         sources.reverse()
-        output = fogdist.neighbor_allgather(
-            inputs[rank], src_ranks=sources, dst_ranks=destinations, **options
-        )
+        options |= {"src_ranks": sources, "dst_ranks": destinations}
     else:
         fogdist.set_topology(graph_of(case))
-        output = fogdist.neighbor_allgather(inputs[rank], **options)
-    checks.equal(label, output, torch.cat([inputs[rank][:0], *(inputs[r] for r in sources)]))
+    output = fogdist.neighbor_allgather(inputs[rank].to(there), **options)
+    checks.equal(label, output.cpu(), torch.cat([inputs[rank][:0], *(inputs[r] for r in sources)]))
 
 
-def run_cases(batch: list[Case]) -> None:
-    size = int(os.environ["WORLD_SIZE"])
+def run_cases(batch: list[Case], device: str = "cpu", coarse: bool = False) -> None:
+    """Runs cases on a type of device; `coarse` sums, on a device or of a delegate, are in the tensors' own type."""
+    there = torch.device("cpu")
+    if device != "cpu":
+        from device_training import place as place_on
+
+        there = place_on(device)
+    local = 0
     with Checks() as checks:
-        os.environ["FOG_NODES_PER_MACHINE"] = "2" if size % 2 == 0 else "1"
         try:
-            fogdist.init()
             for place, case in enumerate(batch):
-                check = check_gathered if case.kind == "gather" else check_weighted
-                check(checks, f"case {place}, {case.kind}", case)
+                if local != (local := case.local if case.kind == "hierarchical" else local or 1):
+                    os.environ["FOG_NODES_PER_MACHINE"] = str(local)
+                    fogdist.init()
+                label = f"case {place}, {case.kind}"
+                if case.kind == "gather":
+                    check_gathered(checks, label, case, there)
+                else:
+                    check_weighted(checks, label, case, there, coarse)
         finally:
             del os.environ["FOG_NODES_PER_MACHINE"]
+
+
+def run_delegated(batch: list[Case]) -> None:
+    """Runs cases with Gloo as the delegate of CPU tensors, as NCCL is that of CUDA tensors."""
+    with delegating():
+        run_cases(batch, coarse=True)
 
 
 # --- in pytest ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", sizes([1, 3, 6], [2, 4, 5, 8]))
-def test_random_exchanges(worlds, size):
+def check_random(
+    worlds: WorldPool, size: int, examples: int, function: Any = run_cases, *arguments: Any
+) -> None:
+    """Draws batches of cases and lets a world of this size run them by a function."""
+
     @settings(
-        max_examples=12,
+        max_examples=examples,
         derandomize=True,
         database=None,
         deadline=None,
@@ -269,30 +305,48 @@ def test_random_exchanges(worlds, size):
     )
     @given(st.lists(cases(size), min_size=BATCH, max_size=BATCH))
     def run(batch: list[Case]) -> None:
-        worlds(size).run(run_cases, batch)
+        worlds(size).run(function, batch, *arguments)  # after a failure, a new world
 
     run()
 
 
-@pytest.mark.parametrize("size", sizes([4], [2]))
-def test_large_tensors(worlds, size):
-    generator = np.random.default_rng(size)
-    matrix = tuple(tuple(row) for row in generator.uniform(-1, 1, (size, size)).tolist())
+@pytest.mark.parametrize("size", sizes([1, 3, 6], [2, 4, 5, 8]))
+def test_random_exchanges(worlds, size):
+    check_random(worlds, size, 24)
+
+
+@pytest.mark.parametrize("size", sizes([1, 4], [3]))
+def test_random_exchanges_by_the_messages_of_a_delegate(worlds, size):
+    check_random(worlds, size, 12, run_delegated)
+
+
+def test_random_exchanges_on_a_device(worlds, compiled_double):
+    check_random(worlds, 4, 8, run_cases, DEVICE, True)
+
+
+def large_cases(size: int) -> list[Case]:
+    """Returns an exchange of each kind, of tensors that go in several parts and of other sizes."""
+    matrix = tuple(map(tuple, np.random.default_rng(size).uniform(-1, 1, (size, size)).tolist()))
     half = tuple(row[: size // 2] for row in matrix[: size // 2])
     tensors = ((torch.float32, (300_001,)), (torch.bfloat16, (70, 100)))
-    worlds(size).run(
-        run_cases,
-        [
-            Case(
-                kind,
-                half if kind == "hierarchical" else matrix,
-                tensors,
-                1.0,
-                seed % 2 == 0,
-                False,
-                False,
-                seed,
-            )
-            for seed, kind in enumerate(["weighted", "dynamic", "dynamic", "hierarchical", "hierarchical"])
-        ],
-    )
+    return [
+        Case(
+            kind,
+            half if kind == "hierarchical" else matrix,
+            tensors[:1] if kind == "gather" else tensors,
+            1.0,
+            in_place=seed % 2 == 0 and kind not in ("gossip", "gather"),
+            blocking=seed % 3 == 0,
+            local=2,
+            named=False,
+            check=False,
+            seed=seed,
+        )
+        for seed, kind in enumerate([*KINDS, "dynamic", "hierarchical"])
+        if kind != "hierarchical" or size % 2 == 0
+    ]
+
+
+@pytest.mark.parametrize("size", sizes([4], [2]))
+def test_large_tensors(worlds, size):
+    worlds(size).run(run_cases, large_cases(size))

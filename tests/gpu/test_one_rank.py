@@ -12,6 +12,7 @@ import test_decentralized_ddp
 import test_optimizers
 import torch
 import torch.distributed as dist
+from test_random_exchanges import check_random, run_cases
 from torch import nn
 
 DEVICE = device_training.GPU
@@ -46,7 +47,7 @@ def test_collectives(gpu_worlds, name):
 
 
 def test_neighbor_exchanges(gpu_worlds):
-    gpu_worlds(1).run(device_operations.neighbor_exchanges, DEVICE)
+    check_random(gpu_worlds, 1, 12, run_cases, DEVICE, True)
 
 
 @pytest.mark.parametrize("function", [device_operations.codecs, device_operations.compressed_exchanges])

@@ -6,10 +6,10 @@ import device_operations
 import device_training
 import pytest
 import test_decentralized_ddp
-import test_neighbor
 import test_optimizers
 import torch
 import training_cases
+from test_random_exchanges import check_random, run_cases
 
 DEVICE = device_training.GPU
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
@@ -23,7 +23,7 @@ def test_collectives(gpu_worlds, name, size):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_neighbor_exchanges(gpu_worlds, size):
-    gpu_worlds(size).run(device_operations.neighbor_exchanges, DEVICE)
+    check_random(gpu_worlds, size, 24, run_cases, DEVICE, True)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,6 @@ def test_neighbor_exchanges(gpu_worlds, size):
         device_operations.compressed_lists,
         device_operations.compressed_exchanges,
         device_operations.compressed_machines,
-        device_operations.compressed_mixing,
     ],
 )
 def test_compressed_exchanges(gpu_worlds, function):
@@ -45,15 +44,11 @@ def test_compressed_exchanges(gpu_worlds, function):
         device_operations.many_in_flight,
         device_operations.on_other_streams,
         device_operations.gradients,
+        device_operations.messages,
     ],
 )
 def test_order_and_gradients(gpu_worlds, function):
     gpu_worlds(2).run(function, DEVICE)
-
-
-@pytest.mark.parametrize("function", [test_neighbor.own_weights], ids=lambda f: f.__name__)
-def test_what_the_cpu_is_tested_with(gpu_worlds, function):
-    gpu_worlds(4).run(device_operations.run_through, DEVICE, function)
 
 
 RUNS = [

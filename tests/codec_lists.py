@@ -1,0 +1,68 @@
+"""The codecs with which tests of codecs, of exchanges and of devices run."""
+
+from __future__ import annotations
+
+import torch
+from fogdist.compression import BFloat16, Codec, Float8, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
+from torch import Tensor
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+# No two elements of `normal` differ by as much.
+THETA = 16.0
+
+BLOCKS: list[Codec] = [
+    Float8("e4m3"),
+    Float8("e5m2", block=40),
+    Float8("e4m3", stochastic=True),
+    Float8("e5m2", stochastic=True, seed=7),
+    Int8(),
+    Int8(block=8),
+    Int8(block=1000, stochastic=True, seed=3),
+    Int4(block=64),
+    Int4(block=16, stochastic=True, seed=(1 << 32) - 1),
+    Sign(),
+    Sign(block=8),
+    Sign(block=2056),
+    Sign(block=1024, stochastic=True),
+]
+SPARSE: list[Codec] = [
+    TopK(0.01),
+    TopK(k=5),
+    TopK(0.4),
+    TopK(1.0),
+    RandomK(0.1),
+    RandomK(k=3, seed=9),
+    RandomK(1.0),
+    TopK(0.01, bits=2),
+    TopK(k=5, bits=4),
+    TopK(0.4, bits=2),
+    TopK(1.0, bits=4),
+    TopK(1.0, bits=8),
+]
+MODULAR: list[Codec] = [Moniqua(THETA, bits) for bits in (1, 2, 4, 8)]
+# All that need no tensor of the receiver.
+PLAIN: list[Codec] = [Float16(), BFloat16(), *BLOCKS, *SPARSE]
+CODECS: list[Codec] = [*PLAIN, *MODULAR]
+
+# One of each kind, for exchanges.
+IN_EXCHANGES: list[Codec] = [
+    Float16(),
+    BFloat16(),
+    Float8("e5m2", stochastic=True),
+    Int8(),
+    Int8(block=8192),
+    Int4(block=64, stochastic=True, seed=2),
+    Sign(block=1024),
+    Moniqua(10.0, 4),
+    TopK(0.02),
+    TopK(0.7),
+    TopK(0.3, bits=2),
+    RandomK(0.1),
+]
+
+
+def normal(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Returns normally distributed numbers, with no infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, dtype=torch.float64, generator=generator) * scale
+    return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
