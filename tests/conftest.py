@@ -31,6 +31,7 @@ SHARE = 40.0
 MORE = {
     "test_algorithms.py": (70.0, "25 recursions on real ranks"),
     "test_cli.py": (70.0, "each command in an interpreter of its own"),
+    "test_compressed_algorithms.py": (60.0, "every codec and PowerGossip on real ranks, and after losses"),
     "test_examples.py": (60.0, "every mode of training learns"),
     "test_joining.py": (90.0, "jobs of processes that come and go, some of them interpreters of their own"),
     "test_keep_going.py": (90.0, "launchers, agents and ranks as users start them"),

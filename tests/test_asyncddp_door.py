@@ -17,7 +17,7 @@ import networkx as nx
 import pytest
 import torch
 from fogdist import topology as topologies
-from harness import WorldPool
+from harness import WorldPool, on_ranks
 from reference import Checks, mix
 from torch import Tensor, nn
 
@@ -122,7 +122,8 @@ def test_backward_makes_the_step(worlds: WorldPool, options: dict[str, Any], par
         assert found[rank] == pytest.approx([row[rank] for row in expected], rel=1e-9)
 
 
-def follow_topologies() -> None:
+@on_ranks(RANKS)
+def test_topologies_and_averages() -> None:
     bf.init()
     rank, size = bf.rank(), bf.size()
     model = ddp.DecentralizedDataParallel(Net(0.0), sgd)
@@ -156,11 +157,8 @@ def follow_topologies() -> None:
         assert wrapped.seen[0].item() == ((size - 1) / 2 if is_averaged else rank)
 
 
-def test_topologies_and_averages(worlds: WorldPool) -> None:
-    worlds(RANKS).run(follow_topologies)
-
-
-def after_an_error() -> None:
+@on_ranks(2)
+def test_backward_that_raises() -> None:
     """A backward pass that raises takes no step, and the next one takes one."""
     bf.init()
     model = ddp.DecentralizedDataParallel(Net(0.0), sgd)
@@ -179,12 +177,9 @@ def after_an_error() -> None:
     assert model.weight[0].item() == pytest.approx(LR)
 
 
-def test_backward_that_raises(worlds: WorldPool) -> None:
-    worlds(2).run(after_an_error)
-
-
-def learn_asynchronously() -> tuple[float, float]:
-    """Returns one element of the average of all ranks, and the learning rate at the end."""
+@on_ranks(RANKS)
+def test_asynchronous_training_finds_the_optimum() -> None:
+    """In asyncddp the own term and the first slots did not hold the parameters, so the training ended elsewhere."""
     bf.init()
     rank = bf.rank()
     schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.99)
@@ -195,21 +190,14 @@ def learn_asynchronously() -> tuple[float, float]:
         topologies.FullyConnectedGraph(bf.size()),
         sync=False,
     )
-    for step in range(400):
+    for _ in range(400):
         model(rank + 1.0).backward()
-        if step % 20 == 0:  # otherwise ranks that share cores would take turns
-            bf.barrier()
+        bf.barrier()  # the optimum is that of ranks that make equally many steps
     model.global_avg()
     rate = model.optimizer.param_groups[0]["lr"]
     model.close()
-    return model.weight[0].item(), rate
-
-
-def test_asynchronous_training_finds_the_optimum(worlds: WorldPool) -> None:
-    """In asyncddp the own term and the first slots did not hold the parameters, so the training ended elsewhere."""
-    for found, rate in worlds(RANKS).run(learn_asynchronously):
-        assert found == pytest.approx(2.0, abs=0.1)
-        assert rate == pytest.approx(LR * 0.99**400)
+    assert model.weight[0].item() == pytest.approx(2.0, abs=0.1)
+    assert rate == pytest.approx(LR * 0.99**400)
 
 
 def test_wrong_arguments() -> None:
@@ -358,7 +346,8 @@ def test_warm_up_and_cosine() -> None:
     assert rates == pytest.approx(expected)
 
 
-def read_slots() -> None:
+@on_ranks(RANKS)
+def test_one_slot_is_read() -> None:
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     rank, size = bf.rank(), bf.size()
     before = (rank - 1) % size
@@ -375,7 +364,3 @@ def read_slots() -> None:
         with pytest.raises(ValueError, match="neighbor_weights"):
             bf.win_read_neighbor("w", rank)
     bf.win_free()
-
-
-def test_one_slot_is_read(worlds: WorldPool) -> None:
-    worlds(RANKS).run(read_slots)

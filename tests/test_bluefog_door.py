@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -23,7 +24,7 @@ import pytest
 import torch
 from fogdist import topology as topologies
 from fogdist.bluefog.deprecation import warn_once
-from harness import WorldPool
+from harness import WorldPool, on_ranks
 from reference import Checks, mix
 from scripts import run_script
 from torch import Tensor
@@ -189,26 +190,25 @@ def behind_the_door(script: Path, *arguments: str, ranks: int, log: Path, launch
 
 
 @pytest.mark.parametrize(
-    "arguments, problem", [([], "needs a script"), (["nowhere.py", "--lr"], "'nowhere.py' is no file")]
+    ("arguments", "status", "printed"),
+    [
+        ([], 2, f"fogdist.bluefog: error: needs a script\n{runner.USAGE}\n"),
+        (["nowhere.py", "--lr"], 2, f"fogdist.bluefog: error: 'nowhere.py' is no file\n{runner.USAGE}\n"),
+        (["--help"], None, runner.USAGE),
+    ],
 )
 def test_usage(
     arguments: list[str],
-    problem: str,
+    status: int | None,
+    printed: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fogdist.bluefog", *arguments])
-    with pytest.raises(SystemExit) as exit_:
+    with pytest.raises(SystemExit) if status else contextlib.nullcontext() as exit_:
         runner.main()
-    assert exit_.value.code == 2
-    error, usage = capsys.readouterr().err.splitlines()
-    assert error == f"fogdist.bluefog: error: {problem}" and usage == runner.USAGE
-
-
-def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["fogdist.bluefog", "--help"])
-    runner.main()
-    assert capsys.readouterr().out.startswith(runner.USAGE)
+    out, err = capsys.readouterr()
+    assert err == printed and exit_.value.code == status if status else out.startswith(printed)
 
 
 # --- without other ranks ------------------------------------------------------------------------------------
@@ -381,7 +381,8 @@ def test_call_forms_of_all_versions(worlds: WorldPool, forms: Callable[[], None]
     worlds(RANKS).run(forms)
 
 
-def work_under_mutexes(kind: str) -> None:
+@on_ranks(RANKS, kind=["default", "ranks", "own", "all", "for_self"])
+def test_mutexes_without_a_name_do_not_block_each_other(kind: str) -> None:
     """Ranks that hold mutexes put, or check values that must not change. They would hang if they blocked each other."""
     bf.init()
     rank, inside, outside = bf.rank(), bf.in_neighbor_ranks(), bf.out_neighbor_ranks()
@@ -406,13 +407,8 @@ def work_under_mutexes(kind: str) -> None:
     bf.win_free()
 
 
-@pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")
-@pytest.mark.parametrize("kind", ["default", "ranks", "own", "all", "for_self"])
-def test_mutexes_without_a_name_do_not_block_each_other(worlds: WorldPool, kind: str) -> None:
-    worlds(RANKS).run(work_under_mutexes, kind, timeout=60)
-
-
-def hold_all_windows() -> bool:
+@on_ranks(2)
+def test_mutex_without_a_name_is_of_all_windows() -> None:
     """Returns whether a neighbor's put into any window waits for a block of `win_mutex` without a name."""
     bf.init()
     rank = bf.rank()
@@ -434,14 +430,11 @@ def hold_all_windows() -> bool:
         bf.win_wait(handle)
     bf.barrier()
     bf.win_free()
-    return seen == [0, 0]
+    assert seen == [0, 0]
 
 
-def test_mutex_without_a_name_is_of_all_windows(worlds: WorldPool) -> None:
-    assert worlds(2).run(hold_all_windows) == [True, True]
-
-
-def barrier_after_a_put() -> bool:
+@on_ranks(2)
+def test_barrier_waits_for_operations_in_flight() -> None:
     """Returns whether a put is complete after the barrier, although the target's mutex delayed it."""
     bf.init()
     bf.win_create(torch.zeros(4), "barrier")
@@ -464,14 +457,11 @@ def barrier_after_a_put() -> bool:
     if keeper is not None:
         keeper.join()
     bf.win_free("barrier")
-    return is_complete
+    assert is_complete
 
 
-def test_barrier_waits_for_operations_in_flight(worlds: WorldPool) -> None:
-    assert worlds(2).run(barrier_after_a_put) == [True, True]
-
-
-def warnings_of_old_keywords() -> list[str]:
+@on_ranks(2)
+def test_old_keywords_warn_once() -> None:
     bf.init()
     warn_once.cache_clear()
     x, weights = values(1.0), dict.fromkeys(bf.in_neighbor_ranks(), 0.25)
@@ -480,15 +470,10 @@ def warnings_of_old_keywords() -> list[str]:
         for _ in range(3):
             bf.neighbor_allreduce(x, 0.5, neighbor_weights=weights, send_neighbors=bf.out_neighbor_ranks())
     assert all(warning.filename == __file__ for warning in caught)
-    return [str(warning.message) for warning in caught]
-
-
-def test_old_keywords_warn_once(worlds: WorldPool) -> None:
-    for messages in worlds(2).run(warnings_of_old_keywords):
-        assert [message.split(";")[0] for message in messages] == [
-            "neighbor_allreduce: 'neighbor_weights' is called 'src_weights' now",
-            "neighbor_allreduce: 'send_neighbors' is called 'dst_weights' now",
-        ]
+    assert [str(warning.message).split(";")[0] for warning in caught] == [
+        "neighbor_allreduce: 'neighbor_weights' is called 'src_weights' now",
+        "neighbor_allreduce: 'send_neighbors' is called 'dst_weights' now",
+    ]
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------
@@ -572,7 +557,8 @@ def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str)
             torch.testing.assert_close(found[rank][step], expected[step][rank], rtol=1e-12, atol=1e-12)
 
 
-def communication_by_methods() -> list[float]:
+@on_ranks(RANKS)
+def test_communication_by_methods() -> None:
     """Returns the parameter after one step of each kind; ranks begin with their numbers, and gradients are zero."""
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     found = []
@@ -586,15 +572,12 @@ def communication_by_methods() -> list[float]:
         model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
         optimizer.step()
         found.append(model.weight.item())
-    return found
+    rank = bf.rank()
+    assert found == [1.5, (rank + (rank - 1) % RANKS) / 2, rank]
 
 
-def test_communication_by_methods(worlds: WorldPool) -> None:
-    for rank, found in enumerate(worlds(RANKS).run(communication_by_methods)):
-        assert found == [1.5, (rank + (rank - 1) % RANKS) / 2, rank]
-
-
-def passes_by_their_old_name() -> list[float]:
+@on_ranks(2)
+def test_passes_by_their_old_name() -> None:
     bf.init()
     model = torch.nn.Linear(1, 1, bias=False).double()
     model.weight.data.zero_()
@@ -604,14 +587,11 @@ def passes_by_their_old_name() -> list[float]:
     for _ in range(2):
         model(torch.full((1, 1), float(bf.rank()), dtype=torch.float64)).sum().backward()
     optimizer.step()
-    return model.weight.flatten().tolist()
+    assert model.weight.item() == -1.0
 
 
-def test_passes_by_their_old_name(worlds: WorldPool) -> None:
-    assert worlds(2).run(passes_by_their_old_name) == [[-1.0], [-1.0]]
-
-
-def old_attributes() -> list[str]:
+@on_ranks(RANKS)
+def test_old_attributes_of_optimizers() -> None:
     """Each new name has the value that was set by the old one, and steps use it; returns the warnings."""
     bf.init(lambda size: topologies.FullyConnectedGraph(size))
     rank, size = bf.rank(), bf.size()
@@ -634,15 +614,10 @@ def old_attributes() -> list[str]:
     assert optimizer.src_weights == optimizer.neighbor_weights == {before: 0.25}
     assert "send_neighbors" not in vars(optimizer._fog_wrapped)
     assert all(warning.filename == __file__ for warning in caught)
-    return [str(warning.message) for warning in caught]
-
-
-def test_old_attributes_of_optimizers(worlds: WorldPool) -> None:
-    for messages in worlds(RANKS).run(old_attributes):
-        assert [message.split(";")[0] for message in messages] == [
-            "the attribute 'send_neighbors' is called 'dst_weights' now",
-            "the attribute 'neighbor_weights' is called 'src_weights' now",
-        ]
+    assert [str(warning.message).split(";")[0] for warning in caught] == [
+        "the attribute 'send_neighbors' is called 'dst_weights' now",
+        "the attribute 'neighbor_weights' is called 'src_weights' now",
+    ]
 
 
 # --- published snippets -------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import fogdist
 import networkx as nx
@@ -64,18 +65,6 @@ ALLOWED = {
 }
 
 
-def of_all_sizes(name: str) -> Iterator[Topology]:
-    for size in ALLOWED.get(name, SIZES):
-        sequence = SEQUENCES[name](size)
-        assert sequence.size == size
-        yield sequence
-
-
-def some_rounds(sequence: Topology) -> range:
-    """Returns the rounds of one period and two more."""
-    return range(12 if sequence.period is None else sequence.period + 2)
-
-
 def fractions(matrix: np.ndarray) -> list[list[Fraction]]:
     """Returns the fractions that the weights stand for; their denominators are far below 1000."""
     exact = [[Fraction(float(w)).limit_denominator(1000) for w in row] for row in matrix]
@@ -106,83 +95,72 @@ def exact_after(sequence: Topology, start: int = 0) -> int:
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_every_round_is_doubly_stochastic_and_repeats(name: str) -> None:
-    for sequence in of_all_sizes(name):
-        size = sequence.size
-        again = SEQUENCES[name](size)
-        for t in reversed(some_rounds(sequence)):  # In any order, and independent of the rank.
-            W = sequence.matrix(t)
-            assert W.dtype == np.float64 and W.shape == (size, size) and (W >= 0).all()
-            np.testing.assert_allclose(W.sum(axis=0), 1.0, rtol=1e-14)
-            np.testing.assert_allclose(W.sum(axis=1), 1.0, rtol=1e-14)
-            np.testing.assert_array_equal(W, again.matrix(t))
-            if sequence.period is not None:
-                np.testing.assert_array_equal(W, sequence.matrix(t + 3 * sequence.period))
-            with pytest.raises(ValueError, match="read-only"):
-                W[0, 0] = 2.0
+def test_every_sequence(name: str) -> None:
+    """Sums of rows and columns, peers that agree, degrees, bytes, period, gap, and the decay of a random start."""
+    limit = {"base-3": 2, "simple-base-3": 2, "hyper-hypercube": 2, "base-5": 4}.get(name, 1)
+    for size in ALLOWED.get(name, SIZES):
+        with case(size=size):
+            sequence, again = SEQUENCES[name](size), SEQUENCES[name](size)
+            period = sequence.period
+            assert sequence.size == size
+            assert period == 1 if name in STATIC else sequence.max_degree <= limit
+            rounds = 256 if period is None else period + 2
+            sent = []
+            for t in reversed(range(rounds)):  # In any order, and independent of the rank.
+                W = sequence.matrix(t)
+                assert W.dtype == np.float64 and W.shape == (size, size) and (W >= 0).all()
+                np.testing.assert_allclose([W.sum(axis=0), W.sum(axis=1)], 1.0, rtol=1e-14)
+                np.testing.assert_array_equal(W, again.matrix(t))
+                if period is not None:
+                    np.testing.assert_array_equal(W, sequence.matrix(t + 3 * period))
+                with pytest.raises(ValueError, match="read-only"):
+                    W[0, 0] = 2.0
+                peers = [sequence.peers(rank, t) for rank in range(size)]
+                sent.insert(0, [len(part["dst_weights"]) for part in peers])
+                if t < 12 or period is not None:
+                    np.testing.assert_array_equal(W, matrix_of(peers))
+                    np.testing.assert_array_equal(W, topology.mixing_matrix(sequence.graph(t)))
+            sent = sent[:period]
+            assert sequence.max_degree == max(map(max, sent))
+            assert sequence.bytes_per_step(1000) == pytest.approx(1000 * np.mean(sent))
+            assert sequence.bytes_per_step(8, 1) == pytest.approx(8 * np.mean(sent[1 % len(sent)]))
+            if period is not None:
+                whole = np.linalg.multi_dot(
+                    [np.eye(size), np.eye(size), *map(sequence.matrix, range(period))]
+                )
+                assert sequence.spectral_gap == pytest.approx(topology.spectral_gap(whole), abs=1e-12)
+                assert size == 1 or sequence.spectral_gap > 0
+            x = np.random.default_rng(0).standard_normal((size, 4000))
+            x -= x.mean(axis=0)
+            expected = []
+            for t in range(6):
+                expected.append(np.linalg.norm(x - x.mean(axis=0)))
+                x = sequence.matrix(t).T @ x
+            distance = sequence.consensus_distance(5)
+            assert distance.shape == (6,)
+            if size > 1:
+                # Of 4000 starts at random; the first bits depend on the CPU's dot product.
+                np.testing.assert_allclose(distance, np.array(expected) / expected[0], rtol=0.05, atol=1e-14)
+                assert distance[0] == pytest.approx(1.0)
+            else:
+                assert not distance.any()
 
 
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_peers_of_all_ranks_agree_and_are_the_matrix(name: str) -> None:
-    for sequence in of_all_sizes(name):
-        size = sequence.size
-        for t in some_rounds(sequence):
-            peers = [sequence.peers(rank, t) for rank in range(size)]
-            W = np.zeros((size, size))
-            for rank, part in enumerate(peers):
-                assert list(part) == ["self_weight", "src_weights", "dst_weights"]
-                assert list(part["src_weights"]) == sorted(part["src_weights"])
-                W[rank, rank] = part["self_weight"]
-                for source, weight in part["src_weights"].items():
-                    assert type(source) is int and type(weight) is float and source != rank
-                    W[source, rank] = weight
-                    assert rank in peers[source]["dst_weights"]
-                for destination in part["dst_weights"]:
-                    assert type(destination) is int and destination != rank
-                    assert rank in peers[destination]["src_weights"]
-            np.testing.assert_array_equal(W, sequence.matrix(t))
-            np.testing.assert_array_equal(W, topology.mixing_matrix(sequence.graph(t)))
-
-
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_degree_and_bytes_are_those_of_the_peers(name: str) -> None:
-    for sequence in of_all_sizes(name):
-        size = sequence.size
-        rounds = range(256 if sequence.period is None else sequence.period)
-        sent = [[len(sequence.peers(rank, t)["dst_weights"]) for rank in range(size)] for t in rounds]
-        assert sequence.max_degree == max(map(max, sent))
-        assert sequence.bytes_per_step(1000) == pytest.approx(1000 * sum(map(sum, sent)) / size / len(sent))
-        assert sequence.bytes_per_step(8, 1) == pytest.approx(8 * sum(sent[1 % len(sent)]) / size)
-
-
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_one_peer_is_one_peer(name: str) -> None:
-    for sequence in of_all_sizes(name):
-        if name in STATIC:
-            assert sequence.period == 1
-        else:
-            limit = {"base-3": 2, "simple-base-3": 2, "hyper-hypercube": 2, "base-5": 4}.get(name, 1)
-            assert sequence.max_degree <= limit
-
-
-@pytest.mark.parametrize("name", SEQUENCES)
-def test_consensus_distance_of_random_starts(name: str) -> None:
-    for sequence in of_all_sizes(name):
-        size = sequence.size
-        x = np.random.default_rng(0).standard_normal((size, 4000))
-        x -= x.mean(axis=0)
-        rounds = 5
-        expected = []
-        for t in range(rounds + 1):
-            expected.append(np.linalg.norm(x - x.mean(axis=0)))
-            x = sequence.matrix(t).T @ x
-        distance = sequence.consensus_distance(rounds)
-        assert distance.shape == (rounds + 1,)
-        if size > 1:
-            np.testing.assert_allclose(distance, np.array(expected) / expected[0], rtol=0.05, atol=1e-14)
-            assert distance[0] == pytest.approx(1.0)  # the last bit depends on the CPU's dot product
-        else:
-            assert not distance.any()
+def matrix_of(peers: list[dict[str, Any]]) -> np.ndarray:
+    """Returns the matrix that the peers of all ranks stand for, after a check that they agree."""
+    W = np.zeros((len(peers), len(peers)))
+    for rank, part in enumerate(peers):
+        assert list(part) == ["self_weight", "src_weights", "dst_weights"]
+        assert list(part["src_weights"]) == sorted(part["src_weights"])
+        W[rank, rank] = part["self_weight"]
+        for source, weight in part["src_weights"].items():
+            assert type(source) is int and type(weight) is float and source != rank
+            W[source, rank] = weight
+            assert rank in peers[source]["dst_weights"]
+        for destination in part["dst_weights"]:
+            assert type(destination) is int and destination != rank
+            assert rank in peers[destination]["src_weights"]
+    return W
 
 
 def test_receivers_mix_and_not_senders() -> None:
@@ -223,14 +201,6 @@ def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, si
     for t in range(rounds):
         x = sequence.matrix(t).T @ x
     assert (x == (np.arange(size) ** 2.0).mean()).all()
-
-
-@pytest.mark.parametrize("size", [3, 5, 6, 7, 9, 12])
-def test_one_peer_exponential_of_other_sizes_only_approaches_the_average(size: int) -> None:
-    sequence = topology.one_peer_exponential(size)
-    assert sequence.period == math.ceil(math.log2(size))
-    assert sequence.rounds_to_exact_consensus is None
-    assert 0 < sequence.spectral_gap < 1
 
 
 def test_one_peer_sequences_by_hand() -> None:
@@ -346,6 +316,10 @@ def test_exact_is_told_from_nearly_exact() -> None:
     assert Topology.from_graph("full", topology.FullyConnectedGraph(7)).rounds_to_exact_consensus == 1
     assert Topology.from_graph("ring", topology.RingGraph(7)).rounds_to_exact_consensus is None
     assert topology.random_matching(2).rounds_to_exact_consensus is None
+    for size in (3, 5, 6, 7, 9, 12):
+        one_peer = topology.one_peer_exponential(size)
+        assert one_peer.period == math.ceil(math.log2(size)) and one_peer.rounds_to_exact_consensus is None
+        assert 0 < one_peer.spectral_gap < 1
 
 
 def test_rounds_to_a_distance() -> None:
@@ -359,16 +333,6 @@ def test_rounds_to_a_distance() -> None:
 
 
 # --- gaps ---------------------------------------------------------------------------------------------------
-
-
-def test_spectral_gap_of_a_sequence_is_that_of_its_period() -> None:
-    sequence = topology.one_peer_exponential(6)
-    whole = sequence.matrix(0) @ sequence.matrix(1) @ sequence.matrix(2)
-    assert sequence.spectral_gap == pytest.approx(topology.spectral_gap(whole), abs=1e-14)
-    ring = topology.RingGraph(6)
-    assert Topology.from_graph("ring", ring).spectral_gap == topology.spectral_gap(
-        topology.mixing_matrix(ring)
-    )
 
 
 @pytest.mark.parametrize("size", [3, 4, 7, 10])
@@ -514,6 +478,23 @@ def test_seeds_give_different_draws() -> None:
 # --- inside and between machines; walks along a graph -------------------------------------------------------
 
 
+def generated(
+    size: int, make: Callable[[int], Iterator[tuple[list[int], list[int]]]], sequence: Topology
+) -> None:
+    """Checks that the sequence has the neighbors of the generators of all ranks, each with the mean of what it has."""
+    generators = [make(rank) for rank in range(size)]
+    for t in range(3 * sequence.period + 1):
+        for rank, generator in enumerate(generators):
+            send, receive = next(generator)
+            mean = 1 / (len(receive) + 1)
+            expected = {"self_weight": mean, "src_weights": dict.fromkeys(receive, mean), "dst_weights": send}
+            assert sequence.peers(rank, t) == expected
+    # No shorter period would do.
+    rounds = [sequence.matrix(t) for t in range(2 * sequence.period)]
+    for shorter in range(1, sequence.period):
+        assert not all(np.array_equal(rounds[t], rounds[t + shorter]) for t in range(sequence.period))
+
+
 @pytest.mark.parametrize(("machines", "local_size"), [(1, 3), (1, 5), (2, 3), (2, 4), (3, 4), (4, 3), (5, 6)])
 @pytest.mark.parametrize(
     ("make", "generator"),
@@ -527,30 +508,14 @@ def test_inner_outer_is_the_generators(
     make: Callable, generator: Callable, machines: int, local_size: int
 ) -> None:
     size = machines * local_size
-    sequence = make(size, local_size)
-    for rank in range(size):
-        steps: Iterator[tuple[list[int], list[int]]] = generator(size, local_size, rank)
-        for t, (send, receive) in enumerate(itertools.islice(steps, 3 * sequence.period + 1)):
-            part = sequence.peers(rank, t)
-            assert part["dst_weights"] == send and part["src_weights"] == {receive[0]: 0.5}
-            assert part["self_weight"] == 0.5
-    # No shorter period would do.
-    rounds = [sequence.matrix(t) for t in range(2 * sequence.period)]
-    for shorter in range(1, sequence.period):
-        assert not all(np.array_equal(rounds[t], rounds[t + shorter]) for t in range(sequence.period))
+    generated(size, lambda rank: generator(size, local_size, rank), make(size, local_size))
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
     graph = nx.gnp_random_graph(7, 0.4, seed=seed, directed=True)
-    sequence = topology.one_peer(graph, "walk")
-    generators = [topology.GetDynamicOnePeerSendRecvRanks(graph, rank) for rank in range(7)]
-    for t in range(sequence.period + 5):
-        for rank, generator in enumerate(generators):
-            send, receive = next(generator)
-            part = sequence.peers(rank, t)
-            assert part["dst_weights"] == send
-            assert part["src_weights"] == dict.fromkeys(receive, 1 / (len(receive) + 1))
+    walk = topology.one_peer(graph, "walk")
+    generated(7, lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), walk)
 
 
 # --- torus and weights of a matrix --------------------------------------------------------------------------
@@ -670,27 +635,27 @@ def test_wrong_value(call: Callable[[], object], message: str) -> None:
         call()
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: topology.base_graph(4.0), "size must be an integer"),
-        (lambda: topology.base_graph(4, 1.5), "degree must be an integer"),
-        (lambda: topology.random_matching(4, seed="a"), "seed must be an integer"),
-        (lambda: topology.equi_dynamic(4, 2.0), "distances must be an integer"),
-        (lambda: topology.equi_dynamic(4, [1.5]), r"distances\[0\] must be an integer"),
-        (lambda: topology.one_peer(nx.Graph([(0, 1)])), "graph must be a networkx.DiGraph"),
-        (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
-        (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
-        (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
-        (
-            lambda: topology.plot(topology.RingGraph(4)),
-            "topology must be a fogdist.topology.Topology, got DiGraph",
-        ),
-    ],
-)
-def test_wrong_type(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        call()
+WRONG_TYPES = [
+    (lambda: topology.base_graph(4.0), "size must be an integer"),
+    (lambda: topology.base_graph(4, 1.5), "degree must be an integer"),
+    (lambda: topology.random_matching(4, seed="a"), "seed must be an integer"),
+    (lambda: topology.equi_dynamic(4, 2.0), "distances must be an integer"),
+    (lambda: topology.equi_dynamic(4, [1.5]), r"distances\[0\] must be an integer"),
+    (lambda: topology.one_peer(nx.Graph([(0, 1)])), "graph must be a networkx.DiGraph"),
+    (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
+    (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
+    (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
+    (
+        lambda: topology.plot(topology.RingGraph(4)),
+        "topology must be a fogdist.topology.Topology, got DiGraph",
+    ),
+]
+
+
+def test_wrong_type() -> None:
+    for call, message in WRONG_TYPES:
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 # --- table and picture --------------------------------------------------------------------------------------

@@ -218,7 +218,8 @@ def test_a_late_rank_holds_nobody_up(worlds, group_size, period, phases):
     check(results, Recursion(4, group_size, period), phases)
 
 
-def average_with_a_late_rank() -> np.ndarray:
+@on_ranks(4)
+def test_the_average_of_all_waits_for_a_late_rank() -> None:
     """Rank 1 comes to the average of all when the others have long been there; its phases are apart from theirs."""
     model, optimizer = make(group_size=2, period=3)
     act(model, optimizer, [[0, 2, 3]] * 2)
@@ -232,11 +233,6 @@ def average_with_a_late_rank() -> np.ndarray:
     optimizer.synchronize()
     mean = np.mean(fogdist.allgather(torch.from_numpy(before)[None]).numpy(), axis=0)
     np.testing.assert_allclose(model.x().detach().numpy(), mean, rtol=0, atol=1e-12)
-    return mean
-
-
-def test_the_average_of_all_waits_for_a_late_rank(worlds):
-    worlds(4).run(average_with_a_late_rank)
 
 
 def save_and_go_on(phases: Phases, late: Phases) -> tuple[list[np.ndarray], list[np.ndarray], int]:
