@@ -14,7 +14,7 @@ ARGS ?=
 # How many pytest processes run the tests, each a file at a time.
 JOBS ?= 2
 # What `make test-all` runs.
-ALL_TESTS ?= test-long test-mpi test-rma test-tcp test-frameworks test-notebooks conformance test-torch-2.11.0 test-torch-newest
+ALL_TESTS ?= test-long test-mpi test-rma test-tcp test-asan test-tsan test-frameworks test-notebooks conformance test-torch-2.11.0 test-torch-newest
 # The tests that must pass on every torch.
 CORE := $(addprefix tests/test_,$(addsuffix .py,collectives group_operations neighbor windows ops integration \
 	ddp training_frame c10d_reconfigure c10d_window errors faults bootstrap))
@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -58,6 +58,8 @@ help:
 	@echo "make test-torch-2.11.0   run the core of the tests on another torch; test-torch-newest on the newest one"
 	@echo "make test-gpu   run the tests that need a GPU; skipped tests give a reason   (FOG_TEST_NCCL=/path/libnccl.so.2)"
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
+	@echo "make test-asan   tests with AddressSanitizer and UndefinedBehaviorSanitizer, on an extension of their own"
+	@echo "make test-tsan   the same with ThreadSanitizer             (ARGS=\"-k threads\")"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
@@ -130,6 +132,11 @@ test-tcp: build
 	@echo "== everything by TCP"
 	@FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py $(ARGS)
+
+# Codecs, virtual ranks and real ones, the latter by shared memory and by TCP.
+test-asan test-tsan: test-%: build
+	@echo "== tests with sanitizers: compiling build/$*, minutes the first time"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/sanitized.py $* $(ARGS)
 
 # The fake device of the tests; it is compiled again only if its sources change.
 build-tests: build

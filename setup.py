@@ -5,6 +5,7 @@ Everything else is in pyproject.toml.
 Environment:
     FOG_MPICXX: Path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI. Without
         it the extension is compiled against mpi_abi.h of the PyPI package mpich, and finds an ABI library at run time.
+    FOG_SANITIZE: Sanitizers to compile with, such as "address,undefined" or "thread": see `make test-asan`.
     MAX_JOBS: Number of compilers that run at the same time (default: one per core).
 """
 
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent
 SOURCES = Path("csrc/process_group_fog")
 # The headers of torch that most files include, directly or not.
 PRECOMPILED = ["ATen/Functions.h", "torch/csrc/distributed/c10d/Backend.hpp"]
+SANITIZE = os.environ.get("FOG_SANITIZE", "")
 
 
 def fail(message: str) -> None:
@@ -116,11 +118,11 @@ class BuildFog(BuildExtension):
 
     def finalize_options(self) -> None:
         # An editable install builds in a temporary folder. With the objects here, ninja compiles only changed files. A
-        # native build has its own objects.
+        # native build and one for sanitizers have their own objects.
         super().finalize_options()
-        mpi = "-native" if os.environ.get("FOG_MPICXX") else ""
+        kind = ("-native" if os.environ.get("FOG_MPICXX") else "") + (SANITIZE and f"-{SANITIZE}")
         self.build_temp = os.path.join(
-            "build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{mpi}"
+            "build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{kind}"
         )
 
     def build_extensions(self) -> None:
@@ -187,6 +189,15 @@ class BuildFog(BuildExtension):
         )
 
 
+def sanitizer_flags() -> list[str]:
+    """Returns arguments for the compiler and the linker, which replace Python's: its -fwrapv would hide overflows."""
+    return (
+        [f"-fsanitize={SANITIZE}", "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-Wno-tsan"]
+        if SANITIZE
+        else []
+    )
+
+
 def extension() -> Extension:
     sources = sorted(str(source) for source in SOURCES.rglob("*.cpp"))
     if IS_FOR_ANY_TORCH:
@@ -210,9 +221,10 @@ def extension() -> Extension:
                 "-ffp-contract=off",  # gives the same bits on every CPU
                 "-fvisibility=hidden",
                 *compile_mpi,
+                *sanitizer_flags(),
             ]
         },
-        extra_link_args=link_mpi,
+        extra_link_args=[*link_mpi, *sanitizer_flags()],
     )
 
 

@@ -851,7 +851,8 @@ class Rendezvous:
 class VirtualWorld:
     """For tests: ranks of one process. Each has its own engine and group; they exchange messages through memory.
 
-    They have no threads: operations only make progress when `progress` is called. Windows use messages.
+    They have no threads: operations only make progress when `progress` is called. Windows use messages. If a `wire`
+    is named, they have the threads of processes: each may be used by a thread of its own, and `close` ends them.
 
     Args:
         size: Number of ranks.
@@ -861,6 +862,7 @@ class VirtualWorld:
         confirm: Whether senders wait until receivers have accepted their messages, see `ProcessGroupFog.Options`.
         seed: Seed of the delays.
         most_delay: The most rounds that a message may be late, so that messages of different ranks overtake each other.
+        wire: With threads, what carries the messages: `"in process"`, `"memory"` (of one host) or `"tcp"`.
     """
 
     def __init__(
@@ -873,7 +875,11 @@ class VirtualWorld:
         confirm: bool = False,
         seed: int = 0,
         most_delay: int = 0,
+        wire: str = "",
     ) -> None: ...
+    def close(self) -> None:
+        """Ends the ranks and their threads."""
+
     @property
     def sent(self) -> dict[tuple[int, int], tuple[int, int]]:
         """The messages of operations, and their bytes, by pair of ranks."""

@@ -6,7 +6,9 @@ machine could have processes, and with messages that are late, overtake each oth
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fogdist.compression import Int8, TopK
 from torch import Tensor
 
 from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
@@ -30,8 +33,25 @@ def many() -> VirtualWorld:
     return VirtualWorld(MANY, ranks_per_host=RANKS_PER_HOST)
 
 
-def run(world: VirtualWorld, start: Start) -> None:
+@dataclasses.dataclass
+class Threads:
+    """The ranks of a world when each is a thread, which waits for its own operations."""
+
+    groups: list[ProcessGroupFog]
+    pool: ThreadPoolExecutor
+
+
+def run(world: VirtualWorld | Threads, start: Start) -> list[dist.Work]:
     """Starts an operation on every rank, and drives all of them until they are complete."""
+
+    def run_one(rank: int) -> dist.Work | None:
+        work = start(rank, world.groups[rank])
+        if work is not None:
+            work.wait()
+        return work
+
+    if isinstance(world, Threads):
+        return list(world.pool.map(run_one, range(len(world.groups))))
     works = [start(rank, group) for rank, group in enumerate(world.groups)]
     world.progress()
     for rank, work in enumerate(works):
@@ -39,6 +59,7 @@ def run(world: VirtualWorld, start: Start) -> None:
     for work in works:
         if work is not None:
             work.wait()
+    return works
 
 
 def inputs(size: int, numel: int) -> list[Tensor]:
@@ -48,7 +69,8 @@ def inputs(size: int, numel: int) -> list[Tensor]:
 
 
 def machines_of(size: int) -> list[list[int]]:
-    return [list(range(first, first + RANKS_PER_HOST)) for first in range(0, size, RANKS_PER_HOST)]
+    ranks = min(RANKS_PER_HOST, size // 2)
+    return [list(range(first, first + ranks)) for first in range(0, size, ranks)]
 
 
 def equal(outputs: list[Tensor], expected: list[Tensor] | Tensor) -> None:
@@ -58,7 +80,7 @@ def equal(outputs: list[Tensor], expected: list[Tensor] | Tensor) -> None:
         )
 
 
-def collectives(world: VirtualWorld, numel: int) -> None:
+def collectives(world: VirtualWorld | Threads, numel: int) -> None:
     size = len(world.groups)
     x = inputs(size, numel)
     whole = torch.stack(x)
@@ -77,7 +99,7 @@ def collectives(world: VirtualWorld, numel: int) -> None:
     outputs = [tensor.clone() for tensor in x]
     machines = machines_of(size)
     run(world, lambda rank, group: group.local_allreduce(outputs[rank], machines, dist.ReduceOp.SUM))
-    equal(outputs, [whole[machines[rank // RANKS_PER_HOST]].sum(0) for rank in range(size)])
+    equal(outputs, [whole[machines[rank // len(machines[0])]].sum(0) for rank in range(size)])
 
     to_root = dist.BroadcastOptions()
     to_root.rootRank = root
@@ -127,11 +149,12 @@ def collectives(world: VirtualWorld, numel: int) -> None:
 
     receives = [group.recv([outputs[rank]], (rank - 1) % size, 5) for rank, group in enumerate(world.groups)]
     run(world, lambda rank, group: group.send([x[rank]], (rank + 1) % size, 5))
-    assert all(work.is_completed() for work in receives)
+    for work in receives:
+        work.wait()
     equal(outputs, [x[rank - 1] for rank in range(size)])
 
 
-def exchange(world: VirtualWorld, x: list[Tensor], weights: np.ndarray) -> list[Tensor]:
+def exchange(world: VirtualWorld | Threads, x: list[Tensor], weights: np.ndarray) -> list[Tensor]:
     """Runs neighbor_allreduce by a mixing matrix, whose rows send and whose columns receive."""
     size = len(x)
 
@@ -140,13 +163,11 @@ def exchange(world: VirtualWorld, x: list[Tensor], weights: np.ndarray) -> list[
         sends = [(i, 1.0) for i in range(size) if i != rank and weights[rank, i] != 0]
         return NeighborPlan(rank, size, float(weights[rank, rank]), peers, sends)
 
-    works = [group.neighbor_allreduce(x[rank], plan(rank)) for rank, group in enumerate(world.groups)]
-    world.progress()
-    assert all(work.is_completed() for work in works)
+    works = run(world, lambda rank, group: group.neighbor_allreduce(x[rank], plan(rank)))
     return [work.result()[0] for work in works]
 
 
-def exchanges(world: VirtualWorld, numel: int) -> None:
+def exchanges(world: VirtualWorld | Threads, numel: int) -> None:
     size = len(world.groups)
     x = inputs(size, numel)
     whole = torch.stack(x).numpy()
@@ -180,8 +201,7 @@ def exchanges(world: VirtualWorld, numel: int) -> None:
         )
         for rank in range(size)
     ]
-    works = [group.neighbor_allgather(x[rank], plans[rank]) for rank, group in enumerate(world.groups)]
-    world.progress()
+    works = run(world, lambda rank, group: group.neighbor_allgather(x[rank], plans[rank]))
     equal(
         [work.result()[0] for work in works], [torch.cat([x[rank - 1], x[rank - 3]]) for rank in range(size)]
     )
@@ -191,14 +211,28 @@ def exchanges(world: VirtualWorld, numel: int) -> None:
     ring = [
         NeighborPlan(m, count, 0.5, [((m - 1) % count, 0.5)], [((m + 1) % count, 1.0)]) for m in range(count)
     ]
-    works = [
-        group.hierarchical_neighbor_allreduce(x[rank], machines, ring[rank // RANKS_PER_HOST])
-        for rank, group in enumerate(world.groups)
-    ]
-    world.progress()
-    means = whole.reshape(count, RANKS_PER_HOST, -1).mean(1)
-    expected = torch.from_numpy(np.repeat(0.5 * (means + np.roll(means, 1, 0)), RANKS_PER_HOST, 0))
+    local = size // count
+    works = run(
+        world,
+        lambda rank, group: group.hierarchical_neighbor_allreduce(x[rank], machines, ring[rank // local]),
+    )
+    means = whole.reshape(count, local, -1).mean(1)
+    expected = torch.from_numpy(np.repeat(0.5 * (means + np.roll(means, 1, 0)), local, 0))
     equal([work.result()[0] for work in works], expected)
+
+    pairs = [
+        NeighborPlan(rank, size, 1.0, [((rank - 1) % size, 1.0)], [((rank + 1) % size, 1.0)], mean=True)
+        for rank in range(size)
+    ]
+    for codec in (Int8(), TopK(0.1)):
+        works = run(
+            world,
+            lambda rank, group, c=codec: group.neighbor_allreduce(
+                x[rank], pairs[rank], compression=c.backend, conserve=True
+            ),
+        )
+        mean = torch.stack([work.result()[0] for work in works]).mean(0)
+        torch.testing.assert_close(mean, torch.stack(x).mean(0), rtol=0, atol=1e-9)
 
 
 def test_collectives_of_256_ranks(many: VirtualWorld) -> None:
@@ -219,6 +253,50 @@ def test_late_messages_change_nothing(seed: int) -> None:
     for numel in (3, 2_000, 12_345):
         collectives(world, numel)
         exchanges(world, numel)
+
+
+def windows(world: Threads, numel: int) -> None:
+    """Every rank writes to both neighbors of a ring while they read; nothing is torn, and no mass is lost."""
+    size = len(world.groups)
+    x = inputs(size, numel)
+
+    def use(rank: int, group: ProcessGroupFog) -> None:
+        left, right = (rank - 1) % size, (rank + 1) % size
+        tensor = x[rank].clone()
+        window = group.create_window(tensor, "ring", [left, right], [left, right], zero_init=True)
+        for _ in range(20):
+            window.accumulate(
+                tensor, [(left, 0.25), (right, 0.25)], self_weight=0.5, with_p=True, mutex=True
+            ).wait()
+            window.update(1.0, [(left, 1.0), (right, 1.0)], reset=True, with_p=True, mutex=True)
+        group.barrier().wait()
+        window.update(1.0, [(left, 1.0), (right, 1.0)], reset=True, with_p=True)
+        whole[rank], shares[rank] = tensor.clone(), window.p
+        group.barrier().wait()
+        for turn in range(20):
+            window.put(torch.full_like(tensor, turn), [(left, 1.0), (right, 1.0)]).wait()
+            seen = window.update(0.0, [(left, 1.0)], clone=True)
+            assert (seen == seen[0]).all()
+            window.get([(right, 1.0)]).wait()
+        window.free()
+
+    whole, shares = list(x), [0.0] * size
+    run(world, use)
+    torch.testing.assert_close(torch.stack(whole).sum(0), torch.stack(x).sum(0))
+    assert sum(shares) == pytest.approx(size)
+
+
+@pytest.mark.parametrize("wire", ["in process", "memory", "tcp"])
+def test_ranks_that_are_threads(wire: str) -> None:
+    """ThreadSanitizer sees all that the ranks share, see tests/sanitized.py."""
+    world = VirtualWorld(4, ranks_per_host=4, wire=wire)
+    with ThreadPoolExecutor(4) as pool:
+        threads = Threads(world.groups, pool)
+        for numel in (3, 2_000, 70_001):
+            collectives(threads, numel)
+            exchanges(threads, numel)
+            windows(threads, numel)
+    world.close()
 
 
 @pytest.mark.parametrize(

@@ -137,13 +137,14 @@ void bind_testing(py::module_& module) {
   py::class_<VirtualWorld>(module, "VirtualWorld")
       .def(
           py::init([](int size, int ranks_per_host, std::vector<int> hosts, std::chrono::milliseconds timeout, bool confirm,
-                      uint64_t seed, unsigned most_delay) {
+                      uint64_t seed, unsigned most_delay, std::string wire) {
             return std::make_unique<VirtualWorld>(
-                VirtualWorld::Options{size, ranks_per_host, std::move(hosts), timeout, confirm, {seed, most_delay}});
+                VirtualWorld::Options{size, ranks_per_host, std::move(hosts), timeout, confirm, std::move(wire), {seed, most_delay}});
           }),
           py::arg("size"), py::kw_only(), py::arg("ranks_per_host") = 1, py::arg("hosts") = std::vector<int>(),
           py::arg("timeout") = std::chrono::minutes(5), py::arg("confirm") = false, py::arg("seed") = 0, py::arg("most_delay") = 0,
-          release_gil)
+          py::arg("wire") = "", release_gil)
+      .def("close", &VirtualWorld::close, release_gil)
       .def_property_readonly("groups", &VirtualWorld::groups)
       .def("progress", &VirtualWorld::progress, release_gil)
       .def_property_readonly(

@@ -134,6 +134,9 @@ void check_linear_combination(const char* op, c10::ScalarType dtype) {
 void linear_combination(c10::ScalarType dtype, void* out, Inputs inputs, Weights weights, size_t numel, bool others_read) {
   const size_t itemsize = c10::elementSize(dtype);
   const size_t bytes = numel * itemsize;
+  if (bytes == 0) { // the pointers may be null
+    return;
+  }
   if (inputs.empty()) {
     std::memset(out, 0, bytes);
     return;

@@ -71,8 +71,8 @@ void make_process_transport(
   auto& engine = process_engine();
   use_sockets(its_monitor.get(), its_connections.get());
   auto made = std::make_unique<ProcessTransport>(
-      Runtime::instance(), engine, engine.watchdog(), std::move(its_monitor), std::move(links), std::move(its_connections),
-      std::move(remote_memory));
+      Runtime::instance(), Runtime::instance().rank(), engine, engine.watchdog(), std::move(its_monitor), std::move(links),
+      std::move(its_connections), std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }

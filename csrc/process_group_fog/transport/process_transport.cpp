@@ -65,13 +65,14 @@ class ProcessTransport::Mapped final : public Incoming {
 
 ProcessTransport::ProcessTransport(
     Runtime& runtime,
+    PeerId self,
     MessageHandler& handler,
     Watchdog& watchdog,
     std::unique_ptr<PeerMonitor> monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory)
-    : self_(runtime.rank()),
+    : self_(self),
       max_ranks_(links->max_ranks()),
       handler_(handler),
       monitor_(std::move(monitor)),

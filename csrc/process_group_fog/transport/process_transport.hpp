@@ -34,6 +34,7 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   // must know each process.
   ProcessTransport(
       Runtime& runtime,
+      PeerId self,
       MessageHandler& handler,
       Watchdog& watchdog,
       std::unique_ptr<PeerMonitor> monitor,

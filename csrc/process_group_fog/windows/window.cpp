@@ -102,7 +102,9 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
   TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "win_create: no memory for ", slots, " slots of ", bytes, " bytes each");
   for (size_t i = 0; i < slots && !zero_init; ++i) {
     auto& place = memory->slot(i);
-    std::memcpy(memory->buffer(place, 0), data, bytes);
+    if (bytes > 0) { // otherwise the pointers may be null
+      std::memcpy(memory->buffer(place, 0), data, bytes);
+    }
     place.slot.start(0);
   }
   window->memory_ = std::move(memory);
@@ -384,7 +386,9 @@ void Window::receive(size_t offset, const void* data, size_t bytes) {
 void Window::read(void* out) {
   const Use use(*this, "win_get", For::kNeighbor);
   const std::lock_guard<std::mutex> owner(owner_);
-  std::memcpy(out, memory_->tensor(), values_.bytes);
+  if (values_.bytes > 0) {
+    std::memcpy(out, memory_->tensor(), values_.bytes);
+  }
 }
 
 PairMutex& Window::mutex(int source) {

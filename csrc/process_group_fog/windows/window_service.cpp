@@ -226,11 +226,11 @@ void WindowRequest::on_progress() {
   }
 }
 
-void WindowService::end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error) {
+void WindowService::end(std::shared_ptr<WindowRequest> request, std::exception_ptr error) {
   if (requests_.erase(request->id_) == 0) {
     return;
   }
-  calls_.emplace_back([request, error = std::move(error)]() mutable {
+  calls_.emplace_back([request = std::move(request), error = std::move(error)]() mutable {
     if (request->take && !error) {
       try {
         request->take(request->received_.get());

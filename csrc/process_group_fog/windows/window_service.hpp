@@ -175,8 +175,9 @@ class WindowService final : public Service {
   void tell_now(const Group& group, uint64_t window, int peer, WindowOp op);
   void on_reply(PeerId source, const Header& header, const char* data);
   void settle(const std::shared_ptr<WindowRequest>& request);
-  // Stores the request in the call that reports its end, so that its tensor is released without the lock.
-  void end(const std::shared_ptr<WindowRequest>& request, std::exception_ptr error);
+  // Stores the request in the call that reports its end, so that its tensor is released without the lock. By value: the
+  // caller may have it from requests_.
+  void end(std::shared_ptr<WindowRequest> request, std::exception_ptr error);
   // Fails it with the error "fog: " + `what` + `reason`.
   void fail(const std::shared_ptr<WindowRequest>& request, const std::string& reason);
   // Fails the requests for which `concerned` returns true.

@@ -12,6 +12,13 @@
 #include "transport/shared_memory/machine.hpp"
 #include "transport/shared_memory/memfd.hpp"
 
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(memory, bytes) (void(memory), void(bytes))
+#define ASAN_UNPOISON_MEMORY_REGION(memory, bytes) (void(memory), void(bytes))
+#endif
+
 namespace fog::shared_memory {
 namespace {
 
@@ -60,11 +67,10 @@ size_t block_size(size_t bytes, size_t page) {
 } // namespace
 
 void* Arena::map_all(int fd, size_t bytes, int protection) {
-  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (memory == MAP_FAILED) {
-    return nullptr;
+  void* memory = map_memfd(fd, bytes, protection, MAP_NORESERVE);
+  if (memory != nullptr) {
+    madvise(memory, bytes, MADV_DONTDUMP);
   }
-  madvise(memory, bytes, MADV_DONTDUMP);
   return memory;
 }
 
@@ -123,6 +129,8 @@ void* Arena::allocate(size_t bytes) {
   }
   sizes_.emplace(*offset, size);
   in_use_ += size;
+  ASAN_POISON_MEMORY_REGION(memory_ + *offset + bytes, size - bytes);
+  ASAN_UNPOISON_MEMORY_REGION(memory_ + *offset, bytes);
   return memory_ + *offset;
 }
 
@@ -208,6 +216,7 @@ void Arena::free(void* memory) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = sizes_.find(offset);
   const size_t size = found->second;
+  ASAN_POISON_MEMORY_REGION(memory, size);
   sizes_.erase(found);
   in_use_ -= size;
   const size_t most = std::max(kLeastKept, in_use_);

@@ -54,7 +54,7 @@ std::shared_ptr<ForeignArena> ForeignArena::map_now(pid_t pid, int fd, uint32_t 
 }
 
 ForeignArena::~ForeignArena() {
-  munmap(memory_, bytes_);
+  unmap_memfd(memory_, bytes_);
   mapped_bytes -= bytes_;
 }
 

@@ -20,11 +20,6 @@ size_t pages(size_t bytes) {
   return (bytes + page - 1) / page * page;
 }
 
-void* map(int fd, size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  return memory == MAP_FAILED ? nullptr : memory;
-}
-
 } // namespace
 
 size_t Inbox::bytes_for(int ranks) {
@@ -39,7 +34,7 @@ Inbox::Inbox(int fd, std::string address) : fd_(fd), address_(std::move(address)
 
 Inbox::~Inbox() {
   if (shared_ != nullptr) {
-    munmap(shared_, bytes_);
+    unmap_memfd(shared_, bytes_);
   }
   close(fd_);
 }
@@ -59,7 +54,7 @@ std::unique_ptr<Inbox> Inbox::create() {
 
 bool Inbox::open(int ranks) {
   const size_t bytes = bytes_for(ranks);
-  void* memory = fix_size(fd_, bytes) ? map(fd_, bytes) : nullptr;
+  void* memory = fix_size(fd_, bytes) ? map_memfd(fd_, bytes, PROT_READ | PROT_WRITE) : nullptr;
   if (memory == nullptr) {
     return false;
   }
@@ -107,12 +102,12 @@ bool Inbox::announce(const std::string& address) {
   if (!inbox || fstat(inbox->fd_, &file) != 0 || static_cast<size_t>(file.st_size) < bytes) {
     return false;
   }
-  void* memory = map(inbox->fd_, bytes);
+  void* memory = map_memfd(inbox->fd_, bytes, PROT_READ | PROT_WRITE);
   if (memory == nullptr) {
     return false;
   }
   static_cast<Shared*>(memory)->pulse.announced.fetch_add(1);
-  munmap(memory, bytes);
+  unmap_memfd(memory, bytes);
   return true;
 }
 

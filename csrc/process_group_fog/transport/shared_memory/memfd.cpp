@@ -5,7 +5,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <map>
+#include <mutex>
 #include <string>
+#include <utility>
 
 namespace fog::shared_memory {
 namespace {
@@ -48,6 +51,55 @@ int create_memfd(const char* name, size_t bytes) {
   }
   return fd;
 }
+
+#ifdef __SANITIZE_THREAD__
+namespace {
+
+struct Mapping {
+  void* memory;
+  size_t bytes;
+  int users = 0;
+};
+std::mutex mutex;
+std::map<std::pair<dev_t, ino_t>, Mapping> mappings; // by file
+
+} // namespace
+
+void* map_memfd(int fd, size_t bytes, int, int flags) {
+  struct stat file = {};
+  fstat(fd, &file);
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& mapping = mappings[{file.st_dev, file.st_ino}];
+  if (mapping.users == 0) {
+    mapping.bytes = static_cast<size_t>(file.st_size);
+    mapping.memory = mmap(nullptr, mapping.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | flags, fd, 0);
+  }
+  if (mapping.memory == MAP_FAILED || bytes > mapping.bytes) {
+    return nullptr;
+  }
+  ++mapping.users;
+  return mapping.memory;
+}
+
+void unmap_memfd(void* memory, size_t) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [file, mapping] : mappings) {
+    if (mapping.users > 0 && mapping.memory == memory && --mapping.users == 0) {
+      munmap(memory, mapping.bytes);
+      return;
+    }
+  }
+}
+#else
+void* map_memfd(int fd, size_t bytes, int protection, int flags) {
+  void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | flags, fd, 0);
+  return memory == MAP_FAILED ? nullptr : memory;
+}
+
+void unmap_memfd(void* memory, size_t bytes) {
+  munmap(memory, bytes);
+}
+#endif
 
 int open_memfd_of(pid_t pid, int number) {
   const auto path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(number);

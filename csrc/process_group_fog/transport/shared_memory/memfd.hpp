@@ -18,6 +18,11 @@ bool fix_size(int fd, size_t bytes);
 // memfd.
 int create_memfd(const char* name, size_t bytes);
 
+// Maps the first `bytes` of a file; nullptr if that fails. `flags` are more than MAP_SHARED. With ThreadSanitizer, which
+// knows memory by its address, ranks of one process share one writable mapping of a file.
+void* map_memfd(int fd, size_t bytes, int protection, int flags = 0);
+void unmap_memfd(void* memory, size_t bytes);
+
 // Opens file `number` of process `pid` for reading and writing; -1 if there is none. fix_size() tells whether it comes
 // from create_memfd().
 int open_memfd_of(pid_t pid, int number);
