@@ -35,12 +35,11 @@ class OverlappingAlgorithm(Algorithm):
     is_in_round: bool
     _passes: list[int]
     _saw_forward: bool
-    _watches: list[PassWatch]
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
         self._passes = [0] * len(self._fog_models)
         self._saw_forward = self.is_in_round = False
-        self._watches = []
+        self._watches: list[PassWatch] = []
         super().__init__(optimizer, model, **options)
 
     def begin(self) -> None:
