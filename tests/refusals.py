@@ -169,6 +169,7 @@ def updates_without_memory(ranks: Ranks) -> None:
         else:
             ranks.say(0)
             assert outcome_of(window.get([(0, 1.0)]).wait) == ""
+        ranks.say(1)  # before the next update, whose end would also end this one
 
     each_refusal(ranks, attempt)
     window.free()

@@ -622,7 +622,7 @@ ANSWERED = """
 group.hosts group.id group.local_ranks group.options group.perform_nocolor_split
 window.in_neighbors window.is_gone window.name window.out_neighbors window.tensor window.transport window.transport_to
 .add_to_timeline .announce .announced .arena_bytes .choose_mpi .empty_shared .emulate .hmac_sha256 .is_shared
-.job_secret .launcher_world .load_mpi .mpi_library .mpi_version .note_epoch .note_staleness .note_step .observe
+.job_secret .launcher_world .load_mpi .mpi_library .mpi_version .note_epoch .note_job .note_staleness .note_step .observe
 .observe_as .philox .protocol .random_secret .read_entry .read_flight_record .set_delegate_factory .set_job_secret
 .set_version .share .shutdown .start_timeline .stop_timeline .suspend_detection .timeline_is_on .timeline_path
 .usual_gap
@@ -690,7 +690,8 @@ def calls_of_all_bindings(folder: str) -> dict[str, Callable[[], object]]:
         "set_delegate_factory": ("cuda", None),
         "start_timeline": (f"{folder}/child", rank, 2),
         "add_to_timeline": ("", "", 0, 1),
-        "observe_as": (rank, 2),
+        "observe_as": (rank, 2, ""),
+        "note_job": (1,),
         "observe": (True,),
         "note_epoch": (1,),
         "note_staleness": ([(1 - rank, 1)],),
@@ -750,6 +751,7 @@ def test_what_a_forked_child_may_ask(new_world: Callable[..., World], tmp_path: 
     """Regression: calls that only look waited for a lock of a thread that the child does not have."""
     for answers in new_world(2).run(ask_in_forked_child, str(tmp_path)):
         assert list(answers)[-1] == "end", f"hangs: {list(answers)[-1]}"
+        assert not [f"{name}: {text}" for name, text in answers.items() if text.startswith("TypeError")]
         refused = {name for name, text in answers.items() if "RuntimeError" in text and "forked" in text}
         wrong = (set(answers) - refused) ^ {*ANSWERED.split(), "end"}
         assert not wrong, "\n".join(f"{name}: {answers.get(name)}" for name in sorted(wrong))

@@ -116,13 +116,16 @@ def meet_in_a_file(path: str, prefix: str, secret: str) -> tuple[str, str]:
 def test_no_secret_enters_a_file(
     new_world: Callable[..., World], tmp_path: Path, prefix: str, secret: str
 ) -> None:
-    """Other users can read it. With no secret, ranks of one host work, but nobody can join them."""
+    """Other users can read it. With no secret, ranks of one host work, but nobody can connect with them or join them.
+
+    Regression: they listened nevertheless, and a stranger's first proof ended the job.
+    """
     path = tmp_path / "store"
-    world = new_world(2, initialize=False)
+    world = new_world(2, initialize=False, environment={"FOG_BETWEEN_HOSTS": "tcp"})
     assert world.run(meet_in_a_file, str(path), prefix, secret) == [(secret, "")] * 2
     written = path.read_bytes()
     assert b"secret of" not in written and b"fog/world/secret" not in written
-    assert (b"fog/world/entry/1" in written) == bool(secret)
+    assert (b"fog/world/entry/1" in written) == (b" mark=" in written) == bool(secret)
     assert (b"because their Store is a file: set FOG_JOB_SECRET" in written) == (not secret)
     # Rank 0 would have made one of 64 hexadecimal digits.
     assert secret or not re.search(rb"[0-9a-f]{64}", written)

@@ -182,7 +182,7 @@ void Engine::submit(
   } catch (const std::exception& error) {
     fail(operation, error);
   }
-  unlock_and_deliver(lock);
+  const auto remains = unlock_and_deliver(lock); // its end may have to wait for Python's lock
   if (!waits) {
     watch_in_background();
   }
@@ -422,7 +422,7 @@ void Engine::begin(Deadline deadline, const std::function<void()>& act) {
   act();
   service_busy_ = true;
   drive(lock);
-  unlock_and_deliver(lock);
+  const auto remains = unlock_and_deliver(lock);
   watch_in_background();
 }
 

@@ -252,7 +252,7 @@ std::string Meeting::listen() {
 }
 
 std::string Meeting::listen_for_messages() {
-  if (between_hosts() != BetweenHosts::kTcp) {
+  if (between_hosts() != BetweenHosts::kTcp || job_secret().empty()) { // without a secret nobody may connect
     return "";
   }
   const auto own = addresses_towards(rendezvous_->store_host());

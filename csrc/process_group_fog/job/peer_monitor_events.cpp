@@ -133,7 +133,11 @@ void PeerMonitor::accept_all() {
       return;
     }
     if (8 * visitors_.size() >= std::min<rlim_t>(most_descriptors(), kMostVisited)) {
-      drop(*visitors_.front());
+      auto& oldest = *visitors_.front();
+      on_visitor(oldest); // many peers may have come at once, and have said who they are
+      if (oldest.state == State::kVisitor) {
+        drop(oldest);
+      }
     }
     auto& visitor = take(fd, State::kVisitor, -1);
     visitor.limit = Clock::now() + kVisit;
