@@ -71,6 +71,7 @@ IN_STEP: dict[str, dict[str, Any]] = {
 OWN_PACE: dict[str, dict[str, Any]] = {
     "wrapper/patience": {"patience": 5.0},
     "DecentralizedSGD/patience": {"patience": 5.0},
+    "DecentralizedSGD/freezes": {"patience": 5.0},
     "wrapper/async": {"mode": "async"},
     "WinPut": {},
     "PullGet": {},
@@ -112,6 +113,8 @@ def train(options: Mapping[str, Any]) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(rank + 1.0)
+    if way == "freezes" and "FOG_JOIN" in os.environ:  # the others have frozen it after the wrap
+        layers[0].requires_grad_(False)
     called: Any = model
     optimizer: Any = inner
     if kind == "wrapper":
@@ -120,6 +123,8 @@ def train(options: Mapping[str, Any]) -> None:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
         if way == "async":
             optimizer.force_barrier = False
+    if way == "freezes":
+        layers[0].requires_grad_(False)
     weights = torch.tensor([[1.0], [-1.0], [2.0], [0.5]], dtype=dtype)
     folder = Path(options["folder"])
 
@@ -406,7 +411,10 @@ def end_alike(job: Job, joined: Sequence[int], *, in_step: bool = True) -> NDArr
 
 @pytest.mark.parametrize(
     "kind",
-    ["wrapper", "DecentralizedSGD", *(pytest.param(kind, marks=pytest.mark.long) for kind in [*KINDS][2:])],
+    [
+        *(always := ["wrapper", "DecentralizedSGD", "DecentralizedSGD/freezes"]),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in always),
+    ],
 )
 def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> None:
     """Two ranks are lost, one after the other, and new processes take their numbers; the first one learns as they do.

@@ -138,6 +138,19 @@ class Thing:
         self.value = 3
 
 
+@dataclasses.dataclass
+class Begun:
+    """A class of values that begins something when it is called, as its copies are."""
+
+    what: str
+
+    def __post_init__(self) -> None:
+        self.begun = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Begun, (self.what,)
+
+
 class Scaled(nn.Linear):
     """A layer with a state of its own."""
 
@@ -265,9 +278,9 @@ def test_all_that_a_state_dict_may_hold_is_broadcast(worlds: WorldPool) -> None:
 
 def test_a_state_whose_code_would_run_is_refused_unless_it_is_registered() -> None:
     """By the rank that would give it, which names it, and by a process that reads it all the same."""
-    for wrong in ({"one": [Thing()]}, {"one": {"a": os.system}}, {"one": (1, lambda: 2)}):
+    for wrong in ([Thing()], {"a": os.system}, (1, lambda: 2), [Begun("x")]):
         with pytest.raises(TypeError, match=r"one\..*run code of its own.*add_safe_globals"):
-            Copy(wrong, os.getpid())
+            Copy({"one": wrong}, os.getpid())
     with safe_globals([Thing]):
         copy = Copy({"one": [Thing()]}, os.getpid())
         got = read_file(copy.place["pid"], copy.place["file"], SOON)

@@ -34,6 +34,8 @@ _HARMLESS = [
     *(Counter, OrderedDict, defaultdict, deque, io.BytesIO, np.dtype, np.ndarray),
     *(each.__reduce_ex__(4)[0] for each in (object(), np.float64(), np.empty(0))),  # what makes such objects
 ]
+# The bases of classes whose objects `pickle` makes by a call. It makes others without their `__init__`.
+_CALLED = (enum.Enum, tuple, Counter, OrderedDict, defaultdict, deque)
 
 
 def replaced(state: Any, replace: Callable[[Any, str], Any], name: str = "") -> Any:
@@ -92,7 +94,7 @@ def plain(state: Any, tensor: Callable[[Tensor], Tensor]) -> Any:
         except Exception as error:  # whatever a class raises
             raise TypeError(f"{name.lstrip('.')}: a {kind.__name__} cannot be copied: {error}") from error
         parts = [arguments, state, list(items or ()), list(pairs or ())]
-        return {_OBJECT: [_known(_name_of(function), name), *replaced(parts, take, name)]}
+        return {_OBJECT: [_known(_name_of(function), name, _CALLED), *replaced(parts, take, name)]}
 
     return replaced(state, take)
 
@@ -110,7 +112,7 @@ def from_plain(tree: Any) -> Any:
         if _NAME in value:
             return _found(value[_NAME])
         function, arguments, state, items, pairs = from_plain(value[_OBJECT])
-        made = _found(function)(*arguments)
+        made = _found(function, _CALLED)(*arguments)
         if state is not None:
             _set_state(made, state)
         for item in items:
@@ -137,17 +139,17 @@ def _set_state(made: Any, state: Any) -> None:
         setattr(made, key, value)
 
 
-def _known(function: str, place: str) -> str:
+def _known(function: str, place: str, bases: tuple[type, ...] = (object,)) -> str:
     """Returns the name of a function or class, which the other process knows too."""
     try:
-        _found(function)
+        _found(function, bases)
     except TypeError as error:
         raise TypeError(f"{place.lstrip('.')}: {error}") from None
     return function
 
 
-def _found(name: str) -> Any:
-    """Returns the function or class of a name; it imports nothing."""
+def _found(name: str, bases: tuple[type, ...] = (object,)) -> Any:
+    """Returns the function or class of a name; one of a class of values has one of the bases. It imports nothing."""
     known = {
         each[1] if isinstance(each, tuple) else _name_of(each): each[0] if isinstance(each, tuple) else each
         for each in [*_HARMLESS, *torch.serialization.get_safe_globals()]
@@ -159,7 +161,7 @@ def _found(name: str) -> Any:
         found: Any = sys.modules.get(".".join(parts[:count]))
         for part in parts[count:]:
             found = getattr(found, part, None)
-        if _is_class_of_values(found):
+        if _is_class_of_values(found) and issubclass(found, bases):
             return found
     raise TypeError(
         f"an object of {name} would run code of its own where it is loaded: if that may be, call "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -175,8 +174,8 @@ class AdaptThenCombine(DecentralizedSGD):
         mixing = self._mixings[number] if self._mixings else self.mixing
         self._mixer.add(self.buckets, number, mixing, self.this_round())
 
-    def _hold(self, items: Sequence[str]) -> None:
-        super()._hold(items)
+    def _hold(self) -> None:
+        super()._hold()
         if self._in_backward and isinstance(self.mixing, Continuing):
             for number in range(len(self._mixings), len(self.buckets.flats)):
                 seat = take_seat(self._group, f"{self.name} bucket {number}")

@@ -134,6 +134,10 @@ class DecentralizedSGD(OverlappingAlgorithm):
         if self.order == "cta":
             self._mixer.finish()
 
+    def _hold(self) -> None:
+        super()._hold()
+        self._mixer.restart()  # a process that joins in this step opens no windows of earlier buckets
+
     def _fog_give_up(self) -> None:
         """Also drops the exchange in flight."""
         super()._fog_give_up()

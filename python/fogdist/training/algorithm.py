@@ -175,6 +175,7 @@ class Algorithm(DistributedOptimizer):
     _group: dist.ProcessGroup | None
     _seat: Seat | None
     _number: int
+    _described: list[str]
     _bucket_bytes: int
     _step_options: dict[str, Any]
     _group_numbers: list[int]
@@ -228,8 +229,8 @@ class Algorithm(DistributedOptimizer):
         check_on_loss(on_loss)
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}
-        items = [*self.mixing.items(context)]
-        items += [f"{name}={value!r}" for name, value in described.items()]
+        self._described = [*self.mixing.items(context)]
+        self._described += [f"{name}={value!r}" for name, value in described.items()]
         self.local_steps = local_steps
         self.is_alone = context.is_alone
         self.steps = self.rounds = 0
@@ -253,7 +254,7 @@ class Algorithm(DistributedOptimizer):
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
-            self._hold([self.name, *items])
+            self._hold()
 
     # --- for subclasses to override ---
 
@@ -516,7 +517,7 @@ class Algorithm(DistributedOptimizer):
                 return
         else:
             known = known or self._pieces()
-            self._hold([self.name])
+            self._hold()
         for name in self.state_vectors:
             self.vectors[name] = self.initial(name)
             for parameter, piece in self.buckets.pieces(self.vectors[name]):
@@ -556,8 +557,8 @@ class Algorithm(DistributedOptimizer):
     def _holds(self, parameters: Sequence[Tensor], numbers: Sequence[int]) -> bool:
         return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
 
-    def _hold(self, items: Sequence[str]) -> None:
-        """Makes buckets for the parameters. Collective: ranks compare `items` and the layout of the buckets."""
+    def _hold(self) -> None:
+        """Makes buckets for the parameters. Collective: ranks compare their layout, and all that describes the algorithm."""
         parameters, numbers = self._trained()
         buckets = FlatBuckets(
             parameters,
@@ -571,7 +572,7 @@ class Algorithm(DistributedOptimizer):
         with buckets.released_on_error():
             context = self.context
             if context.size > 1:
-                described = [*items, *buckets.layout()]
+                described = [self.name, *self._described, *buckets.layout()]
                 if self._seat is None:
                     check_same_everywhere(context.backend, "model", described)
                 else:

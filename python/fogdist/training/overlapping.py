@@ -25,8 +25,9 @@ class OverlappingAlgorithm(Algorithm):
 
     A subclass overrides `begin` and `finish`, between which the round is in flight, and `stepping` if the optimizer's
     step needs more around it. Only forward passes in training mode with gradients enabled count, outside of transforms
-    of ``torch.func``, and the model must be called as a function, not by its `forward` method; a step without any such
-    pass does all of it. With a list of models the first one that is called begins the round of all.
+    of ``torch.func``, and the model must be called as a function: not by its `forward` method, and not within another
+    function or module that ``torch.compile`` compiles. A step without any such pass does all of it. With a list of
+    models the first one that is called begins the round of all.
     """
 
     counts_passes: ClassVar[bool] = False

@@ -71,6 +71,9 @@ class _CallOf:
     def __set__(self, model: Module, value: Any) -> None:
         vars(model)[_ATTRIBUTE] = value
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # another process, which gets the class by its value, has it as it was
+
 
 class PassWatch:
     """Calls a method of an optimizer at each training pass of a model, until one of them is gone or `remove` is called.
