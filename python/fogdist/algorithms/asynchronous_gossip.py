@@ -107,7 +107,6 @@ class AsynchronousGossip(Algorithm):
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
     _watch: Watch | None
-    _watches: list[PassWatch]
     _codec: Codec | None
     _is_joining: bool
 
@@ -142,7 +141,7 @@ class AsynchronousGossip(Algorithm):
         self._shares = _shares_in(graph, context.viewpoint)
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
-        self._watches = []
+        self._watches: list[PassWatch] = []
         self._codec = compression
         super().__init__(
             optimizer,
