@@ -366,7 +366,7 @@ def test_messages_in_shared_memory(new_world: Callable[..., World], tries: int) 
 
 def frame(seed: int, sent: bytes) -> str:
     """Rank 1 writes a mutated frame into its connection with rank 0; returns what an exchange raises then."""
-    exchange_with_all()
+    error = error_of(exchange_with_all)  # the frame may come to rank 0 before it has left this one
     if dist.get_rank() == 1:
         draw = random.Random(f"frame {seed}")
         (connection,) = data_connections()
@@ -376,7 +376,7 @@ def frame(seed: int, sent: bytes) -> str:
             else:
                 head = struct.pack("<IIQ", draw.randrange(7), draw.randrange(4), draw.choice(EXTREME))
                 connection.sendall(head + draw.randbytes(draw.choice((0, 8, 200))))
-    return error_of(exchange_with_all)
+    return error or error_of(exchange_with_all)
 
 
 @pytest.mark.long
@@ -384,7 +384,7 @@ def test_frames(new_world: Callable[..., World], recorded: Path) -> None:
     """The exchange is right, or both raise: at once, or when its time is over."""
     total = collections.Counter[str]()
     sent = next((recorded / "message").iterdir()).read_bytes()
-    for seed in range(100):
+    for seed in range(30):
         errors = new_world(2, environment=APART, timeout=3.0).run(frame, seed, sent)
         total["refused" if any(errors) else "accepted"] += 1
     print(total)
