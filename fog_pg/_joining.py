@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 # Keys of the first group's Store. Each rank's entry, with the group's id; the secret, if rank 0 has made it.
 _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
+# No job has as many ranks: a reader of the Store asks for each of them.
+_MOST = dict.fromkeys(("host", "size", "max_ranks"), 1 << 16)
 # Why nobody can join, if that is so.
 _CLOSED = "fog/world/closed"
 
@@ -155,16 +157,27 @@ def read_world(store: Store, size: int) -> World:
     while rank < most:
         key = _ENTRY.format(rank=rank)
         if store.check([key]):
-            told = json.loads(store.get(key))
-            try:
-                entries[rank], hosts[rank] = told["entry"], told["host"]
-                group, its_size, most = told["id"], told["size"], told["max_ranks"]
-            except KeyError as missing:
-                raise RuntimeError(
-                    f"the job has another version of fog than this process: rank {rank} does not tell its {missing}"
-                ) from None
+            told = _told(store.get(key), rank)
+            entries[rank], hosts[rank] = told["entry"], told["host"]
+            group, its_size, most = told["id"], told["size"], told["max_ranks"]
         rank += 1
     return World(store, group, its_size, entries, hosts, most)
+
+
+def _told(text: bytes, rank: int) -> dict[str, Any]:
+    """Returns what a rank has told the Store; raises RuntimeError if that is not what this version tells."""
+    whose = "the job has another version of fog than this process: rank"
+    try:
+        told = json.loads(text)
+    except ValueError as error:
+        raise RuntimeError(f"{whose} {rank} tells no JSON: {error}") from None
+    for name in ("entry", "host", "id", "size", "max_ranks"):
+        if not isinstance(told, dict) or name not in told:
+            raise RuntimeError(f"{whose} {rank} does not tell its '{name}'")
+        kind, most = (str, 0) if name == "entry" else (int, _MOST.get(name, 1 << 64))
+        if type(told[name]) is not kind or (kind is int and not 0 <= told[name] < most):
+            raise RuntimeError(f"{whose} {rank} tells {told[name]!r} as its '{name}'")
+    return dict(told)
 
 
 def max_ranks(size: int) -> int:

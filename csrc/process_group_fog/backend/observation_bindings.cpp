@@ -15,10 +15,15 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
+// A long name is cut, possibly within a character.
+py::str readable(const std::string& text) {
+  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
+}
+
 py::dict to_dict(const FlightRecord::Operation& operation) {
   py::dict result;
-  result["what"] = operation.what;
-  result["group"] = operation.group;
+  result["what"] = readable(operation.what);
+  result["group"] = readable(operation.group);
   result["rank"] = operation.rank;
   result["number"] = operation.number;
   result["key"] = operation.key;
@@ -44,9 +49,9 @@ py::dict read_flight_record(int pid) {
   result["pid"] = process.pid;
   result["rank"] = process.rank;
   result["size"] = process.size;
-  result["host"] = process.host;
+  result["host"] = readable(process.host);
   result["job"] = process.job;
-  result["script"] = process.script;
+  result["script"] = readable(process.script);
   result["unrecorded"] = process.unrecorded;
   result["operations"] = operations;
   result["begun"] = process.begun;

@@ -115,7 +115,10 @@ std::string Signature::describe() const {
     text << ", " << machines << (machines == 1 ? " machine" : " machines");
   }
   if (codec[0] != 0) {
-    text << ", compression " << std::string(codec.data(), strnlen(codec.data(), codec.size()));
+    std::string shown(codec.data(), strnlen(codec.data(), codec.size()));
+    const auto is_odd = [](char each) { return each < ' ' || each > '~'; }; // of damaged memory: Python could not show it
+    std::replace_if(shown.begin(), shown.end(), is_odd, '?');
+    text << ", compression " << shown;
   }
   if (layout != 0) { // shows a difference that no other field shows
     text << ", layout " << std::hex << layout;

@@ -40,6 +40,12 @@ void add(std::atomic<Number>& to, Number number) {
   to.store(to.load(std::memory_order_relaxed) + number, std::memory_order_relaxed);
 }
 
+// Returns a text of another process, which may have damaged it: it need not end.
+template <size_t kSize>
+std::string text_of(const std::array<char, kSize>& from) {
+  return {from.data(), strnlen(from.data(), kSize)};
+}
+
 template <size_t kSize>
 void copy_text(std::array<char, kSize>& to, const std::string& from) {
   const size_t length = std::min(from.size(), kSize - 1);
@@ -290,9 +296,9 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       file->pid,
       file->rank,
       file->size,
-      file->host.data(),
+      text_of(file->host),
       file->job.load(),
-      file->script.data(),
+      text_of(file->script),
       file->unrecorded.load(),
       {},
       file->begun.load(),
@@ -317,7 +323,7 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       const int64_t time = now();
       Operation operation{
           "",
-          group.data(),
+          text_of(group),
           seen.rank,
           seen.sequence,
           seen.key,

@@ -28,11 +28,15 @@ std::string framed(int rank, const std::string& value) {
   return std::string(reinterpret_cast<const char*>(head.data()), sizeof(head)) + value;
 }
 
-std::vector<std::pair<int, std::string>> split(const std::string& all) {
+std::vector<std::pair<int, std::string>> split(const std::string& all, int size) {
   std::vector<std::pair<int, std::string>> parts;
   std::array<uint64_t, 2> head{};
-  for (size_t at = 0; at + sizeof(head) <= all.size(); at += sizeof(head) + head[1]) {
-    std::memcpy(head.data(), all.data() + at, sizeof(head));
+  for (size_t at = 0; at < all.size(); at += sizeof(head) + head[1]) {
+    const size_t left = all.size() - at;
+    std::memcpy(head.data(), all.data() + at, std::min(left, sizeof(head)));
+    TORCH_CHECK_WITH(
+        DistBackendError, left >= sizeof(head) && head[1] <= left - sizeof(head) && head[0] < static_cast<uint64_t>(size),
+        "fog: what ranks told the Store is damaged at byte ", at, " of ", all.size());
     parts.emplace_back(static_cast<int>(head[0]), all.substr(at + sizeof(head), head[1]));
   }
   return parts;
@@ -185,7 +189,7 @@ void Rendezvous::put(const std::string& key, const std::string& value) {
 
 std::vector<std::pair<int, std::string>> Rendezvous::there(const std::string& key) {
   if (appends_) {
-    return has(key + "/all") ? split(get(key + "/all")) : std::vector<std::pair<int, std::string>>();
+    return has(key + "/all") ? split(get(key + "/all"), size_) : std::vector<std::pair<int, std::string>>();
   }
   std::vector<std::pair<int, std::string>> values;
   for (int rank = 0; rank < size_; ++rank) {
@@ -236,7 +240,7 @@ std::vector<std::string> Rendezvous::allgather(const std::string& key, const std
   }
   wait(key, awaited, [&] { return missing(key); });
   std::vector<std::string> values(static_cast<size_t>(size_));
-  for (auto& [rank, text] : appends_ ? split(get(key + "/all")) : there(key)) {
+  for (auto& [rank, text] : appends_ ? split(get(key + "/all"), size_) : there(key)) {
     values.at(static_cast<size_t>(rank)) = std::move(text);
   }
   return values;

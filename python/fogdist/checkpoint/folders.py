@@ -13,8 +13,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -143,13 +143,33 @@ def describe(folder: Path) -> Description:
         OSError: It cannot be read.
         ValueError: A newer version of fogdist wrote it.
     """
-    read = json.loads((folder / _DESCRIPTION).read_text())
+    with damage_named(folder):
+        read = dict(json.loads((folder / _DESCRIPTION).read_text()))
     if read.get("format") != _FORMAT:
         raise ValueError(
             f"path must have checkpoints of format {_FORMAT}, got one of format {read.get('format')} in {folder}; it "
             f"was written by {read.get('versions')}"
         )
-    return Description(**read)
+    with damage_named(folder):
+        described = Description(**read)
+        numbers = [described.step, described.ranks, *described.weights, *described.files.values()]
+        names = [*described.pieces, *described.files]
+        if len(described.pieces) != len(described.weights) or not described.pieces:
+            raise ValueError(f"it has {len(described.pieces)} pieces, with {len(described.weights)} weights")
+        if not all(type(each) in (int, float) for each in numbers) or not all(type(n) is str for n in names):
+            raise TypeError("a name or a number is of another type")
+    return described
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Raises an OSError that names a folder for whatever its damaged files have made a reader raise."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"the checkpoint in {folder} is damaged: {error!r}") from error
 
 
 def check_piece(folder: Path, description: Description, piece: str) -> None:

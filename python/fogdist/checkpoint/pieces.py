@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fogdist.checkpoint.folders import damage_named
 from fogdist.nested import replaced
 
 # The entry with all that is no tensor. It is a tuple, because torch.distributed.checkpoint would take a dict apart.
@@ -102,26 +103,31 @@ class Piece:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        self._reader = FileSystemReader(folder)
-        self._metadata = self._reader.read_metadata()
-        entries = self._metadata.state_dict_metadata
-        self.shapes = {
-            name: Shape(entry.properties.dtype, tuple(entry.size))
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+        self._folder = folder
+        with damage_named(folder):
+            self._reader = FileSystemReader(folder)
+            self._metadata = self._reader.read_metadata()
+            self.shapes = {
+                name: Shape(entry.properties.dtype, tuple(entry.size))
+                for name, entry in self._metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
 
     def rest(self) -> Any:
         """Reads all that is no tensor."""
-        return self._read({_REST: None})[_REST][0]
+        with damage_named(self._folder):
+            return self._read({_REST: None})[_REST][0]
 
     def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
         """Reads tensors, into the memory of the host."""
         shapes = {name: self.shapes[name] for name in names}
-        wanted = {
-            name: torch.empty(shape.size, dtype=shape.dtype, device="cpu") for name, shape in shapes.items()
-        }
-        return self._read(wanted)
+        with damage_named(self._folder):
+            return self._read(
+                {
+                    name: torch.empty(shape.size, dtype=shape.dtype, device="cpu")
+                    for name, shape in shapes.items()
+                }
+            )
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

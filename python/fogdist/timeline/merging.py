@@ -26,6 +26,8 @@ Event = dict[str, Any]
 
 # The length of the stretches of time that have one offset each, in microseconds.
 _STRETCH = 10e6
+# More than the nanoseconds of a century.
+_LONGEST = 4e18
 # The number of fits of the drift. The first one is inexact, because the drift itself blurs the bounds.
 _FITS = 3
 
@@ -136,15 +138,27 @@ def _read(path: Path) -> _Trace:
     events = list(_events(path))
     if not events or events[0].get("name") != "fog_timeline":
         raise ValueError(f"traces: {path} is not a timeline of fog")
-    about = events[0]["args"]
-    trace = _Trace(
-        path, about["rank"], about["size"], about["clock"], about["wall_clock_ns_at_zero"] / 1e3, events
-    )
-    for event in events:
-        key = event["args"].get("key") if event.get("cat") == "operation" else None
-        if key is not None:
-            trace.operations[key] = (event["ts"] + event["args"]["queued_us"], event)
+    event = events[0]
+    try:
+        about = event["args"]
+        wall = _time(about["wall_clock_ns_at_zero"]) / 1e3
+        trace = _Trace(path, int(about["rank"]), int(about["size"]), str(about["clock"]), wall, events)
+        for event in events:
+            _ = event["name"], _time(event.get("ts", 0.0))
+            key = event["args"].get("key") if event.get("cat") == "operation" else None
+            if key is not None:
+                _ = event["tid"], [int(rank) + _time(wait) for rank, wait in event["args"]["wait_us"].items()]
+                trace.operations[key] = (event["ts"] + _time(event["args"]["queued_us"]), event)
+    except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+        raise ValueError(f"traces: {path} has an event that fog does not write, {event}: {error!r}") from None
     return trace
+
+
+def _time(value: Any) -> float:
+    """Returns a time, or raises ValueError if it is none that a clock shows."""
+    if not abs(value) < _LONGEST:
+        raise ValueError(f"{value} is no time")
+    return float(value)
 
 
 def _messages(sender: _Trace, receiver: _Trace) -> Iterator[tuple[float, float]]:
