@@ -18,7 +18,7 @@ struct VirtualWorld::Engines {
   std::vector<bool> lost;
 };
 
-VirtualWorld::VirtualWorld(const Options& options) : engines_(std::make_shared<Engines>()) {
+VirtualWorld::VirtualWorld(const Options& options) : engines_(std::make_shared<Engines>()), has_threads_(!options.wire.empty()) {
   TORCH_CHECK_VALUE(options.size >= 1, "size: got ", options.size, "; allowed are numbers from 1 up");
   TORCH_CHECK_VALUE(options.ranks_per_host >= 1, "ranks_per_host: got ", options.ranks_per_host, "; allowed are numbers from 1 up");
   TORCH_CHECK_VALUE(
@@ -45,7 +45,7 @@ VirtualWorld::VirtualWorld(const Options& options) : engines_(std::make_shared<E
     auto& engine = *engines_->engines[static_cast<size_t>(rank)];
     auto group = engine.add_group(1, "virtual", rank, members, addresses);
     groups_.push_back(c10::make_intrusive<ProcessGroupFog>(std::move(group), group_options, engines_));
-    if (!options.wire.empty()) {
+    if (has_threads_) {
       engine.start_threads(options.timeout);
     }
   }
@@ -89,8 +89,10 @@ std::vector<std::string> VirtualWorld::connect(const Options& options) {
 }
 
 void VirtualWorld::close() {
-  for (const auto& engine : engines_->engines) {
-    engine->shutdown();
+  if (has_threads_) { // without them, nobody would answer the goodbyes
+    for (const auto& engine : engines_->engines) {
+      engine->shutdown();
+    }
   }
 }
 

@@ -51,6 +51,7 @@ class VirtualWorld {
   // Makes the transports, and returns the address of each rank's memory.
   std::vector<std::string> connect(const Options& options);
   std::shared_ptr<Engines> engines_;
+  const bool has_threads_;
   std::vector<c10::intrusive_ptr<ProcessGroupFog>> groups_;
 };
 
