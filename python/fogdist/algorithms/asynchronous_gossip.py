@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import Window
-    from fogdist.training.pass_watch import PassWatch
 
 
 class AsynchronousGossip(Algorithm):
@@ -107,6 +106,7 @@ class AsynchronousGossip(Algorithm):
     max_staleness: int | None = setting(MAX_STALENESS)
     _windows: _Windows | None
     _watch: Watch | None
+    _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
     _codec: Codec | None
     _is_joining: bool
 
@@ -141,7 +141,7 @@ class AsynchronousGossip(Algorithm):
         self._shares = _shares_in(graph, context.viewpoint)
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
-        self._watches: list[PassWatch] = []
+        self._watches = []
         self._codec = compression
         super().__init__(
             optimizer,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.change_watch import forward_changes_parameters
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from fogdist.training.pass_watch import PassWatch
 
 # When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
@@ -36,11 +33,12 @@ class OverlappingAlgorithm(Algorithm):
     is_in_round: bool
     _passes: list[int]
     _saw_forward: bool
+    _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
         self._passes = [0] * len(self._fog_models)
         self._saw_forward = self.is_in_round = False
-        self._watches: list[PassWatch] = []
+        self._watches = []
         super().__init__(optimizer, model, **options)
 
     def begin(self) -> None:
