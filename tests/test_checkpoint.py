@@ -244,7 +244,7 @@ def load_push_sum(path: Path) -> tuple[Any, ...]:
     model, optimizer = push_sum(10 + rank)
     checkpoint.load(path, model, optimizer)
     loaded = mass_of(model, optimizer)
-    for number in range(40):
+    for number in range(160):
         time.sleep(0.002 * rank)
         train_step(model, optimizer, rank, number)
     optimizer.settle()
