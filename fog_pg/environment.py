@@ -282,6 +282,13 @@ MPICXX = Variable(
     "Path of an mpicxx: fog is then built against that MPI itself instead of the standard ABI, which Open MPI 4 and 5 "
     "do not have.",
 )
+SANITIZE = Variable(
+    "FOG_SANITIZE",
+    TEXT,
+    "",
+    "build",
+    "Sanitizers of the compiler, such as `address,undefined` or `thread`: `make test-asan` and `make test-tsan`.",
+)
 MAX_JOBS = Variable(
     "MAX_JOBS",
     whole(1, 4096, "numbers of files"),

@@ -257,7 +257,8 @@ def a_look_at_a_stopped_rank() -> str | None:
     pid = int(store.get("pid"))
     os.kill(pid, signal.SIGSTOP)
     try:
-        while looks.process_state(pid) != "stopped":
+        # A thread that has not stopped yet would still switch.
+        while not all(") T " in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/stat")):
             time.sleep(0.01)
         before = switches(pid)
         watch = Watch(flight_record.read_all, flight_record.blamed)
