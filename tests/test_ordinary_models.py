@@ -56,9 +56,10 @@ Call = Callable[[Tensor], Tensor]
 class Run:
     """Training of a model in one of the ways."""
 
-    def __init__(self, kind: str, **given: Any) -> None:
+    def __init__(self, kind: str, make: Callable[[int], nn.Module] = make_net, **given: Any) -> None:
         rank, _ = start()
-        self.model, self.kind = make_net(rank), kind
+        self.model: Any = make(rank)
+        self.kind = kind
         self.places = [(p, p.data_ptr(), p.untyped_storage().nbytes()) for p in self.model.parameters()]
         base = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.called: Any = self.model
@@ -372,3 +373,16 @@ def test_parameters_that_are_assigned(kind: str) -> None:
         run.train()
         same(run.model.state_dict(), state)
     run.end()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WAYS if kind != "async"])
+@on_ranks(2)
+def test_a_scripted_model_trains_as_the_model_does(kind: str) -> None:
+    results = []
+    for make in (make_net, lambda seed: torch.jit.script(make_net(seed))):
+        run = Run(kind, make)
+        for _ in range(3):
+            run.train()
+        results.append(values(run.model))
+        run.end()
+    same(*results)

@@ -45,7 +45,7 @@ from fogdist.training.view import (
 )
 
 Mode: TypeAlias = Literal["sync", "async"]
-_Slot: TypeAlias = tuple[dict[str, Any], str, Tensor, str]
+_Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
 
 
 class DecentralizedDataParallel(nn.Module):
@@ -313,8 +313,8 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: Parameters that shared one tensor no longer do; or as the class.
         """
-        for (members, key, _, name), (others, other, _, tied) in self._ties:
-            if members.get(key) is not others.get(other):
+        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
+            if getattr(part, key, None) is not getattr(other, other_key, None):
                 raise RuntimeError(
                     f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
                     "the names that named_parameters() has, without 'module.'"
@@ -588,8 +588,8 @@ class DecentralizedDataParallel(nn.Module):
 
     def _check_places(self) -> None:
         """Raises RuntimeError for replaced parameters, which mixing would not reach."""
-        for members, key, tensor, name in self._slots:
-            if members.get(key) is not tensor:
+        for part, key, tensor, name in self._slots:
+            if getattr(part, key, None) is not tensor:
                 raise RuntimeError(
                     f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
                     "one. Change it in place, or wrap the module anew"
@@ -699,9 +699,9 @@ def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
 
 
 def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
-    """Returns the places where the module holds the tensors: dict, key in it, tensor and full name."""
+    """Returns the places where the module holds the tensors: part, attribute, tensor and full name."""
     return [
-        (members, key, tensor, f"{path}.{key}" if path else key)
+        (part, key, tensor, f"{path}.{key}" if path else key)
         for path, part in module.named_modules()
         for members in (part._parameters, part._buffers)
         for key, tensor in members.items()
