@@ -18,6 +18,7 @@ import os
 import runpy
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,14 +29,20 @@ from typing import Any, NoReturn
 
 import harness
 import torch
+import torch.distributed as dist
 from hosts import move_to_host
 from scripts import MARK, Job
+from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
 # The variable with the network namespaces of emulated hosts, by the names for ssh.
 HOSTS = "HOSTS_OF_A_TEST"
 # The value in <sys/prctl.h>.
 _PR_SET_NAME = 15
-_execute, _spawn = os.execvp, os.posix_spawn
+_execute, _spawn, _TCPStore = os.execvp, os.posix_spawn, dist.TCPStore
+# The programs that fork others while they serve a Store.
+_HOLDERS = ("agent", "local_ranks")
+# Held while this process forks, and while it connects to a Store.
+_no_fork = threading.Lock()
 
 
 class ForkedJob(Job):
@@ -131,7 +138,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
         if words[0] == sys.executable and (words[1] == "-m" or not words[1].startswith("-")):
             # Called in the child in place of the exec, which does not come to pass.
             options["preexec_fn"] = partial(_become, words, options.get("env"), first)
-            with _signals_wait():
+            with _forking():
                 super().__init__(args, **options)
         else:
             super().__init__(args, **options)
@@ -140,7 +147,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 def _posix_spawn(path: str, words: Sequence[str], environment: Mapping[str, str], **options: Any) -> int:
     if path != sys.executable:
         return _spawn(path, words, environment, **options)
-    with _signals_wait():
+    with _forking():
         pid = os.fork()
         if pid == 0:
             ((_, descriptor, name, flags, mode),) = options["file_actions"]
@@ -152,13 +159,59 @@ def _posix_spawn(path: str, words: Sequence[str], environment: Mapping[str, str]
 
 
 @contextlib.contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Holds signals back that would come to the handlers of the process that forks."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _forking() -> Iterator[None]:
+    """Holds signals back that would come to the handlers of the process that forks, and look-ups of names."""
+    with _no_fork:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Store(dist.TCPStore):
+    """A Store that a process of its own serves, and not a thread of the one that makes it, which forks.
+
+    The server and its clients look up the names of hosts, for which libc has a lock. A process that is forked meanwhile
+    would wait for this lock without end.
+    """
+
+    def __init__(
+        self, host_name: str, port: int, is_master: bool = False, master_listen_fd: int | None = None, **_: Any
+    ) -> None:
+        if is_master:
+            own = None if master_listen_fd is None else socket.socket(fileno=master_listen_fd)
+            with own or socket.create_server(("", port)) as listener:
+                port = listener.getsockname()[1]
+                reader, self._end = os.pipe()
+                with _forking():
+                    self._server = os.fork()
+                    if self._server == 0:
+                        self._serve(listener, reader)
+                os.close(reader)
+        with _no_fork:
+            super().__init__(host_name, port, wait_for_workers=False)
+
+    def _serve(self, listener: socket.socket, reader: int) -> NoReturn:
+        """Runs until the process that has made the Store has ended, or needs it no more."""
+        try:
+            os.close(self._end)
+            os.set_inheritable(reader, True)
+            listener.set_inheritable(True)
+            _forget()
+            options: dict[str, Any] = {"is_master": True, "wait_for_workers": False}
+            port = listener.getsockname()[1]
+            store = _TCPStore("127.0.0.1", port, master_listen_fd=listener.detach(), **options)
+            os.read(reader, 1)
+            del store
+        finally:
+            os._exit(0)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_server"):
+            os.close(self._end)
+            with contextlib.suppress(ChildProcessError):  # the agent has waited for it already
+                os.waitpid(self._server, 0)
 
 
 def _execvp(path: str, words: Sequence[str]) -> None:
@@ -185,7 +238,9 @@ def _become(
 
 
 def _forget() -> None:
-    """Ends what an exec ends: handlers of signals, descriptors that are not inherited."""
+    """Ends what an exec ends: locks, handlers of signals, descriptors that are not inherited."""
+    global _no_fork
+    _no_fork = threading.Lock()
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
@@ -237,6 +292,7 @@ def _run(words: Sequence[str]) -> None:
     mark = f"{_short(os.environ.get(MARK, ''))}:{name}"[:15]
     ctypes.CDLL(None).prctl(_PR_SET_NAME, mark.encode())
     sys.argv = list(words[1:] if is_module else words)
+    dist.TCPStore = c10d_rendezvous_backend.TCPStore = _Store if name in _HOLDERS else _TCPStore  # type: ignore[misc]
     if is_module:
         module = importlib.import_module(words[1])
         sys.exit(module.main())
