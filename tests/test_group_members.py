@@ -184,16 +184,6 @@ def test_in_every_store(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("kind", STORES)
-def test_a_rank_that_is_late_is_waited_for(kind: str, tmp_path: Path) -> None:
-    store = STORES[kind](tmp_path)
-    with ThreadPoolExecutor() as pool:
-        asked = threading.Event()
-        early = pool.submit(gather, store, 0, 2, TIMEOUT, lambda missing: asked.set() or {})
-        assert asked.wait(TIMEOUT)
-        assert gather(store, 1, 2, TIMEOUT, lambda missing: {}) == ["of 0", "of 1"] == early.result()
-
-
-@pytest.mark.parametrize("kind", STORES)
 def test_the_timeout_holds_all_the_same(kind: str, tmp_path: Path) -> None:
     begin = time.monotonic()
     error = gather(STORES[kind](tmp_path), 0, 2, 0.7, lambda missing: {})

@@ -36,6 +36,7 @@ from harness import RUN_TIMEOUT, World, WorldPool, on_ranks
 from test_window_optimizers import Pieces, Quadratics, unbalanced
 from torch import nn
 from training_cases import EXACT, make_net, sgd, snapshot, start, train_step, trained
+from window_interfaces import has_stopped
 
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
     "ring": lambda n: topologies.Topology.from_graph(
@@ -345,7 +346,7 @@ def train_with_a_late_rank(kind: str, graph: str, how: str, folder: Path, late: 
             time.sleep(0.002)
     else:
         if how == "stopped":
-            while "State:\tT" not in Path(f"/proc/{pid}/status").read_text():
+            while not has_stopped(int(pid)):
                 time.sleep(0.002)
         rounds(30)
         (folder / f"done {rank}").touch()

@@ -289,16 +289,19 @@ def pids() -> list[int]:
     return [int(part) for part in parts]
 
 
+def has_stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped; SIGSTOP stops one after the other."""
+    threads = [status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(thread.rpartition(")")[2].split()[0] in ("T", "t") for thread in threads)
+
+
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Stops all threads of a process in this block, which begins after they have stopped."""
     os.kill(pid, signal.SIGSTOP)
     try:
         end = time.monotonic() + LIMIT
-        while any(
-            status.read_text().rpartition(")")[2].split()[0] not in ("T", "t")
-            for status in Path(f"/proc/{pid}/task").glob("*/stat")
-        ):
+        while not has_stopped(pid):
             assert time.monotonic() < end
             time.sleep(0.001)
         yield
