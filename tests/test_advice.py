@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -18,7 +17,6 @@ from fog_cli.advice import (
     Network,
     Setting,
     Traffic,
-    Transfer,
     Way,
     best,
     compressions,
@@ -149,27 +147,6 @@ def test_where_nothing_is_near_compute_the_fastest_counts() -> None:
     assert fastest > 10 and choice.step <= 1.05 * fastest and choice.local_steps == 2
 
 
-def test_equally_good_settings_send_the_least() -> None:
-    ways = [
-        Way(name, "", 2, [Traffic({(0, 1): sent}, {}, 1)]) for name, sent in (("more", 2.0), ("less", 1.0))
-    ]
-    found = settings(flat(2, 1e9), 1.0, 1e6, chosen=ways)
-    assert best(found, 1.0, 0.05).way.name == "less"
-
-
-def test_bucket_size_weighs_messages_against_the_last_sum() -> None:
-    # m messages of 1 ms, and the last of m buckets of 64 MiB in all: 2 * 64 MiB / m at 1 GiB/s. The best m is
-    # sqrt(0.125 / 0.001) = 11.2; of 16, 8 and so on it is 8: 8 + 15.6 ms.
-    network = Network(range(2), [0, 0], 1e-3, 1e-3, [math.inf] * 2, [math.inf] * 2, {}, 1024.0 * MB)
-    way = Way("w", "", 1, [Traffic({(0, 1): 1.0}, {}, 1)])
-    found = settings(network, 1.0, 64.0 * MB, local_steps=[1], chosen=[way])
-    assert best(found, 1.0, 0.05).bucket_mb == 8
-    assert min(each.exchange for each in found) == pytest.approx(0.008 + 0.015625)
-    network = Network(range(2), [0, 0], 0.0, 0.0, [math.inf] * 2, [math.inf] * 2, {}, 1024.0 * MB)
-    found = settings(network, 1.0, 64.0 * MB, local_steps=[1], chosen=[way])
-    assert best(found, 1.0, 0.05).bucket_mb == min(advice.BUCKETS_MB)
-
-
 # --- codecs -------------------------------------------------------------------------------------------------
 
 
@@ -213,13 +190,6 @@ def test_compression_pays_on_slow_links_only(rate: float, pays: bool) -> None:
     assert on_either_side == [True, False]
 
 
-def test_a_codec_slower_than_the_links_never_pays() -> None:
-    network = flat(8, 1.25e9)
-    (found,) = compressions(network, 0.01, 1e8, [Codec("slow", 1.0, 1e7, 1e7)], 0.05, local_steps=[1])
-    assert not found.pays and found.choice.limit == "the codec"
-    assert found.seconds == pytest.approx(2.5e7 / 1e7 + 2.5e7 / 1e7)
-
-
 def test_a_codec_is_not_for_all_reduce_nor_for_one_host() -> None:
     network = flat(4, 1e9)
     assert "all-reduce" not in {each.way.name for each in settings(network, 0.1, 1e8, codec=INT8)}
@@ -250,13 +220,6 @@ def measured(hosts: int, seconds: dict[tuple[int, int], float]) -> dict[str, Any
     ]
     about = {"latency_s": 1e-3, "latency_within_s": 1e-6, "local_rates": [0.0] * hosts, "sum_rate": 1e9}
     return {"host_of": list(range(hosts)), "transfers": transfers, **about}
-
-
-def test_equal_hosts_are_one_site() -> None:
-    network = Network.of(measured(4, {}))
-    assert network.site_of == [0] * 4 and not network.trunks
-    assert network.host_rates == [100.0] * 4 and network.local_rates == [math.inf] * 4
-    assert Network.of(measured(1, {})).site_of == [0]
 
 
 def test_a_link_between_sites_is_found_with_its_rate() -> None:
@@ -304,20 +267,6 @@ def test_links_of_two_sites_are_measured_beyond_their_bursts(tmp_path: Path) -> 
     assert found[1][0]["codecs"] == found[0][0]["codecs"]
     assert codecs["BFloat16()"].element_bytes == 2 and codecs["Int8()"].element_bytes == 1 + 4 / 256
     assert all(each.encode_rate > 1e6 and each.decode_rate > 1e6 for each in codecs.values())
-
-
-def test_groups_of_consecutive_ranks() -> None:
-    def groups(host_of: list[int]) -> int | None:
-        hosts = max(host_of) + 1
-        return Network(host_of, [0] * hosts, 1, 1, [1.0] * hosts, [1.0] * hosts, {}, 1.0).equal_groups()
-
-    assert groups([0, 0, 1, 1]) == 2 and groups([0, 0, 0]) == 3
-    assert groups([0, 1, 0, 1]) is None and groups([0, 0, 1]) is None
-
-
-def test_both_ways_between_two_hosts_count_together() -> None:
-    pairs = [Transfer(1, 0, 100.0, 1.0), Transfer(1, 1, 100.0, 3.0)]
-    assert advice.sites_of(2, pairs) == [0, 0]
 
 
 # --- the command --------------------------------------------------------------------------------------------
@@ -374,57 +323,7 @@ def test_text_of_the_command(tmp_path: Path) -> None:
     assert lines[-1].startswith("Compression: ranks of one host")
 
 
-def test_text_without_codecs() -> None:
-    one_host = Network([0, 0], [0], 1e-4, 1e-4, [math.inf], [1e9], {}, 1e9)
-    for network, words in ((one_host, "ranks of one host"), (flat(4, 1e9), "parameters of one byte")):
-        choice, _ = chosen(network, 0.1, 1e8)
-        assert words in command.compression_text(network, choice, [])[-1]
-
-
-def test_text_about_codecs() -> None:
-    network = flat(8, 1.25e8)
-    found = compressions(network, 0.18, 1e8, [INT8], 0.05)
-    choice = best(settings(network, 0.18, 1e8), 0.18, 0.05)
-    _, about, outcome = command.compression_text(network, choice, found)
-    assert about.startswith("Compression with Int8(): 1.02 bytes an element")
-    assert outcome.startswith("  It pays, up to links of about ") and "Gbit/s: " in outcome
-    (told,) = command.compression_json(network, found)
-    assert told["pays"] and told["code"] == "Int8()" and told["pays_up_to_bits_per_s"] > 1e9
-    network = flat(8, 1.25e10)
-    found = compressions(network, 0.18, 1e8, [INT8], 0.05)
-    outcome = command.compression_text(network, choice, found)[-1]
-    assert outcome.startswith("  It does not pay; it would on links below about ")
-
-
-def test_counts() -> None:
-    assert [command.count(text) for text in ("1000", "25.6M", "7B", "2k")] == [
-        1000,
-        25_600_000,
-        7 * 10**9,
-        2000,
-    ]
-
-
 # --- the sweep ----------------------------------------------------------------------------------------------
-
-
-def test_sweep_judges_the_choice_by_measured_steps() -> None:
-    sweep = importlib.import_module("advise")  # of benchmarks/, which `hosts` makes importable
-
-    def point(rounds: int, local_steps: int, step: float, is_choice: bool = False) -> dict[str, Any]:
-        about = {"topology": "t", "rounds": rounds, "local_steps": local_steps, "bucket_mb": 1.0}
-        return {**about, "predicted_step_s": 1.0, "step_s": step, "is_choice": is_choice}
-
-    # Allowed are steps up to 1.05 s: the best takes 2 * 1.04 s, the choice 2 * 1.25 s and is beyond them.
-    found = sweep.judged(
-        [point(1, 4, 1.0), point(2, 1, 1.04), point(1, 1, 2.0), point(2, 1, 1.25, True)], 1.0
-    )
-    assert found["step_over_fastest"] == pytest.approx(0.25)
-    assert found["time_to_agreement_over_best"] == pytest.approx(1.25 / 1.04 - 1)
-    assert not found["is_met"] and not found["choice_is_within_tolerance"]
-    assert found["prediction_error"]["largest"] == pytest.approx(0.5)
-    found = sweep.judged([point(1, 4, 1.0), point(2, 1, 1.04, True), point(2, 1, 1.0)], 1.0)
-    assert found["is_met"] and found["time_to_agreement_over_best"] == pytest.approx(0.04)
 
 
 @pytest.mark.long

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
 import os
 import random
 import re
-import select
-import socket
-import struct
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, init_process_group
-from hosts import PORT, address, run_on_hosts
 
 from fog_pg import environment
 from fog_pg._extension import load
@@ -36,12 +30,6 @@ def test_all_lengths_near_a_block_as_python() -> None:
         for data_bytes in (*range(130), 1000, 100_000):
             data = draw.randbytes(data_bytes)
             assert extension.hmac_sha256(key, data) == hmac.new(key, data, hashlib.sha256).digest()
-
-
-def test_random_secrets_differ() -> None:
-    secrets = {load().random_secret() for _ in range(100)}
-    assert len(secrets) == 100
-    assert all(re.fullmatch("[0-9a-f]{64}", secret) for secret in secrets)
 
 
 @pytest.mark.parametrize("text", ["short", "15 characters.."])
@@ -137,59 +125,3 @@ def test_ranks_that_need_a_secret_say_so_over_a_file(new_world: Callable[..., Wo
         meet_in_a_file, str(tmp_path / "store"), "", ""
     )
     assert all(not secret and "a file: set FOG_JOB_SECRET" in error for secret, error in found), found
-
-
-def visit_without_the_secret(folder: str) -> list[bytes]:
-    """Rank 1 connects to rank 0 as each of several strangers; returns what rank 0 has answered to them."""
-    told = Path(folder, "listener")
-    if dist.get_rank() == 0:
-        listeners = []
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):
-                each = socket.socket(fileno=int(name))
-                try:
-                    if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                        listeners.append(each.getsockname()[:2])
-                finally:
-                    each.detach()
-        ports = [port for host, port in listeners if host == address(0) and port != PORT]
-        told.with_suffix(".new").write_text("\n".join(map(str, ports)))
-        told.with_suffix(".new").rename(told)
-    connections = []
-    while not told.exists():
-        time.sleep(0.01)
-    if dist.get_rank() == 1:
-        for port in map(int, told.read_text().split()):
-            for greeting in (b"", b"x" * 8, struct.pack("ii", 1, 0) + b"n" * 16 + b"p" * 32, b"\0" * 56):
-                connections.append(socket.create_connection((address(0), port), timeout=20))
-                connections[-1].sendall(greeting)
-                connections[-1].shutdown(socket.SHUT_WR)
-    answers = _until_closed(connections)
-    dist.barrier()
-    total = torch.ones(3)
-    dist.all_reduce(total)
-    assert total.tolist() == [2.0] * 3
-    return answers
-
-
-def _until_closed(connections: list[socket.socket]) -> list[bytes]:
-    """Returns what each of them gets until the other side closes it; that side looks while it takes part in operations."""
-    answers = dict.fromkeys(connections, b"")
-    left = set(connections)
-    deadline = time.monotonic() + 3.0
-    while left and time.monotonic() < deadline:
-        for connection in select.select(list(left), [], [], 0.1)[0]:
-            more = b""
-            with contextlib.suppress(ConnectionResetError):
-                more = connection.recv(100)
-            answers[connection] += more
-            left -= set() if more else {connection}
-    for connection in connections:
-        connection.close()
-    return list(answers.values())
-
-
-def test_a_stranger_gets_no_answer_of_another_host(tmp_path: Path) -> None:
-    """Whatever it sends, the listener answers nothing; the ranks work on."""
-    _, (answers,) = run_on_hosts(tmp_path, [0, 1], __name__, [("visit_without_the_secret", [str(tmp_path)])])
-    assert answers and set(answers) == {b""}
