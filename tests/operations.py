@@ -142,120 +142,68 @@ def prepare(
         whole = shape if parts is None else (parts * shape[0], *shape[1:])
         return destination(torch.zeros(whole, dtype=dtype))
 
-    def inputs_kept(checks: Checks, label: str) -> None:
+    options: dict[str, object] = {}
+    expected: list[Tensor] = []
+    getters: list[int] = []  # of parts that are reduced, one for each output
+    call: tuple[object, ...]
+    match operation:
+        case "all_reduce":
+            outputs, getters = [source(part(rank))], [0]
+            call = outputs[0], op
+        case "all_reduce_coalesced":
+            outputs, getters = [source(part(rank, k)) for k in range(3)], [0, 1, 2]
+            call = outputs, op
+        case "reduce":
+            tensor = source(part(rank))
+            # The other ranks' tensors are undefined afterwards.
+            outputs, getters = ([tensor], [0]) if rank == root else ([], [])
+            call, options = (tensor,), {"op": op, "group_dst": root}
+        case "reduce_scatter":
+            outputs, getters = [empty()], [rank]
+            call = outputs[0], [given(part(rank, k)) for k in ranks], op
+        case "reduce_scatter_tensor":
+            outputs, getters = [empty()], [rank]
+            call = outputs[0], given(torch.cat([part(rank, k) for k in ranks])), op
+        case "broadcast":
+            outputs, expected = [source(part(rank))], [part(root)]
+            call, options = (outputs[0],), {"group_src": root}
+        case "all_gather":
+            outputs, expected = [empty() for _ in ranks], [part(r) for r in ranks]
+            call = outputs, given(part(rank))
+        case "all_gather_into_tensor":
+            outputs, expected = [empty(size)], [torch.cat([part(r) for r in ranks])]
+            call = outputs[0], given(part(rank))
+        case "all_gather_coalesced":
+            lists = [[empty() for _ in range(3)] for _ in ranks]
+            outputs = [output for of_rank in lists for output in of_rank]
+            expected = [part(r, k) for r in ranks for k in range(3)]
+            call = lists, [given(part(rank, k)) for k in range(3)]
+        case "gather":
+            outputs = [empty() for _ in ranks] if rank == root else []
+            expected = [part(r) for r in ranks] if rank == root else []
+            call, options = (given(part(rank)), outputs or None), {"group_dst": root}
+        case "scatter":
+            outputs, expected = [empty()], [part(root, rank)]
+            parts = [given(part(rank, k)) for k in ranks] if rank == root else None
+            call, options = (outputs[0], parts), {"group_src": root}
+        case "all_to_all":
+            outputs, expected = [empty() for _ in ranks], [part(r, rank) for r in ranks]
+            call = outputs, [given(part(rank, k)) for k in ranks]
+        case "all_to_all_single":
+            outputs, expected = [empty(size)], [torch.cat([part(r, rank) for r in ranks])]
+            call = outputs[0], given(torch.cat([part(rank, k) for k in ranks]))
+        case _:
+            raise ValueError(f"operation must be one of {COLLECTIVES}, not {operation!r}")
+
+    def start(is_async: bool) -> dist.Work | torch.futures.Future | None:
+        return getattr(dist, operation)(*call, group=group, async_op=is_async, **options)
+
+    def verify(checks: Checks, label: str) -> None:
+        for output, getter in zip(outputs, getters, strict=operation in REDUCING):
+            verify_reduction(checks, label, output, [part(r, getter) for r in ranks], reduction)
+        if operation in MOVING:
+            checks.equal(label, outputs, expected)
         for tensor, values in inputs:
             checks.equal(f"{label}: its input", tensor, values)
 
-    def moved(start: Start, outputs: list[Tensor], expected: list[Tensor]) -> Prepared:
-        def verify(checks: Checks, label: str) -> None:
-            checks.equal(label, outputs, expected)
-            inputs_kept(checks, label)
-
-        return Prepared(start, outputs, verify)
-
-    def reduced(start: Start, outputs: list[Tensor], getters: list[int]) -> Prepared:
-        def verify(checks: Checks, label: str) -> None:
-            for output, getter in zip(outputs, getters, strict=True):
-                verify_reduction(checks, label, output, [part(r, getter) for r in ranks], reduction)
-            inputs_kept(checks, label)
-
-        return Prepared(start, outputs, verify)
-
-    if operation == "all_reduce":
-        tensor = source(part(rank))
-        return reduced(lambda a: dist.all_reduce(tensor, op, group=group, async_op=a), [tensor], [0])
-
-    if operation == "all_reduce_coalesced":
-        tensors = [source(part(rank, k)) for k in range(3)]
-        return reduced(
-            lambda a: dist.all_reduce_coalesced(tensors, op, group=group, async_op=a), tensors, list(range(3))
-        )
-
-    if operation == "reduce":
-        tensor = source(part(rank))
-        # The other ranks' tensors are undefined afterwards.
-        outputs, getters = ([tensor], [0]) if rank == root else ([], [])
-        return reduced(
-            lambda a: dist.reduce(tensor, op=op, group=group, group_dst=root, async_op=a), outputs, getters
-        )
-
-    if operation == "reduce_scatter":
-        tensors, output = [given(part(rank, k)) for k in ranks], empty()
-        return reduced(
-            lambda a: dist.reduce_scatter(output, tensors, op, group=group, async_op=a), [output], [rank]
-        )
-
-    if operation == "reduce_scatter_tensor":
-        tensor, output = given(torch.cat([part(rank, k) for k in ranks])), empty()
-        return reduced(
-            lambda a: dist.reduce_scatter_tensor(output, tensor, op, group=group, async_op=a),
-            [output],
-            [rank],
-        )
-
-    if operation == "broadcast":
-        tensor = source(part(rank))
-        return moved(
-            lambda a: dist.broadcast(tensor, group=group, group_src=root, async_op=a), [tensor], [part(root)]
-        )
-
-    if operation == "all_gather":
-        tensor, outputs = given(part(rank)), [empty() for _ in ranks]
-        return moved(
-            lambda a: dist.all_gather(outputs, tensor, group=group, async_op=a),
-            outputs,
-            [part(r) for r in ranks],
-        )
-
-    if operation == "all_gather_into_tensor":
-        tensor, output = given(part(rank)), empty(size)
-        return moved(
-            lambda a: dist.all_gather_into_tensor(output, tensor, group=group, async_op=a),
-            [output],
-            [torch.cat([part(r) for r in ranks])],
-        )
-
-    if operation == "all_gather_coalesced":
-        tensors, lists = (
-            [given(part(rank, k)) for k in range(3)],
-            [[empty() for _ in range(3)] for _ in ranks],
-        )
-        return moved(
-            lambda a: dist.all_gather_coalesced(lists, tensors, group=group, async_op=a),
-            [t for outputs in lists for t in outputs],
-            [part(r, k) for r in ranks for k in range(3)],
-        )
-
-    if operation == "gather":
-        tensor, outputs = given(part(rank)), [empty() for _ in ranks] if rank == root else []
-        return moved(
-            lambda a: dist.gather(tensor, outputs or None, group=group, group_dst=root, async_op=a),
-            outputs,
-            [part(r) for r in ranks] if rank == root else [],
-        )
-
-    if operation == "scatter":
-        tensors, output = [given(part(rank, k)) for k in ranks] if rank == root else None, empty()
-        return moved(
-            lambda a: dist.scatter(output, tensors, group=group, group_src=root, async_op=a),
-            [output],
-            [part(root, rank)],
-        )
-
-    if operation == "all_to_all":
-        tensors, outputs = [given(part(rank, k)) for k in ranks], [empty() for _ in ranks]
-        return moved(
-            lambda a: dist.all_to_all(outputs, tensors, group=group, async_op=a),
-            outputs,
-            [part(r, rank) for r in ranks],
-        )
-
-    if operation == "all_to_all_single":
-        tensor, output = given(torch.cat([part(rank, k) for k in ranks])), empty(size)
-        return moved(
-            lambda a: dist.all_to_all_single(output, tensor, group=group, async_op=a),
-            [output],
-            [torch.cat([part(r, rank) for r in ranks])],
-        )
-
-    raise ValueError(f"operation must be one of {COLLECTIVES}, not {operation!r}")
+    return Prepared(start, outputs, verify)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RUN_TIMEOUT, World, WorldPool, error_of, sizes
+from harness import RUN_TIMEOUT, World, WorldPool, error_of, on_ranks, sizes
 from operations import prepare
 from reference import Checks
 from torch import Tensor
@@ -28,227 +28,130 @@ LONG_TIMEOUT = 4 * RUN_TIMEOUT
 # Only one rank passes bad arguments. Nothing is sent, so a good operation of all ranks works right afterwards.
 
 
-def _bad_calls() -> dict[str, tuple[Callable[[], object], list[str]]]:
-    """Returns calls that are wrong on rank 0 of 3, each with the words that its message must contain."""
-    size = dist.get_world_size()
-    ones = torch.ones
-    calls: dict[str, tuple[Callable[[], object], list[str]]] = {
-        "broadcast root": (lambda: dist.broadcast(ones(2), group_src=7), ["root", "7", "3"]),
-        "broadcast negative root": (lambda: dist.broadcast(ones(2), group_src=-1), ["root", "-1"]),
-        "reduce root": (lambda: dist.reduce(ones(2), group_dst=7), ["root", "7", "3"]),
-        "gather root": (lambda: dist.gather(ones(2), None, group_dst=7), ["root", "7", "3"]),
-        "scatter root": (lambda: dist.scatter(ones(2), None, group_src=7), ["root", "7", "3"]),
-        "gather without list": (lambda: dist.gather(ones(2), None, dst=0), []),
-        "scatter without list": (lambda: dist.scatter(ones(2), None, src=0), []),
-        "all_to_all_single rows": (lambda: dist.all_to_all_single(ones(7), ones(7)), ["7", "3"]),
-        "all_to_all_single output": (lambda: dist.all_to_all_single(ones(9), ones(6)), ["9|3", "6|2"]),
-        "all_to_all_single splits": (
-            lambda: dist.all_to_all_single(ones(6), ones(6), [2, 2, 2], [2, 2, 1]),
-            ["5|2, 2, 1", "6"],
-        ),
-        "all_to_all_single number of splits": (
-            lambda: dist.all_to_all_single(ones(6), ones(6), [3, 3], [2, 2, 2]),
-            ["2", "3"],
-        ),
-        "all_to_all_single negative split": (
-            lambda: dist.all_to_all_single(ones(6), ones(6), [2, 2, 2], [-2, 4, 4]),
-            ["-2"],
-        ),
-        "all_to_all_single dtype": (
-            lambda: dist.all_to_all_single(ones(6), ones(6, dtype=torch.int32)),
-            ["(?i)int"],
-        ),
-        "all_to_all_single zero-dimensional": (lambda: dist.all_to_all_single(ones(()), ones(())), []),
-        "all_reduce of a number": (lambda: dist.all_reduce(1.0), ["tensor"]),
-        "sparse maximum": (
-            lambda: dist.all_reduce(torch.eye(3).to_sparse(), dist.ReduceOp.MAX),
-            ["(?i)sparse", "SUM"],
-        ),
-        "coalesced dtypes": (lambda: dist.all_reduce_coalesced([ones(2), ones(2, dtype=torch.int32)]), []),
-        "complex maximum": (
-            lambda: dist.reduce(ones(2, dtype=torch.complex64), 0, dist.ReduceOp.MAX),
-            ["(?i)max", "(?i)complex"],
-        ),
-        "send to itself": (lambda: dist.isend(ones(2), 0), ["0"]),
-        "recv from itself": (lambda: dist.irecv(ones(2), 0), ["0"]),
-        "send rank": (lambda: dist.isend(ones(2), group_dst=7), ["7", "3"]),
-        "recv rank": (lambda: dist.irecv(ones(2), group_src=7), ["7", "3"]),
-        "send tag": (lambda: dist.isend(ones(2), 1, tag=-3), ["tag", "-3"]),
-        "recv tag": (lambda: dist.irecv(ones(2), 1, tag=-3), ["tag", "-3"]),
-    }
-    # Of lists of tensors, one for each of the 3 ranks, and of the tensors that stand for such lists.
-    lists: dict[str, Callable[[list[Tensor]], object]] = {
-        "gather": lambda t: dist.gather(ones(2), t, dst=0),
-        "scatter": lambda t: dist.scatter(ones(2), t, src=0),
-        "all_gather": lambda t: dist.all_gather(t, ones(2)),
-        "reduce_scatter": lambda t: dist.reduce_scatter(ones(2), t),
-        "all_to_all outputs": lambda t: dist.all_to_all(t, [ones(2)] * 3),
-        "all_to_all inputs": lambda t: dist.all_to_all([ones(2) for _ in range(3)], t),
-        "all_gather_into_tensor": lambda t: dist.all_gather_into_tensor(torch.cat(t), ones(2)),
-        "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(ones(2), torch.cat(t)),
-    }
+# Calls on rank 0 of 3, each with the words that its message must contain. `x` has 12 elements, 4 for each rank, which
+# `parts` cuts up; `matrix` has shape (4, 6).
+BAD = r"""
+dist.broadcast(ones(2), group_src=7) | root 7 3
+dist.broadcast(ones(2), group_src=-1) | root -1
+dist.reduce(ones(2), group_dst=7) | root 7 3
+dist.gather(ones(2), None, group_dst=7) | root 7 3
+dist.scatter(ones(2), None, group_src=7) | root 7 3
+dist.gather(ones(2), None, dst=0) |
+dist.scatter(ones(2), None, src=0) |
+dist.all_to_all_single(ones(7), ones(7)) | 7 3
+dist.all_to_all_single(ones(9), ones(6)) | 9|3 6|2
+dist.all_to_all_single(ones(6), ones(6), [2, 2, 2], [2, 2, 1]) | 5|2,.2,.1 6
+dist.all_to_all_single(ones(6), ones(6), [3, 3], [2, 2, 2]) | 2 3
+dist.all_to_all_single(ones(6), ones(6), [2, 2, 2], [-2, 4, 4]) | -2
+dist.all_to_all_single(ones(6), ones(6, dtype=torch.int32)) | (?i)int
+dist.all_to_all_single(ones(()), ones(())) |
+dist.all_reduce(1.0) | tensor
+dist.all_reduce(torch.eye(3).to_sparse(), op.MAX) | (?i)sparse SUM
+dist.all_reduce_coalesced([ones(2), ones(2, dtype=torch.int32)]) |
+dist.reduce(ones(2, dtype=torch.complex64), 0, op.MAX) | (?i)max (?i)complex
+dist.isend(ones(2), 0) | 0
+dist.irecv(ones(2), 0) | 0
+dist.isend(ones(2), group_dst=7) | 7 3
+dist.irecv(ones(2), group_src=7) | 7 3
+dist.isend(ones(2), 1, tag=-3) | tag -3
+dist.irecv(ones(2), 1, tag=-3) | tag -3
+dist.all_reduce(bools, op.AVG) | (?i)avg (?i)bool
+dist.reduce(bools, 0, op.AVG) | (?i)avg (?i)bool
+dist.reduce_scatter_tensor(bools[:1], bools, op.AVG) | (?i)avg (?i)bool
+dist.all_to_all_single(x, x) | shares.memory.with
+dist.all_to_all_single(x[:-3], x[3:]) | shares.memory.with
+dist.all_to_all_single(matrix.t()[:3], matrix.t()[2:-1]) | shares.memory.with
+dist.all_to_all(parts, parts) | outputs\[1\].*inputs\[1\]
+dist.all_to_all([parts[0], parts[1], parts[1]], [ones(4)] * 3) | outputs\[2\].*outputs\[1\]
+dist.all_to_all([ones(4), ones(4), parts[2]], parts) | outputs\[2\].*inputs\[2\]
+dist.all_gather([x] * 3, ones(12)) | shares.memory.with
+dist.all_gather([x[:4], x[4:8], x[7:11]], ones(4)) | outputs\[2\].*outputs\[1\]
+dist.all_gather([matrix[:, :2], matrix[:, 1:3], matrix[:, 4:]], ones(4, 2)) | outputs\[1\].*outputs\[0\]
+dist.all_gather(parts, parts[1]) | outputs\[1\].*inputs
+dist.all_gather(parts, x[1:5]) | shares.memory.with
+dist.all_gather_into_tensor(x, parts[1]) | output.*input
+dist.all_gather_into_tensor(x, x[1:5]) | output.*input
+together(dist.all_gather_into_tensor, (x, ones(4)), (ones(12), parts[0])) | output\[0\].*input\[1\]
+dist.all_gather_coalesced([parts, parts, parts], [ones(4)] * 3) | outputs\[\d\].*outputs\[\d\]
+dist.reduce_scatter(parts[1], parts) | outputs.*inputs
+dist.reduce_scatter(x[1:5], parts) | outputs.*inputs
+dist.reduce_scatter(parts[0], [parts[0]] * 3) | outputs.*inputs\[[12]\]
+dist.reduce_scatter_tensor(parts[1], x) | output.*input
+dist.reduce_scatter_tensor(x[1:5], x) | output.*input
+together(dist.reduce_scatter_tensor, (parts[0], x), (x[4:8], ones(12))) | output\[1\].*input\[0\]
+dist.gather(ones(4), [parts[0], parts[1], parts[1]], dst=0) | outputs\[2\].*outputs\[1\]
+dist.gather(parts[1], parts, dst=0) | outputs\[1\].*inputs
+dist.scatter(parts[1], parts, src=0) | outputs.*inputs\[1\]
+dist.all_reduce_coalesced([x, x]) | shares.memory.with
+backend.allreduce_coalesced([x[:5], x[4:]]) | tensors\[1\].*tensors\[0\]
+backend.allreduce([x, x]) | shares.memory.with
+backend.broadcast([parts[0], x[2:6]]) | shares.memory.with
+dist.all_reduce(x[:8].unfold(0, 4, 2)) | share.memory
+dist.broadcast(ones(1).expand(4), 0) | share.memory
+dist.irecv(x.as_strided((2, 3), (4, 2)), 1) | share.memory
+"""
+# Of lists of tensors `t`, one for each of the 3 ranks, and of the tensors that stand for such lists.
+OF_LISTS = """
+dist.gather(ones(2), t, dst=0)
+dist.scatter(ones(2), t, src=0)
+dist.all_gather(t, ones(2))
+dist.reduce_scatter(ones(2), t)
+dist.all_to_all(t, [ones(2)] * 3)
+dist.all_to_all([ones(2) for _ in range(3)], t)
+dist.all_gather_into_tensor(torch.cat(t), ones(2))
+dist.reduce_scatter_tensor(ones(2), torch.cat(t))
+"""
+
+
+def _together(operation: Callable[..., object], *calls: tuple[Tensor, Tensor]) -> None:
+    with dist._coalescing_manager():
+        for output, given in calls:
+            operation(output, given)
+
+
+def _bad_calls() -> Iterator[tuple[str, dict[str, object], list[str]]]:
+    """Yields expressions, each with its names and the words that its message must contain."""
+    ones, x = torch.ones, torch.ones(12)
+    names = {"dist": dist, "torch": torch, "op": dist.ReduceOp, "ones": ones, "together": _together, "x": x}
+    names |= {"parts": list(x.chunk(3)), "matrix": ones(4, 6), "bools": ones(3, dtype=torch.bool)}
+    names["backend"] = dist.group.WORLD._get_backend(torch.device("cpu"))
+    for line in BAD.strip().splitlines():
+        call, _, shown = line.partition(" | ")
+        yield call.removesuffix(" |"), names, shown.split()
     int32 = ones(2, dtype=torch.int32)
-    for name, call in lists.items():
-        whole = name.endswith("_tensor")
-        wrong = {
-            "too long": ([ones(2) for _ in range(4)], ["8|4", "6|2|3"] if whole else ["4", "3"]),
-            "too short": ([ones(2)], ["2|1", "6|2|3"]),
-            "dtype": ([int32] * 3 if whole else [ones(2), int32, ones(2)], ["(?i)int"]),
-        }
-        if not name.startswith("all_to_all"):
-            wrong["shape"] = ([ones(5), ones(2), ones(2)], ["9|5", "6|2"])
-        for what, (tensors, shown) in wrong.items():
-            calls[f"{name} {what}"] = (lambda c=call, t=tensors: c(t), shown)
-    calls |= _shared_memory(size)
-    for name, call in {
-        "all_reduce": lambda t: dist.all_reduce(t, dist.ReduceOp.AVG),
-        "reduce": lambda t: dist.reduce(t, 0, dist.ReduceOp.AVG),
-        "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(t[:1], t, dist.ReduceOp.AVG),
-    }.items():
-        calls[f"{name} AVG of bools"] = (
-            lambda c=call: c(ones(size, dtype=torch.bool)),
-            ["(?i)avg", "(?i)bool"],
-        )
-    for dtype in (torch.float16, torch.float32, torch.float64):
-        for op in ("BAND", "BOR", "BXOR"):
-            tensor = ones(2, dtype=dtype)
-            calls[f"all_reduce {op} {dtype}"] = (
-                lambda o=op, t=tensor: dist.all_reduce(t, getattr(dist.ReduceOp, o)),
-                [f"(?i){op}", str(dtype).removeprefix("torch.")],
-            )
-    return calls
+    for call in OF_LISTS.strip().splitlines():
+        whole = "cat(t)" in call
+        yield call, names | {"t": [ones(2) for _ in range(4)]}, ["8|4", "6|2|3"] if whole else ["4", "3"]
+        yield call, names | {"t": [ones(2)]}, ["2|1", "6|2|3"]
+        yield call, names | {"t": [int32] * 3 if whole else [ones(2), int32, ones(2)]}, ["(?i)int"]
+        if "all_to_all" not in call:
+            yield call, names | {"t": [ones(5), ones(2), ones(2)]}, ["9|5", "6|2"]
+    for dtype in ("float16", "float32", "float64"):
+        for name in ("BAND", "BOR", "BXOR"):
+            yield f"dist.all_reduce(ones(2, dtype=torch.{dtype}), op.{name})", names, [f"(?i){name}", dtype]
 
 
-def _shared_memory(size: int) -> dict[str, tuple[Callable[[], object], list[str]]]:
-    """Returns calls whose outputs overlap memory that is still to be read or written."""
-    ones, x = torch.ones, torch.ones(4 * size)
-    parts = list(x.chunk(size))  # the first one is for rank 0
-    matrix = ones(4, 2 * size)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    several, shares = ["shares memory with"], ["share memory"]
-
-    def together(operation: Callable[..., object], calls: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        with dist._coalescing_manager():
-            for output, input in calls:
-                operation(output, input)
-
-    return {
-        "all_to_all_single in place": (lambda: dist.all_to_all_single(x, x), several),
-        "all_to_all_single shifted": (lambda: dist.all_to_all_single(x[:-size], x[size:]), several),
-        "all_to_all_single columns": (
-            lambda: dist.all_to_all_single(matrix.t()[:size], matrix.t()[size - 1 : -1]),
-            several,
-        ),
-        "all_to_all in place": (lambda: dist.all_to_all(parts, parts), [r"outputs\[1\].*inputs\[1\]"]),
-        "all_to_all one output twice": (
-            lambda: dist.all_to_all([parts[0], parts[1], parts[1]], [ones(4)] * 3),
-            [r"outputs\[2\].*outputs\[1\]"],
-        ),
-        "all_to_all output in input": (
-            lambda: dist.all_to_all([ones(4), ones(4), parts[2]], parts),
-            [r"outputs\[2\].*inputs\[2\]"],
-        ),
-        "all_gather one output thrice": (lambda: dist.all_gather([x] * size, ones(x.numel())), several),
-        "all_gather outputs that overlap": (
-            lambda: dist.all_gather([x[:4], x[4:8], x[7:11]], ones(4)),
-            [r"outputs\[2\].*outputs\[1\]"],
-        ),
-        "all_gather columns that overlap": (
-            lambda: dist.all_gather([matrix[:, :2], matrix[:, 1:3], matrix[:, 4:]], ones(4, 2)),
-            [r"outputs\[1\].*outputs\[0\]"],
-        ),
-        "all_gather input in another's place": (
-            lambda: dist.all_gather(parts, parts[1]),
-            [r"outputs\[1\].*inputs"],
-        ),
-        "all_gather input shifted": (lambda: dist.all_gather(parts, x[1:5]), several),
-        "all_gather_into_tensor another's place": (
-            lambda: dist.all_gather_into_tensor(x, parts[1]),
-            ["output.*input"],
-        ),
-        "all_gather_into_tensor shifted": (lambda: dist.all_gather_into_tensor(x, x[1:5]), ["output.*input"]),
-        "all_gather coalesced": (
-            lambda: together(dist.all_gather_into_tensor, [(x, ones(4)), (ones(4 * size), parts[0])]),
-            [r"output\[0\].*input\[1\]"],
-        ),
-        "all_gather_coalesced": (
-            lambda: dist.all_gather_coalesced([parts, parts, parts], [ones(4)] * size),
-            [r"outputs\[\d\].*outputs\[\d\]"],
-        ),
-        "reduce_scatter output in another's place": (
-            lambda: dist.reduce_scatter(parts[1], parts),
-            ["outputs.*inputs"],
-        ),
-        "reduce_scatter shifted": (lambda: dist.reduce_scatter(x[1:5], parts), ["outputs.*inputs"]),
-        "reduce_scatter all in one": (
-            lambda: dist.reduce_scatter(parts[0], [parts[0]] * size),
-            [r"outputs.*inputs\[[12]\]"],
-        ),
-        "reduce_scatter_tensor another's place": (
-            lambda: dist.reduce_scatter_tensor(parts[1], x),
-            ["output.*input"],
-        ),
-        "reduce_scatter_tensor shifted": (lambda: dist.reduce_scatter_tensor(x[1:5], x), ["output.*input"]),
-        "reduce_scatter coalesced": (
-            lambda: together(dist.reduce_scatter_tensor, [(parts[0], x), (x[4:8], ones(4 * size))]),
-            [r"output\[1\].*input\[0\]"],
-        ),
-        "gather one output twice": (
-            lambda: dist.gather(ones(4), [parts[0], parts[1], parts[1]], dst=0),
-            [r"outputs\[2\].*outputs\[1\]"],
-        ),
-        "gather input in another's place": (
-            lambda: dist.gather(parts[1], parts, dst=0),
-            [r"outputs\[1\].*inputs"],
-        ),
-        "scatter output in another's place": (
-            lambda: dist.scatter(parts[1], parts, src=0),
-            [r"outputs.*inputs\[1\]"],
-        ),
-        "all_reduce_coalesced twice": (lambda: dist.all_reduce_coalesced([x, x]), several),
-        "allreduce_coalesced overlap": (
-            lambda: backend.allreduce_coalesced([x[:5], x[4:]]),
-            [r"tensors\[1\].*tensors\[0\]"],
-        ),
-        "several tensors of a rank": (lambda: backend.allreduce([x, x]), several),
-        "several tensors broadcast": (lambda: backend.broadcast([parts[0], x[2:6]]), several),
-        "windows of one tensor": (lambda: dist.all_reduce(x[:8].unfold(0, 4, 2)), shares),
-        "expanded": (lambda: dist.broadcast(ones(1).expand(4), 0), shares),
-        "strides that meet": (lambda: dist.irecv(x.as_strided((2, 3), (4, 2)), 1), shares),
-    }
-
-
-def bad_arguments() -> None:
-    bad = _bad_calls()
+@on_ranks(3)
+def test_bad_arguments() -> None:
     with Checks() as checks:
-        for name, (call, shown) in bad.items():
+        for call, names, shown in _bad_calls():
             if dist.get_rank() == 0:
                 try:
-                    call()
-                    checks.true(f"{name}: no error", False)
+                    eval(call, names)
+                    checks.true(f"{call}: no error", False)
                 except (ValueError, TypeError) as error:
-                    for pattern in shown:
-                        checks.true(
-                            f"{name}: {pattern!r} is not in {error!r}", bool(re.search(pattern, str(error)))
-                        )
+                    missing = [pattern for pattern in shown if not re.search(pattern, str(error))]
+                    checks.true(f"{call}: {missing} not in {error!r}", not missing)
                 except BaseException as error:
-                    checks.true(f"{name}: {error!r} instead of a ValueError or TypeError", False)
+                    checks.true(f"{call}: {error!r} instead of a ValueError or TypeError", False)
             good = prepare("all_reduce", torch.float32, (5,))
             good.start(False)
-            good.verify(checks, f"all_reduce after {name}")
-
-
-def test_bad_arguments(worlds: WorldPool) -> None:
-    worlds(3).run(bad_arguments)
+            good.verify(checks, f"all_reduce after {call}")
 
 
 # --- ranks that disagree ------------------------------------------------------------------------------------
 
 # Each case has its own group, so a failure does not disturb the next case.
-
-
-def _zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.zeros(shape, dtype=dtype)
 
 
 def _exchange(numel: int, first: int, group: dist.ProcessGroup) -> None:
@@ -257,141 +160,74 @@ def _exchange(numel: int, first: int, group: dist.ProcessGroup) -> None:
     if rank != first:
         time.sleep(0.05)
     plan = _C.NeighborPlan(rank, 2, 0.5, [(1 - rank, 0.5)], [(1 - rank, 1.0)])
-    group._get_backend(torch.device("cpu")).neighbor_allreduce(_zeros(numel), plan).wait()
+    group._get_backend(torch.device("cpu")).neighbor_allreduce(torch.zeros(numel), plan).wait()
 
 
 def _message(numel: int, dtype: torch.dtype, group: dist.ProcessGroup) -> None:
     if dist.get_rank(group) == 0:
-        dist.send(_zeros(numel, dtype=dtype), group_dst=1, group=group)
+        dist.send(torch.zeros(numel, dtype=dtype), group_dst=1, group=group)
     else:
-        dist.recv(_zeros(10), group_src=0, group=group)
+        dist.recv(torch.zeros(10), group_src=0, group=group)
 
 
-_FLOAT_INT = [torch.float32, torch.int32]
-_SUM_MAX = [dist.ReduceOp.SUM, dist.ReduceOp.MAX]
-_TYPES = ["(?i)float", "(?i)int"]
-
-# name -> (the call in this group, by a rank with the argument 0 or 1; the words in the message of every rank)
-_Call = Callable[[int, dist.ProcessGroup], object]
-DISAGREEMENTS: dict[str, tuple[_Call, list[str]]] = {
-    "all_reduce size": (lambda r, g: dist.all_reduce(_zeros(1000 + r), group=g), ["1000", "1001"]),
-    "all_reduce large size": (
-        lambda r, g: dist.all_reduce(_zeros(100_000 + r), group=g),
-        ["100000", "100001"],
-    ),
-    "all_reduce small and large": (
-        lambda r, g: dist.all_reduce(_zeros(3 + 99_999 * r), group=g),
-        ["3", "100002"],
-    ),
-    "all_reduce empty and not": (lambda r, g: dist.all_reduce(_zeros(5 * r), group=g), ["5"]),
-    "all_reduce shape": (
-        lambda r, g: dist.all_reduce(_zeros(*[(4, 6), (6, 4)][r]), group=g),
-        [r"4\D{1,3}6", r"6\D{1,3}4"],
-    ),
-    "all_reduce dtype": (
-        lambda r, g: dist.all_reduce(_zeros(8, dtype=_FLOAT_INT[r]), group=g),
-        _TYPES,
-    ),
-    "all_reduce op": (
-        lambda r, g: dist.all_reduce(_zeros(8), _SUM_MAX[r], group=g),
-        ["(?i)sum", "(?i)max"],
-    ),
-    "broadcast size": (lambda r, g: dist.broadcast(_zeros(10 + r), group=g, group_src=0), ["10", "11"]),
-    "broadcast large size": (
-        lambda r, g: dist.broadcast(_zeros(100_000 + r), group=g, group_src=0),
-        ["100000", "100001"],
-    ),
-    "broadcast dtype": (
-        lambda r, g: dist.broadcast(_zeros(8, dtype=_FLOAT_INT[r]), group=g, group_src=0),
-        _TYPES,
-    ),
-    "broadcast root": (lambda r, g: dist.broadcast(_zeros(8), group=g, group_src=r), ["(?i)root"]),
-    "reduce size": (lambda r, g: dist.reduce(_zeros(10 + r), group=g, group_dst=0), ["10", "11"]),
-    "reduce op": (
-        lambda r, g: dist.reduce(_zeros(8), op=_SUM_MAX[r], group=g, group_dst=0),
-        ["(?i)sum", "(?i)max"],
-    ),
-    "reduce root": (lambda r, g: dist.reduce(_zeros(8), group=g, group_dst=r), ["(?i)root"]),
-    "all_gather size": (
-        lambda r, g: dist.all_gather([_zeros(10 + r) for _ in range(g.size())], _zeros(10 + r), group=g),
-        ["10", "11"],
-    ),
-    "all_gather_into_tensor size": (
-        lambda r, g: dist.all_gather_into_tensor(_zeros(20 + 2 * r), _zeros(10 + r), group=g),
-        ["10|20", "11|22"],
-    ),
-    "gather size": (
-        lambda r, g: dist.gather(
-            _zeros(10 + r), [_zeros(10), _zeros(10)] if r == 0 else None, group=g, group_dst=0
-        ),
-        ["10", "11"],
-    ),
-    "gather root": (
-        lambda r, g: dist.gather(_zeros(8), [_zeros(8), _zeros(8)], group=g, group_dst=r),
-        ["(?i)root"],
-    ),
-    "scatter size": (
-        lambda r, g: dist.scatter(
-            _zeros(10 + r), [_zeros(10), _zeros(10)] if r == 0 else None, group=g, group_src=0
-        ),
-        ["10", "11"],
-    ),
-    "reduce_scatter_tensor size": (
-        lambda r, g: dist.reduce_scatter_tensor(_zeros(10 + r), _zeros(20 + 2 * r), group=g),
-        ["10|20", "11|22"],
-    ),
-    "all_to_all size": (
-        lambda r, g: dist.all_to_all([_zeros(10 + r), _zeros(10 + r)], [_zeros(10 + r)] * 2, group=g),
-        ["10", "11"],
-    ),
-    "all_to_all_single splits": (
-        lambda r, g: dist.all_to_all_single(_zeros(10), _zeros(10), [5, 5], [[5, 5], [4, 6]][r], group=g),
-        ["20", "16|24"],  # in bytes of float32
-    ),
-    "number of coalesced tensors": (
-        lambda r, g: dist.all_reduce_coalesced([_zeros(6) for _ in range(2 + r)], group=g),
-        ["2|12", "3|18"],
-    ),
-    "operation": (
-        lambda r, g: (
-            dist.all_reduce(_zeros(8), group=g) if r else dist.broadcast(_zeros(8), group=g, group_src=0)
-        ),
-        ["(?i)all_?reduce", "(?i)broadcast"],
-    ),
-    "operation and barrier": (
-        lambda r, g: dist.all_reduce(_zeros(8), group=g) if r else dist.barrier(g),
-        ["(?i)all_?reduce", "(?i)barrier"],
-    ),
-    "exchange, 0 first": (
-        lambda r, g: _exchange(600_000 + r, 0, g),
-        ["neighbor_allreduce", "ranks disagree"],
-    ),
-    "exchange, 1 first": (
-        lambda r, g: _exchange(600_000 + r, 1, g),
-        ["neighbor_allreduce", "ranks disagree"],
-    ),
-}
-# Only the receiver of a message needs to know; the words in its message.
-MESSAGES: dict[str, tuple[_Call, list[str]]] = {
-    "longer message": (lambda r, g: _message(12, torch.float32, g), ["10"]),
-    "shorter message": (lambda r, g: _message(8, torch.float32, g), ["10"]),
-    "much longer message": (lambda r, g: _message(200_000, torch.float32, g), ["10"]),
-    "message dtype": (lambda r, g: _message(10, torch.int32, g), _TYPES),
-}
+# The call in group `g` by a rank with the argument `r`, 0 or 1; the words in the message of every rank;
+# those of all_to_all_single are bytes.
+_DISAGREEMENTS = r"""
+dist.all_reduce(zeros(1000 + r), group=g) | 1000 1001
+dist.all_reduce(zeros(100_000 + r), group=g) | 100000 100001
+dist.all_reduce(zeros(3 + 99_999 * r), group=g) | 3 100002
+dist.all_reduce(zeros(5 * r), group=g) | 5
+dist.all_reduce(zeros([(4, 6), (6, 4)][r]), group=g) | 4\D{1,3}6 6\D{1,3}4
+dist.all_reduce(zeros(8, dtype=types[r]), group=g) | (?i)float (?i)int
+dist.all_reduce(zeros(8), sum_max[r], group=g) | (?i)sum (?i)max
+dist.broadcast(zeros(10 + r), group=g, group_src=0) | 10 11
+dist.broadcast(zeros(100_000 + r), group=g, group_src=0) | 100000 100001
+dist.broadcast(zeros(8, dtype=types[r]), group=g, group_src=0) | (?i)float (?i)int
+dist.broadcast(zeros(8), group=g, group_src=r) | (?i)root
+dist.reduce(zeros(10 + r), group=g, group_dst=0) | 10 11
+dist.reduce(zeros(8), op=sum_max[r], group=g, group_dst=0) | (?i)sum (?i)max
+dist.reduce(zeros(8), group=g, group_dst=r) | (?i)root
+dist.all_gather([zeros(10 + r) for _ in range(g.size())], zeros(10 + r), group=g) | 10 11
+dist.all_gather_into_tensor(zeros(20 + 2 * r), zeros(10 + r), group=g) | 10|20 11|22
+dist.gather(zeros(10 + r), None if r else [zeros(10), zeros(10)], group=g, group_dst=0) | 10 11
+dist.gather(zeros(8), [zeros(8), zeros(8)], group=g, group_dst=r) | (?i)root
+dist.scatter(zeros(10 + r), None if r else [zeros(10), zeros(10)], group=g, group_src=0) | 10 11
+dist.reduce_scatter_tensor(zeros(10 + r), zeros(20 + 2 * r), group=g) | 10|20 11|22
+dist.all_to_all([zeros(10 + r), zeros(10 + r)], [zeros(10 + r)] * 2, group=g) | 10 11
+dist.all_to_all_single(zeros(10), zeros(10), [5, 5], [[5, 5], [4, 6]][r], group=g) | 20 16|24
+dist.all_reduce_coalesced([zeros(6) for _ in range(2 + r)], group=g) | 2|12 3|18
+dist.all_reduce(zeros(8), group=g) if r else dist.broadcast(zeros(8), group=g, group_src=0) | (?i)all_?reduce (?i)broadcast
+dist.all_reduce(zeros(8), group=g) if r else dist.barrier(g) | (?i)all_?reduce (?i)barrier
+exchange(600_000 + r, 0, g) | neighbor_allreduce ranks.disagree
+exchange(600_000 + r, 1, g) | neighbor_allreduce ranks.disagree
+"""
+# Only the receiver of a message, 10 numbers, needs to know: it is longer, shorter, much longer, or of another type.
+_MESSAGES = r"""
+message(12, torch.float32, g) | 10
+message(8, torch.float32, g) | 10
+message(200_000, torch.float32, g) | 10
+message(10, torch.int32, g) | (?i)float (?i)int
+"""
+DISAGREEMENTS, MESSAGES = (
+    {call: words.split() for call, words in (line.split(" | ") for line in table.strip().splitlines())}
+    for table in (_DISAGREEMENTS, _MESSAGES)
+)
 # All of more ranks depend on one that disagrees.
-OF_ALL = ["all_reduce size", "all_reduce large size", "all_reduce op", "all_gather size"]
+OF_ALL = [list(DISAGREEMENTS)[place] for place in (0, 1, 6, 14)]
 
 
-def disagree(names: list[str]) -> None:
+def disagree(calls: list[str]) -> None:
     """The last rank passes other arguments than all others."""
     rank, size = dist.get_rank(), dist.get_world_size()
+    names = {"dist": dist, "torch": torch, "zeros": torch.zeros, "exchange": _exchange, "message": _message}
+    names |= {"types": [torch.float32, torch.int32], "sum_max": [dist.ReduceOp.SUM, dist.ReduceOp.MAX]}
     with Checks() as checks:
-        for name in names:
-            call, shown = (DISAGREEMENTS | MESSAGES)[name]
+        for name in calls:
+            shown = (DISAGREEMENTS | MESSAGES)[name]
             group = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
             error = ""
             try:
-                call(int(rank == size - 1), group)
+                eval(name, names | {"r": int(rank == size - 1), "g": group})
             except dist.DistBackendError as raised:
                 error = str(raised)
             except BaseException as raised:
@@ -459,15 +295,15 @@ def far_deadlines(timeout: timedelta) -> None:
     fogdist.init()
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     for numel in (10, 200_000):
-        dist.all_reduce(_zeros(numel))
+        dist.all_reduce(torch.zeros(numel))
     # The other rank comes late, so a deadline that wrongly expires at once would show.
     if rank == 1:
         time.sleep(0.1)
     work = dist.barrier(async_op=True)
     assert work is not None and work.wait(timeout)
     dist.monitored_barrier(timeout=timeout)
-    backend.allreduce_named(_zeros(3), dist.ReduceOp.SUM, timeout=timeout).wait()
-    window = fogdist.Window(_zeros(4), timeout=timeout)
+    backend.allreduce_named(torch.zeros(3), dist.ReduceOp.SUM, timeout=timeout).wait()
+    window = fogdist.Window(torch.zeros(4), timeout=timeout)
     other = 1 - rank
     window.put(torch.ones(4), timeout=timeout)
     with window.lock(timeout=timeout):
@@ -477,7 +313,7 @@ def far_deadlines(timeout: timedelta) -> None:
     if rank == 1:
         time.sleep(0.1)
     window.free(timeout=timeout)
-    raw = backend.create_window(_zeros(4), "raw", [other], [other], timeout=timeout)
+    raw = backend.create_window(torch.zeros(4), "raw", [other], [other], timeout=timeout)
     if rank == 0:
         raw.signal(other, timeout=timeout).wait()
     else:

@@ -32,7 +32,7 @@ from codec_lists import CODECS
 from fogdist import checkpoint, flight_record, nested, state_transfer, timeline
 from fogdist.checkpoint import folders, pieces
 from harness import World, error_of, fork
-from test_shared_memory import RingTo, make_group, my_rank, store
+from test_shared_memory import RingTo, my_rank, write_to_inbox
 from test_tcp import APART, HELLO, data_connections, exchange_with_all, listening_ports, visit
 
 from fog_pg import _C, _joining
@@ -328,25 +328,13 @@ def test_greetings(new_world: Callable[..., World], tries: int) -> None:
 
 
 def message(tries: range) -> dict[str, int]:
-    """Rank 1 writes a mutated message into rank 0's inbox, each in its own group; returns what became of its group."""
+    """Rank 1 writes mutated messages into rank 0's inbox; returns what became of their groups."""
     counts = {"accepted": 0, "refused": 0}
     for seed in tries:
         name = f"mutated {seed}"
-        group, tensor = make_group(name), torch.ones(3)
-        if my_rank() == 0:
-            group.recv([tensor], 1, 0).wait()
-            store().set(f"{name} received", "")
-            store().wait([f"{name} written"])
-            error = error_of(lambda: group.recv([torch.ones(3)], 1, 0).wait(timedelta(seconds=1)))
-            counts["refused" if error else "accepted"] += 1
-        else:
-            group.send([tensor], 0, 0).wait()
-            store().wait([f"{name} received"])
-            ring = RingTo(1)
-            ring.write(mutated(ring.last_record(), random.Random(name)))
-            store().set(f"{name} written", "")
-        store().set(f"{name} done {my_rank()}", "")
-        store().wait([f"{name} done {rank}" for rank in range(2)])
+        draw = random.Random(name)
+        error = write_to_inbox(name, lambda ring, draw=draw: ring.write(mutated(ring.last_record(), draw)))
+        counts["refused" if error else "accepted"] += my_rank() == 0
     return counts
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import signal
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -22,6 +21,7 @@ from operations import REDUCING, prepare
 from reference import Checks
 from test_bootstrap import join, launcher_store, my_rank
 from test_collectives import sweep, sweep_roots, sweep_types
+from test_shared_memory import leave_first
 from wrapped_mpi import compile_wrapper
 
 pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
@@ -78,24 +78,8 @@ def calls(*names: str) -> int:
     return sum(found)
 
 
-def leave() -> int:
-    """Ranks 0 and 1 exchange a message, then rank 0 ends; returns how many messages this rank sends afterwards."""
-    from fog_pg import _C
-
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    tensor = torch.ones(4)
-    if rank == 0:
-        dist.send(tensor, 1)
-    elif rank == 1:
-        dist.recv(tensor, 0)
-    before = calls("MPI_Isend", "MPI_Issend")
-    store.set(f"counted/{rank}", "1")
-    store.wait([f"counted/{each}" for each in range(dist.get_world_size())])
-    if rank == 0:
-        _C.shutdown()
-        store.set("gone", "1")
-    store.wait(["gone"])
-    return calls("MPI_Isend", "MPI_Issend") - before
+def messages() -> int:
+    return calls("MPI_Isend", "MPI_Issend")
 
 
 def test_goodbyes_go_to_those_that_were_messaged(
@@ -103,7 +87,7 @@ def test_goodbyes_go_to_those_that_were_messaged(
 ) -> None:
     """Rank 0 says goodbye to rank 1, which answers; the others get no message."""
     world = new_world(4, environment=APART | library("mpi_counter.c") | {"FOG_CONFIRM": "0"})
-    assert world.run(leave) == [1, 1, 0, 0]
+    assert [after - before for before, after in world.run(leave_first, messages)] == [1, 1, 0, 0]
 
 
 # --- calls that do not return -------------------------------------------------------------------------------
@@ -217,23 +201,6 @@ def test_a_call_of_rma_that_does_not_return(
     operation = "win_put" if by_window else "neighbor_allreduce"
     assert re.search(rf"{operation}.*{call} with rank 1", message), message
     world.close()
-
-
-def end_while_stuck() -> None:
-    """The process exits with an operation in flight whose deadline is far in the future."""
-    global kept
-    kept = dist.irecv(torch.ones(3), 1 - dist.get_rank())
-    hang("MPI_Improbe", sleeps=True)
-    time.sleep(0.05)
-
-
-@pytest.mark.long
-def test_exit_while_a_call_does_not_return(
-    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
-) -> None:
-    world = new_world(2, timeout=4 * RUN_TIMEOUT, environment=APART | library("stuck_mpi.c"))
-    world.run(end_while_stuck)
-    world.close()  # raises if a rank does not end
 
 
 def start_with_a_stuck_rank() -> tuple[str, str]:
@@ -373,25 +340,3 @@ def test_reductions_by_mpi(new_world: Callable[..., World], library: Callable[[s
     world.run(sweep, sweep_types, REDUCING, timeout=2 * RUN_TIMEOUT)
     world.run(sweep, sweep_roots, ["reduce"])
     world.run(who_reduces)
-
-
-def reduce_without_an_answer(pid: int) -> str:
-    """Rank 1 is stopped."""
-    dist.all_reduce(torch.ones(3))
-    if dist.get_rank() == 1:
-        os.kill(pid, signal.SIGSTOP)
-    error = ""
-    while not error:
-        error = error_of(lambda: dist.all_reduce(torch.ones(1_000_000)))
-    assert error_of(lambda: dist.all_reduce(torch.ones(3)))
-    os.kill(pid, signal.SIGKILL)
-    return error
-
-
-def test_a_rank_that_does_not_answer_a_reduction(new_world: Callable[..., World]) -> None:
-    """The timeout ends the Work with an error that names the rank, and nothing hangs at the end."""
-    environment = APART | TCP_ONLY | {"FOG_REDUCE": "mpi"}
-    world = new_world(2, timeout=3.0, environment=environment, finalizing=None)
-    survivor, victim = world.run_raw(reduce_without_an_answer, world.pid(1))
-    assert victim.state == "died" and survivor.state == "returned", f"{victim}\n{survivor}"
-    assert "timed out" in survivor.value and re.search(r"\brank 1\b", survivor.value), survivor.value
