@@ -162,7 +162,7 @@ def train(options: Mapping[str, Any]) -> None:
             cool += 1
             if cool == COOL_STEPS:
                 say("cooled", values=values())
-        time.sleep(options.get("pause", 0.01))
+        time.sleep(0.01)
     if options.get("settles"):
         optimizer.settle()
         say(
@@ -622,24 +622,6 @@ def test_processes_that_fail_while_they_join(new_job: Callable[..., Job], at: st
 
 
 @pytest.mark.long
-def test_one_of_two_processes_that_join_at_once_stops(new_job: Callable[..., Job]) -> None:
-    """The ranks wait for it a few seconds. The other process does not, and is a rank by then."""
-    job = new_job(pause=0.5)  # so that one look sees both
-    for rank in (1, 2):
-        job.lose(rank)
-    before, after = ((NEWCOMER, "enter", when, "SIGSTOP") for when in ("before", "after"))
-    stopped, job.members[2] = job.join(1, faults=[before, after]), job.join(2, faults=[before])
-    for number in (stopped, job.members[2]):
-        job.until_stopped(number)
-    for number in (stopped, job.members[2]):
-        job.kill(number, signal.SIGCONT)
-    job.agree()
-    assert "of which [1, 2] joined" in job.log(0), job.report()
-    job.kill(stopped)
-    job.end()
-
-
-@pytest.mark.long
 def test_a_rank_that_is_stopped_keeps_its_number(new_job: Callable[..., Job]) -> None:
     """Nobody takes the number of a rank that counts as lost but runs, until its process has ended."""
     job = new_job(environment={"FOG_LOST_AFTER": "2"})
@@ -993,45 +975,7 @@ def test_the_entry_of_a_later_process_stays() -> None:
     assert _joining.read_world(store, RANKS).size == RANKS
 
 
-def test_a_job_of_another_version() -> None:
-    """Which knew of no hosts yet."""
-    store = dist.HashStore()
-    store.set("fog/world/entry/1", json.dumps({"entry": "one", "id": GROUP, "size": RANKS, "epoch": 0}))
-    with pytest.raises(
-        RuntimeError, match="another version of fog than this process: rank 1 does not tell its 'host'"
-    ):
-        _joining.read_world(store, RANKS)
-
-
 # --- what it costs without newcomers ----------------------------------------------------------------------------
-
-
-class NoStore:
-    def __getattr__(self, name: str) -> NoReturn:
-        raise AssertionError(f"the Store is asked: {name}")
-
-
-def look_in_vain() -> int:
-    """Looks ten thousand times in a process that may make no system call but exit; any other would kill it."""
-    door = joining.Door(NoStore(), 0)  # type: ignore[arg-type]
-    libc = ctypes.CDLL(None)
-    syscall, prctl = libc.syscall, libc.prctl
-    assert door.is_quiet(0)
-    PR_SET_SECCOMP, SECCOMP_MODE_STRICT, SYS_exit = 22, 1, 60
-    child = os.fork()
-    if child == 0:
-        if prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT, 0, 0, 0) != 0:
-            os._exit(2)
-        for _ in range(10_000):
-            if not door.is_quiet(0):
-                syscall(SYS_exit, 1)
-        syscall(SYS_exit, 0)
-    return os.waitpid(child, 0)[1]
-
-
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of the system call is that of x86_64")
-def test_looking_for_newcomers_makes_no_system_call(new_world: Callable[..., World]) -> None:
-    assert new_world(1, initialize=False).run(look_in_vain) == [0]
 
 
 def train_quietly(steps: int) -> list[int]:
