@@ -16,15 +16,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import fogdist
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RUN_TIMEOUT, World, error_of
 from hosts import TCP_USER_TIMEOUT, run_on_hosts
-from reference import Checks, make_input
+from test_bootstrap import mapped
 from test_machines import VARIABLE
-from test_rma import PER_MACHINE, exchanges
+from test_rma import PER_MACHINE, exchange_and_check
 
 from fog_pg import _C
 from fog_pg._store import connections
@@ -52,55 +51,20 @@ def world() -> Iterator[World]:
 # --- data ---------------------------------------------------------------------------------------------------
 
 
-def exchange_and_check(sizes: list[int]) -> list[str]:
-    """Returns how large data travels to the others."""
-    fogdist.init()
-    with Checks() as checks:
-        for nbytes in sizes:
-            for name, operation, expected in exchanges(nbytes // 4):
-                for _ in range(2):
-                    checks.close(f"{name} of {nbytes} bytes", operation(), expected)
-    assert not any("libmpi" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    return [fogdist.transport(peer) for peer in range(dist.get_world_size()) if peer != dist.get_rank()]
-
-
 def test_exchanges_without_mpi(world: World) -> None:
     assert world.run(exchange_and_check, SIZES) == [["tcp"] * (RANKS - 1)] * RANKS
+    assert world.run(mapped, "libmpi") == [[]] * RANKS
 
 
-@pytest.mark.parametrize("placement", [[0, 1], [0, 0, 1, 1]], ids=["alone", "with others"])
-def test_between_hosts(tmp_path: Path, placement: list[int]) -> None:
-    environment = {**TCP, VARIABLE: str(len(placement) // 2)}
-    calls = [("exchange_between", [SIZES])]
-    found = run_on_hosts(tmp_path, placement, __name__, calls, environment=environment)
+def test_between_hosts(tmp_path: Path) -> None:
+    environment = {**TCP, VARIABLE: str(PER_MACHINE)}
+    placement = [0, 0, 1, 1]
+    found = run_on_hosts(
+        tmp_path, placement, __name__, [("exchange_and_check", [SIZES])], environment=environment
+    )
     for rank, (ways,) in enumerate(found):
-        expected = [
-            "shared memory" if host == placement[rank] else "tcp"
-            for peer, host in enumerate(placement)
-            if peer != rank
-        ]
-        assert ways == expected
-
-
-def exchange_between(sizes: list[int]) -> list[str]:
-    """Exchanges and sums of all ranks; `exchanges` has machines of another size."""
-    fogdist.init()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with Checks() as checks:
-        for nbytes in sizes:
-            inputs = [make_input(r, torch.float32, nbytes // 4) for r in range(size)]
-            for _ in range(2):
-                x = inputs[rank].clone()
-                dist.all_reduce(x)
-                checks.close(f"allreduce of {nbytes} bytes", x, torch.stack(inputs).double().sum(0).float())
-                mean = fogdist.neighbor_allreduce(inputs[rank])
-                members = [inputs[r] for r in [rank, *fogdist.in_neighbor_ranks()]]
-                checks.close(
-                    f"neighbor_allreduce of {nbytes} bytes",
-                    mean,
-                    torch.stack(members).double().mean(0).float(),
-                )
-    return [fogdist.transport(peer) for peer in range(size) if peer != rank]
+        others = [host for peer, host in enumerate(placement) if peer != rank]
+        assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
 
 
 def test_messages_overtake_data_that_nobody_takes(world: World) -> None:
@@ -168,15 +132,14 @@ def exchange_along_ring() -> None:
         assert result.eq(sum(peer for peer, _ in peers)).all()
 
 
-def exchange_with_all(times: int = 3) -> int:
-    """Each rank exchanges with all others at once. Returns the number of connections."""
+def exchange_with_all(times: int = 3) -> None:
+    """Each rank exchanges with all others at once."""
     size = dist.get_world_size()
     for numel in (3, 50_000) * times:
         inputs = [torch.full((numel,), float(dist.get_rank()))] * size
         outputs = [torch.zeros(numel) for _ in range(size)]
         dist.all_to_all(outputs, inputs)
         assert all(output.eq(rank).all() for rank, output in enumerate(outputs))
-    return count_connections()
 
 
 def test_connections_are_made_on_first_use(new_world: Callable[..., World]) -> None:
@@ -185,12 +148,15 @@ def test_connections_are_made_on_first_use(new_world: Callable[..., World]) -> N
     assert world.run(count_connections) == [0] * 6
     world.run(exchange_along_ring)
     assert world.run(count_connections) == [2] * 6
-    assert world.run(exchange_with_all) == [5] * 6
+    world.run(exchange_with_all)
+    assert world.run(count_connections) == [5] * 6
 
 
 @pytest.mark.parametrize("again", [0, *(pytest.param(again, marks=pytest.mark.long) for again in (1, 2))])
 def test_all_connect_at_once(new_world: Callable[..., World], again: int) -> None:
-    assert new_world(5, environment=APART).run(exchange_with_all, 1) == [4] * 5
+    world = new_world(5, environment=APART)
+    world.run(exchange_with_all, 1)
+    assert world.run(count_connections) == [4] * 5
 
 
 def listening_ports() -> list[int]:
