@@ -177,7 +177,12 @@ class _Store(dist.TCPStore):
     """
 
     def __init__(
-        self, host_name: str, port: int, is_master: bool = False, master_listen_fd: int | None = None, **_: Any
+        self,
+        host_name: str,
+        port: int,
+        is_master: bool = False,
+        master_listen_fd: int | None = None,
+        **_: Any,
     ) -> None:
         if is_master:
             own = None if master_listen_fd is None else socket.socket(fileno=master_listen_fd)
