@@ -20,27 +20,13 @@ import test_neighbor as neighbors
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from operations import COLLECTIVES, REDUCING, WITHOUT_WORK, prepare, reductions
-from reference import DTYPES, HALVES, Checks, make_input, mix
+from operations import COLLECTIVES, REDUCING, WITHOUT_WORK, prepare
+from reference import HALVES, Checks, make_input, mix
 from test_random_exchanges import large_cases, run_cases
 
 MIB = 1 << 20
 # Bytes of each tensor that one rank sends to one rank: more than any MPI protocol sends in one piece.
 LARGE_BYTES = 9 * MIB
-
-
-def collective(operation: str) -> None:
-    """Tests every type with one size, and float32 with the sizes around which transports change their protocol."""
-    size = dist.get_world_size()
-    with Checks() as checks:
-        cases = [(dtype, 1000) for dtype in DTYPES]
-        cases += [(torch.float32, threshold // 4 + 1) for threshold in collectives.THRESHOLDS]
-        for seed, (dtype, numel) in enumerate(cases):
-            names = reductions(dtype) if operation in REDUCING else ["SUM"]
-            for name in names:
-                ready = prepare(operation, dtype, (numel,), seed=seed, root=seed % size, reduction=name)
-                ready.start(False)
-                ready.verify(checks, f"{operation} {name} {dtype} of {numel}")
 
 
 def large_collective(operation: str) -> None:
@@ -74,8 +60,9 @@ def large_neighbor_exchanges() -> None:
 def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
     """Returns every function to run, with its arguments."""
     found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
-    found += [(collective, (operation,)) for operation in COLLECTIVES]
     found += [
+        (collectives.sweep, (collectives.sweep_types, COLLECTIVES)),
+        (collectives.sweep, (collectives.sweep_sizes, COLLECTIVES)),
         (collectives.uneven_parts, ()),
         (collectives.coalesced, (True,)),
         (collectives.in_flight, ("shuffled",)),

@@ -60,20 +60,14 @@ def check_lines(output: str, library: str) -> None:
 # One host
 
 
+@pytest.mark.parametrize(
+    "links", [{}, pytest.param(LINKS_OFF, marks=only_in_full)], ids=["with links", "without links"]
+)
 @installations
-def test_mpiexec(find: Callable[[], Installation], tmp_path: Path) -> None:
+def test_mpiexec(find: Callable[[], Installation], links: Mapping[str, str], tmp_path: Path) -> None:
+    """Without links, all messages go through MPI."""
     installation = found(find)
-    environment = QUIET | dict(installation.environment)
-    job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", installation.launcher(RANKS), environment)
-    check_operations([job], installation.name)
-
-
-@installations
-@only_in_full
-def test_mpiexec_without_local_links(find: Callable[[], Installation], tmp_path: Path) -> None:
-    """All messages go through MPI."""
-    installation = found(find)
-    environment = QUIET | LINKS_OFF | dict(installation.environment)
+    environment = QUIET | dict(links) | dict(installation.environment)
     job = Job(OPERATIONS, RANKS, tmp_path / "log.txt", installation.launcher(RANKS), environment)
     check_operations([job], installation.name)
 
