@@ -55,12 +55,6 @@ def test_rank_zero_makes_the_secret(new_world: Callable[..., World]) -> None:
     assert len(set(secrets)) == 1 and re.fullmatch("[0-9a-f]{64}", secrets[0])
 
 
-def test_the_environment_gives_the_secret(new_world: Callable[..., World]) -> None:
-    given = "a secret of this test"
-    world = new_world(2, initialize=False)
-    assert world.run(settle_secret, given) == [given] * 2
-
-
 @pytest.mark.parametrize(
     ("secrets", "message"),
     [
