@@ -58,7 +58,7 @@ from soak_modes import (
     train,
 )
 from soak_operations import Operations
-from soak_totals import ENDS, Pace, Totals, append, loss_ratio, moments_in, result, table
+from soak_totals import ENDS, Pace, Totals, append, loss_ratio, result, table
 
 MODES: dict[str, type[Mode]] = {
     "asynchronous": Asynchronous,
@@ -105,7 +105,6 @@ class Soak:
         seconds: Of a world, at most.
         on_hosts: Whether each rank is on a host of its own.
         twins: Of every so many worlds of a mode, one runs without faults as well; 0 for none.
-        before: By mode, the moments at which earlier soaks have killed ranks, which this one is to complete.
 
     Attributes:
         totals: By mode.
@@ -119,7 +118,6 @@ class Soak:
         seconds: float = 12.0,
         on_hosts: bool = False,
         twins: int = 0,
-        before: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
         self._modes, self._seed, self._every, self._seconds = modes, seed, every, seconds
         self._on_hosts, self._twins = on_hosts, twins
@@ -128,7 +126,7 @@ class Soak:
         for mode, kind in modes.items():
             self.totals[mode].possible_moments = kind.moments
             if kind.moments:
-                self._moments[mode] = Moments(kind.moments, (before or {}).get(mode, {}), seed)
+                self._moments[mode] = Moments(kind.moments, seed)
 
     def run(self, number: int) -> None:
         """Runs the world of this number, and its twin."""
@@ -324,15 +322,14 @@ class Moments:
 
     Args:
         names: Of the moments; their numbers count from 1.
-        hits: How often each was hit before.
         seed: Of the moment to begin with.
     """
 
     TRIES = 4
 
-    def __init__(self, names: Sequence[str], hits: Mapping[str, int], seed: int) -> None:
+    def __init__(self, names: Sequence[str], seed: int) -> None:
         self._names = names
-        self._hits, self._tries = Counter(hits), Counter[str]()
+        self._hits, self._tries = Counter[str](), Counter[str]()
         self._first = random.Random(seed).randrange(len(names))
 
     def next(self) -> int:
@@ -518,15 +515,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json",
         type=Path,
-        help="file to whose runs the result is added; moments of operations that they have missed come first",
+        help="file to whose runs the result is added",
     )
     options = parser.parse_args(arguments)
     leftovers.isolate()
     modes = {name: MODES[name] for name in options.modes}
-    before = {} if options.json is None else moments_in(options.json)
-    soak = Soak(
-        modes, options.seed, tuple(options.every), on_hosts=options.hosts, twins=options.twins, before=before
-    )
+    soak = Soak(modes, options.seed, tuple(options.every), on_hosts=options.hosts, twins=options.twins)
     begin = time.monotonic()
     number = 0
     while time.monotonic() < begin + 60 * options.minutes:

@@ -269,22 +269,32 @@ class Collectives(Mode):
     def _go_on_after(self, error: dist.DistError) -> None:
         """Makes a group of those that live, after an operation has raised."""
         self.report.raised += 1
+        before = self.members
         # Another rank may be lost, or be known as lost to some ranks only, while the group is made.
         for _ in range(RANKS):
-            members = self.living()
-            self.expect(f"raised without a lost rank: {error}", len(members) < len(self.members))
             try:
-                self.group = dist.new_group(
-                    members, timeout=timedelta(seconds=GROUP_TIMEOUT), use_local_synchronization=True
-                )
+                self.members = self._make_group(error, before)
                 number = torch.tensor([self.number])
                 dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+                self.begin_again()
             except dist.DistError as again:
                 error = again
                 continue
-            self.members, self.number = members, int(number)
+            self.number = int(number)
             return
         raise error
+
+    def _make_group(self, error: dist.DistError, before: Sequence[int]) -> list[int]:
+        """Makes a group of those that live; returns them."""
+        members = self.living()
+        self.expect(f"raised without a lost rank: {error}", len(members) < len(before))
+        self.group = dist.new_group(
+            members, timeout=timedelta(seconds=GROUP_TIMEOUT), use_local_synchronization=True
+        )
+        return members
+
+    def begin_again(self) -> None:
+        """Makes what the operations of a new group need; every member calls it."""
 
 
 class Reconfigured(Collectives):
@@ -296,28 +306,13 @@ class Reconfigured(Collectives):
         super().__init__(rank, board)
         fogdist.init()
 
-    def _go_on_after(self, error: dist.DistError) -> None:
+    def _make_group(self, error: dist.DistError, before: Sequence[int]) -> list[int]:
         import fogdist
 
-        self.report.raised += 1
-        for _ in range(RANKS):
-            try:
-                self.group = fogdist.reconfigure()
-                members = list(fogdist.membership.current().living)
-                self.expect(f"{members} are left of {self.members}", set(members) < set(self.members))
-                self.members = members
-                number = torch.tensor([self.number])
-                dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
-                self.begin_again()
-            except dist.DistError as again:
-                error = again
-                continue
-            self.number = int(number)
-            return
-        raise error
-
-    def begin_again(self) -> None:
-        """Makes what the operations of a new group need; every member calls it."""
+        self.group = fogdist.reconfigure()
+        members = list(fogdist.membership.current().living)
+        self.expect(f"{members} are left of {before}", set(members) < set(before))
+        return members
 
 
 def train(mode: type[Mode], path: str, host: str | None) -> Report:

@@ -200,15 +200,6 @@ def table(found: Mapping[str, Any]) -> str:
     )
 
 
-def moments_in(path: Path) -> dict[str, Counter[str]]:
-    """Returns how often ranks were killed at each moment in the runs of a file, by mode; none if it does not exist."""
-    moments: dict[str, Counter[str]] = {}
-    for run in json.loads(path.read_text())["runs"] if path.exists() else []:
-        for mode, values in run["modes"].items():
-            moments.setdefault(mode, Counter()).update(values["moments"])
-    return moments
-
-
 def append(path: Path, found: Mapping[str, Any]) -> None:
     """Adds a result to those of a file, {"runs": [...]}, which may not exist yet and which others may add to as well."""
     with path.open("a+") as file:

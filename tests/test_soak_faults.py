@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soak_faults
-import soak_operations
 from fogdist.testing import faults
 from fogdist.testing.faults import Fault, Schedule
 from soak_faults import MODES, Soak
 from soak_modes import RANKS, Board, Mode
-from soak_totals import Pace, append, loss_ratio, moments_in, next_steps, result, table, throughput
+from soak_totals import Pace, append, loss_ratio, next_steps, result, table, throughput
 
 # Of each pair of modes that go through the same code, one.
 LONG = {"asynchronous-on-loss", "collectives", "reconfigured"}
@@ -47,31 +44,6 @@ def test_faults_harm_only_the_ranks_that_they_happen_to(mode: str, monkeypatch: 
         ended = values["faults"].get("kill", 0) + values["faults"].get("segfault", 0)
         assert sum(values["moments"].values()) == ended, values
     assert mode in table(found)
-
-
-def test_all_moments_of_all_operations_have_their_turn() -> None:
-    names = soak_operations.Operations.moments
-    assert len(set(names)) == len(names) == 4 * len(soak_operations.OPERATIONS)
-    moments = soak_faults.Moments(names, {}, seed=2)
-    assert sorted(moments.next() for _ in names) == list(range(1, len(names) + 1))
-
-
-def test_moments_that_were_missed_come_first(tmp_path: Path) -> None:
-    """Those of earlier runs too; one that cannot be hit is tried some times, and then no more often than others."""
-    file = tmp_path / "soak.json"
-    assert moments_in(file) == {}
-    for hits in ({"a": 1, "b": 2}, {"a": 1, "d": 1}):
-        append(file, {"modes": {"operations": {"moments": hits}, "neighbors": {"moments": {}}}})
-    before = moments_in(file)
-    assert before == {"operations": {"a": 2, "b": 2, "d": 1}, "neighbors": {}}
-    moments, tried = soak_faults.Moments("abcd", before["operations"], seed=2), ""
-    for _ in range(40):
-        place = moments.next()
-        tried += "abcd"[place - 1]
-        if place != 3:
-            assert moments.hit(place) == tried[-1]
-    assert tried.startswith("cccc" + "d" + "cccc")
-    assert min(map(tried.count, "abd")) >= 4 and tried.count("c") <= moments.TRIES * (2 + tried.count("a"))
 
 
 class Broken(Mode):
@@ -134,21 +106,6 @@ def test_what_is_counted(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == {"runs": [{"seed": 1}, {"seed": 2}]}
 
 
-class Link:
-    """Counts the faults of a link that happen at the same time."""
-
-    def __init__(self) -> None:
-        self.now = self.most = self.all = 0
-
-    @contextlib.contextmanager
-    def fault(self, device: str, *_: object, namespace: str) -> Iterator[None]:
-        self.now += 1
-        self.all += 1
-        self.most = max(self.most, self.now)
-        yield
-        self.now -= 1
-
-
 class Counter(Mode):
     """Ranks that only count their steps."""
 
@@ -156,21 +113,6 @@ class Counter(Mode):
 
     def step(self) -> bool:
         return bool(self.board.over[0])
-
-
-def test_faults_of_one_link_do_not_overlap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    link = Link()
-    for name in ("slow_link", "lossy_link"):
-        monkeypatch.setattr(soak_faults, name, link.fault)
-    schedule = Schedule(Fault(0.01 * when, 0, "slow" if when % 2 else "lossy", 0.1) for when in range(5))
-    board = Board(tmp_path / "board")
-    board.steps[:] = soak_faults.WARM_STEPS
-    injector = soak_faults._Faults(None, board, schedule, 0.0, 0.0, 0.0, ["host"] * RANKS, None)
-    injector.start()
-    while not board.over[0] and injector.is_alive():
-        time.sleep(0.01)
-    injector.finish()
-    assert link.all == 5 and link.most == 1 and board.over[0] > 0
 
 
 def test_a_fault_that_cannot_happen_ends_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
