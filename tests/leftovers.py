@@ -1,9 +1,8 @@
 """Finds processes and names in /dev/shm that ranks leave behind when they end.
 
-``isolate`` gives the tests their own /dev/shm, so it has no entries of other programs. This needs a mount namespace:
-root may make one, and others may do so in a user namespace, unless the system forbids that. If it is not possible,
-every new entry of this user counts that no living process uses; the tests may then be blamed for another program that
-dies meanwhile.
+``isolate`` gives the tests their own /dev/shm, so it has no entries of other programs. This needs a mount namespace, which
+root may make. If it is not possible, every new entry of this user counts that no living process uses; the tests may then
+be blamed for another program that dies meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ _OF_OTHER_LIBRARIES = ("cuda.shm.", "nccl-")
 
 # Constants of <sched.h> and <sys/mount.h>.
 _CLONE_NEWNS = 0x20000
-_CLONE_NEWUSER = 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_SLAVE = 0x2, 0x4, 0x4000, 0x80000
 
 # Every rank leads its own session, so all processes that it started can be found by its number after its end.
@@ -44,13 +42,9 @@ def isolate() -> bool:
     outside = os.open(DIRECTORY, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     size = os.fstatvfs(outside)
     libc = ctypes.CDLL(None, use_errno=True)
-    if os.geteuid() == 0:
-        entered = libc.unshare(_CLONE_NEWNS) == 0
-    else:
-        entered = _may_mount_in_a_user_namespace(libc) and _enter_user_namespace(libc)
     # Mounts from outside are still visible inside, but not those of the tests outside.
     if (
-        not entered
+        libc.unshare(_CLONE_NEWNS) != 0
         or libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) != 0
         or libc.mount(
             b"tmpfs",
@@ -70,30 +64,6 @@ def isolate() -> bool:
 def directory_of_others() -> int | None:
     """Returns a descriptor of the /dev/shm of other programs, after ``isolate``; None if it is the same one."""
     return _of_others
-
-
-def _enter_user_namespace(libc: ctypes.CDLL) -> bool:
-    """Enters a user namespace with this user's own number, so nothing else changes."""
-    user, group = os.geteuid(), os.getegid()
-    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNS) != 0:
-        return False
-    Path("/proc/self/setgroups").write_text("deny")
-    Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
-    Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    return True
-
-
-def _may_mount_in_a_user_namespace(libc: ctypes.CDLL) -> bool:
-    """Returns the result of a child that tries it: some systems allow a user namespace, but nothing inside."""
-    child = os.fork()
-    if child == 0:
-        allowed = False
-        with contextlib.suppress(BaseException):
-            allowed = _enter_user_namespace(libc) and (
-                libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_SLAVE), None) == 0
-            )
-        os._exit(0 if allowed else 1)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def watch(session: int) -> None:
