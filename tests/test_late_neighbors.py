@@ -366,7 +366,8 @@ def train_with_a_late_rank(kind: str, graph: str, how: str, folder: Path, late: 
 def check_late_rank(world: World, kind: str, graph: str, how: str, folder: Path) -> None:
     """Compares each round with the average of the values that ranks had in it, with the weights that NumPy computes."""
     late, size = 3, 4
-    results = world.run(train_with_a_late_rank, kind, graph, how, folder)
+    # Beside eight busy processes it took 40 s between hosts.
+    results = world.run(train_with_a_late_rank, kind, graph, how, folder, timeout=4 * RUN_TIMEOUT)
     topology = TOPOLOGIES[graph](size)
     is_symmetric = all(
         np.array_equal(topology.matrix(t), topology.matrix(t).T) for t in range(topology.period)
