@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hosts import emulated_hosts
-from scripts import ROOT
+from scripts import ROOT, Job, run_script, started
 
 # Modules of the benchmarks, which `hosts` makes importable.
 emulation, workloads = (importlib.import_module(name) for name in ("emulated_hosts", "workloads"))
@@ -69,18 +69,9 @@ def run_cluster(directory: Path, *options: str) -> dict[str, Any]:
     """Returns what a run of the program wrote; skips where hosts cannot be emulated."""
     with emulated_hosts(1, "1gbit"):
         pass
-    numbers, log = directory / "cluster.json", directory / "log"
-    with log.open("wb") as file:
-        status = subprocess.run(
-            [sys.executable, BENCHMARKS / "cluster.py", *options, *SHORT, "--json", numbers],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-            timeout=100,
-            check=False,
-        ).returncode
-    assert status == 0, log.read_text()
+    numbers = directory / "cluster.json"
+    command = [BENCHMARKS / "cluster.py", *options, *SHORT, "--json", numbers]
+    run_script(command, 1, directory / "log", [sys.executable])
     result: dict[str, Any] = json.loads(numbers.read_text())
     return result
 
@@ -178,35 +169,13 @@ def test_hosts_of_a_killed_program_are_removed() -> None:
 def test_a_terminated_program_removes_its_hosts(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
         pass
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                BENCHMARKS / "cluster.py",
-                "--scenarios",
-                "a",
-                "--hosts",
-                "2",
-                "--rounds",
-                "1000",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while "turn 1 of" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        assert any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
-        process.terminate()
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM, log.read_text()
-    finally:
-        process.kill()
-    assert not any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
+    command = [BENCHMARKS / "cluster.py", "--scenarios", "a", "--hosts", "2", "--rounds", "1000"]
+    with started([Job(command, 1, tmp_path / "log", [sys.executable])]) as (job,):
+        job.wait_for(lambda output: "turn 1 of" in output, 60)
+        assert any(f"fog-{job.pid}-" in path.name for path in Path("/run/netns").iterdir())
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(30) == 128 + signal.SIGTERM, job.output
+    assert not any(f"fog-{job.pid}-" in path.name for path in Path("/run/netns").iterdir())
 
 
 def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

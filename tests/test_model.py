@@ -78,14 +78,6 @@ def test_a_recording_has_each_message_and_what_had_come_before_it() -> None:
         assert before[:3] == [0, 0, 0] and min(before[3:]) >= 3
 
 
-def test_nothing_is_recorded_before_it_is_asked_for() -> None:
-    world = VirtualWorld(2)
-    works = [group.barrier() for group in world.groups]
-    world.progress()
-    assert all(work.is_completed() for work in works)
-    assert world.recorded() == ([], [[], []])
-
-
 @pytest.mark.parametrize("size", [9, 12, 16, 32])
 def test_the_formula_of_fogs_sums_is_what_virtual_ranks_send(size: int) -> None:
     recorded = schedules.rotated(schedules.by_place(schedules.allreduce(size, 360_000)))
@@ -114,18 +106,6 @@ def test_advice_counts_what_virtual_ranks_send(size: int) -> None:
     assert way.traffic[0].between == pytest.approx(sent, rel=0.01)
 
 
-def test_an_exchange_sends_each_tensor_at_once() -> None:
-    size, hops = 8, (1, 2, 4)
-    schedule = schedules.exchange(
-        size,
-        40_000,
-        [[(rank - hop) % size for hop in hops] for rank in range(size)],
-        [[(rank + hop) % size for hop in hops] for rank in range(size)],
-    )
-    assert len(schedule.messages) == size * len(hops)
-    assert all(m.size == 40_000 and not m.requires for m in schedule.messages)
-
-
 def test_machines_exchange_what_their_ranks_have_averaged() -> None:
     one = schedules.rotated(schedules.hierarchical(4, 2, 40_000, 1))
     assert one is not None
@@ -139,62 +119,33 @@ def test_machines_exchange_what_their_ranks_have_averaged() -> None:
     ]
 
 
-def test_one_host_and_all_hosts_are_the_same_schedule() -> None:
-    whole = schedules.spread(schedules.circulant(12, 120_000), 12)
-    again = schedules.rotated(whole)
-    assert again == schedules.circulant(12, 120_000)
-
-
 # --- by hand ---
 
 
-def test_two_ranks_and_a_message() -> None:
-    k = 5000
-    graph = Graph([0, 1])
-    graph.send(0, 1, k)
-    close(replay(graph, P)[0], P.o + P.O * k + P.L + P.G * k + P.o + P.O * k)
+def way(size: float, count: int = 1) -> float:
+    """Returns when the last of `count` messages over one link has come."""
+    return 2 * (P.o + P.O * size) + P.L + count * P.G * size
 
 
-def test_a_message_within_a_host_needs_no_link() -> None:
-    graph = Graph([0, 0])
-    graph.send(0, 1, 100)
-    close(replay(graph, P)[0], 2 * (P.o + P.O * 100) + P.l + P.M * 100)
-
-
-def test_both_sides_agree_first_from_s_bytes_on() -> None:
-    for size, agreement in ((999, 0), (1000, 2 * P.L)):
-        graph = Graph([0, 1])
-        graph.send(0, 1, size)
-        close(replay(graph, replace(P, S=1000))[0], 2 * (P.o + P.O * size) + P.L + P.G * size + agreement)
-
-
-def test_ranks_of_a_host_share_its_link() -> None:
-    k = 50_000
-    graph = Graph([0, 0, 1, 2])
-    first, second = graph.send(0, 2, k), graph.send(1, 3, k)
-    done = replay(graph, P)
-    one = 2 * (P.o + P.O * k) + P.L + P.G * k
-    close(done[first], one)
-    close(done[second], one + P.G * k)
-
-
-def test_two_hosts_that_send_to_one_share_its_link() -> None:
-    k = 50_000
-    graph = Graph([0, 1, 2])
-    done = replay(graph, P) if graph.send(0, 2, k) + graph.send(1, 2, k) else []
-    one = 2 * (P.o + P.O * k) + P.L + P.G * k
-    close(min(done), one)
-    close(max(done), one + P.G * k)
-
-
-def test_a_line_between_centers_is_as_slow_as_it_is() -> None:
-    k = 50_000
-    graph = Graph([0, 1, 2, 3], [0, 0, 1, 1])
-    places = [graph.send(0, 2, k), graph.send(1, 3, k)]
-    done = replay(graph, P)
-    one = 2 * (P.o + P.O * k) + P.L + P.W * k
-    close(done[places[0]], one)
-    close(done[places[1]], one + P.W * k)
+def test_messages_by_hand() -> None:
+    k, pairs = 50_000, [(0, 1, 0), (2, 3, 0), (4, 5, 0)]
+    within, agreeing, free = 2 * (P.o + P.O * k) + P.l + P.M * k, replace(P, S=k), Parameters(o=1.0)
+    slow = [way(k) + (n * P.W - P.G) * k for n in (1, 2)]
+    for name, places, sends, parameters, expected in (
+        ("two ranks", [[0, 1]], [(0, 1, k)], P, [way(k)]),
+        ("within a host no link is needed", [[0, 0]], [(0, 1, k)], P, [within]),
+        ("from S bytes on both agree first", [[0, 1]], [(0, 1, k)], agreeing, [way(k) + 2 * P.L]),
+        ("below S bytes they do not", [[0, 1]], [(0, 1, k - 1)], agreeing, [way(k - 1)]),
+        ("ranks of a host share its link", [[0, 0, 1, 2]], [(0, 2, k), (1, 3, k)], P, [way(k), way(k, 2)]),
+        ("two send to one host", [[0, 1, 2]], [(0, 2, k), (1, 2, k)], P, [way(k), way(k, 2)]),
+        ("a slow line of two centers", [[0, 1, 2, 3], [0, 0, 1, 1]], [(0, 2, k), (1, 3, k)], P, slow),
+        ("three pairs", [[*range(6)]], pairs, free, [2.0] * 3),
+        ("three pairs on one core", [[*range(6)]], pairs, replace(free, cores=1), [4.0, 5.0, 6.0]),
+    ):
+        graph = Graph(*places)
+        tasks = [graph.send(*each) for each in sends]
+        done = replay(graph, parameters)
+        assert sorted(done[task] for task in tasks) == pytest.approx(expected, rel=1e-9), name
 
 
 def test_a_ring_of_four() -> None:
@@ -208,15 +159,6 @@ def test_a_ring_of_four() -> None:
     # The link is never idle: twelve segments, and the way of the last one.
     for rank in range(4):
         close(max(done[place] for place in waits[rank]), 12 * segment + p.L)
-
-
-def test_cores_that_all_ranks_share() -> None:
-    graph = Graph(list(range(6)))
-    for rank in range(0, 6, 2):
-        graph.send(rank, rank + 1, 0)
-    p = Parameters(o=1.0)
-    close(max(replay(graph, p)), 2.0)
-    close(max(replay(graph, replace(p, cores=1))), 6.0)
 
 
 def test_tasks_that_require_each_other_are_refused() -> None:
