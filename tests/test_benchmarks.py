@@ -5,18 +5,13 @@ Ranks are new interpreters, started by mpiexec, so all but one of these runs are
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import importlib
-import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_operations
 import pytest
 import torch
 from harness import WorldPool
@@ -163,80 +158,6 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
         assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), trace
 
 
-def test_a_goal_above_what_nobody_can_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from goals import Goal
-    from interleaved import Times
-    from report import Row
-
-    goal = Goal("barrier", 2, 0, "fog", "mpi", 1.5, above="nothing", plus=0.002)
-    titles = {"fog": "fog", "mpi": "MPI", "nothing": "torch"}
-
-    def line(**milliseconds: float) -> str | None:
-        times = {system: Times(median, median, median) for system, median in milliseconds.items()}
-        return goal.line(Row("barrier", 2, "float32", 0, 0, 0, 3, times), titles)
-
-    assert line(fog=0.008, mpi=0.002) is None
-    for fog, outcome in ((0.0089, "met"), (0.0091, "missed")):  # 4 us of torch, 1.5 x 2 us, 2 us
-        text = line(fog=fog, mpi=0.002, nothing=0.004)
-        assert text is not None and "(fog - torch) / MPI" in text and text.endswith(outcome), text
-
-
-@pytest.fixture
-def cuda_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that imports benchmarks/cuda.py with emulated numbers of GPUs and versions of NCCL."""
-
-    def load(gpus: int, nccl: tuple[int, int, int]) -> Any:
-        devices = device_operations.devices()
-        monkeypatch.setattr(devices, "nccl_version", lambda: nccl)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setitem(sys.modules, "devices", devices)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        spec = importlib.util.spec_from_file_location("benchmark_of_cuda", ROOT / "benchmarks" / "cuda.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
-def test_cuda_parts_of_ranks_that_share_a_gpu(
-    cuda_benchmark: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = ["collectives", "neighbor", "windows", "training"]
-    old = cuda_benchmark(1, (2, 28, 9))
-    assert old.parts_of(every, "cuda", 1) == (["collectives", "training"], None)
-    kept, problem = old.parts_of(every, "cuda", 2)
-    assert kept == ["windows"] and "collectives, neighbor, training with 2 ranks on 1 GPUs" in problem
-    assert "2.28.9 is loaded" in problem
-    newer = cuda_benchmark(1, (2, 30, 7))
-    assert newer.parts_of(every, "cuda", 2)[0] == ["windows"]  # NCCL allows it only on request
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert newer.parts_of(every, "cuda", 2) == (every, None)
-    assert cuda_benchmark(2, (2, 28, 9)).parts_of(every, "cuda", 2) == (every, None)
-
-
-def test_cuda_chooses_ranks(cuda_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-
-    def chosen(gpus: int, parts: list[str], ranks: list[int]) -> list[int]:
-        arguments = argparse.Namespace(parts=parts, ranks=ranks, device="cuda")
-        cuda_benchmark(gpus, (2, 28, 9)).choose_ranks(parser, arguments)
-        found: list[int] = arguments.ranks
-        return found
-
-    assert chosen(1, ["collectives", "windows"], []) == [1, 2]
-    assert "left out: collectives with 2 ranks on 1 GPUs needs NCCL" in capsys.readouterr().out
-    assert chosen(1, ["windows"], []) == chosen(1, ["windows"], [2]) == [2]
-    assert chosen(1, ["neighbor", "training"], []) == [1]
-    assert chosen(4, ["neighbor", "training"], []) == [1, 4]
-    for gpus, parts, ranks in ((1, ["neighbor"], [2]), (1, ["neighbor"], []), (4, ["windows"], [1])):
-        with pytest.raises(SystemExit):
-            chosen(gpus, parts, ranks)
-
-
 def test_cuda_without_a_gpu(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -289,68 +210,3 @@ def test_compressed_training(tmp_path: Path) -> None:
     # Three steps do not reach the loss.
     assert all(row["steps"] is row["seconds"] is None for row in found["links"])
     assert found["crossings"][0]["where"] == "below" and "\ntime to a loss" in printed
-
-
-@pytest.fixture
-def compressed_training(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/compression_training.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("compression_training")
-
-
-def test_losses_with_fewer_bytes_are_compared_by_seed(compressed_training: Any) -> None:
-    def point(way: str, seed: int, loss: float, sent: int) -> dict[str, Any]:
-        about = {"task": "t", "way": way, "seed": seed, "rate": 0.1, "steps": [1, 2], "losses": [9.0, loss]}
-        promised = {"promised bytes a step": sent / 2, "plain bytes a step": 50.0}
-        return {**about, **promised, "bytes": [1, sent]}
-
-    plain = [point("no codec", seed, loss, 100) for seed, loss in ((1, 1.0), (2, 2.0))]
-    mine = [point("int8", seed, loss, 25) for seed, loss in ((1, 1.01), (2, 2.02))]
-    reference, int8 = compressed_training.compared([*plain, *mine])
-    assert reference["mean"] == 0 and reference["fewer bytes"] == 1
-    # Both seeds lose 1 %, so the interval is a point; the mean of the losses themselves does not count.
-    assert int8["mean"] == pytest.approx(0.01) and int8["lower"] == int8["upper"] == pytest.approx(0.01)
-    assert int8["fewer bytes"] == int8["fewer bytes, promised"] == 4
-    assert compressed_training.verdict({"mean": 0.009, "upper": 0.0099}) == "met"
-    assert compressed_training.verdict({"mean": 0.009, "upper": 0.02}) == "met in the mean"
-    assert compressed_training.verdict({"mean": 0.011, "upper": 0.02}) == "missed"
-    assert compressed_training.verdict({"mean": float("nan")}) == "missed"
-
-
-def test_crossing_of_links(compressed_training: Any) -> None:
-    def rows(*shares: tuple[float, float, float | None]) -> list[dict[str, Any]]:
-        return [
-            {"way": "w", "bits_per_s": speed, "slowness": slowness, "of no codec": share}
-            for speed, slowness, share in shares
-        ]
-
-    def crossing(*shares: tuple[float, float, float | None]) -> tuple[str, float]:
-        found: tuple[str, float] = compressed_training.crossing(rows(*shares), "w")
-        return found
-
-    # Half way from 0.9 to 1.0, on a logarithmic axis; the dilated point at a speed that was also measured does not count.
-    where, speed = crossing((1e8, 1, 0.3), (1e9, 1, 0.9), (1e9, 10, 2.0), (1e10, 10, 1.0))
-    assert where == "at" and speed == pytest.approx(10**9.5)
-    assert crossing((1e8, 1, 0.3), (1e10, 10, 0.8)) == ("above", 1e10)
-    assert crossing((1e8, 1, 0.96), (1e10, 10, 0.8)) == ("below", 1e8)
-    assert crossing((1e8, 1, None), (1e10, 10, None)) == ("below", 1e8)
-    # A way that does not reach the loss is not faster anywhere.
-    assert crossing((1e8, 1, 0.5), (1e10, 10, None)) == ("at", pytest.approx(1e8))
-
-
-def test_time_to_a_loss_over_links(compressed_training: Any) -> None:
-    points = [
-        {"task": "t", "way": way, "seed": seed, "steps": [10, 20], "losses": [0.5, loss]}
-        for way, losses in (("no codec", (0.4, 0.4, 0.6)), ("w", (0.6, 0.6, 0.3)))
-        for seed, loss in enumerate(losses)
-    ]
-    links = [
-        {"task": "t", "way": way, "bits_per_s": 1e8, "slowness": 1.0, "step_s": {"median": seconds}}
-        for way, seconds in (("no codec", 0.2), ("w", 0.1))
-    ]
-    plain, mine = compressed_training.times_to_loss(links, points, {"t": 0.5})
-    assert (plain["steps"], plain["seconds"], plain["of no codec"]) == (10, 2.0, 1.0)
-    assert (mine["steps"], mine["seconds"], mine["of no codec"]) == (10, 1.0, 0.5)
-    plain, mine = compressed_training.times_to_loss(links, points, {"t": 0.45})
-    assert (plain["steps"], plain["seconds"]) == (20, 4.0)
-    assert mine["steps"] is mine["seconds"] is mine["of no codec"] is None

@@ -97,8 +97,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     ways = ["ddp_gloo", "one_peer_exp", "gossip_diloco"]
     written = run_cluster(tmp_path, "--scenarios", "a", "--hosts", "2", "--ways", *ways, "--seed", "3")
     points = {point["way"]: point for point in written["points"]}
-    assert set(points) == {"none", *ways}
-    assert not written["failures"] and written["facts"]["seed"] == 3
+    assert set(points) == {"none", *ways} and not written["failures"]
     for point in points.values():
         # A ring all-reduce of two sends half of the tensor twice; one peer gets all of it once.
         check_point(point, 1 / point["local_steps"])
@@ -110,12 +109,11 @@ def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
     written = run_cluster(tmp_path, "--scenarios", "slow link", "--hosts", "4", "--ways", *ways)
     points = {point["way"]: point for point in written["points"]}
     assert set(points) == {"none", *ways}
-    assert all(point["slow_link"] == 1 and point["hosts"] == 4 for point in points.values())
-    check_point(points["one_peer_exp"], 1.0)
+    point = points["one_peer_exp"]
+    check_point(point, 1.0)
     # The slow link needs more than the compute for one exchange, and all wait for it.
-    link = 8 * sum(points["one_peer_exp"]["bucket_bytes"]) / (0.1 * points["one_peer_exp"]["rate_bits_per_s"])
-    assert link > points["one_peer_exp"]["compute_s"]
-    assert points["one_peer_exp"]["step_s"]["median"] > 0.9 * link
+    link = 8 * sum(point["bucket_bytes"]) / (0.1 * point["rate_bits_per_s"])
+    assert link > point["compute_s"] and point["step_s"]["median"] > 0.9 * link
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:
@@ -176,18 +174,3 @@ def test_a_terminated_program_removes_its_hosts(tmp_path: Path) -> None:
         os.kill(job.pid, signal.SIGTERM)
         assert job.wait(30) == 128 + signal.SIGTERM, job.output
     assert not any(f"fog-{job.pid}-" in path.name for path in Path("/run/netns").iterdir())
-
-
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulation.shutil, "which", lambda name: None)
-    monkeypatch.setattr(emulation.os, "geteuid", lambda: 0)
-    assert emulation.missing() == "needs the program ip of iproute2"
-    monkeypatch.setattr(emulation.os, "geteuid", lambda: 1000)
-    with pytest.raises(emulation.Unavailable, match="needs root to make network namespaces"):
-        emulation.emulated_hosts(2).__enter__()
-
-
-@pytest.mark.parametrize(("count", "centers"), [(0, 1), (3, 2), (2, 0)])
-def test_numbers_of_hosts_are_checked(count: int, centers: int) -> None:
-    with pytest.raises(ValueError, match=f"got {count} hosts in {centers} centers"):
-        emulation.emulated_hosts(count, centers=centers).__enter__()

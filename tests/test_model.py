@@ -1,14 +1,11 @@
-"""The model of time behind benchmarks/model.py: by hand, against itself, and against SimGrid."""
+"""The model of time behind benchmarks/model.py: by hand, and against itself; benchmarks/model.py compares it with SimGrid."""
 
 from __future__ import annotations
 
 import itertools
-import json
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ import schedules  # noqa: E402
 from fog_cli import advice  # noqa: E402
 from loggops import Graph, Parameters, replay, step_seconds  # noqa: E402
 from training_model import (  # noqa: E402
-    ASYNCHRONOUS,
     WAYS,
     Cluster,
     Workload,
@@ -33,16 +29,6 @@ from training_model import (  # noqa: E402
 
 P = Parameters(L=3e-3, o=1e-3, O=1e-7, G=1e-6, W=1e-5, l=1e-4, M=1e-8)
 WORK = Workload(0.5, 0.5 / 3, (1.6e5, 0.8e5, 0.4e5), (0.3, 0.6, 1.0), local_steps=4)
-SIMGRID = next(
-    (
-        python
-        for python in (sys.executable, "/usr/bin/python3")
-        if Path(python).exists()
-        and subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False).returncode == 0
-    ),
-    None,
-)
-needs_simgrid = pytest.mark.skipif(SIMGRID is None, reason="no Python here has simgrid")
 
 
 def close(got: float, expected: float) -> None:
@@ -199,15 +185,6 @@ def test_one_host_stands_for_all(way: str) -> None:
     assert seconds_of(way, here, WORK, P) == pytest.approx(whole, rel=0.02)
 
 
-def test_a_long_ring_in_few_rounds_takes_the_same() -> None:
-    times = []
-    for rounds in (10**6, 64):
-        graph = Graph([0])
-        schedules.gloo_ring(128, 1_000_000, 1, most_rounds=rounds).append_to(graph, [[]])
-        times.append(max(replay(graph, replace(P, O=1e-8))))
-    assert times[1] == pytest.approx(times[0], rel=0.05)
-
-
 def test_an_exchange_is_hidden_or_seen() -> None:
     """One peer: the longer one of compute and exchange; local steps: their sum, now and then."""
     here, p = Cluster(4), Parameters(G=1e-6)
@@ -234,70 +211,3 @@ def test_work_on_shared_cores() -> None:
     alone = seconds_of("one_peer_exp", here, short, replace(p, o=slowness * p.o, O=slowness * p.O))
     assert 1.3 < slowness < 10.0
     close(shared, alone)
-
-
-def test_sixteen_thousand_ranks() -> None:
-    times = {way: seconds_of(way, cluster(way, 16384), WORK, replace(P, o=1e-6, L=1e-6)) for way in WAYS[:5]}
-    assert times["none"] == WORK.compute and times["one_peer_exp"] < times["ddp_fog"] < times["ddp_gloo"]
-
-
-# --- the second simulator ---
-
-
-def simulated(path: Path, graph: Graph, parameters: Parameters, *options: str) -> dict[str, Any]:
-    file = path / "graph.json"
-    graph.write(file, parameters)
-    run = subprocess.run(
-        [str(SIMGRID), str(BENCHMARKS / "simgrid_actors.py"), str(file), *options],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    result: dict[str, Any] = json.loads(run.stdout)
-    return result
-
-
-@needs_simgrid
-@pytest.mark.parametrize("way", ["ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "hierarchical"])
-def test_simgrid_agrees(way: str, tmp_path: Path) -> None:
-    graph = graph_of(way, cluster(way, 4), WORK, whole=True)
-    assert simulated(tmp_path, graph, P)["step_s"] == pytest.approx(
-        step_seconds(graph, replay(graph, P)), rel=0.1
-    )
-
-
-@needs_simgrid
-@pytest.mark.parametrize("lost", ["--lose-host", "--lose-link"])
-def test_whoever_needs_a_lost_host_stops_and_others_go_on(lost: str, tmp_path: Path) -> None:
-    """In the second step of six: who waits for neighbors stops when the loss has reached it, who does not wait goes on."""
-    options = (lost, "3", "0.7", "--timeout", "20")
-    graph = graph_of("one_peer_exp", Cluster(8), replace(WORK, local_steps=1), whole=True)
-    result = simulated(tmp_path, graph, P, *options)
-    assert len(result["ends"]) == 6 and result["lost"] > 0
-    assert None not in result["ends"][0]
-    # Hops are 1, 2, 4, 1, 2, 4: rank 3 sends to rank 5 in the second round, and so on until it has reached all.
-    missing = [{rank for rank, end in enumerate(step) if end is None} for step in result["ends"]]
-    assert 5 in missing[1] and missing[1] <= {3, 5}
-    assert missing[2] >= {1, 5, 7} and missing[5] == set(range(8))
-
-    assert "async_win" in ASYNCHRONOUS
-    graph = graph_of("async_win", Cluster(8), WORK, whole=True)
-    result = simulated(tmp_path, graph, P, *options, "--skip-lost")
-    survivors = [rank for rank in range(8) if rank != 3]
-    assert all(step[rank] is not None for step in result["ends"] for rank in survivors)
-    assert max(result["ends"][-1][rank] for rank in survivors) < 1.1 * 6 * WORK.compute
-
-
-def test_without_simgrid_it_says_how_to_install_it(tmp_path: Path) -> None:
-    (tmp_path / "simgrid.py").write_text("raise ImportError\n")
-    graph = Graph([0])
-    graph.write(tmp_path / "graph.json", P)
-    run = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "simgrid_actors.py"), str(tmp_path / "graph.json")],
-        env={"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode != 0 and "apt-get install python3-simgrid" in run.stderr
