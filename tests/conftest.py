@@ -50,7 +50,6 @@ SKIPS = {
     "Open MPI 4.1 starts under its own launcher only": "under that launcher",
     "the suite's driver is not at": "make conformance; the driver is not part of the repository",
     "mkdocs is not installed": "make docs",
-    "no Python here has simgrid": "the formulas of the model, by hand; docs/performance.md says how to install it",
     "the number of the system call is that of x86_64": "on x86_64, as in CI",
     "not a checkout of git": "in one, as in CI",
 }

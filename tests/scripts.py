@@ -155,7 +155,7 @@ def run_script(
     script: Sequence[str | Path],
     ranks: int,
     log: Path,
-    launcher: str | WorldPool = "torchrun",
+    launcher: str | Sequence[str] | WorldPool = "torchrun",
     timeout: float = 120.0,
 ) -> str:
     """Runs a script on several ranks to its end and returns the output.
@@ -164,7 +164,7 @@ def run_script(
         script: The script with its arguments.
         ranks: Number of processes.
         log: File for the output; the ranks run in its folder.
-        launcher: As in `launcher_command`; or worlds whose ranks run scripts one after the other, as `python script`
+        launcher: As in `Job`; or worlds whose ranks run scripts one after the other, as `python script`
             would, in the environment of torchrun, so that no interpreter has to start and import torch.
         timeout: The timeout in seconds.
 

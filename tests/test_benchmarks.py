@@ -5,44 +5,26 @@ Ranks are new interpreters, started by mpiexec, so all but one of these runs are
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import importlib
-import importlib.util
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import device_operations
 import pytest
 import torch
 from harness import WorldPool
 from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
-# Numbers of ranks for the benchmarks that compare one rank alone with several.
-RANKS = ["1", "2"]
 
 
 def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Runs a benchmark; returns its rows and its output."""
-    numbers, picture, log = directory / "numbers.json", directory / "picture.png", directory / "log"
-    with log.open("wb") as file:
-        status = subprocess.run(
-            [sys.executable, ROOT / "benchmarks" / script, *options, "--json", numbers, "--plot", picture],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-            timeout=100,
-            check=False,
-        ).returncode
-    printed = log.read_text()
-    assert status == 0, printed
+    numbers, picture = directory / "numbers.json", directory / "picture.png"
+    command = [ROOT / "benchmarks" / script, *options, "--json", numbers, "--plot", picture]
+    printed = run_script(command, 1, directory / "log", [sys.executable])
     assert picture.stat().st_size > 1000
     rows = json.loads(numbers.read_text())["rows"]
     assert len(printed.splitlines()) >= len(rows) + 2
@@ -52,19 +34,96 @@ def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dic
     return rows, printed
 
 
+MEMORY = "memory, memory numpy"  # "memory C" too, where there is a compiler
+NEIGHBOR = f"fog, fog_new, mpi, gloo, fog_allreduce, gloo_allreduce, fog_memory, fog_memory_new, {MEMORY}"
+WINDOW = f"fog, fog_pg, mpi, {MEMORY}"
+ONE_PLACE = f"{WINDOW}, one_place, one_place numpy"
+WAYS = "none, exchange, awc, atc, ddp gloo"
+MODES = "none, ddp gloo, ddp, awc, awc one-peer, ddp_async, win_put one-peer, diloco"
+# Of each run: the script with its options, the number of its rows and of its goals, and the systems of each operation.
+RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
+    (
+        "collectives.py --ranks 2 --sizes 4 64K --iterations 3 --dtypes float32 bfloat16",
+        6 * 2 + 2 + 1,
+        None,
+        {
+            **dict.fromkeys(
+                ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "send/recv"],
+                "fog, gloo, nothing, mpi, memory",
+            ),
+            "barrier": "fog, gloo, nothing, mpi",
+        },
+    ),
+    (
+        "neighbor.py --ranks 4 --sizes 4K 64K --iterations 3",
+        5 * 2,
+        None,
+        dict.fromkeys(["exp2", "one-peer", "ring", "complete", "hierarchical"], NEIGHBOR),
+    ),
+    (
+        "windows.py --ranks 3 --sizes 4K 2M --iterations 3",
+        10 * 2,
+        None,
+        {
+            **{name + alone: ONE_PLACE for name in ("put", "get") for alone in ("", " alone")},
+            **{n + alone: WINDOW for n in ("accumulate", "update", "put+update") for alone in ("", " alone")},
+        },
+    ),
+    (
+        "rma.py --sizes 64K 1M --iterations 3",
+        6 * 2,
+        None,
+        {
+            **dict.fromkeys(["put, stopped", "put, computing"], "rma, raw"),
+            "exchange": "rma, messages, raw",
+            **dict.fromkeys(["exchange, computing", "one-way, computing"], "rma, messages, raw, compute"),
+            "exchange, tcp": "messages, tcp, raw",
+        },
+    ),
+    (
+        "scale.py --ranks 3 --rounds 1 --sizes 8 4K",
+        3 + 2 * 2 + 4,
+        None,
+        {
+            **dict.fromkeys(["start", "group", "barrier", "allreduce", "neighbors"], "fog, gloo"),
+            **dict.fromkeys(["private MiB", "descriptors", "end"], "fog, gloo"),
+            "mapped MiB": "fog",
+        },
+    ),
+    (
+        # Alone, modes that need a second rank are left out.
+        "training.py --ranks 1 2 --models mlp --iterations 1 --back-to-back 2 --modes",
+        2,
+        2,
+        {"MLP of 2.9 M parameters, batch 32": MODES},
+    ),
+    (
+        "overlap.py --ranks 2 --ratios 0.5 --iterations 1 --back-to-back 1 --modes",
+        2,
+        2,
+        dict.fromkeys(
+            ["emulated device, compute 0.5 x exchange", "CPU, compute 0.5 x exchange"], f"{WAYS}, link"
+        ),
+    ),
+]
+
+
 @pytest.mark.long
-def test_collectives(tmp_path: Path) -> None:
-    options = ["--ranks", "2", "--sizes", "4", "64K", "--iterations", "3", "--dtypes", "float32", "bfloat16"]
-    rows, printed = run_benchmark("collectives.py", tmp_path, *options)
-    # Six operations at two sizes, allreduce also for bfloat16, and the barrier.
-    assert len(rows) == 6 * 2 + 2 + 1, printed
+@pytest.mark.parametrize(("command", "count", "goals", "expected"), RUNS, ids=lambda v: str(v).split(" ")[0])
+def test_rows(tmp_path: Path, command: str, count: int, goals: int | None, expected: dict[str, str]) -> None:
+    script, *options = command.split()
+    if options[-1] == "--modes":
+        options += (MODES if script == "training.py" else WAYS).split(", ")
+    rows, printed = run_benchmark(script, tmp_path, *options)
+    assert len(rows) == count, printed
+    systems: dict[str, set[str]] = {}
     for row in rows:
-        systems = {"fog", "gloo", "nothing"}
-        systems |= {"mpi"} if row["dtype"] == "float32" else set()
-        systems |= {"memory"} if row["operation"] != "barrier" else set()
-        assert set(row["times"]) == systems, row
-    allgather = next(r for r in rows if r["operation"] == "allgather" and r["bytes"] == 64 << 10)
-    assert allgather["bytes_moved"] == 3 * allgather["bytes"]
+        systems.setdefault(row["operation"], set()).update(row["times"])
+    compiled = {"memory C", "one_place C"}
+    assert {name: found - compiled for name, found in systems.items()} == {
+        name: set(each.split(", ")) for name, each in expected.items()
+    }, printed
+    assert goals is None or printed.count("\nGoal, ") == goals, printed
 
 
 def test_stragglers(script_worlds: WorldPool, tmp_path: Path) -> None:
@@ -76,217 +135,27 @@ def test_stragglers(script_worlds: WorldPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_neighbor(tmp_path: Path, ranks: int) -> None:
-    options = ["--ranks", str(ranks), "--sizes", "4K", "64K", "--iterations", "3"]
-    rows, printed = run_benchmark("neighbor.py", tmp_path, *options)
-    # The number of tensors that each rank must at least read, and the one that it writes.
-    tensors = {"exp2": 3, "one-peer": 3}  # with two ranks, the other topologies are the same
-    if ranks == 4:
-        tensors = {"exp2": 4, "one-peer": 3, "ring": 4, "complete": 5, "hierarchical": 2}
-    places = {(row["operation"], row["bytes"]): row for row in rows}
-    assert list(places) == [(name, size) for name in tensors for size in (4 << 10, 64 << 10)], printed
-    for (name, size), row in places.items():
-        assert row["bytes_moved"] == ranks * tensors[name] * size, row
-        systems = {"fog", "fog_new", "mpi", "gloo", "fog_allreduce", "gloo_allreduce", "memory"}
-        systems |= {"fog_memory", "fog_memory_new", "memory numpy"}
-        assert systems <= set(row["times"]) <= systems | {"memory C"}, row
-        forms = [
-            row["times"][form]["median"] for form in ("memory numpy", "memory C") if form in row["times"]
-        ]
-        assert row["times"]["memory"]["median"] == min(forms)
-    if ranks == 4:
-        assert "one-peer, 4 ranks, 4 KiB" in printed[printed.index("Goals") :]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_windows(tmp_path: Path, ranks: int) -> None:
-    options = ["--ranks", str(ranks), "--sizes", "4K", "2M", "--iterations", "3"]
-    rows, printed = run_benchmark("windows.py", tmp_path, *options)
-    # The number of tensors that a rank with d neighbors must at least read or write.
-    d = ranks - 1
-    tensors = {"put": 2 * d, "get": 2 * d, "accumulate": 3 * d, "update": d + 2, "put+update": 3 * d + 2}
-    operations = [*tensors, *(f"{name} alone" for name in tensors)]
-    places = {(row["operation"], row["bytes"]): row for row in rows}
-    assert list(places) == [(name, size) for size in (4 << 10, 2 << 20) for name in operations], printed
-    for (name, size), row in places.items():
-        operation = name.removesuffix(" alone")
-        assert row["bytes_moved"] == (ranks if operation == name else 1) * tensors[operation] * size, row
-        systems = {"fog", "mpi", "memory", "memory numpy"}
-        systems |= {"fog_pg"} if size == 4 << 10 else set()
-        systems |= {"one_place", "one_place numpy"} if operation in ("put", "get") else set()
-        assert systems <= set(row["times"]) <= systems | {"memory C", "one_place C"}, row
-
-
-@pytest.mark.long
-def test_rma(tmp_path: Path) -> None:
-    rows, printed = run_benchmark("rma.py", tmp_path, "--sizes", "64K", "1M", "--iterations", "3")
-    systems = {
-        "put, stopped": {"rma", "raw"},
-        "put, computing": {"rma", "raw"},
-        "exchange": {"rma", "messages", "raw"},
-        "exchange, computing": {"rma", "messages", "raw", "compute"},
-        "one-way, computing": {"rma", "messages", "raw", "compute"},
-        "exchange, tcp": {"messages", "tcp", "raw"},
-    }
-    places = {(row["operation"], row["bytes"]): row for row in rows}
-    assert list(places) == [(name, size) for name in systems for size in (64 << 10, 1 << 20)], printed
-    for (name, size), row in places.items():
-        assert set(row["times"]) == systems[name], row
-        tensors = 2 if name.startswith("put") else 3 if name.startswith("one-way") else 6
-        assert row["bytes_moved"] == tensors * size, row
-    # Five goals for 1 MiB: two side by side with raw MPI, two side by side with messages, one over TCP.
-    goals = printed[printed.index("Goals") :]
-    assert goals.count("at most") == 5, goals
-
-
-@pytest.mark.long
-def test_scale(tmp_path: Path) -> None:
-    rows, _ = run_benchmark("scale.py", tmp_path, "--ranks", "3", "--rounds", "1", "--sizes", "8", "4K")
-    names = ["start", "group", "barrier", *["allreduce"] * 2, *["neighbors"] * 2]
-    assert [row["operation"] for row in rows] == [*names, "private MiB", "mapped MiB", "descriptors", "end"]
-    for row in rows:
-        assert list(row["times"]) == (["fog"] if row["operation"] == "mapped MiB" else ["fog", "gloo"]), row
-
-
-@pytest.mark.long
-def test_training(tmp_path: Path) -> None:
-    modes = ["none", "ddp gloo", "ddp", "awc", "awc one-peer", "ddp_async", "win_put one-peer", "diloco"]
-    options = ["--ranks", *RANKS, "--models", "mlp", "--iterations", "1", "--back-to-back", "2"]
-    rows, printed = run_benchmark("training.py", tmp_path, *options, "--modes", *modes)
-    assert [str(row["ranks"]) for row in rows] == RANKS, printed
-    *alone, together = rows
-    assert list(together["times"]) == modes
-    assert together["elements"] == 785 * 1024 + 2 * 1025 * 1024 + 1025 * 10
-    # Modes that need a second rank are left out.
-    assert [list(row["times"]) for row in alone] == [["none", "ddp", "awc", "ddp_async", "diloco"]][
-        : len(alone)
-    ]
-    assert printed.count("\nGoal, ") == len(RANKS)
-    neighbor_modes = printed[printed.rindex("\nGoal, ") :]
-    assert "AWC, one-peer (" in neighbor_modes and "DiLoCo" not in neighbor_modes
-
-
-@pytest.mark.long
 def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     """Runs the same code as on GPUs, with Gloo in place of NCCL."""
-    modes = ["none", "awc", "ddp_sync", "win_put"]
-    options = [
-        "--device",
-        "cpu",
-        "--ranks",
-        *RANKS,
-        "--sizes",
-        "4K",
-        "--iterations",
-        "1",
-        "--back-to-back",
-        "2",
-    ]
-    training = [
-        "--models",
-        "mlp",
-        "--modes",
-        *modes,
-        "--traces",
-        str(tmp_path / "traces"),
-        "--traced-modes",
-        "none",
-        "awc",
-    ]
-    rows, printed = run_benchmark("cuda.py", tmp_path, *options, *training)
+    options = "--device cpu --ranks 1 2 --sizes 4K --iterations 1 --back-to-back 2 --models mlp"
+    options += " --modes none awc ddp_sync win_put --traced-modes awc --traces"
+    rows, printed = run_benchmark("cuda.py", tmp_path, *options.split(), str(tmp_path / "traces"))
     operations = [f"window {name}" for name in ("put", "get", "accumulate", "update")]
     expected = [("allreduce", 1)]
     expected += [(name, 2) for name in ("allreduce", "ring", "exp2", "one-peer", *operations)]
     timed = [row for row in rows if "limit" in row["times"]]
     assert [(row["operation"], row["ranks"]) for row in timed] == expected, printed
-    assert all(set(row["times"]) == {"fog", "torch", "limit"} and row["bytes"] == 4 << 10 for row in timed)
+    assert all(set(row["times"]) == {"fog", "torch", "limit"} for row in timed)
     steps = [row for row in rows if "limit" not in row["times"]]
-    assert [(row["ranks"], list(row["times"])) for row in steps] == [(int(ranks), modes) for ranks in RANKS]
-    assert "one rank: at most 1.03 times the bare optimizer's step, with FOG_EXCHANGE_ALONE=1" in printed
+    assert [list(row["times"]) for row in steps] == [["none", "awc", "ddp_sync", "win_put"]] * 2
     assert (tmp_path / "picture-training.png").stat().st_size > 1000
-    traces = {file.name for file in (tmp_path / "traces").iterdir()}
-    ranks = [f"{number}ranks-rank{rank}" for number in RANKS for rank in range(int(number))]
-    assert traces == {f"mlp-{mode}-{rank}.json.gz" for mode in ("none", "awc") for rank in ranks}
-    for rank in ranks:  # a rank that is alone exchanges too
-        with gzip.open(tmp_path / "traces" / f"mlp-awc-{rank}.json.gz") as file:
-            events = json.load(file)["traceEvents"]
-        assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), rank
-
-
-def test_a_goal_above_what_nobody_can_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    from goals import Goal
-    from interleaved import Times
-    from report import Row
-
-    goal = Goal("barrier", 2, 0, "fog", "mpi", 1.5, above="nothing", plus=0.002)
-    titles = {"fog": "fog", "mpi": "MPI", "nothing": "torch"}
-
-    def line(**milliseconds: float) -> str | None:
-        times = {system: Times(median, median, median) for system, median in milliseconds.items()}
-        return goal.line(Row("barrier", 2, "float32", 0, 0, 0, 3, times), titles)
-
-    assert line(fog=0.008, mpi=0.002) is None
-    for fog, outcome in ((0.0089, "met"), (0.0091, "missed")):  # 4 us of torch, 1.5 x 2 us, 2 us
-        text = line(fog=fog, mpi=0.002, nothing=0.004)
-        assert text is not None and "(fog - torch) / MPI" in text and text.endswith(outcome), text
-
-
-@pytest.fixture
-def cuda_benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Returns a function that imports benchmarks/cuda.py with emulated numbers of GPUs and versions of NCCL."""
-
-    def load(gpus: int, nccl: tuple[int, int, int]) -> Any:
-        devices = device_operations.devices()
-        monkeypatch.setattr(devices, "nccl_version", lambda: nccl)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setitem(sys.modules, "devices", devices)
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        spec = importlib.util.spec_from_file_location("benchmark_of_cuda", ROOT / "benchmarks" / "cuda.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look it up
-        spec.loader.exec_module(module)
-        return module
-
-    return load
-
-
-def test_cuda_parts_of_ranks_that_share_a_gpu(
-    cuda_benchmark: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    every = ["collectives", "neighbor", "windows", "training"]
-    old = cuda_benchmark(1, (2, 28, 9))
-    assert old.parts_of(every, "cuda", 1) == (["collectives", "training"], None)
-    kept, problem = old.parts_of(every, "cuda", 2)
-    assert kept == ["windows"] and "collectives, neighbor, training with 2 ranks on 1 GPUs" in problem
-    assert "2.28.9 is loaded" in problem
-    newer = cuda_benchmark(1, (2, 30, 7))
-    assert newer.parts_of(every, "cuda", 2)[0] == ["windows"]  # NCCL allows it only on request
-    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
-    assert newer.parts_of(every, "cuda", 2) == (every, None)
-    assert cuda_benchmark(2, (2, 28, 9)).parts_of(every, "cuda", 2) == (every, None)
-
-
-def test_cuda_chooses_ranks(cuda_benchmark: Callable[..., Any], capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-
-    def chosen(gpus: int, parts: list[str], ranks: list[int]) -> list[int]:
-        arguments = argparse.Namespace(parts=parts, ranks=ranks, device="cuda")
-        cuda_benchmark(gpus, (2, 28, 9)).choose_ranks(parser, arguments)
-        found: list[int] = arguments.ranks
-        return found
-
-    assert chosen(1, ["collectives", "windows"], []) == [1, 2]
-    assert "left out: collectives with 2 ranks on 1 GPUs needs NCCL" in capsys.readouterr().out
-    assert chosen(1, ["windows"], []) == chosen(1, ["windows"], [2]) == [2]
-    assert chosen(1, ["neighbor", "training"], []) == [1]
-    assert chosen(4, ["neighbor", "training"], []) == [1, 4]
-    for gpus, parts, ranks in ((1, ["neighbor"], [2]), (1, ["neighbor"], []), (4, ["windows"], [1])):
-        with pytest.raises(SystemExit):
-            chosen(gpus, parts, ranks)
+    traces = sorted((tmp_path / "traces").iterdir())
+    assert [trace.name for trace in traces] == [
+        f"mlp-awc-{rank}.json.gz" for rank in ("1ranks-rank0", "2ranks-rank0", "2ranks-rank1")
+    ]
+    for trace in traces:  # a rank that is alone exchanges too
+        events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+        assert any(event.get("name") == "fog:neighbor_allreduce" for event in events), trace
 
 
 def test_cuda_without_a_gpu(tmp_path: Path) -> None:
@@ -299,166 +168,45 @@ def test_cuda_without_a_gpu(tmp_path: Path) -> None:
     assert not (tmp_path / "numbers.json").exists()
 
 
-@pytest.mark.long
-def test_overlap(tmp_path: Path) -> None:
-    ways = ["none", "exchange", "awc", "atc", "ddp gloo"]
-    options = [
-        "--ranks",
-        "2",
-        "--ratios",
-        "0.5",
-        "--iterations",
-        "1",
-        "--back-to-back",
-        "1",
-        "--modes",
-        *ways,
-    ]
-    rows, printed = run_benchmark("overlap.py", tmp_path, *options)
-    expected = ["emulated device, compute 0.5 x exchange", "CPU, compute 0.5 x exchange"]
-    assert [row["operation"] for row in rows] == expected
-    for row in rows:
-        assert list(row["times"]) == [*ways, "link"]
-        assert row["bytes"] == row["bytes_moved"] == 4 * (785 * 1024 + 2 * 1025 * 1024 + 1025 * 10)
-        # Milliseconds at 1 Gbit/s.
-        assert row["times"]["link"]["median"] == pytest.approx(row["bytes"] * 8 / 1e6)
-    assert printed.count("\nGoal, ") == len(rows)
-
-
 def run_compression(directory: Path, *options: str) -> tuple[dict[str, Any], str]:
     """Runs benchmarks/compression.py with options; returns what it wrote, and its output."""
     numbers = directory / "numbers.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "compression.py"), "--json", str(numbers)]
-    log = directory / "log"
-    with log.open("wb") as file:
-        status = subprocess.run(
-            [*command, *options],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-            timeout=200,
-            check=False,
-        ).returncode
-    assert status == 0, log.read_text()
-    return json.loads(numbers.read_text()), log.read_text()
+    command = [ROOT / "benchmarks" / "compression.py", "--json", numbers, *options]
+    printed = run_script(command, 1, directory / "log", [sys.executable], timeout=200)
+    return json.loads(numbers.read_text()), printed
 
 
 @pytest.mark.long
 def test_compression(tmp_path: Path) -> None:
     options = ["--parts", "codecs", "exchanges", "--size", "1M", "--repetitions", "2"]
     found, printed = run_compression(tmp_path, *options)
-    assert set(found["facts"]) == {"codecs", "exchanges"} and found["facts"]["exchanges"]["rate"] == "1gbit"
+    assert set(found["facts"]) == {"codecs", "exchanges"}
     names = [row["codec"] for row in found["codecs"]]
     assert names[0] == "memcpy" and "int8 encode" in names and "top-k 1 % decode" in names
-    assert all(row["ms"] > 0 and row["GB/s"] > 0 for row in found["codecs"])
-    assert [row["codec"] for row in found["exchanges"]] == [
-        "none",
-        "float16",
-        "int8",
-        "int4",
-        "sign",
-        "top-k 1 %",
-    ]
+    codecs = ["none", "float16", "int8", "int4", "sign", "top-k 1 %"]
+    assert [row["codec"] for row in found["exchanges"]] == codecs
     for row in found["exchanges"]:
-        assert 0 < row["least ms"] <= row["ms"]
         assert row["promised bytes"] < row["sent bytes"] < 1.1 * row["promised bytes"] + (16 << 10)
     assert printed.count("\ngoal: ") == 4
 
 
 @pytest.mark.long
 def test_compressed_training(tmp_path: Path) -> None:
-    picture = tmp_path / "picture.svg"
     options = ["--tasks", "MNIST by labels", "--ways", "int8", "--steps", "3", "--seeds", "1", "2"]
-    options += ["--links", "1gbit", "--link-steps", "2", "--turns", "1", "--plot", str(picture)]
+    options += ["--links", "1gbit", "--link-steps", "2", "--turns", "1", "--plot", str(tmp_path / "p.svg")]
     found, printed = run_compression(tmp_path, "--parts", "training", "links", *options)
-    assert picture.stat().st_size > 1000
     assert set(found["facts"]) == {"training", "links"} and not found["failures"]
     runs = [(point["way"], point["seed"]) for point in found["points"]]
     assert runs == [(way, seed) for way in ("no codec", "int8") for seed in (1, 2)]
     for point in found["points"]:
-        # Two neighbors, 101,770 parameters, in a bucket with some gaps: links carry the promised bytes and headers.
-        plain = 2 * 4 * 101_776
-        assert point["plain bytes a step"] == plain
-        assert point["promised bytes a step"] == (
-            plain if point["way"] == "no codec" else plain / 4 + 2 * 4 * 398
-        )
-        assert 1 < point["bytes"][-1] / (3 * point["promised bytes a step"]) < 1.1
-        assert point["steps"] == [3] and 0.3 < point["losses"][-1] < 100
-    assert {(row["task"], row["way"]) for row in found["tuning"]} == {
-        ("MNIST by labels", way) for way in ("no codec", "int8")
-    }
-    reference, int8 = found["compared"]
-    assert reference["mean"] == 0 and reference["fewer bytes"] == 1
-    assert 3.5 < int8["fewer bytes"] < 4 and int8["lower"] <= int8["mean"] <= int8["upper"]
+        # Two neighbors, 101,770 parameters: links carry the promised bytes and headers.
+        plain = 2 * 4 * 101_770
+        promised = plain if point["way"] == "no codec" else plain / 4 + 2 * 4 * 398
+        assert (point["plain bytes a step"], point["promised bytes a step"]) == (plain, promised)
+        assert 1 < point["bytes"][-1] / (3 * promised) < 1.1
+    assert 3.5 < found["compared"][1]["fewer bytes"] < 4
     places = [(row["way"], row["bits_per_s"]) for row in found["links"]]
     assert places == [(way, speed) for speed in (1e9, 1e10, 1e11) for way in ("no codec", "int8")]
-    for row in found["links"]:
-        assert 0 < row["step_s"]["least"] <= row["step_s"]["median"] <= row["step_s"]["most"]
-        assert row["steps"] is None and row["seconds"] is None  # three steps do not reach the loss
+    # Three steps do not reach the loss.
+    assert all(row["steps"] is row["seconds"] is None for row in found["links"])
     assert found["crossings"][0]["where"] == "below" and "\ntime to a loss" in printed
-
-
-@pytest.fixture
-def compressed_training(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """benchmarks/compression_training.py."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    return importlib.import_module("compression_training")
-
-
-def test_losses_with_fewer_bytes_are_compared_by_seed(compressed_training: Any) -> None:
-    def point(way: str, seed: int, loss: float, sent: int) -> dict[str, Any]:
-        about = {"task": "t", "way": way, "seed": seed, "rate": 0.1, "steps": [1, 2], "losses": [9.0, loss]}
-        promised = {"promised bytes a step": sent / 2, "plain bytes a step": 50.0}
-        return {**about, **promised, "bytes": [1, sent]}
-
-    plain = [point("no codec", seed, loss, 100) for seed, loss in ((1, 1.0), (2, 2.0))]
-    mine = [point("int8", seed, loss, 25) for seed, loss in ((1, 1.01), (2, 2.02))]
-    reference, int8 = compressed_training.compared([*plain, *mine])
-    assert reference["mean"] == 0 and reference["fewer bytes"] == 1
-    # Both seeds lose 1 %, so the interval is a point; the mean of the losses themselves does not count.
-    assert int8["mean"] == pytest.approx(0.01) and int8["lower"] == int8["upper"] == pytest.approx(0.01)
-    assert int8["fewer bytes"] == int8["fewer bytes, promised"] == 4
-    assert compressed_training.verdict({"mean": 0.009, "upper": 0.0099}) == "met"
-    assert compressed_training.verdict({"mean": 0.009, "upper": 0.02}) == "met in the mean"
-    assert compressed_training.verdict({"mean": 0.011, "upper": 0.02}) == "missed"
-    assert compressed_training.verdict({"mean": float("nan")}) == "missed"
-
-
-def test_crossing_of_links(compressed_training: Any) -> None:
-    def rows(*shares: tuple[float, float, float | None]) -> list[dict[str, Any]]:
-        return [
-            {"way": "w", "bits_per_s": speed, "slowness": slowness, "of no codec": share}
-            for speed, slowness, share in shares
-        ]
-
-    def crossing(*shares: tuple[float, float, float | None]) -> tuple[str, float]:
-        found: tuple[str, float] = compressed_training.crossing(rows(*shares), "w")
-        return found
-
-    # Half way from 0.9 to 1.0, on a logarithmic axis; the dilated point at a speed that was also measured does not count.
-    where, speed = crossing((1e8, 1, 0.3), (1e9, 1, 0.9), (1e9, 10, 2.0), (1e10, 10, 1.0))
-    assert where == "at" and speed == pytest.approx(10**9.5)
-    assert crossing((1e8, 1, 0.3), (1e10, 10, 0.8)) == ("above", 1e10)
-    assert crossing((1e8, 1, 0.96), (1e10, 10, 0.8)) == ("below", 1e8)
-    assert crossing((1e8, 1, None), (1e10, 10, None)) == ("below", 1e8)
-    # A way that does not reach the loss is not faster anywhere.
-    assert crossing((1e8, 1, 0.5), (1e10, 10, None)) == ("at", pytest.approx(1e8))
-
-
-def test_time_to_a_loss_over_links(compressed_training: Any) -> None:
-    points = [
-        {"task": "t", "way": way, "seed": seed, "steps": [10, 20], "losses": [0.5, loss]}
-        for way, losses in (("no codec", (0.4, 0.4, 0.6)), ("w", (0.6, 0.6, 0.3)))
-        for seed, loss in enumerate(losses)
-    ]
-    links = [
-        {"task": "t", "way": way, "bits_per_s": 1e8, "slowness": 1.0, "step_s": {"median": seconds}}
-        for way, seconds in (("no codec", 0.2), ("w", 0.1))
-    ]
-    plain, mine = compressed_training.times_to_loss(links, points, {"t": 0.5})
-    assert (plain["steps"], plain["seconds"], plain["of no codec"]) == (10, 2.0, 1.0)
-    assert (mine["steps"], mine["seconds"], mine["of no codec"]) == (10, 1.0, 0.5)
-    plain, mine = compressed_training.times_to_loss(links, points, {"t": 0.45})
-    assert (plain["steps"], plain["seconds"]) == (20, 4.0)
-    assert mine["steps"] is mine["seconds"] is mine["of no codec"] is None

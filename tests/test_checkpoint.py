@@ -1,4 +1,7 @@
-"""Checkpoints: the same bits on as many ranks, means on other numbers, whole or absent under kills and full disks."""
+"""Checkpoints: means on other numbers of ranks, whole or absent under kills and full disks.
+
+test_training_frame.py has the same bits on as many ranks, with every kind of optimizer.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,7 @@ import torch.distributed as dist
 from fogdist import algorithms, checkpoint
 from harness import World, WorldPool, on_ranks
 from torch import nn
-from training_cases import Net, distributed, loss_of, make_net, sgd, snapshot, start, train_step
-
-RATE = 0.02
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=RATE, weight_decay=0.1)
+from training_cases import Net, distributed, make_net, sgd, snapshot, start, train_step
 
 
 def go_on(called: Any, optimizer: Any, rank: int, first: int, last: int) -> None:
@@ -36,72 +33,6 @@ def go_on(called: Any, optimizer: Any, rank: int, first: int, last: int) -> None
 
 def names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
-
-
-# --- as many ranks ------------------------------------------------------------------------------------------
-
-KINDS = [
-    "awc",
-    "atc",
-    "gradient",
-    "put",
-    "push-sum",
-    "DecentralizedSGD",
-    "ExactDiffusion",
-    "GradientTracking",
-    "PushSumSGD",
-]
-KINDS += ["QuasiGlobalMomentum", "SlowMo", "DiLoCo", "wrapper"]
-
-
-@on_ranks(
-    4,
-    case=[*((kind, True) for kind in KINDS), ("awc", False), ("GradientTracking", False), ("wrapper", False)],
-)
-def test_training_continues_bit_for_bit(case: tuple[str, bool], tmp_path: Path) -> None:
-    kind, of_sgd = case
-    rank, size = start()
-
-    def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
-        model = make_net(seed)
-        return model, sgd(model, momentum=0.0) if of_sgd else adam(model)
-
-    model, base = begin(rank)
-    with distributed(kind, base, model) as (called, optimizer):
-        go_on(called, optimizer, rank, 0, 3)
-        folder = checkpoint.save(tmp_path, called, optimizer, step=3, extra={"rank": rank})
-        kept = snapshot(model)
-        go_on(called, optimizer, rank, 3, 6)
-    expected = snapshot(model)
-    assert not torch.equal(kept, expected)
-    other, base = begin(10 + rank)
-    with distributed(kind, base, other) as (called, optimizer):
-        loaded = checkpoint.load(tmp_path, called, optimizer)
-        assert loaded == checkpoint.Loaded(3, size, False, {"rank": rank})
-        assert torch.equal(snapshot(other), kept)
-        go_on(called, optimizer, rank, 3, 6)
-    assert torch.equal(snapshot(other), expected)
-    assert folder == checkpoint.latest(tmp_path)
-    assert names_in(folder) == ["fog.json", *(f"rank{each}" for each in range(size))]
-
-
-@on_ranks(2)
-def test_the_round_of_the_wrapper_goes_on(tmp_path: Path) -> None:
-    """Without it, the second graph would be the first one again."""
-    rank, size = start()
-    sequence = (
-        fogdist.topology.one_peer_exponential(4) if size == 4 else fogdist.topology.random_matching(size)
-    )
-    model = make_net(rank)
-    wrapper = fogdist.DecentralizedDataParallel(model, sgd(model), sequence, broadcast=False)
-    go_on(wrapper, wrapper.optimizer, rank, 0, 3)
-    checkpoint.save(tmp_path, wrapper, wrapper.optimizer, step=0)
-    wrapper.close()
-    again = make_net(rank)
-    wrapper = fogdist.DecentralizedDataParallel(again, sgd(again), sequence, broadcast=False)
-    checkpoint.load(tmp_path, wrapper, wrapper.optimizer)
-    assert wrapper.round == 3
-    wrapper.close()
 
 
 # --- other numbers of ranks ---------------------------------------------------------------------------------
@@ -125,11 +56,6 @@ def state_of(model: Net, optimizer: Any) -> dict[str, Any]:
     return state
 
 
-def make_of(kind: str, seed: int) -> tuple[Net, torch.optim.Optimizer]:
-    model = make_net(seed)
-    return model, sgd(model, momentum=0.5)
-
-
 def star(size: int) -> Any:
     return fogdist.StarGraph(size) if size > 1 else fogdist.ExponentialGraph(size)
 
@@ -137,8 +63,8 @@ def star(size: int) -> Any:
 def train_and_save(path: Path, kind: str, average: bool) -> dict[str, Any]:
     # On a star, push-sum's weights differ between ranks.
     rank, _ = start(star if kind == "PushSumSGD" else None)
-    model, base = make_of(kind, rank)
-    with distributed(kind, base, model) as (called, optimizer):
+    model = make_net(rank)
+    with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
         go_on(called, optimizer, rank, 0, 5)
         checkpoint.save(path, called, optimizer, step=5, average=average, extra=rank)
         return state_of(model, optimizer)
@@ -146,8 +72,8 @@ def train_and_save(path: Path, kind: str, average: bool) -> dict[str, Any]:
 
 def load_and_train(path: Path, kind: str, is_mean: bool, saved_by: int) -> dict[str, Any]:
     rank, _ = start(star if kind == "PushSumSGD" else None)
-    model, base = make_of(kind, 20 + rank)
-    with distributed(kind, base, model) as (called, optimizer):
+    model = make_net(20 + rank)
+    with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
         loaded = checkpoint.load(path, called, optimizer)
         assert loaded == checkpoint.Loaded(5, saved_by, is_mean, loaded.extra)
         state = state_of(model, optimizer)
@@ -216,7 +142,7 @@ def mass_of(model: Net, optimizer: Any) -> tuple[list[float], np.ndarray, np.nda
     return optimizer.push_sum_weights(), p * x, p
 
 
-def save_and_go_on(path: Path) -> tuple[Any, ...]:
+def save_push_sum(path: Path) -> tuple[Any, ...]:
     rank, _ = start(star)
     model, optimizer = push_sum(rank)
     for number in range(30):
@@ -225,18 +151,8 @@ def save_and_go_on(path: Path) -> tuple[Any, ...]:
     checkpoint.save(path, model, optimizer, step=1)
     saved = mass_of(model, optimizer)
     checkpoint.save(path / "mean", model, optimizer, step=1, average=True)
-    _kept.append((model, optimizer))
+    optimizer.unregister_window()
     return saved
-
-
-_kept: list[Any] = []
-
-
-def go_on_and_die() -> None:
-    ((model, optimizer),) = _kept
-    for number in range(5 + dist.get_rank()):
-        train_step(model, optimizer, dist.get_rank(), number)
-    kill_myself()
 
 
 def load_push_sum(path: Path) -> tuple[Any, ...]:
@@ -253,17 +169,15 @@ def load_push_sum(path: Path) -> tuple[Any, ...]:
     return loaded, later
 
 
-def test_push_sum_keeps_its_mass(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """All ranks are killed after a checkpoint; those that load it have the sums of x and p that there were."""
-    world = new_world(4)
-    saved = world.run(save_and_go_on, tmp_path)
-    assert all(outcome.state == "died" for outcome in world.run_raw(go_on_and_die))
+def test_push_sum_keeps_its_mass(worlds: WorldPool, tmp_path: Path) -> None:
+    """Ranks that load a checkpoint have the sums of x and p that there were."""
+    saved = worlds(4).run(save_push_sum, tmp_path)
     weights, total, mass = (sum(map(np.array, each)) for each in zip(*saved, strict=True))
     assert len(weights) > 1
     np.testing.assert_allclose(weights, 4.0, rtol=0.0, atol=1e-12)
     assert np.std([p for p, _, _ in saved]) > 0.1  # otherwise the test would not see that they are kept
     for size, path in [(4, tmp_path), (2, tmp_path), (4, tmp_path / "mean")]:
-        loaded = new_world(size).run(load_push_sum, path)
+        loaded = worlds(size).run(load_push_sum, path)
         for rank, (now, later) in enumerate(loaded):
             if (size, path) == (4, tmp_path):
                 for mine, its in zip(now, saved[rank], strict=True):
@@ -558,70 +472,33 @@ class Renamed(nn.Module):
 
 @on_ranks(2)
 def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
+    """All ranks refuse if one does, so that none is left waiting, and nothing has changed."""
     rank, _ = start()
     model = make_net(rank)
     checkpoint.save(tmp_path, model, sgd(model), step=4)
+    checkpoint.save(tmp_path, model, algorithms.GradientTracking(sgd(model), model), step=5)
+    checkpoint.save(tmp_path, model, step=6)
     wider = make_net(rank)
     wider.head = nn.Linear(1, 1)
-    for other, message in [
-        (make_net(rank).float(), "torch.float32 of shape .* and was saved as torch.float64"),
-        (wider, r"'head.weight' is torch.float32 of shape \(1, 1\) and was saved as"),
-        (Renamed(make_net(rank)), "only in the model: inner.*only in the checkpoint: "),
+    diffusion = algorithms.ExactDiffusion(sgd(model), model)
+    turned = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1)
+    adam = torch.optim.Adam(model.parameters())
+    for step, other, optimizer, message in [
+        (4, make_net(rank).float(), None, "torch.float32 of shape .* and was saved as torch.float64"),
+        (4, wider, None, r"'head.weight' is torch.float32 of shape \(1, 1\) and was saved as"),
+        (4, Renamed(make_net(rank)), None, "only in the model: inner.*only in the checkpoint: "),
+        (4, make_net(rank) if rank == 0 else wider, None, "rank 1: model must be that of the checkpoint"),
+        (4, model, adam, "optimizer must be a SGD, as in the checkpoint, got a Adam"),
+        (4, model, turned, "optimizer must have.*the same order"),
+        (5, model, diffusion, "state_dict must be of ExactDiffusion.*got one of GradientTracking"),
+        (6, model, diffusion, "optimizer must be None.*without an optimizer"),
     ]:
         before = snapshot(other)
-        with pytest.raises(ValueError, match=f"step 4.*model must be that of the checkpoint.*{message}"):
-            checkpoint.load(tmp_path, other, step=4)
+        with pytest.raises(ValueError, match=f"(?s)step {step}.*{message}"):
+            checkpoint.load(tmp_path, other, optimizer, step=step)
         assert torch.equal(snapshot(other), before)
-    # One rank alone with another model: all ranks refuse, and none is left waiting.
-    with pytest.raises(ValueError, match="rank 1: model must be"):
-        checkpoint.load(tmp_path, make_net(rank) if rank == 0 else wider)
-    turned = torch.optim.SGD(reversed(list(model.parameters())), lr=0.1)
-    for optimizer, message in [
-        (adam(model), "must be a SGD, as in the checkpoint, got a Adam"),
-        (turned, "the same order"),
-    ]:
-        with pytest.raises(ValueError, match=f"optimizer {message}|optimizer must have.*{message}"):
-            checkpoint.load(tmp_path, model, optimizer)
-    tracking = algorithms.GradientTracking(sgd(model), model)
-    checkpoint.save(tmp_path, model, tracking, step=5)
-    diffusion = algorithms.ExactDiffusion(sgd(model), model)
-    with pytest.raises(ValueError, match="state_dict must be of ExactDiffusion.*got one of GradientTracking"):
-        checkpoint.load(tmp_path, model, diffusion)
-    checkpoint.save(tmp_path, model, step=6)
-    with pytest.raises(ValueError, match="optimizer must be None.*without an optimizer"):
-        checkpoint.load(tmp_path, model, diffusion)
     assert checkpoint.load(tmp_path, model, diffusion, step=4).step == 4  # of the plain optimizer
     assert checkpoint.load(tmp_path, model, step=5).step == 5
-
-
-@on_ranks(2)
-def test_arguments(tmp_path: Path) -> None:
-    rank, _ = start()
-    model = make_net(0)
-    for arguments, options, error, message in [
-        ((3,), {"step": 1}, TypeError, "model.*int"),
-        ((model, 3), {"step": 1}, TypeError, "optimizer.*int"),
-        ((model,), {"step": 1.0}, TypeError, "step.*1.0"),
-        ((model,), {"step": -1}, ValueError, "step.*-1"),
-        ((model,), {"step": 1, "keep": 0}, ValueError, "keep.*0"),
-        ((model,), {"step": 1, "average": 1}, TypeError, "average"),
-    ]:
-        with pytest.raises(error, match=message):
-            checkpoint.save(tmp_path, *arguments, **options)
-    with pytest.raises(ValueError, match="step 1.*ranks|same on all ranks"):
-        checkpoint.save(tmp_path, model, step=1 + rank)
-    with pytest.raises(RuntimeError, match="pickle|local object"):
-        checkpoint.save(tmp_path, model, step=1, extra=lambda: None)
-    fogdist.barrier()
-    assert names_in(tmp_path) == []
-    fogdist.barrier()
-    with pytest.raises(FileNotFoundError, match="path must have a checkpoint, got .* with none"):
-        checkpoint.load(tmp_path, model)
-    checkpoint.save(tmp_path, model, step=1)
-    with pytest.raises(FileNotFoundError, match=r"a checkpoint of step 2, got .* with those of steps \[1\]"):
-        checkpoint.load(tmp_path, model, step=2)
-    with pytest.raises(FileExistsError, match="no checkpoint of step 1 yet"):
-        checkpoint.save(tmp_path, model, step=1)
 
 
 @on_ranks(2)
@@ -646,41 +523,3 @@ def test_damaged_and_newer_checkpoints_are_refused(tmp_path: Path) -> None:
     fogdist.barrier()
     with pytest.raises(ValueError, match="format 1, got one of format 2"):
         checkpoint.load(tmp_path, model)
-
-
-def test_loss_after_another_number_of_ranks(worlds: WorldPool, tmp_path: Path) -> None:
-    """Training goes on, and does not jump: the loss is not above that of the ranks before."""
-    before = worlds(4).run(losses_and_save, tmp_path)
-    after = worlds(2).run(load_and_losses, tmp_path)
-    assert max(after[0][0], after[1][0]) < 1.5 * np.mean([losses[-1] for losses in before])
-    assert np.mean([losses[-1] for losses in after]) < np.mean([losses[0] for losses in before])
-
-
-def losses_and_save(path: Path) -> list[float]:
-    rank, _ = start()
-    model = make_net(0)
-    optimizer = algorithms.DecentralizedSGD(sgd(model, momentum=0.5), model)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank % 2, 0)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    checkpoint.save(path, model, optimizer, step=20)
-    return losses
-
-
-def load_and_losses(path: Path) -> list[float]:
-    rank, _ = start()
-    model = make_net(5)
-    optimizer = algorithms.DecentralizedSGD(sgd(model, momentum=0.5), model, mixing=None)
-    checkpoint.load(path, model, optimizer)
-    losses = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, 0)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss))
-    return losses

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from hosts import emulated_hosts
-from scripts import ROOT
+from scripts import ROOT, Job, run_script, started
 
 # Modules of the benchmarks, which `hosts` makes importable.
 emulation, workloads = (importlib.import_module(name) for name in ("emulated_hosts", "workloads"))
@@ -69,18 +69,9 @@ def run_cluster(directory: Path, *options: str) -> dict[str, Any]:
     """Returns what a run of the program wrote; skips where hosts cannot be emulated."""
     with emulated_hosts(1, "1gbit"):
         pass
-    numbers, log = directory / "cluster.json", directory / "log"
-    with log.open("wb") as file:
-        status = subprocess.run(
-            [sys.executable, BENCHMARKS / "cluster.py", *options, *SHORT, "--json", numbers],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-            timeout=100,
-            check=False,
-        ).returncode
-    assert status == 0, log.read_text()
+    numbers = directory / "cluster.json"
+    command = [BENCHMARKS / "cluster.py", *options, *SHORT, "--json", numbers]
+    run_script(command, 1, directory / "log", [sys.executable])
     result: dict[str, Any] = json.loads(numbers.read_text())
     return result
 
@@ -106,8 +97,7 @@ def test_two_hosts(tmp_path: Path) -> None:
     ways = ["ddp_gloo", "one_peer_exp", "gossip_diloco"]
     written = run_cluster(tmp_path, "--scenarios", "a", "--hosts", "2", "--ways", *ways, "--seed", "3")
     points = {point["way"]: point for point in written["points"]}
-    assert set(points) == {"none", *ways}
-    assert not written["failures"] and written["facts"]["seed"] == 3
+    assert set(points) == {"none", *ways} and not written["failures"]
     for point in points.values():
         # A ring all-reduce of two sends half of the tensor twice; one peer gets all of it once.
         check_point(point, 1 / point["local_steps"])
@@ -119,12 +109,11 @@ def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
     written = run_cluster(tmp_path, "--scenarios", "slow link", "--hosts", "4", "--ways", *ways)
     points = {point["way"]: point for point in written["points"]}
     assert set(points) == {"none", *ways}
-    assert all(point["slow_link"] == 1 and point["hosts"] == 4 for point in points.values())
-    check_point(points["one_peer_exp"], 1.0)
+    point = points["one_peer_exp"]
+    check_point(point, 1.0)
     # The slow link needs more than the compute for one exchange, and all wait for it.
-    link = 8 * sum(points["one_peer_exp"]["bucket_bytes"]) / (0.1 * points["one_peer_exp"]["rate_bits_per_s"])
-    assert link > points["one_peer_exp"]["compute_s"]
-    assert points["one_peer_exp"]["step_s"]["median"] > 0.9 * link
+    link = 8 * sum(point["bucket_bytes"]) / (0.1 * point["rate_bits_per_s"])
+    assert link > point["compute_s"] and point["step_s"]["median"] > 0.9 * link
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:
@@ -178,47 +167,10 @@ def test_hosts_of_a_killed_program_are_removed() -> None:
 def test_a_terminated_program_removes_its_hosts(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
         pass
-    log = tmp_path / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [
-                sys.executable,
-                BENCHMARKS / "cluster.py",
-                "--scenarios",
-                "a",
-                "--hosts",
-                "2",
-                "--rounds",
-                "1000",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, map(str, sys.path)))},
-        )
-    try:
-        deadline = time.monotonic() + 60
-        while "turn 1 of" not in log.read_text():
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-            time.sleep(0.1)
-        assert any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
-        process.terminate()
-        assert process.wait(timeout=30) == 128 + signal.SIGTERM, log.read_text()
-    finally:
-        process.kill()
-    assert not any(f"fog-{process.pid}-" in path.name for path in Path("/run/netns").iterdir())
-
-
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulation.shutil, "which", lambda name: None)
-    monkeypatch.setattr(emulation.os, "geteuid", lambda: 0)
-    assert emulation.missing() == "needs the program ip of iproute2"
-    monkeypatch.setattr(emulation.os, "geteuid", lambda: 1000)
-    with pytest.raises(emulation.Unavailable, match="needs root to make network namespaces"):
-        emulation.emulated_hosts(2).__enter__()
-
-
-@pytest.mark.parametrize(("count", "centers"), [(0, 1), (3, 2), (2, 0)])
-def test_numbers_of_hosts_are_checked(count: int, centers: int) -> None:
-    with pytest.raises(ValueError, match=f"got {count} hosts in {centers} centers"):
-        emulation.emulated_hosts(count, centers=centers).__enter__()
+    command = [BENCHMARKS / "cluster.py", "--scenarios", "a", "--hosts", "2", "--rounds", "1000"]
+    with started([Job(command, 1, tmp_path / "log", [sys.executable])]) as (job,):
+        job.wait_for(lambda output: "turn 1 of" in output, 60)
+        assert any(f"fog-{job.pid}-" in path.name for path in Path("/run/netns").iterdir())
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.wait(30) == 128 + signal.SIGTERM, job.output
+    assert not any(f"fog-{job.pid}-" in path.name for path in Path("/run/netns").iterdir())

@@ -126,29 +126,28 @@ def check(problem, output: str, rows: list[list[Tensor]], how: str) -> None:
 # --- the recipes --------------------------------------------------------------------------------------------
 
 
+# By recipe: its package, and whether its training data are shuffled, as Lightning's are.
+PACKAGES = {
+    "lightning": ("lightning", True),
+    "fabric": ("lightning", False),
+    "accelerate": ("accelerate", False),
+}
+
+
 @pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
-def test_lightning(problem, tmp_path: Path, how: str) -> None:
-    needs("lightning")
-    # Lightning shuffles training data.
-    check(problem, recipe("with_lightning.py", how, tmp_path), sampled(problem, 2, shuffle=True), how)
+@pytest.mark.parametrize("name", [*PACKAGES, "ray"])
+def test_recipes(problem, tmp_path: Path, name: str, how: str) -> None:
+    package, shuffle = PACKAGES.get(name, (name, False))
+    needs(package)
+    rows = by_batches(problem, 2) if name == "accelerate" else sampled(problem, 2, shuffle)
+    run = run_alone if name == "ray" else recipe
+    check(problem, run(f"with_{name}.py", how, tmp_path), rows, how)
 
 
 def test_lightning_starts_ranks_itself(problem, tmp_path: Path) -> None:
     needs("lightning")
     output = run_alone("with_lightning.py", "gossip", tmp_path)
     check(problem, output, sampled(problem, 2, shuffle=True), "gossip")
-
-
-@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
-def test_fabric(problem, tmp_path: Path, how: str) -> None:
-    needs("lightning")
-    check(problem, recipe("with_fabric.py", how, tmp_path), sampled(problem, 2, shuffle=False), how)
-
-
-@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
-def test_accelerate(problem, tmp_path: Path, how: str) -> None:
-    needs("accelerate")
-    check(problem, recipe("with_accelerate.py", how, tmp_path), by_batches(problem, 2), how)
 
 
 @pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
@@ -191,13 +190,6 @@ def test_a_trainer_resumes_with_the_state_of_each_rank(tmp_path: Path) -> None:
     )
     output = run_script([script], 2, tmp_path / "log.txt", "torchrun", timeout=TIMEOUT)
     assert "rank 0 apart False same True" in output and "rank 1 apart True same True" in output, output
-
-
-@pytest.mark.parametrize("how", ["ddp", "gossip", "optimizer"])
-def test_ray(problem, tmp_path: Path, how: str) -> None:
-    needs("ray")
-    output = run_alone("with_ray.py", how, tmp_path)
-    check(problem, output, sampled(problem, 2, shuffle=False), how)
 
 
 @pytest.mark.parametrize("how", ["gossip", "hsdp"])

@@ -76,17 +76,9 @@ GRAPHS: dict[str, Case] = {
         lambda n: topology.ExponentialGraph(n, 3),
         lambda n: uniform_circle(n, lambda d: is_power(d, 3)),
     ),
-    "exp5": (
-        lambda n: topology.ExponentialGraph(n, base=5),
-        lambda n: uniform_circle(n, lambda d: is_power(d, 5)),
-    ),
     "symexp_default": (
         topology.SymmetricExponentialGraph,
         lambda n: uniform_circle(n, lambda d: is_power(d if d <= n // 2 else n - d, 4)),
-    ),
-    "symexp2": (
-        lambda n: topology.SymmetricExponentialGraph(n, base=2),
-        lambda n: uniform_circle(n, lambda d: is_power(d if d <= n // 2 else n - d, 2)),
     ),
     "mesh": (topology.MeshGrid2DGraph, lambda n: mesh_reference(*squarest(n))),
     "line": (lambda n: topology.MeshGrid2DGraph(n, (n, 1)), lambda n: mesh_reference(n, 1)),
@@ -156,14 +148,9 @@ def test_published_graphs() -> None:
         ),
     ):
         assert list(graph[0]) == powers
-    for shape, size in (((2, 6), 12), ([np.int64(4), 3], 12)):
-        np.testing.assert_array_equal(
-            topology.mixing_matrix(topology.MeshGrid2DGraph(size, shape)), as_array(mesh_reference(*shape))
-        )
-    # Computed by hand: corners have degree 3, with themselves, and a 2 x 2 grid is a circle of four.
     np.testing.assert_array_equal(
-        topology.mixing_matrix(topology.MeshGrid2DGraph(4)),
-        np.array([[1, 1, 1, 0], [1, 1, 0, 1], [1, 0, 1, 1], [0, 1, 1, 1]]) / 3,
+        topology.mixing_matrix(topology.MeshGrid2DGraph(12, [np.int64(2), 6])),
+        as_array(mesh_reference(2, 6)),
     )
     # The in- and out-degree of each rank sum to 3, but a plain mean would not keep the average.
     lopsided = nx.DiGraph([(0, 1), (0, 2), (3, 0), (1, 3), (1, 2), (2, 3)])
@@ -171,91 +158,50 @@ def test_published_graphs() -> None:
         assert not topology.IsRegularGraph(irregular)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda: topology.ExponentialTwoGraph(4.0),
-        lambda: topology.ExponentialGraph("4"),
-        lambda: topology.ExponentialGraph(4, base=2.0),
-        lambda: topology.SymmetricExponentialGraph(4, base=None),
-        lambda: topology.MeshGrid2DGraph(4, shape=4),
-        lambda: topology.MeshGrid2DGraph(4, shape=(4,)),
-        lambda: topology.MeshGrid2DGraph(4, shape=(2.0, 2.0)),
-        lambda: topology.StarGraph(4, center_rank=0.0),
-        lambda: topology.RingGraph(4, connect_style="left"),
-        lambda: topology.FullyConnectedGraph(None),
-        lambda: topology.GetRecvWeights(topology.RingGraph(4), 1.0),
-        lambda: topology.GetSendWeights(np.eye(4), 1),
-        lambda: topology.GetDynamicOnePeerSendRecvRanks(nx.complete_graph(4), 0),
-        lambda: topology.GetDynamicOnePeerSendRecvRanks(nx.MultiDiGraph([(0, 1)]), 0),
-        lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 4, 0, 0.0),
-        lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8.0, 4, 0),
-        lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(8, 4, None),
-        lambda: topology.IsTopologyEquivalent(topology.RingGraph(4), "ring"),
-        lambda: topology.IsRegularGraph(None),
-        lambda: topology.mixing_matrix(None),
-        lambda: topology.uniform_weights(nx.path_graph(3)),
-        lambda: topology.metropolis_hastings_weights(nx.path_graph(3)),
-        lambda: topology.spectral_gap(np.eye(3) * 1j),
-        lambda: topology.by_name(2, 4),
-        lambda: topology.by_name("ring", 4.0),
-        lambda: topology.matrix_from_sources([1, 0]),
-        lambda: topology.matrix_from_destinations([[1.0], [0]]),
-        lambda: topology.transpose_neighbor_ranks([["1"], [0]]),
-    ],
-)
-def test_wrong_type(call: Callable[[], object]) -> None:
-    with pytest.raises(TypeError, match=r"must (be|have|hold)"):
-        call()
+WRONG_TYPES = [
+    (lambda: topology.ExponentialGraph("4"), "size must be an integer, got '4'"),
+    (lambda: topology.MeshGrid2DGraph(4, shape=(4,)), "shape must"),
+    (lambda: topology.RingGraph(4, connect_style="left"), "connect_style must"),
+    (lambda: topology.GetRecvWeights(topology.RingGraph(4), 1.0), "rank must"),
+    (lambda: topology.GetDynamicOnePeerSendRecvRanks(nx.MultiDiGraph([(0, 1)]), 0), "must be"),
+    (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8.0, 4, 0), "must be"),
+    (lambda: topology.IsTopologyEquivalent(topology.RingGraph(4), "ring"), "must be"),
+    (lambda: topology.mixing_matrix(None), "must be"),
+    (lambda: topology.spectral_gap(np.eye(3) * 1j), "W must be a matrix of real numbers"),
+    (lambda: topology.by_name(2, 4), "name must be"),
+    (lambda: topology.matrix_from_sources([1, 0]), "must"),
+]
+WRONG_VALUES = [
+    (lambda: topology.SymmetricExponentialGraph(4, base=1), "base must be an integer >= 2, got 1"),
+    (lambda: topology.MeshGrid2DGraph(6, shape=(2, 2)), r"shape must .* size = 6, got \(2, 2\)"),
+    (lambda: topology.StarGraph(4, center_rank=4), r"center_rank must be a rank in \[0, 3\], got 4"),
+    (lambda: topology.RingGraph(1, connect_style=-1), "connect_style must be 0 .* 1 .* 2 .*, got -1"),
+    (lambda: topology.mixing_matrix(nx.DiGraph()), "topology must have at least one node"),
+    (lambda: topology.IsRegularGraph(nx.DiGraph([(1, 2)])), "topo must have the nodes 0 to 1, .* node 2"),
+    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(9, 4, 0, 0), "world_size must be a multiple"),
+    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(4, 4, 0, 0), "at least .* = 8 .*world_size 4"),
+    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 4, 5, 0), "local_rank must be .* = 1, got 0"),
+    (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8, 4, 8), r"self_rank .*\[0, 7\], got 8"),
+    (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(4, 2, 0), "local_size must be at least 3"),
+    (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(1, 0)])), "reverse of every .* 1 -> 0"),
+    (lambda: topology.by_name("cube", 4), "name must be one of exp, exp2, .*, full, got 'cube'"),
+    (lambda: topology.spectral_gap(np.zeros((2, 3))), r"W must be a square matrix, got shape \(2, 3\)"),
+    (lambda: topology.spectral_gap([[np.nan]]), "W must hold finite numbers"),
+    (lambda: topology.spectral_gap(np.eye(2) / 2), "W must have columns or rows that sum to 1"),
+    (lambda: topology.transpose_neighbor_ranks([[1], [2]]), r"neighbors\[1\]\[0\] .*\[0, 1\], got 2"),
+    (lambda: topology.matrix_from_sources([[1], [1]]), r"sources\[1\] must not contain the rank itself"),
+    (lambda: topology.matrix_from_destinations([[1, 1], []]), r"destinations\[0\] must not .* twice"),
+    (lambda: topology.check_neighbor_ranks([-1], 0, 2, "dst_ranks"), r"dst_ranks\[0\] must .* got -1"),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: topology.ExponentialGraph(4, base=1), "base must be an integer >= 2, got 1"),
-        (lambda: topology.SymmetricExponentialGraph(4, base=0), "base must be an integer >= 2, got 0"),
-        (lambda: topology.MeshGrid2DGraph(6, shape=(2, 2)), r"shape must .* size = 6, got \(2, 2\)"),
-        (lambda: topology.MeshGrid2DGraph(4, shape=(-2, -2)), r"shape\[0\] must be an integer >= 1, got -2"),
-        (lambda: topology.StarGraph(4, center_rank=4), r"center_rank must be a rank in \[0, 3\], got 4"),
-        (lambda: topology.StarGraph(4, center_rank=-1), r"center_rank must be a rank in \[0, 3\], got -1"),
-        (lambda: topology.RingGraph(4, connect_style=3), "connect_style must be 0 .* 1 .* 2 .*, got 3"),
-        (lambda: topology.RingGraph(1, connect_style=-1), "connect_style must be .*, got -1"),
-        (lambda: topology.GetRecvWeights(topology.RingGraph(4), 4), r"rank must .*\[0, 3\], got 4"),
-        (lambda: topology.GetSendWeights(topology.RingGraph(4), -1), r"rank must .*\[0, 3\], got -1"),
-        (lambda: topology.mixing_matrix(nx.DiGraph()), "topology must have at least one node"),
-        (lambda: topology.IsRegularGraph(nx.DiGraph([(1, 2)])), "topo must have the nodes 0 to 1, .* node 2"),
-        (lambda: topology.mixing_matrix(nx.DiGraph([("a", "b")])), "nodes 0 to 1, .* node 'a'"),
-        (lambda: topology.GetDynamicOnePeerSendRecvRanks(topology.RingGraph(4), 4), "self_rank .* got 4"),
-        (lambda: topology.GetExp2DynamicSendRecvMachineRanks(9, 4, 0, 0), "world_size must be a multiple"),
-        (lambda: topology.GetExp2DynamicSendRecvMachineRanks(4, 4, 0, 0), "at least .* = 8 .*world_size 4"),
-        (lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 4, 5, 0), "local_rank must be .* = 1, got 0"),
-        (lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 4, 5, 5), r"local_rank .*\[0, 3\], got 5"),
-        (lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 0, 0, 0), "local_size must .* >= 1, got 0"),
-        (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8, 3, 0), "world_size must be a multiple"),
-        (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8, 2, 0), "local_size must be at least 3"),
-        (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8, 4, 8), r"self_rank .*\[0, 7\], got 8"),
-        (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(9, 4, 0), "world_size must be a multiple"),
-        (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(4, 2, 0), "local_size must be at least 3"),
-        (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(8, 4, -1), r"self_rank .*\[0, 7\], got -1"),
-        (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(0, 1)])), "reverse of every .* 0 -> 1"),
-        (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(1, 0)])), "reverse of every .* 1 -> 0"),
-        (lambda: topology.by_name("cube", 4), "name must be one of exp, exp2, .*, full, got 'cube'"),
-        (lambda: topology.by_name("ring", 0), "size must be an integer >= 1, got 0"),
-        (lambda: topology.spectral_gap(np.zeros((2, 3))), r"W must be a square matrix, got shape \(2, 3\)"),
-        (lambda: topology.spectral_gap(np.zeros((0, 0))), r"W must be a square matrix, got shape \(0, 0\)"),
-        (lambda: topology.spectral_gap([[np.nan]]), "W must hold finite numbers"),
-        (lambda: topology.spectral_gap(np.eye(2) / 2), "W must have columns or rows that sum to 1"),
-        (lambda: topology.transpose_neighbor_ranks([[1], [2]]), r"neighbors\[1\]\[0\] .*\[0, 1\], got 2"),
-        (lambda: topology.matrix_from_sources([[1], [1]]), r"sources\[1\] must not contain the rank itself"),
-        (lambda: topology.matrix_from_destinations([[1, 1], []]), r"destinations\[0\] must not .* twice"),
-        (lambda: topology.check_neighbor_ranks([-1], 0, 2, "dst_ranks"), r"dst_ranks\[0\] must .* got -1"),
-    ],
-)
-def test_wrong_value(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(topology.TopologyError, match=message) as raised:
-        call()
-    assert isinstance(raised.value, ValueError)
-    assert isinstance(raised.value, AssertionError)
+def test_wrong_arguments() -> None:
+    # BlueFog's scripts catch AssertionError.
+    for rows, errors in ((WRONG_TYPES, [TypeError]), (WRONG_VALUES, [ValueError, AssertionError])):
+        for call, message in rows:
+            for error in errors:
+                with pytest.raises(error, match=message):
+                    call()
 
 
 # --- weights and comparisons --------------------------------------------------------------------------------
@@ -308,27 +254,18 @@ def test_weights_of_random_graphs(seed: int) -> None:
 
 def test_published_weights() -> None:
     """The convention: rank 1 receives from rank 0 with the weight of the edge 0 -> 1, which is 1 if it has none."""
-    weighted = [(0, 1, 0.25), (1, 1, 0.75), (0, 0, 1.0)]
-    for edges, matrix, received, sent in (
-        (weighted, [[1, 0.25], [0, 0.75]], [(1.0, {}), (0.75, {0: 0.25})], [(1.0, {1: 0.25}), (0.75, {})]),
+    for edges, received, sent in (
         (
-            [(0, 1), (1, 0)],
-            [[0, 1], [1, 0]],
-            [(0.0, {1: 1.0}), (0.0, {0: 1.0})],
-            [(0.0, {1: 1.0}), (0.0, {0: 1.0})],
+            [(0, 1, 0.25), (1, 1, 0.75), (0, 0, 1.0)],
+            [(1.0, {}), (0.75, {0: 0.25})],
+            [(1.0, {1: 0.25}), (0.75, {})],
         ),
         # An edge of weight 0 is one.
-        (
-            [(0, 1, 0.0), (1, 0, 1.0)],
-            [[0, 0], [1, 0]],
-            [(0.0, {1: 1.0}), (0.0, {0: 0.0})],
-            [(0.0, {1: 0.0}), (0.0, {0: 1.0})],
-        ),
+        ([(0, 1, 0.0), (1, 0)], [(0.0, {1: 1.0}), (0.0, {0: 0.0})], [(0.0, {1: 0.0}), (0.0, {0: 1.0})]),
     ):
         graph = nx.DiGraph()
         for i, j, *weight in edges:
             graph.add_edge(i, j, **({"weight": weight[0]} if weight else {}))
-        np.testing.assert_array_equal(topology.mixing_matrix(graph), matrix)
         assert [topology.GetRecvWeights(graph, rank) for rank in (0, 1)] == received
         assert [topology.GetSendWeights(graph, rank) for rank in (0, 1)] == sent
     # Rank 0 sends to ranks 1 and 2, rank 1 to rank 2, rank 2 to none. Regression: BlueFog divided columns by ROW sums.
@@ -337,20 +274,18 @@ def test_published_weights() -> None:
     np.testing.assert_array_equal(topology.matrix_from_sources([[], [0], [0, 1]]), third)
 
 
-@pytest.mark.parametrize(
-    ("weight", "error"), [(math.nan, ValueError), (math.inf, ValueError), ("1", TypeError), (None, TypeError)]
-)
-def test_weight_that_is_no_number(weight: object, error: type[Exception]) -> None:
-    graph = nx.DiGraph()
-    graph.add_edge(1, 0, weight=weight)
-    for call in (
-        lambda: topology.mixing_matrix(graph),
-        lambda: topology.GetRecvWeights(graph, 0),
-        lambda: topology.GetSendWeights(graph, 1),
-        lambda: topology.IsTopologyEquivalent(graph, graph),
+def test_weight_that_is_no_number() -> None:
+    for weight, error in (
+        (math.nan, ValueError),
+        (math.inf, ValueError),
+        ("1", TypeError),
+        (None, TypeError),
     ):
-        with pytest.raises(error, match="weight of the edge 1 -> 0 must be a finite real number"):
-            call()
+        graph = nx.DiGraph()
+        graph.add_edge(1, 0, weight=weight)
+        for call in (topology.mixing_matrix, lambda graph: topology.GetSendWeights(graph, 1)):
+            with pytest.raises(error, match="weight of the edge 1 -> 0 must be a finite real number"):
+                call(graph)
 
 
 def test_equivalence_sees_weights_edges_and_not_insertion_order() -> None:
@@ -399,17 +334,6 @@ def test_metropolis_hastings_weights(seed: int) -> None:
                 assert matrix[i, j] == (1.0 / (degree + 1) if j in neighbors[i] else 0.0)
 
 
-# --- lists of neighbors -------------------------------------------------------------------------------------
-
-
-def test_check_neighbor_ranks_keeps_the_order() -> None:
-    ranks = topology.check_neighbor_ranks(np.array([3, 0, 2]), np.int64(1), 4, "src_ranks")
-    assert ranks == [3, 0, 2]
-    assert all(type(rank) is int for rank in ranks)
-    assert topology.check_neighbor_ranks([], 0, 1, "src_ranks") == []
-    assert topology.check_neighbor_ranks({2: 0.5}, 0, 4, "src_weights") == [2]
-
-
 # --- metrics and names --------------------------------------------------------------------------------------
 
 
@@ -437,11 +361,6 @@ def test_by_name() -> None:
         assert topology.IsTopologyEquivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
     assert topology.IsTopologyEquivalent(topology.by_name("exp4", 17), topology.ExponentialGraph(17, base=4))
     assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus", "d-equistatic", "u-equistatic"}
-
-
-def test_public_names() -> None:
-    assert len(set(topology.__all__)) == len(topology.__all__)
-    assert all(hasattr(topology, name) for name in topology.__all__)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -577,10 +496,6 @@ def test_published_sequences() -> None:
             steps, ([3, 2, 1, 0, 5, 4], [2, 4, 0, 5, 1, 3], [1, 0, 5, 4, 3, 2]), strict=True
         ):
             assert [send for send, _ in step] == [[destination] for destination in expected]
-    # Three machines of five ranks at step 1: rank 1 of each goes two machines on, the others go two ranks on.
-    steps = steps_of_all(lambda rank: topology.GetInnerOuterExpo2DynamicSendRecvRanks(15, 5, rank), 15, 2)
-    assert [send for send, _ in steps[1]][:5] == [[3], [11], [4], [0], [2]]
-    assert [recv for _, recv in steps[1]][:5] == [[3], [6], [4], [0], [2]]
     one_peer = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(8), 0)
     assert list(itertools.islice(one_peer, 4)) == [([1], [7]), ([2], [6]), ([4], [4]), ([1], [7])]
     of_machines = topology.GetExp2DynamicSendRecvMachineRanks(

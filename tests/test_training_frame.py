@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import gc
 import io
-import pickle
 import warnings
 import weakref
 from collections.abc import Callable
@@ -169,25 +168,6 @@ def with_a_pass_that_does_not_count(run: Training, step: int) -> None:
     plainly(run, step)
 
 
-def with_copies(run: Training, step: int) -> None:
-    """Passes through copies of the model must not reach its optimizer, even if only one rank makes them."""
-    stream = io.BytesIO()
-    torch.save(run.model, stream)
-    stream.seek(0)
-    loaded = torch.load(stream, weights_only=False)
-    for copied in (copy.deepcopy(run.model), pickle.loads(pickle.dumps(run.model)), loaded):
-        torch.testing.assert_close(snapshot(copied), snapshot(run.model), rtol=0, atol=0)
-        if run.rank == 0:
-            for number in range(3):
-                loss_of(copied, run.rank, number).backward()
-            marks = getattr(run.optimizer, "_fog_marks", None)
-            # otherwise the profiler range of a pass would stay open until the step
-            assert marks is None or marks._open is None
-    if step == 0 and run.kind != "wrapper":
-        run.optimizer.turn_on_timeline()
-    plainly(run, step)
-
-
 def with_transforms(run: Training, step: int) -> None:
     """One rank also computes gradients by `torch.func`."""
     if run.rank == 0:
@@ -249,7 +229,6 @@ VARIATIONS: dict[str, tuple[Callable[[Training, int], None], list[str]]] = {
     "option of step": (with_option, but("atc in backward", *READ_RATES)),
     "other passes": (with_other_passes, ENTRIES),
     "a pass that does not count": (with_a_pass_that_does_not_count, but("cta")),
-    "copies": (with_copies, ENTRIES),
     "transforms": (with_transforms, ENTRIES),
     "gradients of functions": (with_gradients_of_functions, but("cta")),
     "reloads": (with_reloads, ENTRIES),
@@ -297,7 +276,7 @@ def train_plainly(kind: str, variation: str) -> Tensor:
 
 # Algorithms that do everything in `step` attach to the model and the optimizer in the same way, so a sample is enough.
 SAMPLE = ("DecentralizedSGD", "LocalSGD", "GradientTracking", "PushSumSGD", "QuasiGlobalMomentum")
-ALIKE = ("other passes", "copies", "transforms", "gradients of functions", "reloads")
+ALIKE = ("other passes", "transforms", "gradients of functions", "reloads")
 
 
 def marked(*case: str) -> Any:
@@ -340,6 +319,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         base.register_step_pre_hook(lambda *_: calls.append("pre"))
         frozen = model.frozen.weight.detach().clone()
         values = snapshot(model)
+        attributes = set(vars(base))
         _, optimizer = distribute(kind, base, model)
         optimizer.register_step_post_hook(lambda *_: calls.append("post"))
         checks.true("isinstance", isinstance(optimizer, make))
@@ -387,6 +367,8 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         )
         shared = optimizer.param_groups is base.param_groups and optimizer.state is base.state
         checks.true("still shared", shared)
+        # All of our state is in the view, so the optimizer can be kept, copied and distributed again.
+        checks.equal("attributes", set(vars(base)), attributes)
 
         optimizer.note = 5
         checks.equal("attributes are the user's", base.note, 5)
@@ -397,12 +379,6 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         twin = snapshot(copy.deepcopy(model))
         end(model, optimizer)
         checks.equal("parameters keep their values", snapshot(model), twin)
-
-
-class Timed(torch.optim.SGD):
-    """Has a method with the same name as a method of every view."""
-
-    def turn_on_timeline(self) -> None: ...
 
 
 @on_ranks(2, kind=["awc", "atc", "gradient", "cta", *WINDOWS, "GradientTracking"])
@@ -428,7 +404,6 @@ def test_wrong_arguments(kind: str) -> None:
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
         ((named, model), {}, ValueError, "no attributes of its own.*SGD with 'local_steps'; give"),
-        ((Timed(model.parameters()), model), {}, ValueError, "Timed with 'turn_on_timeline'"),
         *(
             ((base, model), {"num_steps_per_communication": value}, error, f"num_steps.*{text}")
             for value, error, text in [(0, ValueError, "0"), (1.0, TypeError, "float")]
@@ -540,8 +515,29 @@ def embedding(rank: int) -> nn.Module:
     return Embedding().double()
 
 
-def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], **options: Any) -> None:
-    """Applies the same changes to the model and to the simulated models before each step's forward pass."""
+Models = Callable[[int], nn.Module]
+# Kinds with changes and models, and options: parameters that get other values or memory; small buckets; parameters that others
+# read where they are, until somebody replaces their data; forward passes that change parameters.
+FOLLOWED: list[tuple[str, str, Models, dict[str, Any]]] = [
+    # Unfreezing is an error with windows and the wrapper; see below.
+    *((kind, change, make_net, {}) for kind in RULES for change in CHANGES if change not in ("", "unfrozen")),
+    *((kind, "unfrozen", make_net, {}) for kind in RULES if kind not in (*WINDOWS, "wrapper")),
+    *((kind, "", make_net, {"bucket_cap_mb": 1e-4}) for kind in RULES),
+    *(
+        (kind, how, make_net, {"share": True})
+        for kind in ("cta", "wrapper")
+        for how in ("", "data", "state dict")
+    ),
+    *((kind, "", embedding, {}) for kind in RULES if kind != "atc in backward"),
+]
+
+
+@on_ranks(
+    3, case=[pytest.param(case, id=f"{case[0]}-{case[1]}-{case[2].__name__}{case[3]}") for case in FOLLOWED]
+)
+def test_parameters_that_change(case: tuple[str, str, Models, dict[str, Any]]) -> None:
+    """The same changes are applied to the model and to the simulated models before each step's forward pass."""
+    kind, change, model_of, options = case
     rank, size = start()
     simulation = Simulation(RULES[kind], [model_of(r) for r in range(size)])
     model = model_of(rank)
@@ -562,37 +558,6 @@ def follow(kind: str, change: str, model_of: Callable[[int], nn.Module], **optio
                 simulation.train(step)
                 simulation.check(rank, model)
             assert all(torch.equal(v, p.detach().view(-1)) for v, p in zip(views, model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        (kind, change)
-        for kind in RULES
-        for change in CHANGES
-        # unfreezing is an error for these; see below
-        if change and (change != "unfrozen" or kind not in (*WINDOWS, "wrapper"))
-    ],
-)
-@on_ranks(3)
-def test_parameters_that_get_other_values_or_memory(kind: str, change: str) -> None:
-    follow(kind, change, make_net)
-
-
-@on_ranks(3, kind=RULES)
-def test_small_buckets(kind: str) -> None:
-    follow(kind, "", make_net, bucket_cap_mb=1e-4)
-
-
-@on_ranks(3, kind=["cta", "wrapper"], change=["", "data", "state dict"])
-def test_shared_parameters(kind: str, change: str) -> None:
-    """With ``share=True`` parameters are where others read them, until somebody replaces their data."""
-    follow(kind, change, make_net, share=True)
-
-
-@on_ranks(3, kind=[kind for kind in RULES if kind != "atc in backward"])
-def test_a_forward_pass_that_changes_parameters(kind: str) -> None:
-    follow(kind, "", embedding)
 
 
 @on_ranks(3, kind=IN_STEP)
@@ -622,23 +587,25 @@ def test_parameters_that_are_unfrozen(kind: str) -> None:
     torch.testing.assert_close(*runs, rtol=0, atol=1e-12)
 
 
-@on_ranks(2, kind=WINDOWS)
-def test_parameters_that_are_unfrozen_in_windows(kind: str) -> None:
-    start()
-    model = make_net(0)
-    with distributed(kind, sgd(model), model):
-        model.frozen.requires_grad_(True)
-        with pytest.raises(ValueError, match=r"shape \(4, 4\) was frozen when the optimizer was made"):
-            loss_of(model, 0, 0).backward()
+def thaw(model: nn.Module) -> None:
+    model.frozen.requires_grad_(True)
 
 
-@on_ranks(2, kind=["awc", "atc", "cta", "put", "GradientTracking", "wrapper"])
-def test_a_model_that_is_converted_later(kind: str) -> None:
+CONVERTED = r"'position' must stay torch.float64.*Convert a model before"
+FROZEN = r"shape \(4, 4\) was frozen when the optimizer was made"
+REFUSED = [(kind, thaw, FROZEN) for kind in WINDOWS] + [
+    (kind, nn.Module.float, CONVERTED) for kind in ("awc", "atc", "cta", "put", "GradientTracking", "wrapper")
+]
+
+
+@on_ranks(2, case=REFUSED)
+def test_changes_that_are_refused(case: tuple[str, Callable[[nn.Module], object], str]) -> None:
+    kind, change, message = case
     rank, _ = start()
     model = make_net(rank)
     called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
-    model.float()
-    with pytest.raises(ValueError, match=r"'position' must stay torch.float64.*Convert a model before"):
+    change(model)
+    with pytest.raises(ValueError, match=message):
         loss_of(called, 0, 0).backward()
         optimizer.step()
     model.double()
@@ -763,70 +730,46 @@ def hooks_of(model: nn.Module) -> int:
     return sum(map(len, [*hooks, watches]))
 
 
-@on_ranks(3, kind=REPLACED)
-def test_a_later_optimizer_takes_over(kind: str) -> None:
+@on_ranks(3, case=[*((kind, "awc") for kind in REPLACED), ("awc", "gradient"), ("gradient", "gradient")])
+def test_a_later_optimizer_takes_over(case: tuple[str, str]) -> None:
     """As when a notebook's cell runs again: the last optimizer trains as if the earlier ones had never existed."""
+    kind, later = case
     rank, size = start(topologies.RingGraph)
     model = make_net(rank)
-    simulation = Simulation("awc", map(make_net, range(size)))
+    simulation = Simulation(later, map(make_net, range(size)))
+    with distributed(later, sgd(alone := make_net(rank)), alone):
+        hooks = hooks_of(alone)
     replaced = []
     options = {"window_prefix": "again"} if kind in WINDOWS else {}
+    if (
+        kind == "gradient"
+    ):  # the buckets are so small that some are complete, and in flight, after half of a step
+        options["bucket_cap_mb"] = 1e-5
     for number in range(3):
         _, optimizer = distribute(kind, sgd(model), model, **options)
         train_step(model, optimizer, rank, 10 + number)
         loss_of(model, rank, 20).backward()  # without a step, so an exchange may be in flight
-        optimizer.zero_grad()
+        assert handles()._in_flight or kind not in ("awc", "gradient")
         optimizer.turn_on_timeline()
         replaced.append(optimizer)
+    model.zero_grad()
     with torch.no_grad():
         for mine, first in zip(model.parameters(), make_net(rank).parameters(), strict=True):
             mine.copy_(first)
-    with distributed("awc", sgd(model), model) as (called, optimizer):
-        assert hooks_of(model) == 1
+    with distributed(later, sgd(model), model) as (called, optimizer):
+        assert hooks_of(model) == hooks
         assert not fogdist.get_current_created_window_names() and not handles()._in_flight
         for step in range(3):
             train_step(called, optimizer, rank, step)
             simulation.train(step)
             before = snapshot(model)
             for earlier in replaced:
-                with pytest.raises(
-                    RuntimeError, match=r"fogdist\.\w+ \d+ was replaced: another distributed optimizer"
-                ):
-                    earlier.step()
-                with pytest.raises(RuntimeError, match="was replaced"):
-                    earlier.add_param_group({"params": []})
-                end(called, earlier)
-            assert torch.equal(snapshot(model), before)
-    simulation.check(rank, model)
-
-
-@on_ranks(3, earlier=["awc", "gradient"], later=["awc", "gradient"])
-def test_an_average_of_gradients_is_taken_over(earlier: str, later: str) -> None:
-    """A later average of gradients takes over, also while one is in flight, and from other kinds of optimizers too."""
-    rank, size = start(topologies.RingGraph)
-    model = make_net(rank)
-    simulation = Simulation(later, map(make_net, range(size)))
-    with distributed(later, sgd(alone := make_net(rank)), alone):
-        hooks = hooks_of(alone)
-    first = distribute(earlier, sgd(model), model, bucket_cap_mb=1e-5)[1]
-    loss_of(model, rank, 20).backward()
-    assert handles()._in_flight  # the buckets are so small that some are complete already
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with distributed(later, sgd(model), model) as (called, optimizer):
-            assert hooks_of(model) == hooks and not handles()._in_flight
-            for step in range(3):
-                train_step(called, optimizer, rank, step)
-                simulation.train(step)
-                before = snapshot(model)
-                for call in (
-                    first.step,
-                    lambda: first.add_param_group({"params": []}),
-                    *([first.synchronize] if earlier == "gradient" else []),
-                ):
+                calls = [earlier.step, lambda earlier=earlier: earlier.add_param_group({"params": []})]
+                for call in [*calls, *([earlier.synchronize] if kind == "gradient" else [])]:
                     with pytest.raises(RuntimeError, match=r"fogdist\.\w+ \d+ was replaced: another"):
                         call()
-                assert torch.equal(snapshot(model), before) and hooks_of(model) == hooks
+                end(called, earlier)
+            assert torch.equal(snapshot(model), before) and hooks_of(model) == hooks
     simulation.check(rank, model)
 
 
@@ -847,22 +790,24 @@ def test_parameters_that_gradients_are_averaged_of_later_are_taken_over_too() ->
         distribute("wrapper", sgd(model.head), model.head)
 
 
-@on_ranks(2)
-def test_gossip_is_taken_over() -> None:
-    """The windows of AsynchronousGossip are not in the group's table of names."""
+@on_ranks(2, case=[("AsynchronousGossip", "finish"), ("WAGMA", "unregister_window")])
+def test_windows_without_names_are_taken_over(case: tuple[str, str]) -> None:
+    """The windows of these algorithms are not in the group's table of names."""
+    name, end_of = case
     rank, _ = start(topologies.RingGraph)
     model = make_net(0)
-    first = algorithms.AsynchronousGossip(sgd(model), model)
+    first = getattr(algorithms, name)(sgd(model), model)
     for step in range(3):
         train_step(model, first, rank, step)
     fogdist.broadcast_parameters(model.named_parameters(), 0)
-    second = algorithms.AsynchronousGossip(sgd(model), model)
+    second = getattr(algorithms, name)(sgd(model), model)
     with pytest.raises(RuntimeError, match="was replaced"):
         first.step()
-    first.finish()  # there is nothing left to finish, so no rank waits
+    if rank == 0:
+        getattr(first, end_of)()  # there is nothing left to end, so it does not wait for others
     for step in range(3):
         train_step(model, second, rank, step)
-    second.finish()
+    getattr(second, end_of)()
     assert second.rounds > 0 and snapshot(model).isfinite().all()
 
 
@@ -955,26 +900,6 @@ def test_awc_averages_during_the_forward_pass() -> None:
     model.watch = lambda: None
 
 
-@pytest.mark.filterwarnings("ignore:ranks start from")
-@on_ranks(2)
-def test_exchanges_begin_with_the_forward_pass() -> None:
-    rank, _ = start()
-    for order in ("awc", "cta"):
-        model = nn.Linear(4, 3).double()
-        base = torch.optim.SGD(model.parameters(), lr=0.0)
-        optimizer = algorithms.DecentralizedSGD(base, model, order=order, mixing=algorithms.GlobalAverage())
-        with torch.no_grad():
-            model.bias.fill_(rank)
-            loss_of(model, rank, 0)  # a pass without gradients does not count
-        assert model.bias[0] == rank
-        loss_of(model, rank, 0).backward()
-        loss_of(model, rank, 1).backward()  # the gradient accumulates; there is no second exchange
-        assert optimizer.is_in_round and optimizer._mixer.has_begun == (order == "awc")
-        assert model.bias[0] == (rank if order == "awc" else 0.5)
-        optimizer.step()
-        assert model.bias[0] == 0.5 and not optimizer.is_in_round and optimizer.rounds == 1
-
-
 @on_ranks(2, kind=[*FACTORIES, *WINDOWS], local_steps=[1, 2])
 def test_gradients_that_accumulate(kind: str, local_steps: int) -> None:
     """Each step averages, whatever its number of passes, which may change, and nothing warns."""
@@ -996,13 +921,6 @@ def test_gradients_that_accumulate(kind: str, local_steps: int) -> None:
                 optimizer.step()
                 simulation.step(functools.partial(backward, step=step))
                 simulation.check(rank, model)
-            if kind == "gradient":  # after as many passes as the last step had
-                optimizer.zero_grad()
-                for number in range(3):
-                    assert not handles()._in_flight
-                    loss_of(model, rank, number).backward()
-                assert handles()._in_flight
-                optimizer.step()
 
 
 @on_ranks(3, kind=RULES)
@@ -1142,53 +1060,18 @@ def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, 
         assert one[1] == two[1] == 6
 
 
-@on_ranks(2, kind=["awc", "atc", "put", "GossipPGA", "wrapper"])
-def test_a_scaler_after_a_step_that_raised(kind: str) -> None:
-    """The scaler's state of a step that raised must not affect the next step."""
-    rank, _ = start()
-    model = make_net(0)  # all ranks have the same values, so averages change nothing
-    base = sgd(model, momentum=0.0)
-    with distributed(kind, base, model) as (called, optimizer):
-        fails = [True]
-
-        def fail_once(*_: Any) -> None:
-            if fails and fails.pop():
-                raise RuntimeError("of the user")
-
-        base.register_step_pre_hook(fail_once)
-        for what in ("error", "no scaler", "overflow"):
-            scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=what != "no scaler")
-            optimizer.zero_grad()
-            scaler.scale(loss_of(called, 0, 0)).backward()
-            expected = copy.deepcopy(model)
-            if what == "error":
-                with pytest.raises(RuntimeError, match="of the user"):
-                    scaler.step(optimizer)
-                assert not hasattr(optimizer, "found_inf") or kind == "wrapper"
-                continue
-            if what == "no scaler":
-                loss_of(expected, 0, 0).backward()
-                sgd(expected, momentum=0.0).step()
-            elif rank == 0:
-                model.head.weight.grad.fill_(torch.inf)
-            scaler.step(optimizer)
-            if what == "no scaler":
-                torch.testing.assert_close(snapshot(model), snapshot(expected), **EXACT)
-    assert snapshot(model).isfinite().all()
-
-
 # --- checkpoints --------------------------------------------------------------------------------------------
 
 
 @on_ranks(
     2,
-    kind=["awc", "atc", "gradient", "put", "GradientTracking", "PushSumSGD", "DiLoCo", "wrapper"],
+    kind=["awc", "atc", "gradient", "put", "push-sum", "GradientTracking", "PushSumSGD", "DiLoCo", "wrapper"],
     of_sgd=[False, True],
 )
 def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
     """An interrupted training continues from each kind of checkpoint as if it had not been interrupted."""
-    rank, _ = start()
-    own = tmp_path / str(rank)
+    rank, size = start()
+    own, file = tmp_path / str(rank), io.BytesIO()
 
     def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
         model = make_net(seed)
@@ -1202,25 +1085,13 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
             train_step(called, optimizer, rank, step)
         optimizer.zero_grad()
 
-    model, base = begin(rank)
-    with distributed(kind, base, model) as (called, optimizer):
-        go_on(called, optimizer, 0, 3)
-        file = io.BytesIO()
-        torch.save({"model": called.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        weights, state = copy.deepcopy(get_state_dict(called, optimizer))
-        # The ranks' values differ, so each rank has its own checkpoint.
-        checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
-        go_on(called, optimizer, 3, 6)
-    other, base = begin(10 + rank)
-    with distributed(kind, base, other) as (called, optimizer):
+    def from_file(called: Any, optimizer: Any) -> None:
         file.seek(0)
         saved = torch.load(file)
         called.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        go_on(called, optimizer, 3, 6)
-        assert torch.equal(snapshot(other), snapshot(model))
-    other, base = begin(20 + rank)
-    with distributed(kind, base, other) as (called, optimizer):
+
+    def by_torch(called: Any, optimizer: Any) -> None:
         if rank == 1:
             fogdist.barrier()  # a rank may load at any time, because loading exchanges nothing
         weights, state = get_state_dict(called, optimizer)
@@ -1228,8 +1099,31 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
         set_state_dict(called, optimizer, model_state_dict=weights, optim_state_dict=state)
         if rank == 0:
             fogdist.barrier()
+
+    def by_fogdist(called: Any, optimizer: Any) -> None:
+        loaded = fogdist.checkpoint.load(tmp_path / "fog", called, optimizer)
+        assert loaded == fogdist.checkpoint.Loaded(3, size, False, {"rank": rank})
+        # Without it, the fourth graph of a sequence would be the first one again.
+        assert kind != "wrapper" or called.round == 3
+
+    model, base = begin(rank)
+    with distributed(kind, base, model) as (called, optimizer):
+        go_on(called, optimizer, 0, 3)
+        torch.save({"model": called.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        weights, state = copy.deepcopy(get_state_dict(called, optimizer))
+        # The ranks' values differ, so each rank has its own checkpoint.
+        checkpoint.save({"model": weights, "optimizer": state}, checkpoint_id=own, no_dist=True)
+        fogdist.checkpoint.save(tmp_path / "fog", called, optimizer, step=3, extra={"rank": rank})
+        kept = snapshot(model)
         go_on(called, optimizer, 3, 6)
-        assert torch.equal(snapshot(other), snapshot(model))
+    assert not torch.equal(kept, snapshot(model))
+    for number, restore in enumerate((from_file, by_torch, by_fogdist)):
+        other, base = begin(10 * (number + 1) + rank)
+        with distributed(kind, base, other) as (called, optimizer):
+            restore(called, optimizer)
+            assert torch.equal(snapshot(other), kept)
+            go_on(called, optimizer, 3, 6)
+            assert torch.equal(snapshot(other), snapshot(model))
 
 
 # --- ends ---------------------------------------------------------------------------------------------------
@@ -1254,22 +1148,6 @@ def test_what_is_dropped_leaves_the_model(kind: str) -> None:
     fogdist.barrier()
     assert len(fogdist.get_current_created_window_names()) == (kind in WINDOWS)
     fogdist.win_free()
-
-
-@pytest.mark.parametrize("kind", [marked(kind) for kind in VIEWS])
-@on_ranks(2)
-def test_nothing_is_left_in_the_users_optimizer(kind: str) -> None:
-    """The optimizer can be kept, copied and distributed again, because all of our state is in the view."""
-    rank, _ = start()
-    model = make_net(rank)
-    base = sgd(model, momentum=0.0)
-    before = set(vars(base))
-    with distributed(kind, base, model) as (_, optimizer):
-        loss_of(model, rank, 0).backward()
-        optimizer.step()
-        assert set(vars(base)) == before, set(vars(base)) - before
-    twin = copy.deepcopy(base)
-    assert twin.param_groups[0]["lr"] == 0.1
 
 
 @on_ranks(2, kind=["awc", "atc", "gradient", *WINDOWS])
@@ -1329,16 +1207,14 @@ def test_timeline(kind: str) -> None:
     step = ["forward(", "forward pass", ")forward", "gradient(", "backward pass", ")gradient", "step"]
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(torch.profiler, "record_function", Range)
-        assert trace() == plain
-        optimizer.turn_on_timeline()
-        optimizer.turn_on_timeline()  # the second call does nothing
+        for _ in range(2):  # the second call does nothing
+            optimizer.turn_on_timeline()
         assert trace() == [*step * 2, "forward pass"]
         events.clear()
         with pytest.raises(RuntimeError, match="shapes"):
             model(torch.ones(4, 4))
         assert events == ["forward(", ")forward"]  # a pass that fails closes its range
         model(torch.ones(4, 3)).sum().backward()
-        optimizer.turn_off_timeline()
         optimizer.turn_off_timeline()
         assert events[-1] == ")gradient"
         optimizer.step()
@@ -1347,51 +1223,6 @@ def test_timeline(kind: str) -> None:
 
 
 # --- after refused arguments and failures -------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_refused_change_of_parameters_stays_refused() -> None:
-    """If ranks unfreeze different layers, every step raises an error on all ranks, and nothing is averaged."""
-    fogdist.init()
-    torch.manual_seed(0)
-    model = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-    for layer in list(model)[1:]:
-        layer.requires_grad_(False)
-    optimizer = fogdist.algorithms.LocalSGD(sgd(model), model, local_steps=1)
-    model[0](torch.ones(3)).sum().backward()
-    optimizer.step()
-    model[1 + fogdist.rank()].requires_grad_(True)
-    before = snapshot(model)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="must be the same on all ranks"):
-            optimizer.step()
-    torch.testing.assert_close(snapshot(model), before, rtol=0, atol=0)
-
-
-@on_ranks(2)
-def test_weights_that_push_sum_refuses_leave_the_model_as_it_is() -> None:
-    fogdist.init()
-    model = nn.Linear(2, 1, bias=False).double()
-    nn.init.constant_(model.weight, 1.0)
-    optimizer = fogdist.algorithms.PushSumSGD(torch.optim.SGD(model.parameters(), lr=0.0), model)
-    rank = fogdist.rank()
-    given = {"self_weight": 0.75 if rank else 0.25, "src_weights": {1 - rank: 1.0}}
-    optimizer.self_weight, optimizer.src_weights = given["self_weight"], given["src_weights"]
-    optimizer.dst_weights = {1 - rank: 1 - optimizer.self_weight}
-
-    def step() -> None:
-        model(torch.ones(2, dtype=torch.float64)).sum().backward()
-        optimizer.step()
-
-    step()
-    assert optimizer.p != 1.0
-    good, optimizer.dst_weights = optimizer.dst_weights, {rank: 0.5}
-    with pytest.raises(ValueError, match="dst_weights"):
-        step()
-    torch.testing.assert_close(model.weight.detach(), torch.ones(1, 2, dtype=torch.float64))
-    optimizer.dst_weights = good
-    step()
-    torch.testing.assert_close(model.weight.detach(), torch.ones(1, 2, dtype=torch.float64))
 
 
 @on_ranks(2)
