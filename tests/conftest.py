@@ -35,6 +35,7 @@ MORE = {
     "test_examples.py": (90.0, "every mode of training learns"),
     "test_joining.py": (130.0, "jobs of processes that come and go, some of them interpreters of their own"),
     "test_keep_going.py": (110.0, "launchers, agents and ranks as users start them"),
+    "test_on_loss.py": (90.0, "about 90 worlds that lose ranks, of every kind"),
 }
 
 # Reasons of skips, as regular expressions, each with where the promise is tested instead. Any other skip fails the run.
@@ -46,7 +47,6 @@ SKIPS = {
     "torch 2.14 and later have": "make test-torch-newest",
     "torch.compile for GPUs needs it": "on torch for CUDA, which brings triton",
     "make test-(mpi|frameworks|notebooks)": "that target, which installs what is missing",
-    "Lightning is not installed": "make test-frameworks",
     "Open MPI 4.1 starts under its own launcher only": "under that launcher",
     "the suite's driver is not at": "make conformance; the driver is not part of the repository",
     "mkdocs is not installed": "make docs",

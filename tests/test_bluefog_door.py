@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,9 +24,10 @@ import torch
 from fogdist import topology as topologies
 from fogdist.bluefog.deprecation import warn_once
 from harness import WorldPool, on_ranks
-from reference import Checks, mix
+from reference import Checks
 from scripts import run_script
 from torch import Tensor
+from training_cases import Simulation, make_net, sgd, train_step
 
 bf: Any = importlib.import_module("bluefog.torch")
 
@@ -253,7 +253,9 @@ def test_optimizers_want_a_model_or_parameters() -> None:
 # --- call forms ---------------------------------------------------------------------------------------------
 
 
-def call_forms() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@on_ranks(RANKS)
+def test_call_forms_of_all_versions() -> None:
     """On a directed ring: rank r receives from r - 1 only."""
     bf.init(topologies.RingGraph(RANKS, connect_style=2))  # takes a graph, as in BlueFog 0.1
     rank, size = bf.rank(), bf.size()
@@ -304,7 +306,8 @@ def call_forms() -> None:
                 bf.broadcast_object_list([1], wrong_root)
 
 
-def machines_of_two() -> None:
+@on_ranks(RANKS)
+def test_machines_of_two() -> None:
     with fogdist.bluefog.util.env(BLUEFOG_NODES_PER_MACHINE="2"):
         bf.init()
     machine = bf.machine_rank()
@@ -322,7 +325,9 @@ def machines_of_two() -> None:
     bf.init()
 
 
-def window_call_forms() -> None:
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@on_ranks(RANKS)
+def test_window_call_forms_of_all_versions() -> None:
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -373,12 +378,6 @@ def window_call_forms() -> None:
             with pytest.raises(TypeError):
                 wrong()
         bf.win_free()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("forms", [call_forms, machines_of_two, window_call_forms])
-def test_call_forms_of_all_versions(worlds: WorldPool, forms: Callable[[], None]) -> None:
-    worlds(RANKS).run(forms)
 
 
 @on_ranks(RANKS, kind=["default", "ranks", "own", "all", "for_self"])
@@ -478,96 +477,64 @@ def test_old_keywords_warn_once() -> None:
 
 # --- optimizers ---------------------------------------------------------------------------------------------
 
-LR = 0.2
+OLDER = {
+    "DistributedAllreduceOptimizer": "gradient",
+    "DistributedNeighborAllreduceOptimizer": "awc",
+    "DistributedConsensusOptimizer": "awc",
+    "DistributedBluefogOptimizer": "awc",
+}
 
 
-def trajectory(factory: str, how: str) -> list[Tensor]:
-    """Returns the parameters of this rank, whose loss is |x - rank|^2 / 2, after each of five steps."""
+@on_ranks(RANKS, factory=OLDER, how=["model", "modules", "by position", "by name", "neither"])
+def test_optimizers_of_older_versions(factory: str, how: str) -> None:
+    """If parameters are passed by name, the step exchanges the parameters at which the gradient was computed."""
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
-    rank = bf.rank()
-    model = torch.nn.Linear(2, 1, bias=False).double()
-    model.weight.data.fill_(float(rank * rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    make = getattr(bf, factory)
+    rank, of_model = bf.rank(), how in ("model", "modules")
+    model = make_net(rank)
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "model": ((model,), {}),
+        "modules": (([model],), {"num_steps_per_communication": 1}),
+        "by position": ((model.named_parameters(),), {}),
+        "by name": ((), {"named_parameters": model.named_parameters()}),
+        "neither": ((), {}),
+    }
+    given, named = arguments[how]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if how == "model":
-            optimizer = make(optimizer, model)
-        elif how == "modules":
-            optimizer = make(optimizer, [model], num_steps_per_communication=1)
-        elif how == "by position":
-            optimizer = make(optimizer, model.named_parameters())
-        elif how == "by name":
-            optimizer = make(optimizer, named_parameters=model.named_parameters())
-        else:
-            optimizer = make(optimizer)
+        optimizer = getattr(bf, factory)(sgd(model), *given, **named)
     if factory == "DistributedBluefogOptimizer":
         optimizer.force_barrier = True
-    path = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        # The gradient needs the weight before the step, so the loss is computed from the output of forward.
-        output = model(torch.eye(2, dtype=torch.float64))
-        (0.5 * (output - rank).square().sum()).backward()
-        optimizer.step()
-        path.append(model.weight.detach().clone().flatten())
+    averages_all = factory == "DistributedAllreduceOptimizer"
+    graph = (
+        topologies.FullyConnectedGraph(RANKS)
+        if averages_all
+        else topologies.RingGraph(RANKS, connect_style=2)
+    )
+    rule = "awc" if of_model else OLDER[factory]
+    simulation = Simulation(rule, map(make_net, range(RANKS)), sgd, topologies.mixing_matrix(graph))
+    for step in range(5):
+        train_step(model, optimizer, rank, step)
+        simulation.train(step)
+        simulation.check(rank, model)
     if hasattr(optimizer, "unregister_window"):
         optimizer.unregister_window()
-    return path
-
-
-def expected_trajectory(factory: str, how: str) -> list[list[Tensor]]:
-    x = [values(r * r, r * r) for r in range(RANKS)]
-    averages = topologies.mixing_matrix(topologies.RingGraph(RANKS, connect_style=2))
-    path = []
-    for _ in range(5):
-        gradients = [x[r] - r for r in range(RANKS)]
-        if factory == "DistributedAllreduceOptimizer":
-            everybody = topologies.mixing_matrix(topologies.FullyConnectedGraph(RANKS))
-            if how in ("model", "modules"):
-                x = mix(x, everybody)
-            else:
-                gradients = mix(gradients, everybody)
-        else:
-            x = mix(x, averages)
-        x = [own - LR * gradient for own, gradient in zip(x, gradients)]
-        path.append(x)
-    return path
-
-
-@pytest.mark.parametrize("how", ["model", "modules", "by position", "by name", "neither"])
-@pytest.mark.parametrize(
-    "factory",
-    [
-        "DistributedAllreduceOptimizer",
-        "DistributedNeighborAllreduceOptimizer",
-        "DistributedConsensusOptimizer",
-        "DistributedBluefogOptimizer",
-    ],
-)
-def test_optimizers_of_older_versions(worlds: WorldPool, factory: str, how: str) -> None:
-    """If parameters are passed by name, the step exchanges the parameters at which the gradient was computed."""
-    if factory == "DistributedConsensusOptimizer" and how in ("model", "modules"):
-        assert bf.DistributedConsensusOptimizer is bf.DistributedNeighborAllreduceOptimizer
-        return
-    found = worlds(RANKS).run(trajectory, factory, how)
-    expected = expected_trajectory(factory, how)
-    for rank in range(RANKS):
-        for step in range(5):
-            torch.testing.assert_close(found[rank][step], expected[step][rank], rtol=1e-12, atol=1e-12)
 
 
 @on_ranks(RANKS)
 def test_communication_by_methods() -> None:
-    """Returns the parameter after one step of each kind; ranks begin with their numbers, and gradients are zero."""
+    """Compares the parameter after one step of each kind; ranks begin with their numbers, and gradients are zero."""
     bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
     found = []
-    for kind in ("allreduce", "neighbor_allreduce", "empty_function"):
+    for kind, name in (
+        ("allreduce", "DistributedNeighborAllreduceOptimizer"),
+        ("neighbor_allreduce", "DistributedAllreduceOptimizer"),
+        ("empty_function", "DistributedHierarchicalNeighborAllreduceOptimizer"),
+    ):
         model = torch.nn.Linear(1, 1, bias=False).double()
         model.weight.data.fill_(float(bf.rank()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         with pytest.warns(PendingDeprecationWarning, match="is fogdist.DistributedAdaptWithCombineOptimizer"):
-            optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model)
+            optimizer = getattr(bf, name)(optimizer, model)
         getattr(optimizer, f"use_{kind}_in_communication")()
         model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
         optimizer.step()
@@ -590,43 +557,13 @@ def test_passes_by_their_old_name() -> None:
     assert model.weight.item() == -1.0
 
 
-@on_ranks(RANKS)
-def test_old_attributes_of_optimizers() -> None:
-    """Each new name has the value that was set by the old one, and steps use it; returns the warnings."""
-    bf.init(lambda size: topologies.FullyConnectedGraph(size))
-    rank, size = bf.rank(), bf.size()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    model = torch.nn.Linear(1, 1, bias=False).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = bf.DistributedNeighborAllreduceOptimizer(optimizer, model=model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for step in range(3):
-            model.weight.data.fill_(float(rank))
-            optimizer.send_neighbors = [after]
-            optimizer.neighbor_weights = {before: 0.25}
-            optimizer.self_weight = 0.75
-            optimizer.zero_grad()
-            model(torch.zeros(1, 1, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            assert model.weight.item() == 0.75 * rank + 0.25 * before, step
-    assert optimizer.dst_weights == optimizer.send_neighbors == [after]
-    assert optimizer.src_weights == optimizer.neighbor_weights == {before: 0.25}
-    assert "send_neighbors" not in vars(optimizer._fog_wrapped)
-    assert all(warning.filename == __file__ for warning in caught)
-    assert [str(warning.message).split(";")[0] for warning in caught] == [
-        "the attribute 'send_neighbors' is called 'dst_weights' now",
-        "the attribute 'neighbor_weights' is called 'src_weights' now",
-    ]
-
-
 # --- published snippets -------------------------------------------------------------------------------------
 
 TRAINING = """
 import torch
 from torch import optim
 import bluefog.torch as bf
-{imports}
+from bluefog.common import topology_util
 
 torch.manual_seed(0)
 bf.init()
@@ -636,10 +573,23 @@ inputs = torch.randn(256, 3)
 train_loader = [(x, x @ truth) for x in inputs.split(32)]
 model = torch.nn.Linear(3, 1)
 bf.broadcast_parameters(model.named_parameters(), root_rank=0)
-{body}
+optimizer = optim.SGD(model.parameters(), lr=0.02 * bf.size())
+optimizer = bf.DistributedNeighborAllreduceOptimizer(
+    optimizer, model=model
+)
+dynamic_neighbors_gen = topology_util.GetInnerOuterExpo2DynamicSendRecvRanks(
+    bf.size(), local_size=bf.local_size(), self_rank=bf.rank())
+
+def dynamic_topology_update(epoch, batch_idx):
+    send_neighbors, recv_neighbors = next(dynamic_neighbors_gen)
+    avg_weight = 1/(len(recv_neighbors) + 1)
+    optimizer.send_neighbors = send_neighbors
+    optimizer.neighbor_weights = {r: avg_weight for r in recv_neighbors}
+    optimizer.self_weight = avg_weight
+
 for epoch in range(30):
     for batch_idx, (data, target) in enumerate(train_loader):
-        {update}
+        dynamic_topology_update(epoch, batch_idx)
         optimizer.zero_grad()
         loss = (model(data) - target).square().mean()
         loss.backward()
@@ -647,13 +597,7 @@ for epoch in range(30):
 bf.barrier()
 error = (model.weight.detach().T - truth).norm().item()
 assert error < 1e-2, error
-print(f"rank {{bf.rank()}}: close")
-"""
-WRAPPED = """
-optimizer = optim.SGD(model.parameters(), lr=0.02 * bf.size())
-optimizer = bf.{factory}(
-    optimizer, {model}
-)
+print(f"rank {bf.rank()}: close")
 """
 CONSENSUS = """
 import torch
@@ -717,40 +661,7 @@ with bf.win_lock(name):
 bf.barrier()
 print(f"rank {bf.rank()}: close")
 """
-DYNAMIC = """
-from bluefog.common import topology_util
-dynamic_neighbors_gen = topology_util.GetInnerOuterExpo2DynamicSendRecvRanks(
-    bf.size(), local_size=bf.local_size(), self_rank=bf.rank())
-
-def dynamic_topology_update(epoch, batch_idx):
-    send_neighbors, recv_neighbors = next(dynamic_neighbors_gen)
-    avg_weight = 1/(len(recv_neighbors) + 1)
-    optimizer.send_neighbors = send_neighbors
-    optimizer.neighbor_weights = {r: avg_weight for r in recv_neighbors}
-    optimizer.self_weight = avg_weight
-"""
-SNIPPETS = {
-    "consensus": CONSENSUS,
-    "push-sum": PUSH_SUM,
-    "mutex": MUTEX,
-    "win_put by parameters": TRAINING.format(
-        imports="",
-        update="bf.barrier()",
-        body=WRAPPED.format(
-            factory="DistributedBluefogOptimizer", model="named_parameters=model.named_parameters()"
-        ),
-    ),
-    "neighbor_allreduce": TRAINING.format(
-        imports="",
-        update="",
-        body=WRAPPED.format(factory="DistributedNeighborAllreduceOptimizer", model="model=model"),
-    ),
-    "dynamic": TRAINING.format(
-        imports="",
-        update="dynamic_topology_update(epoch, batch_idx)",
-        body=WRAPPED.format(factory="DistributedNeighborAllreduceOptimizer", model="model=model") + DYNAMIC,
-    ),
-}
+SNIPPETS = {"consensus": CONSENSUS, "push-sum": PUSH_SUM, "mutex": MUTEX, "training": TRAINING}
 
 
 @pytest.mark.parametrize("snippet", list(SNIPPETS))

@@ -4,9 +4,8 @@ Asynchronous training is compared step by step too: ranks take turns, in an orde
 this wrapper replaces, had these defects; each is followed by the test that would find it here:
 
 - sender and receiver both apply the weights, and the first mix has its own scale, which divides by zero with one
-  in-neighbor: `test_trajectories`, `test_other_sizes` with 2 ranks;
-- the self term is frozen at the first iteration, and slots are zero before the first put: `test_turns`,
-  `test_speed_does_not_move_the_fixed_point`;
+  in-neighbor: `test_trajectories` with 2 ranks;
+- the self term is frozen at the first iteration, and slots are zero before the first put: `test_turns`;
 - schedulers never step in async mode: `test_turns` with a schedule;
 - the global average of parameters is a sum: `test_global_average`;
 - handles leak: the checks of `handles()`;
@@ -22,7 +21,6 @@ import math
 import os
 import signal
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -39,16 +37,13 @@ import training_cases
 from fogdist import DecentralizedDataParallel
 from fogdist import topology as topologies
 from fogdist.context import handles
-from harness import World, on_ranks, sizes
+from harness import World, on_ranks
 from reference import mix
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
 )
 from training_cases import (
     EXACT,
@@ -103,34 +98,41 @@ class Run:
     Attributes:
         optimizer: Name in OPTIMIZERS.
         topology: Name in TOPOLOGIES.
-        passes: Number of forward and backward passes before each step; all but the last are in `no_sync`.
+        size: Number of ranks.
+        passes: Number of forward and backward passes before each step.
+        no_sync: Whether all of them but the last are in `no_sync`; otherwise the last backward pass has two calls, too.
         local: Whether every other step is in `no_sync`.
         clip: Whether gradients are clipped.
         schedule: Whether a scheduler steps.
         closure: Whether step() gets a closure.
         function: Whether the wrapper gets a function that makes the optimizer.
         then: Name of the topology from step 3 on; the empty string keeps `topology`.
+        damping: staleness_damping, in mode "async".
     """
 
     optimizer: str = "sgd"
     topology: str = "ring"
+    size: int = 4
     passes: int = 1
+    no_sync: bool = True
     local: bool = False
     clip: bool = False
     schedule: bool = False
     closure: bool = False
     function: bool = False
     then: str = ""
+    damping: float = 0.0
 
 
 def backward(model: nn.Module, run: Run, rank: int, step: int) -> Tensor:
     """Accumulates the gradient of a step. The simulation calls this function too, with the bare model."""
+    is_wrapped = isinstance(model, DecentralizedDataParallel)
     for part in range(run.passes):
         is_last = part == run.passes - 1
-        with (
-            nullcontext() if is_last or not isinstance(model, DecentralizedDataParallel) else model.no_sync()
-        ):
+        with model.no_sync() if is_wrapped and run.no_sync and not is_last else nullcontext():
             loss = loss_of(model, rank, step * run.passes + part)
+            if is_last and not run.no_sync:
+                loss = loss + loss_of(model, rank, 50 + step)
             loss.backward()
     if run.clip:
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
@@ -141,17 +143,19 @@ def scheduler_of(optimizer: Any, run: Run) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7 if run.schedule else 1.0)
 
 
-def simulate(run: Run, size: int) -> list[Tensor]:
+def simulate(run: Run) -> list[Tensor]:
     """Returns the parameters of rank r after each step as [r][step]."""
-    all_ranks = Simulation("awc", map(make_net, range(size)), lambda m: OPTIMIZERS[run.optimizer](trained(m)))
+    all_ranks = Simulation(
+        "awc", map(make_net, range(run.size)), lambda m: OPTIMIZERS[run.optimizer](trained(m))
+    )
     schedulers = [scheduler_of(optimizer, run) for (optimizer,) in all_ranks.optimizers]
-    trajectories: list[list[Tensor]] = [[] for _ in range(size)]
+    trajectories: list[list[Tensor]] = [[] for _ in range(run.size)]
     topology, t = run.topology, 0
     for step in range(STEPS):
         if run.then and step == 3:
             topology, t = run.then, 0
         mixes = not (run.local and step % 2 == 0)
-        all_ranks.matrix = matrix_of(topology, size, t)
+        all_ranks.matrix = matrix_of(topology, run.size, t)
         all_ranks.step(lambda model, rank, k=step: backward(model, run, rank, k), mixes=mixes)
         t += mixes
         for scheduler in schedulers:
@@ -198,9 +202,11 @@ def train(run: Run) -> Tensor:
 
 
 RUNS = [
-    *(Run(optimizer=optimizer, topology="one-peer") for optimizer in ("sgd", "adamw", "fused")),
+    *(Run(optimizer=optimizer, topology="one-peer") for optimizer in ("adamw", "fused")),
     *(Run(topology=topology) for topology in TOPOLOGIES),
+    *(Run("adamw", topology, size=size) for size, topology in ((1, "group"), (2, "ring"), (3, "ring"))),
     Run("adamw", passes=3, clip=True, schedule=True, function=True),
+    Run("sgd", passes=2, no_sync=False),
     Run("fused", "matching", closure=True, clip=True, function=True),
     Run("sgd", "star", local=True, schedule=True),
     Run("adamw", "ring", then="one-peer"),
@@ -210,44 +216,8 @@ RUNS = [
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_trajectories(worlds, run):
-    for got, expected in zip(worlds(4).run(train, run), simulate(run, 4), strict=True):
+    for got, expected in zip(worlds(run.size).run(train, run), simulate(run), strict=True):
         torch.testing.assert_close(got, expected, **EXACT)
-
-
-@pytest.mark.parametrize("size", sizes([1, 2], [3]))  # with two ranks, each has one in-neighbor
-def test_other_sizes(worlds, size):
-    run = Run("adamw", "ring" if size > 1 else "group")
-    for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
-        torch.testing.assert_close(got, expected, **EXACT)
-
-
-def on_a_ring(
-    make: Callable[[Any], torch.optim.Optimizer],
-) -> tuple[Any, DecentralizedDataParallel, Simulation]:
-    """Returns this rank's model and wrapper, and the simulation of all ranks."""
-    rank, size = start()
-    ring = topologies.RingGraph(size)
-    model = make_net(rank)
-    wrapper = DecentralizedDataParallel(model, make(model), ring, broadcast=False)
-    matrix = topologies.mixing_matrix(ring)
-    return model, wrapper, Simulation("awc", map(make_net, range(size)), make, matrix)
-
-
-@on_ranks(3)
-def test_several_passes_before_a_step() -> None:
-    """Two calls before one backward pass, and accumulation without no_sync, make one exchange per step."""
-    model, wrapper, simulation = on_a_ring(lambda m: torch.optim.SGD(trained(m), lr=0.05))
-    for step in range(4):
-
-        def passes(m: nn.Module, r: int, step: int = step) -> None:
-            (loss_of(m, r, step) + loss_of(m, r, 10 + step)).backward()
-            loss_of(m, r, 20 + step).backward()
-
-        wrapper.zero_grad(set_to_none=step != 2)
-        passes(wrapper, fogdist.rank())
-        wrapper.optimizer.step()
-        simulation.step(passes)
-    simulation.check(fogdist.rank(), model)
 
 
 @on_ranks(4, mode=["sync", "async"])
@@ -294,38 +264,34 @@ def test_rounds_go_on(mode: str) -> None:
         assert torch.equal(torch.stack(at_once), torch.stack(in_parts))
 
 
-@on_ranks(3, kind=["zero", "inf", "scaler"])
-def test_odd_gradients_are_no_skipped_step(kind: str) -> None:
-    """The first of two gradients on rank 0 looks like the gradient of a skipped step."""
-    model, wrapper, simulation = on_a_ring(lambda m: torch.optim.Adam(trained(m), lr=0.05))
+@on_ranks(3)
+def test_a_skipped_step_mixes_by_synchronize() -> None:
+    """Rank 0 has infinite gradients in one step, and leaves it out."""
+    rank, size = start()
+    ring = topologies.RingGraph(size)
+    model = make_net(rank)
+    simulation = Simulation(
+        "awc",
+        map(make_net, range(size)),
+        lambda m: OPTIMIZERS["adam"](m.parameters()),
+        topologies.mixing_matrix(ring),
+    )
+    wrapper = DecentralizedDataParallel(model, OPTIMIZERS["adam"](model.parameters()), ring, broadcast=False)
     for step in range(4):
 
-        def passes(m: nn.Module, r: int, step: int = step) -> None:
-            factor = (0.0 if kind == "zero" else math.inf) if (r, step) == (0, 1) else 1.0
-            (loss_of(m, r, step) * factor).backward()
+        def backward(m: nn.Module, r: int, step: int = step) -> None:
+            (loss_of(m, r, step) * (math.inf if (r, step) == (0, 1) else 1.0)).backward()
             loss_of(m, r, 10 + step)  # a pass for a log, without a backward pass
-            (loss_of(m, r, 20 + step) * (factor if kind == "zero" else 1.0)).backward()
 
         wrapper.zero_grad()
-        passes(wrapper, fogdist.rank())
-        simulation.step(passes, skips=[0] if step == 1 and kind != "zero" else [])
-        is_finite = all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-        if kind == "scaler":
-            scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
-            gradients = [p.grad for p in trained(model)]
-            scaler.scale(torch.zeros(()))
-            scaler.step(wrapper.optimizer)
-            assert all(p.grad is g for p, g in zip(trained(model), gradients, strict=True))
-            scaler.update()
-            assert scaler.get_scale() == (1.0 if is_finite else 0.5)
-        elif is_finite:
-            wrapper.optimizer.step()
-        else:
+        backward(wrapper, rank)
+        if (rank, step) == (0, 1):
             wrapper.synchronize()
-        simulation.check(fogdist.rank(), model)
+        else:
+            wrapper.optimizer.step()
+        simulation.step(backward, skips=[0] if step == 1 else [])
+        simulation.check(rank, model)
     assert wrapper.round == 4
-    wrapper.close()
-    assert not getattr(wrapper.optimizer, "_step_supports_amp_scaling", False)
 
 
 class Nested(torch.optim.Adam):
@@ -490,37 +456,6 @@ def test_global_average_after_a_forward_pass_on_one_rank() -> None:
     assert wrapper.round == 6
 
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
-@on_ranks(3, mode=["sync", "async"])
-def test_dtypes(mode: str) -> None:
-    """Parameters of each dtype have their own buffers."""
-    rank, size = start()
-    model = nn.ModuleList([nn.Linear(3, 2).to(dtype) for dtype in DTYPES])
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, rank)
-    wrapper = DecentralizedDataParallel(
-        model,
-        lambda p: torch.optim.SGD(p, lr=0.0),
-        topologies.FullyConnectedGraph(size),
-        mode,
-        broadcast=False,
-    )
-    fogdist.barrier()
-    for turn in range(size):
-        if mode == "sync" or turn == rank:
-            wrapper.optimizer.step()
-        fogdist.barrier()
-    # "sync" makes one exact average. In "async" rank 2 comes last and averages the values that rank 0 (which had no
-    # others) and rank 1 (with those of rank 0) had put.
-    values = {"sync": [1.0] * 3, "async": [0.0, 2 / 3, (2 + 0 + 2 / 3) / 3]}
-    for parameter in model.parameters():
-        expected = torch.full_like(parameter, values[mode][rank])
-        torch.testing.assert_close(parameter.detach(), expected.detach(), rtol=8e-3, atol=0)
-    wrapper.close()
-
-
 # --- the module behaves as before ---------------------------------------------------------------------------
 
 
@@ -541,106 +476,53 @@ def test_all_start_with_rank_0s_values(mode: str) -> None:
 
 @on_ranks(2)
 def test_state_dicts() -> None:
+    """Those of the wrapper, and of torch's functions for checkpoints, are the module's, also in another module."""
     start()
+    torch.manual_seed(0)
     model = nn.Sequential(Net(), nn.BatchNorm1d(3))
-    wrapper = DecentralizedDataParallel(model, torch.optim.Adam(model.parameters()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    wrapper = DecentralizedDataParallel(model, optimizer)
     plain = nn.Sequential(Net(), nn.BatchNorm1d(3))
-    assert list(wrapper.state_dict()) == list(plain.state_dict())
-    assert [name for name, _ in wrapper.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert [name for name, _ in wrapper.named_buffers()] == [name for name, _ in plain.named_buffers()]
+    for names in (
+        lambda module: list(module.state_dict()),
+        lambda module: [name for name, _ in module.named_parameters()],
+        lambda module: [name for name, _ in module.named_buffers()],
+        lambda module: list(get_model_state_dict(module)),
+    ):
+        assert names(wrapper) == names(plain)
     wrapper(torch.randn(4, 4)).sum().backward()
     # The result of the exchange in flight must not overwrite the loaded values.
     state = copy.deepcopy(plain.state_dict())
     assert str(wrapper.load_state_dict(state)) == "<All keys matched successfully>"
     addresses = [p.data_ptr() for p in model.parameters()]
+    optimizer.step()
     wrapper.module.eval()
     for key, value in model.state_dict().items():
-        assert torch.equal(value, state[key])
+        torch.testing.assert_close(value, state[key])
     plain.load_state_dict(wrapper.state_dict())
     with pytest.raises(RuntimeError, match=r'Missing key.*"0.position"'):
         wrapper.load_state_dict({key: state[key] for key in state if key != "0.position"})
-    # The wrapper may be inside another module, in both directions.
     outer, plain_outer = nn.Sequential(nn.Linear(1, 1), wrapper), nn.Sequential(nn.Linear(1, 1), plain)
-    assert list(outer.state_dict()) == list(plain_outer.state_dict())
+    assert list(outer.state_dict()) == list(plain_outer.state_dict()) == list(get_model_state_dict(outer))
     for value in plain_outer.state_dict().values():
         value.add_(1)
     outer.load_state_dict(plain_outer.state_dict())
     plain_outer.load_state_dict(outer.state_dict())
+    set_model_state_dict(outer, get_model_state_dict(outer))
     assert torch.equal(model[0].position, plain[0].position)
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    twin = copy.deepcopy(wrapper.module)
-    assert torch.equal(twin[0].position, model[0].position)
+    assert str(get_optimizer_state_dict(wrapper, optimizer)) == str(
+        get_optimizer_state_dict(model, optimizer)
+    )
+    assert wrapper.get_parameter("0.position") is model[0].position
+    with pytest.raises(AttributeError, match="'DecentralizedDataParallel' object has no attribute 'missing'"):
+        wrapper.missing  # noqa: B018
     with pytest.raises(TypeError, match="copy its attribute `module`"):
         copy.deepcopy(wrapper)
     wrapper.train()
     wrapper(torch.randn(4, 4)).sum().backward()
     wrapper.optimizer.step()
     fogdist.barrier()
-
-
-@on_ranks(2)
-def test_checkpoint_functions_take_the_wrapper() -> None:
-    """torch.distributed.checkpoint.state_dict takes the wrapper, and returns the same as for the module."""
-    rank, _ = start()
-    for make in (torch.optim.Adam, torch.optim.SGD):
-
-        def made(make: Any = make) -> tuple[nn.Module, Any, DecentralizedDataParallel]:
-            model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double()
-            optimizer = make(model.parameters(), lr=0.1)
-            return model, optimizer, DecentralizedDataParallel(model, optimizer, broadcast=False)
-
-        model, optimizer, wrapper = made()
-        loss_of(wrapper, rank, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected = copy.deepcopy(model.state_dict())
-        state, optimizer_state = copy.deepcopy(get_state_dict(wrapper, optimizer))
-        for found in (state, get_model_state_dict(wrapper), get_state_dict(model, optimizer)[0]):
-            assert list(found) == list(expected)
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
-        of_module = get_optimizer_state_dict(model, optimizer)
-        assert str(optimizer_state) == str(of_module)
-        assert "0.weight" in optimizer_state["param_groups"][0]["params"]
-        for loads_wrapper in (False, True):
-            twin, twin_optimizer, twin_wrapper = made()
-            target = twin_wrapper if loads_wrapper else twin
-            addresses = [p.data_ptr() for p in twin.parameters()]
-            if loads_wrapper:
-                set_model_state_dict(target, state)
-                twin.zero_grad()
-                for p in twin.parameters():
-                    p.detach().zero_()
-            set_state_dict(
-                target,
-                twin_optimizer,
-                model_state_dict=state,
-                optim_state_dict=copy.deepcopy(optimizer_state),
-            )
-            assert all(torch.equal(value, expected[key]) for key, value in twin.state_dict().items())
-            assert str(get_optimizer_state_dict(twin, twin_optimizer)) == str(of_module)
-            assert [p.data_ptr() for p in twin.parameters()] == addresses
-            assert twin_wrapper.round == 0
-    assert wrapper.get_parameter("0.weight") is model[0].weight
-    # The wrapper may be inside another module.
-    outer = nn.Sequential(nn.Linear(1, 1), wrapper)
-    assert list(get_model_state_dict(outer)) == list(outer.state_dict())
-    set_model_state_dict(outer, get_model_state_dict(outer))
-    with pytest.raises(AttributeError, match="'DecentralizedDataParallel' object has no attribute 'missing'"):
-        wrapper.missing  # noqa: B018
-
-
-@on_ranks(2)
-def test_transforms_of_functions_exchange_nothing() -> None:
-    """One rank alone applies `torch.func` to the wrapper."""
-    rank, _ = start()
-    model = nn.Linear(2, 1).double()
-    wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.ones(3, 2, dtype=torch.float64)
-    if rank == 0:
-        values = {f"module.{name}": p.detach() for name, p in wrapper.named_parameters()}
-        gradients = torch.func.grad(lambda v: torch.func.functional_call(wrapper, v, (x,)).sum())(values)
-        torch.testing.assert_close(gradients["module.weight"], x.sum(0, keepdim=True))
-    assert not wrapper._mixing.has_begun and wrapper.round == 0
 
 
 @on_ranks([1, 2])
@@ -663,59 +545,38 @@ def test_functional_calls_of_tied_parameters() -> None:
     assert wrapper.round == (0 if fogdist.size() == 1 else 1)
 
 
-@on_ranks(2, mode=["sync", "async"])
-def test_a_checkpoint_on_one_rank_is_no_step(mode: str) -> None:
-    """SGD has no state, so each checkpoint makes it take a step, which must not affect the training."""
-    rank, _ = start()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*was changed between")
-        for saves in (False, True):
-            model = make_net(rank)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            wrapper = DecentralizedDataParallel(
-                model, optimizer, mode=mode, **({"max_staleness": 0} if mode == "async" else {})
-            )
-            for number in range(4):
-                optimizer.zero_grad()
-                if saves and number == 3:
-                    loss_of(wrapper, rank, 99)  # a pass for a log, which begins an exchange
-                if saves and rank == 0:
-                    state = get_optimizer_state_dict(wrapper.module, optimizer)
-                    set_optimizer_state_dict(wrapper.module, optimizer, state)
-                loss_of(wrapper, rank, number).backward()
-                if number == 2:
-                    optimizer.zero_grad(set_to_none=False)
-                    # A rank whose gradients are zero in a warm-up still takes a step with the others.
-                    optimizer.param_groups[0]["lr"] = 0.0
-                optimizer.step()
-                optimizer.param_groups[0]["lr"] = 0.1
-            assert wrapper.round == 4
-            fogdist.barrier()
-            wrapper.close()
-
-
 @on_ranks(3)
 def test_ranks_that_disagree() -> None:
+    """No wrapper is made, and the model can be wrapped on all ranks afterwards, again and again."""
     rank, size = start()
-
-    def sgd(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.1)
-
-    model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).requires_grad_(True)
-    model[0].bias.requires_grad_(rank == 0)
-    with pytest.raises(ValueError, match="'0.bias', not mixed"):
-        DecentralizedDataParallel(model, sgd)
     model = nn.Linear(2, 2)
+    frozen = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    frozen[0].bias.requires_grad_(rank == 0)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     topology = topologies.RingGraph(size) if rank == 0 else topologies.StarGraph(size)
-    with pytest.raises(ValueError, match="topology: round 0 has the matrix"):
-        DecentralizedDataParallel(model, sgd, topology)
-    with pytest.raises(ValueError, match="mode: async"):
-        DecentralizedDataParallel(model, sgd, topologies.RingGraph(size), mode="async" if rank else "sync")
-    wrapper = DecentralizedDataParallel(model, sgd)
-    with pytest.raises(ValueError, match="topology must be the same"):
-        wrapper.set_topology(topology)
-    wrapper(torch.randn(1, 2)).sum().backward()
-    wrapper.optimizer.step()  # all works as before
+    kept = []  # keeps the frames of the errors alive, as a notebook does
+    for make, text in (
+        (
+            lambda: DecentralizedDataParallel(frozen, lambda p: torch.optim.SGD(p, lr=0.1)),
+            "'0.bias', not mixed",
+        ),
+        (lambda: DecentralizedDataParallel(model, sgd, topology), "topology: round 0 has the matrix"),
+        (lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"), "mode: async"),
+        (lambda: fogdist.algorithms.LocalSGD(sgd, model, local_steps=2 + rank), "same on all ranks"),
+    ):
+        with pytest.raises(ValueError, match=text) as caught:
+            make()
+        kept.append(caught)
+    for _ in range(2):
+        wrapper = DecentralizedDataParallel(model, sgd)
+        with pytest.raises(ValueError, match="topology must be the same"):
+            wrapper.set_topology(topology)
+        wrapper(torch.ones(1, 2)).sum().backward()
+        sgd.step()
+        with pytest.raises(ValueError, match="close"):
+            DecentralizedDataParallel(model, sgd)
+        wrapper.close()
+    assert len(kept) == 4
 
 
 @on_ranks(2)
@@ -754,54 +615,36 @@ def test_bad_arguments() -> None:
 
 
 @on_ranks(2)
-def test_replaced_parameters_are_noticed() -> None:
+def test_parameters_that_are_unfrozen_are_noticed() -> None:
     fogdist.init()
-
-    def wrapped() -> tuple[nn.Module, DecentralizedDataParallel]:
-        torch.manual_seed(fogdist.rank())
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
-        return model, DecentralizedDataParallel(model, lambda p: torch.optim.SGD(p, lr=0.0), broadcast=False)
-
-    x = torch.randn(3, 2)
-    model, wrapper = wrapped()
-    model[0].weight = nn.Parameter(torch.ones(2, 2))
-    with pytest.raises(RuntimeError, match="'0.weight' must stay the tensor"):
-        wrapper(x)
-    model, wrapper = wrapped()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    wrapper = DecentralizedDataParallel(model, lambda p: torch.optim.SGD(p, lr=0.0))
     model.requires_grad_(True)
     with pytest.raises(RuntimeError, match="'1.weight' must stay frozen"):
-        wrapper(x)
+        wrapper(torch.randn(3, 2))
 
 
-@on_ranks(2)
-def test_wrappers_come_and_go() -> None:
-    """The wrapper can be dropped while module and optimizer remain; nothing keeps the wrapper alive."""
+@on_ranks(2, mode=["sync", "async"])
+def test_a_closed_wrapper_mixes_nothing(mode: str) -> None:
     fogdist.init()
     model = make_net(fogdist.rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for mode in ("sync", "async"):
-        for close in (False, True):
-            wrapper = DecentralizedDataParallel(model, optimizer, mode=mode)
-            loss_of(wrapper, 0, 0).backward()
-            optimizer.step()
-            loss_of(wrapper, 0, 1).backward()
-            reference = weakref.ref(wrapper)
-            if close:
-                wrapper.close()
-                with pytest.raises(RuntimeError, match="after close"):
-                    wrapper.global_average()
-                loss_of(wrapper, 0, 0).backward()
-                assert wrapper.staleness() == {}
-                wrapper.pause()
-            del wrapper
-            gc.collect()
-            assert reference() is None
-            with torch.no_grad():
-                model.position.fill_(fogdist.rank())
-            loss_of(model, 0, 0).backward()
-            optimizer.step()
-            assert model.position.eq(fogdist.rank()).all()
-            fogdist.barrier()
+    wrapper = DecentralizedDataParallel(model, optimizer, mode=mode)
+    train_step(wrapper, optimizer, 0, 0)
+    loss_of(wrapper, 0, 1).backward()
+    wrapper.close()
+    with pytest.raises(RuntimeError, match="after close"):
+        wrapper.global_average()
+    assert wrapper.staleness() == {}
+    wrapper.pause()
+    with torch.no_grad():
+        model.position.fill_(fogdist.rank())
+    train_step(wrapper, optimizer, 0, 0)
+    assert model.position.eq(fogdist.rank()).all()
+    reference = weakref.ref(wrapper)
+    del wrapper
+    gc.collect()
+    assert reference() is None
 
 
 # --- each rank at its own pace ------------------------------------------------------------------------------
@@ -810,28 +653,11 @@ def test_wrappers_come_and_go() -> None:
 TURNS = [0, 0, 1, 2, 0, 1, 1, 3, 0, 2, 0, 0, 3, 1, 2, 2, 2, 0, 1, 3]
 
 
-@dataclasses.dataclass(frozen=True)
-class Turns:
-    """Steps of ranks in a fixed order.
-
-    Attributes:
-        topology: Name in TOPOLOGIES.
-        damping: The wrapper's staleness_damping.
-        optimizer: Name in OPTIMIZERS.
-        schedule: Whether a scheduler steps with the rank's own steps.
-    """
-
-    topology: str
-    damping: float = 0.0
-    optimizer: str = "sgd"
-    schedule: bool = False
-
-
-def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, int | None]]]:
+def simulate_turns(run: Run, size: int) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     """Returns, after each turn, the parameters and the staleness on the rank that took the turn."""
     models = [make_net(rank) for rank in range(size)]
     optimizers = [OPTIMIZERS[run.optimizer](trained(m)) for m in models]
-    schedulers = [scheduler_of(o, Run(schedule=run.schedule)) for o in optimizers]
+    schedulers = [scheduler_of(o, run) for o in optimizers]
     period = range(12)  # a common multiple of the periods of all topologies used here
     slots: dict[tuple[int, int], tuple[int, list[Tensor]]] = {}  # (writer, owner): iteration, values
     done = [0] * size
@@ -871,7 +697,7 @@ def simulate_turns(run: Turns, size: int) -> tuple[list[Tensor], list[dict[int, 
     return states, ages
 
 
-def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
+def take_turns(run: Run) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     rank, size = start()
     model = make_net(rank)
     wrapper = DecentralizedDataParallel(
@@ -883,7 +709,7 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
         bucket_cap_mb=2e-4,
         staleness_damping=run.damping,
     )
-    scheduler = scheduler_of(wrapper.optimizer, Run(schedule=run.schedule))
+    scheduler = scheduler_of(wrapper.optimizer, run)
     states, ages, done = [], [], 0
     for turn in TURNS:
         if turn == rank:
@@ -903,8 +729,8 @@ def take_turns(run: Turns) -> tuple[list[Tensor], list[dict[int, int | None]]]:
 @pytest.mark.parametrize(
     "run",
     [
-        *(Turns(topology) for topology in ("ring", "star", "one-peer")),
-        Turns("group", damping=0.5, optimizer="adamw", schedule=True),
+        *(Run(topology=topology) for topology in ("ring", "star", "one-peer")),
+        Run("adamw", "group", damping=0.5, schedule=True),
     ],
     ids=str,
 )
@@ -913,15 +739,7 @@ def test_turns(worlds, run):
     check_turns(worlds(4), run)
 
 
-def test_turns_between_hosts(new_world):
-    # the ranks exchange messages, as between hosts
-    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})
-    check_turns(world, Turns("one-peer", damping=0.5))
-    results = world.run(descend, "async", {"max_staleness": 2}, FEW_STEPS)
-    assert max(stalest for _, _, stalest in results) <= 2
-
-
-def check_turns(world: World, run: Turns) -> None:
+def check_turns(world: World, run: Run) -> None:
     states, ages = simulate_turns(run, 4)
     results = world.run(take_turns, run)
     got = [(iter(own_states), iter(own_ages)) for own_states, own_ages in results]
@@ -930,83 +748,10 @@ def check_turns(world: World, run: Turns) -> None:
         assert next(got[turn][1]) == age
 
 
-def quadratic(rank: int, size: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    A = torch.randn(6, 4, generator=generator, dtype=torch.float64)
-    return A.T @ A / 6 + torch.eye(4, dtype=torch.float64), torch.randn(
-        4, generator=generator, dtype=torch.float64
-    )
-
-
-# Steps of the slowest rank: enough for all ranks to converge, and enough for its neighbors to get ahead.
-SLOW_STEPS = 1000
-FEW_STEPS = 400
-
-
-def descend(mode: str, options: dict[str, Any], slow_steps: int = SLOW_STEPS) -> tuple[Tensor, int, int]:
-    """Runs gradient descent on quadratics that differ by rank; a step of rank 0 takes several times as long.
-
-    Without a bound of the staleness, rank 0 even stops until the others are far ahead.
-
-    Returns:
-        The final parameters, the number of steps, and the largest staleness that was seen before a step.
-    """
-    rank, size = start()
-    H, b = quadratic(rank, size)
-    model = nn.Linear(4, 1, bias=False).double()
-    nn.init.constant_(model.weight, 3.0)
-    wrapper = DecentralizedDataParallel(
-        model, lambda p: torch.optim.SGD(p, lr=0.02), topologies.RingGraph(size), mode, **options
-    )
-    store = dist.distributed_c10d._get_default_store()
-    flag = f"slowest is done: {mode} {options}"
-    steps, stalest = 0, 0
-    while steps < slow_steps or (mode == "async" and rank > 0):
-        x = model.weight[0]
-        wrapper.optimizer.zero_grad()
-        (x @ H @ x / 2 - b @ x).backward()
-        if rank == 0 and mode == "async":
-            time.sleep(2e-3 if steps < 300 else 0.0)
-        wrapper.optimizer.step()
-        stalest = max([stalest, *(age - 1 for age in wrapper.staleness().values() if age is not None)])
-        steps += 1
-        if mode == "async" and not options:
-            if rank > 0 and steps == 2 * slow_steps:
-                store.add(f"far ahead of {flag}", 1)
-            elif rank == 0 and steps == 300:
-                while store.add(f"far ahead of {flag}", 0) < size - 1:
-                    time.sleep(0.01)
-        # No rank waits for the slowest, and all continue until it is done.
-        if steps % 20 == 0 and steps >= slow_steps and mode == "async" and rank > 0 and store.check([flag]):
-            break
-    if rank == 0:
-        store.set(flag, "")
-    if options:
-        wrapper.pause()  # ranks that still train then do not wait for ranks that have ended
-    result = model.weight.detach().clone()
-    fogdist.barrier()
-    wrapper.close()
-    return result, steps, stalest
-
-
-def test_speed_does_not_move_the_fixed_point(worlds):
-    """If the self term were outdated, or a neighbor's slot held zeros, the ranks would converge elsewhere."""
-    together = worlds(4).run(descend, "sync", {})
-    apart = worlds(4).run(descend, "async", {})
-    assert apart[1][1] > 1.5 * apart[0][1]
-    for rank in range(4):
-        torch.testing.assert_close(apart[rank][0], together[rank][0], rtol=1e-6, atol=1e-6)
-    pairs = [quadratic(rank, 4) for rank in range(4)]
-    optimum = torch.linalg.solve(sum(H for H, _ in pairs), sum(b for _, b in pairs))
-    mean = torch.stack([result for result, _, _ in apart]).mean(0)[0]
-    assert (mean - optimum).norm() < 0.02 * optimum.norm()
-
-
-def test_bounded_staleness(worlds):
-    results = worlds(4).run(descend, "async", {"max_staleness": 2}, FEW_STEPS)
-    # A neighbor may have put newer values between its notice and this rank's read.
-    assert max(stalest for _, _, stalest in results) <= 2
-    assert max(steps for _, steps, _ in results) <= FEW_STEPS + 60
+def test_turns_between_hosts(new_world):
+    # the ranks exchange messages, as between hosts
+    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})
+    check_turns(world, Run(topology="one-peer", damping=0.5))
 
 
 def make_scalar(
@@ -1133,9 +878,8 @@ def lose_a_neighbor_beside_one_that_pauses() -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 0:
-        deadline = time.monotonic() + LONG.total_seconds()
         with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
-            while time.monotonic() < deadline:
+            while True:
                 step(wrapper)
 
 
@@ -1144,37 +888,31 @@ def test_one_that_pauses_hides_no_lost_neighbor(new_world):
     assert [o.state for o in outcomes] == ["returned", "returned", "died", "returned"], outcomes[0]
 
 
-def stop_a_neighbor(max_staleness: Any) -> float:
-    """Stops rank 0, from which rank 1 gets values; returns the time of 30 steps on rank 1, or until one fails."""
+def stop_a_neighbor(max_staleness: Any, timeout: timedelta) -> None:
+    """Stops rank 0, from which rank 1 gets values, for 30 steps of rank 1, or until one fails."""
     rank, _ = start()
-    _, wrapper = make_scalar(
-        float(rank), from_the_first, max_staleness=max_staleness, timeout=timedelta(seconds=2)
-    )
+    _, wrapper = make_scalar(float(rank), from_the_first, max_staleness=max_staleness, timeout=timeout)
     step(wrapper)
     pids = fogdist.allgather(torch.tensor([os.getpid()])).tolist()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-        return 0.0
-    begin = time.monotonic()
+        return
+    text = rf"rank 0 has done .*max_staleness={max_staleness}"
     try:
-        for _ in range(30):
-            step(wrapper)
-    except dist.DistBackendError as error:
-        assert "rank 0 has done" in str(error) and f"max_staleness={max_staleness}" in str(error)
-        assert max_staleness != "auto"
-    else:
-        assert max_staleness == "auto"
+        fails = max_staleness != "auto"
+        with pytest.raises(dist.DistBackendError, match=text) if fails else nullcontext():
+            for _ in range(30):
+                step(wrapper)
     finally:
         os.kill(pids[0], signal.SIGCONT)
-    return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("max_staleness", [2, "auto"])
-def test_a_neighbor_on_another_host_stops(new_world, max_staleness):
+@pytest.mark.parametrize(("max_staleness", "timeout"), [(2, timedelta(seconds=2)), ("auto", LONG)])
+def test_a_neighbor_on_another_host_stops(new_world, max_staleness, timeout):
     """A given bound holds until the timeout. With the default, a rank waits for one second in all, not at each step."""
     world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
-    _, took = world.run(stop_a_neighbor, max_staleness)
-    assert took < 10.0  # waiting for the timeout at each step would take 40 s or more
+    # Waiting for LONG at each of 30 steps would be a hang.
+    world.run(stop_a_neighbor, max_staleness, timeout)
 
 
 @on_ranks(4)
@@ -1222,26 +960,27 @@ def lose_a_neighbor(skip: bool) -> None:
     fogdist.barrier()
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    deadline = time.monotonic() + LONG.total_seconds()
     if not skip:
         with pytest.raises(dist.DistBackendError, match="rank 2 .* was lost"):
-            while time.monotonic() < deadline:
+            while True:
                 step(wrapper)
         return
     while wrapper.staleness()[2] is not None:
-        assert time.monotonic() < deadline
         step(wrapper)
     # No rank waits for the lost one, and each adds its weight to the own weight.
-    other = 1 - rank
-    for _ in range(200):
-        step(wrapper)
-        time.sleep(1e-4)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"last value of {rank}", repr(x.item()))
+    other = float(store.get(f"last value of {1 - rank}"))
+    if rank == 1:
+        store.wait(["rank 0 has stepped"])
+        other = float(store.get("last value of 0"))
+    expected = (2 * x.item() + other) / 3
+    step(wrapper)
+    assert x.item() == pytest.approx(expected, rel=1e-14)
+    if rank == 0:
+        store.set("last value of 0", repr(x.item()))
+        store.set("rank 0 has stepped", "")
     assert wrapper.staleness()[2] is None
-    got = torch.zeros(1, dtype=torch.float64)
-    exchange = [dist.P2POp(dist.isend, x.detach()[0].clone(), other), dist.P2POp(dist.irecv, got, other)]
-    for work in dist.batch_isend_irecv(exchange):
-        work.wait()
-    assert abs(got - x).item() < 0.3
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -1293,29 +1032,3 @@ def test_nothing_is_left(no_shared_memory_left, new_world, mode):
     world = new_world(3, finalizing=None)
     world.run(leave, mode)
     world.close()
-
-
-# --- after errors and after the end -------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_a_module_is_wrapped_again_after_an_error_and_after_close() -> None:
-    rank, _ = start()
-    model = nn.Linear(2, 2)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    kept = []  # keeps the frames of the error alive, as a notebook does
-    for make in (
-        lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"),
-        lambda: fogdist.algorithms.LocalSGD(sgd, model, local_steps=2 + rank),
-    ):
-        with pytest.raises(ValueError, match="same on all ranks|differ|rank") as caught:
-            make()
-        kept.append(caught)
-    for _ in range(2):
-        wrapper = DecentralizedDataParallel(model, sgd)
-        wrapper(torch.ones(1, 2)).sum().backward()
-        sgd.step()
-        with pytest.raises(ValueError, match="close"):
-            DecentralizedDataParallel(model, sgd)
-        wrapper.close()
-    assert len(kept) == 2

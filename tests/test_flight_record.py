@@ -143,19 +143,20 @@ def test_report_says_how_many_operations_are_in_no_record() -> None:
     assert "not recorded" not in flight_record.report([replace(process, unrecorded=0)])
 
 
-def failed_operation() -> list[str]:
+def failed_operation() -> list[object]:
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError):
         dist.all_reduce(torch.ones(1))
-    last = flight_record.read(os.getpid()).operations[-1]
-    return [last.what, last.state]
+    seen = flight_record.read(os.getpid())
+    last = seen.operations[-1]
+    return [last.what, last.state, seen.failed, [peer.rank for peer in seen.peers if peer.lost]]
 
 
 def test_an_operation_that_failed(new_world):
     outcomes = new_world(2).run_raw(failed_operation)
-    assert outcomes[0].value == ["allreduce(SUM, float32[1])", "failed"], outcomes[0]
+    assert outcomes[0].value == ["allreduce(SUM, float32[1])", "failed", 1, [1]], outcomes[0]
 
 
 def test_processes_without_a_record():

@@ -1,8 +1,7 @@
-"""Compares groups of FSDP2 that gossip with each other, 2 x 2 ranks, with two models in one process."""
+"""Compares groups of FSDP2 that gossip with each other, 2 x 2 ranks, with two ranks that have the whole models."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import fogdist
@@ -13,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-STEPS = 5
 
 
 def atc_in_backward(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Any:
@@ -52,66 +49,35 @@ def vector_of(model: nn.Module) -> Tensor:
     return torch.cat([part.detach().reshape(-1) for part in parts])
 
 
-def simulate(kind: str) -> list[Tensor]:
-    """Returns both models after each step, of shape (2, elements): ranks 0 and 1 share the first, 2 and 3 the second."""
-    models = [make_net(0), make_net(1)]
-    bases = [sgd(model) for model in models]
-    tracker: list[list[Tensor]] = [[torch.zeros_like(p) for p in m.parameters()] for m in models]
-    before = copy.deepcopy(tracker)
-    trajectory = []
-    for step in range(STEPS):
-        for replica, model in enumerate(models):
-            bases[replica].zero_grad()
-            (sum(loss_of(model, 2 * replica + shard, step) for shard in range(2)) / 2).backward()
-        if kind == "awc":
-            average(models)
-        if kind == "gradient tracking":
-            for replica, model in enumerate(models):
-                for place, p in enumerate(model.parameters()):
-                    assert p.grad is not None
-                    tracker[replica][place] += p.grad - before[replica][place]
-                    before[replica][place] = p.grad.clone()
-                    p.grad = tracker[replica][place].clone()
-        for base in bases:
-            base.step()
-        if kind != "awc":
-            average(models)
-        if kind == "gradient tracking":
-            for pair in zip(*tracker, strict=True):
-                mean = (pair[0] + pair[1]) / 2
-                for each in pair:
-                    each.copy_(mean)
-        trajectory.append(torch.stack([vector_of(model) for model in models]))
-    return trajectory
+STEPS = 5
 
 
-def average(models: list[nn.Sequential]) -> None:
-    with torch.no_grad():
-        for pair in zip(*(model.parameters() for model in models), strict=True):
-            mean = (pair[0] + pair[1]) / 2
-            for each in pair:
-                each.copy_(mean)
-
-
-def train(kind: str) -> list[Tensor]:
+def train(kind: str, is_sharded: bool) -> list[Tensor]:
+    """Trains a model that two ranks share, or the whole model on one rank with the data of both."""
     fogdist.init()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "shard"))
-    replica = dist.get_rank() // 2
-    model = make_net(replica)
-    for part in (model[0], model[2], model[4], model):
-        fully_shard(part, mesh=mesh["shard"])
-    optimizer = KINDS[kind](sgd(model), model, group=mesh["gossip"].get_group())
+    rank = dist.get_rank()
+    replica = rank // 2 if is_sharded else rank
+    model, group = make_net(replica), None
+    if is_sharded:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "shard"))
+        group = mesh["gossip"].get_group()
+        for part in (model[0], model[2], model[4], model):
+            fully_shard(part, mesh=mesh["shard"])
+    optimizer = KINDS[kind](sgd(model), model, group=group)
     assert [p.shape for p in optimizer.buckets.tensors] == [p.shape for p in model.parameters()]
     trajectory = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(model, dist.get_rank(), step).backward()
+        if is_sharded:
+            loss_of(model, rank, step).backward()
+        else:
+            (sum(loss_of(model, 2 * replica + shard, step) for shard in range(2)) / 2).backward()
         optimizer.step()
         trajectory.append(vector_of(model))
-    group = mesh["gossip"].get_group()
     assert (fogdist.consensus_distance(model, group=group) > 0) == (kind == "awc")
     fogdist.allreduce_parameters(model.named_parameters(), group=group)
     assert fogdist.consensus_distance(model, group=group) < 1e-12
+    trajectory.append(vector_of(model))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(replica + 1)
@@ -127,8 +93,8 @@ def train(kind: str) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_groups_of_fsdp_gossip(worlds, kind):
-    expected = simulate(kind)
-    for rank, trajectory in enumerate(worlds(4).run(train, kind)):
-        torch.testing.assert_close(trajectory.pop(), expected[-1].mean(0), rtol=1e-11, atol=1e-12)
-        for got, both in zip(trajectory, expected, strict=True):
-            torch.testing.assert_close(got, both[rank // 2], rtol=1e-11, atol=1e-12)
+    whole = worlds(2).run(train, kind, False)
+    for rank, trajectory in enumerate(worlds(4).run(train, kind, True)):
+        for got, expected in zip(trajectory, whole[rank // 2], strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(trajectory[-1], trajectory[-2], rtol=1e-11, atol=1e-12)

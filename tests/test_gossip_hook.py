@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fogdist import topology as topologies
+from harness import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training_cases import Simulation, loss_of, make_net, start, trained
@@ -36,7 +37,13 @@ def matrix_of(name: str, size: int, t: int) -> np.ndarray:
     return topologies.mixing_matrix(topologies.uniform_weights(graph) if name == "group" else graph)
 
 
-def train(what: str, topology: str, passes: int, bucket_cap_mb: float) -> None:
+# The topology, the passes before each step, and bucket_cap_mb.
+CASES = [("group", 1, 25), ("star", 1, 0.0001), ("one-peer", 1, 0.0001), ("one-peer", 3, 0.0001)]
+
+
+@on_ranks([1, 4], what=["parameters", "gradients"], case=CASES)
+def test_trajectories(what: str, case: tuple[str, int, float]) -> None:
+    topology, passes, bucket_cap_mb = case
     rank, size = start()
     model = DistributedDataParallel(
         make_net(7), broadcast_buffers=False, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb
@@ -61,20 +68,6 @@ def train(what: str, topology: str, passes: int, bucket_cap_mb: float) -> None:
         simulation.step(backward)
         simulation.check(rank, model)
     assert state.round == STEPS  # one round per step, not per bucket
-
-
-@pytest.mark.parametrize("what", ["parameters", "gradients"])
-@pytest.mark.parametrize(
-    ("topology", "passes", "bucket_cap_mb"),
-    [("group", 1, 25), ("star", 1, 0.0001), ("one-peer", 1, 0.0001), ("one-peer", 3, 0.0001)],
-)
-def test_trajectories(worlds, what, topology, passes, bucket_cap_mb):
-    worlds(4).run(train, what, topology, passes, bucket_cap_mb)
-
-
-def test_other_sizes(worlds):
-    for size in (1, 3):
-        worlds(size).run(train, "parameters", "one-peer", 1, 25)
 
 
 def fail() -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness import World, WorldPool, init_process_group, sizes
+from harness import World, WorldPool, init_process_group, on_ranks
 from reference import Checks
 from scripts import Job, launcher_command, started
 from torch import Tensor, nn
@@ -63,11 +64,19 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, take: Callable[[Tensor], Tensor], size: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    take: Callable[[Tensor], Tensor],
+    size: int,
+    pieces: int = 1,
 ) -> None:
+    """Trains; the gradients of several pieces of a batch accumulate, all but the last under ``no_sync``."""
     for batch in batches(size):
         optimizer.zero_grad()
-        loss_of(model, take(batch)).backward()
+        parts = take(batch).chunk(pieces)
+        for number, part in enumerate(parts):
+            with model.no_sync() if number < len(parts) - 1 else nullcontext():
+                (loss_of(model, part) / pieces).backward()
         optimizer.step()
 
 
@@ -88,7 +97,8 @@ def check_parameters(
 # Meshes and functional collectives
 
 
-def mesh_groups() -> None:
+@on_ranks(4)
+def test_device_mesh_and_functional_collectives() -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     with Checks() as checks:
@@ -114,14 +124,11 @@ def mesh_groups() -> None:
         checks.true("all_reduce_coalesced", all((tensor == 4).all() for tensor in coalesced))
 
 
-def test_device_mesh_and_functional_collectives(worlds: WorldPool) -> None:
-    worlds(4).run(mesh_groups)
-
-
 # DTensor
 
 
-def distribute() -> None:
+@on_ranks(3)
+def test_dtensor() -> None:
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -157,11 +164,6 @@ def distribute() -> None:
             checks.true(f"tensor parallel: {name}", torch.allclose(gradient, other.grad, rtol=0, atol=1e-12))
 
 
-@pytest.mark.parametrize("size", sizes([3], [2]))
-def test_dtensor(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(distribute)
-
-
 # FSDP2
 
 
@@ -194,7 +196,9 @@ def test_fully_shard(worlds: WorldPool, size: int, hybrid: bool, reshard: bool) 
 # FSDP1
 
 
-def fully_sharded_data_parallel(strategy: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(4, strategy=["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_fsdp1(strategy: str) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -213,16 +217,11 @@ def fully_sharded_data_parallel(strategy: str) -> None:
         check_parameters(checks, strategy, dict(model.named_parameters()), size)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("size", "strategy"), [(2, "FULL_SHARD"), (2, "SHARD_GRAD_OP"), (4, "HYBRID_SHARD")])
-def test_fsdp1(worlds: WorldPool, size: int, strategy: str) -> None:
-    worlds(size).run(fully_sharded_data_parallel, strategy)
-
-
 # Context parallel
 
 
-def ring_attention(is_causal: bool) -> None:
+@on_ranks(2, is_causal=[False, True])
+def test_ring_attention(is_causal: bool) -> None:
     """Runs the ring of torch's context_parallel with the CPU kernel, which context_parallel itself does not accept."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
 
@@ -248,15 +247,12 @@ def ring_attention(is_causal: bool) -> None:
             vars(context_parallel._cp_options).update(vars(options))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_ring_attention(worlds: WorldPool, is_causal: bool) -> None:
-    worlds(2).run(ring_attention, is_causal)
-
-
 # Checkpoints
 
 
-def saved_and_loaded(folder: str, is_async: bool) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, is_async=[False, True])
+def test_distributed_checkpoint(tmp_path: Path, is_async: bool) -> None:
     """Ranks save their shards; they are loaded into shards along another mesh, and into whole models."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -278,16 +274,16 @@ def saved_and_loaded(folder: str, is_async: bool) -> None:
     names = "model", "optimizer"
     state = dict(zip(names, get_state_dict(model, optimizer)))
     if is_async:
-        dcp.async_save(state, checkpoint_id=folder).result()
+        dcp.async_save(state, checkpoint_id=str(tmp_path)).result()
     else:
-        dcp.save(state, checkpoint_id=folder)
+        dcp.save(state, checkpoint_id=str(tmp_path))
     dist.barrier()
     moments = [optimizer.state[parameter]["exp_avg"].full_tensor() for parameter in model.parameters()]
     with Checks() as checks:
         for shape in ((size, 1), None):
             other, its = made(1, shape)
             state = dict(zip(names, get_state_dict(other, its)))
-            dcp.load(state, checkpoint_id=folder)
+            dcp.load(state, checkpoint_id=str(tmp_path))
             set_state_dict(other, its, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
             for label, found, expected in (
                 ("parameters", list(other.parameters()), wanted),
@@ -297,16 +293,12 @@ def saved_and_loaded(folder: str, is_async: bool) -> None:
                 checks.equal(f"{label} on {shape}", [each.detach() for each in whole], expected)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_async", [False, True])
-def test_distributed_checkpoint(worlds: WorldPool, tmp_path: Path, is_async: bool) -> None:
-    worlds(2).run(saved_and_loaded, str(tmp_path), is_async)
-
-
 # Pipelines
 
 
-def pipelined(schedule: str) -> None:
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2, schedule=["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_pipeline(schedule: str) -> None:
     """Each stage holds some layers, and the gradients equal those of the whole network."""
     import torch.distributed.pipelining as pipelining
 
@@ -341,24 +333,29 @@ def pipelined(schedule: str) -> None:
                 checks.true(f"{schedule}: stage {number}, {name}", close)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
-def test_pipeline(worlds: WorldPool, schedule: str) -> None:
-    worlds(2).run(pipelined, schedule)
-
-
 # DDP
 
 
-def ddp(options: dict[str, Any]) -> None:
+def ddp(options: dict[str, Any], pieces: int = 1, compiler: str = "") -> None:
+    """Ranks start with different values: DDP broadcasts the parameters of rank 0."""
     size = dist.get_world_size()
     model = DistributedDataParallel(network(dist.get_rank()), **options)
-    train(model, adam(model.parameters()), mine, size)
+    called = torch.compile(model, backend=compiler) if compiler else model
+    train(called, adam(model.parameters()), mine, size, pieces)
     with Checks() as checks:
         check_parameters(checks, str(options), dict(model.module.named_parameters()), size)
+        for name, parameter in model.module.named_parameters():
+            # All ranks must have the same bits, or the replicas would drift apart.
+            copies = [torch.zeros_like(parameter.data) for _ in range(size)]
+            dist.all_gather(copies, parameter.data)
+            checks.equal(f"{name} on all ranks", copies, [parameter.data] * size)
+        if options.get("gradient_as_bucket_view"):
+            storages = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+            checks.true("gradients are views of buckets", len(storages) < len(list(model.parameters())))
 
 
 DDP_OPTIONS = [
+    {},
     {"static_graph": True, "bucket_cap_mb": 0.001},
     {"find_unused_parameters": True, "bucket_cap_mb": 0.001},
     {"gradient_as_bucket_view": True, "static_graph": True},
@@ -368,11 +365,17 @@ DDP_OPTIONS = [
 
 
 @pytest.mark.parametrize("options", DDP_OPTIONS, ids=lambda options: "-".join(options))
-def test_ddp_options(worlds: WorldPool, options: dict[str, Any]) -> None:
+def test_ddp_trains_as_one_process(worlds: WorldPool, options: dict[str, Any]) -> None:
     worlds(3).run(ddp, options)
 
 
-def unused_parameters() -> None:
+def test_ddp_accumulates(worlds: WorldPool) -> None:
+    worlds(3).run(ddp, {"bucket_cap_mb": 0.001}, 2)
+    worlds(1).run(ddp, {})
+
+
+@on_ranks(3)
+def test_unused_parameters() -> None:
     """Rank 1 does not use one layer: its gradient is the average of the ranks, to which rank 1 contributes zero."""
 
     class Branches(nn.Module):
@@ -392,25 +395,21 @@ def unused_parameters() -> None:
     torch.testing.assert_close(model.module.rare.weight.grad, third * 2 / 3)
 
 
-def test_unused_parameters(worlds: WorldPool) -> None:
-    worlds(3).run(unused_parameters)
-
-
-def hooks(name: str) -> None:
+@on_ranks(2, name=["allreduce_hook", "fp16_compress_hook", "wrapped", "post_localSGD"])
+def test_comm_hooks(name: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(network().float())
     reference = network().float()
     state: Any = None
-    tolerance = 1e-6
     if name == "post_localSGD":
         state = local_sgd.PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=10)
         hook = local_sgd.post_localSGD_hook
     elif name == "wrapped":
         hook = default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
-        tolerance = 1e-3
     else:
         hook = getattr(default_hooks, name)
-        tolerance = 1e-3 if "compress" in name else 1e-6
+    # Gradients are sent in float16 where they are compressed.
+    tolerance = 1e-3 if name in ("wrapped", "fp16_compress_hook") else 1e-6
     model.register_comm_hook(state, hook)
     batch = next(batches(size)).float()
     loss_of(model, mine(batch)).backward()
@@ -419,11 +418,6 @@ def hooks(name: str) -> None:
         scale = wanted.grad.abs().max().item()
         difference = (parameter.grad - wanted.grad).abs().max().item()
         assert difference <= tolerance * max(scale, 1.0), (rank, name, difference, scale)
-
-
-@pytest.mark.parametrize("name", ["allreduce_hook", "fp16_compress_hook", "wrapped", "post_localSGD"])
-def test_comm_hooks(worlds: WorldPool, name: str) -> None:
-    worlds(2).run(hooks, name)
 
 
 def uneven_inputs(static: bool) -> list[float]:
@@ -449,7 +443,8 @@ def test_join_with_uneven_inputs(worlds: WorldPool, static: bool) -> None:
         assert weight == pytest.approx(expected, abs=1e-6)
 
 
-def zero(overlap: bool) -> None:
+@on_ranks(2, overlap=[False, True])
+def test_zero_redundancy_optimizer(overlap: bool) -> None:
     size = dist.get_world_size()
     model = DistributedDataParallel(network(dist.get_rank()))
     optimizer = ZeroRedundancyOptimizer(
@@ -463,11 +458,6 @@ def zero(overlap: bool) -> None:
         optimizer.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
             checks.true("whole state on rank 0", len(optimizer.state_dict()["state"]) == 6)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_zero_redundancy_optimizer(worlds: WorldPool, overlap: bool) -> None:
-    worlds(2).run(zero, overlap)
 
 
 def zero_joins() -> list[float]:
@@ -520,23 +510,15 @@ def test_compiled_functional_collectives(worlds: WorldPool, compiler: str) -> No
     worlds(2).run(compiled_step, compiler, timeout=180)
 
 
-def compiled_ddp() -> None:
-    size = dist.get_world_size()
-    model = DistributedDataParallel(network(dist.get_rank()))
-    compiled = torch.compile(model, backend="aot_eager")
-    train(compiled, adam(model.parameters()), mine, size)
-    with Checks() as checks:
-        check_parameters(checks, "compiled", dict(model.module.named_parameters()), size)
-
-
 def test_compiled_ddp(worlds: WorldPool) -> None:
-    worlds(2).run(compiled_ddp, timeout=180)
+    worlds(2).run(ddp, {}, 1, "aot_eager", timeout=180)
 
 
 # The profiler
 
 
-def profiled() -> None:
+@on_ranks(2)
+def test_profiler_ranges() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     tensor, parts = torch.ones(size, 3), [torch.zeros(3) for _ in range(size)]
     peer = rank ^ 1
@@ -568,34 +550,19 @@ def profiled() -> None:
                 checks.true(f"shapes {events[0].input_shapes}", events[0].input_shapes == [[size, 3]])
 
 
-def profiled_phases() -> None:
+@on_ranks(2)
+def test_profiler_phases() -> None:
     tensor = torch.ones(1 << 18)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         dist.all_reduce(tensor)
         # The caller waits, so that its thread copies and computes: the profiler follows this thread only.
         work = dist.all_reduce(tensor, async_op=True)
         work.wait()
-    phases = [event for event in profile.events() if event.name == "fog:allreduce combined"]
-    whole = [event for event in profile.events() if event.name == "fog:all_reduce"]
-    with Checks() as checks:
-        checks.true(f"{len(phases)} phases", len(phases) >= 1)
-        for phase in phases:
-            inside = any(
-                event.time_range.start
-                <= phase.time_range.start
-                <= phase.time_range.end
-                <= event.time_range.end
-                for event in whole
-            )
-            checks.true(f"{phase.time_range} is within the operation", inside)
-
-
-def test_profiler_ranges(worlds: WorldPool) -> None:
-    worlds(2).run(profiled)
-
-
-def test_profiler_phases(worlds: WorldPool) -> None:
-    worlds(2).run(profiled_phases)
+    phases = [e.time_range for e in profile.events() if e.name == "fog:allreduce combined"]
+    wholes = [e.time_range for e in profile.events() if e.name == "fog:all_reduce"]
+    assert phases
+    for phase in phases:
+        assert any(each.start <= phase.start <= phase.end <= each.end for each in wholes), phase
 
 
 # TORCH_DISTRIBUTED_DEBUG=DETAIL
@@ -633,7 +600,8 @@ def test_debug_detail(new_world: Callable[..., World]) -> None:
 # Groups
 
 
-def overlapping_groups() -> None:
+@on_ranks(4)
+def test_overlapping_groups() -> None:
     """The groups share ranks, and each rank uses them in another order."""
     rank = dist.get_rank()
     members = [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1, 2], [1, 2, 3], [0, 1, 2, 3]]
@@ -646,30 +614,8 @@ def overlapping_groups() -> None:
     with Checks() as checks:
         for index, tensor, work in works:
             work.wait()
-            checks.true(
-                f"{members[index]}: {tensor[0]}", bool((tensor == sum(r + 1 for r in members[index])).all())
-            )
-        mine, _ = dist.new_subgroups(2)
-        objects: list[Any] = [None, None]
-        dist.all_gather_object(objects, {"rank": rank}, group=mine)
-        checks.true(f"objects {objects}", [o["rank"] for o in objects] == [rank // 2 * 2, rank // 2 * 2 + 1])
-        partner = rank ^ 1
-        received = [torch.zeros(2), torch.zeros(2)]
-        operations = [
-            dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank), partner, mine, tag=7),
-            dist.P2POp(dist.isend, torch.full((2,), 10.0 * rank + 1), partner, mine, tag=3),
-            dist.P2POp(dist.irecv, received[0], partner, mine, tag=3),
-            dist.P2POp(dist.irecv, received[1], partner, mine, tag=7),
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        checks.true(
-            f"tags {received}", [t[0].item() for t in received] == [10.0 * partner + 1, 10.0 * partner]
-        )
-
-
-def test_overlapping_groups(worlds: WorldPool) -> None:
-    worlds(4).run(overlapping_groups)
+            total = float(sum(r + 1 for r in members[index]))
+            checks.equal(f"{members[index]}", tensor, torch.full((1000,), total))
 
 
 # Restarts

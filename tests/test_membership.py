@@ -1,18 +1,16 @@
-"""Ranks that die while others train: the others agree on who is left, and go on."""
+"""Who is a member: meetings after a loss, smaller groups, processes that join; `test_on_loss` has the training meanwhile."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, joining, membership, topology
+from fogdist.compression import Int8, TopK
 from fogdist.meeting import Decision, Join, Log, Minutes
 from fogdist.membership import Membership
 from harness import Outcome, World, error_of
-from hosts import run_on_hosts
 from torch import nn
 
 from fog_pg import _extension, _joining
@@ -34,35 +32,33 @@ TIMEOUT = 120.0
 STEPS = 40
 
 
-FEW_KINDS = ["wrapper/ring", "DecentralizedSGD/one-peer/awc", "LocalSGD"]
-TWO_DEATHS = {"both": {1: 8.0, 2: 8.0}, "half": {1: 8.0, 2: 8.5}, "apart": {0: 8.0, 4: 20.0}}
-# The hosts of the ranks, and who dies when. Rank 0 holds the Store.
-PLACEMENTS = {
-    "another host": ([0, 0, 1, 1], {3: 8.5}),
-    "a host of its own": ([0, 0, 1], {2: 8.0}),
-    "two hosts": ([0, 1, 1, 2, 2], {1: 8.0, 3: 8.5}),
-}
-
-
-def paired(kinds: Iterable[str], cases: Iterable[str]) -> list[Any]:
-    """Returns all pairs; those that are not at one place of both lists are for ``make test-all``."""
-    return [
-        pytest.param(kind, case, marks=[] if place == other else [pytest.mark.long])
-        for place, kind in enumerate(kinds)
-        for other, case in enumerate(cases)
-    ]
-
-
-class Point(nn.Module):
-    """One vector of parameters. With the rank's target in the loss, its optimum is the mean of the ranks' targets."""
+class Vector(nn.Module):
+    """Parameters in several buckets, all elements alike; the loss pulls them to a target."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
-        self.x = nn.Parameter(torch.full((300,), start))
-        self.y = nn.Parameter(torch.full((5,), start))
+        self.x = nn.Parameter(torch.full((40,), start, dtype=torch.float64))
+        self.y = nn.Parameter(torch.full((300,), start, dtype=torch.float64))
 
     def forward(self, target: float) -> torch.Tensor:
         return ((self.x - target) ** 2).sum() / 2 + ((self.y - target) ** 2).sum() / 2
+
+    def value(self) -> float:
+        """Returns the value of all elements, which are the same."""
+        everything = torch.cat([each.detach() for each in self.parameters()])
+        assert float(everything.max() - everything.min()) < 1e-9, everything
+        return float(everything[0])
+
+    def both(self, is_whole: bool = True) -> list[float]:
+        """Returns the values of the two buckets; ranks at their own pace may mix them differently.
+
+        Args:
+            is_whole: Whether all elements of a bucket are the same; not if neighbors read it while it changes, which
+                `AsynchronousGossip` lets them do, nor if only some elements are sent.
+        """
+        if is_whole:
+            assert all(float(each.detach().max() - each.detach().min()) < 1e-9 for each in self.parameters())
+        return [float(each.detach().mean()) for each in self.parameters()]
 
 
 def topology_of(name: str, size: int) -> Any:
@@ -75,74 +71,49 @@ def topology_of(name: str, size: int) -> Any:
     }[name](size)
 
 
-def algorithm(kind: str, model: nn.Module, rate: float, size: int) -> Any:
-    """Returns an optimizer of a kind, as "name", "name/topology" or "name/topology/order"."""
-    name, _, rest = kind.partition("/")
-    graph, _, order = rest.partition("/")
+OF_NAMES: dict[str, dict[str, Any]] = {
+    **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC", "NoLoCo")},
+    **{name: {"compression": Int8(), "gamma": 0.5} for name in ("ChocoSGD", "LEAD", "DeepSqueeze")},
+    "GossipPGA": {"period": 3},
+    "WAGMA": {"group_size": 2, "period": 5},
+}
+OF_WORDS: dict[str, dict[str, Any]] = {
+    "patience": {"patience": 5.0},
+    "machines": {"mixing": algorithms.Machines()},
+    "compressed machines": {"mixing": algorithms.Machines(compression=TopK(0.1))},
+    "compressed": {"compression": TopK(0.2)},
+    "backward": {"step_in_backward": True},
+    "awc": {"order": "awc"},
+    "cta": {"order": "cta"},
+    "async": {"mode": "async"},
+    "in step": {},
+    "own pace": {},
+}
+
+
+def make(kind: str, model: nn.Module, rate: float = 0.0, **given: Any) -> tuple[Any, Any]:
+    """Returns what is called and the optimizer, of a kind as "name/word/...": words are options, or a topology."""
+    name, *words = kind.split("/")
     options: dict[str, Any] = {"on_loss": "continue", "bucket_cap_mb": 0.0005}  # two buckets
-    if graph:
-        options["mixing"] = topology_of(graph, size)
-    if order:
-        options["order"] = order
-    if name in ("LocalSGD", "DiLoCo", "SparseLoCo"):
-        options["local_steps"] = 2
-    if name == "GossipPGA":
-        options["period"] = 3
-    if name == "DecentralizedAdamW":
-        return algorithms.DecentralizedAdamW(torch.optim.AdamW(model.parameters(), lr=rate), model, **options)
-    return getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=rate), model, **options)
+    options |= OF_NAMES.get(name, {})
+    for word in words:
+        graph = {} if word in OF_WORDS else {"mixing": topology_of(word, dist.get_world_size())}
+        options |= OF_WORDS.get(word, graph)
+    options |= given
+    of_adam = name == "DecentralizedAdamW"
+    base = (torch.optim.AdamW if of_adam else torch.optim.SGD)(model.parameters(), lr=rate)
+    if name == "wrapper":
+        graph = options.pop("mixing", None)
+        return fogdist.DecentralizedDataParallel(model, base, graph, broadcast=False, **options), base
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from")
+        optimizer = getattr(algorithms, name)(base, model, **options)
+    if not {"in step", "own pace"}.isdisjoint(words):
+        optimizer.force_barrier = "in step" in words
+    return model, optimizer
 
 
-def die_at(step: int, deaths: dict[int, float]) -> None:
-    """Kills this rank if it is to die in this step: at once, or the later the larger the fraction, by up to 40 ms."""
-    moment = deaths.get(dist.get_rank(), -1.0)
-    if moment == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if math.floor(moment) == step:
-        threading.Timer(0.04 * (moment - step), os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-
-def train(kind: str, deaths: dict[int, float], rate: float = 0.0) -> tuple[Any, ...]:
-    """Trains on each rank, some of which die in certain steps.
-
-    Returns:
-        The membership, the parameters, the steps made, and how long the longest step took.
-    """
-    fogdist.init()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Point(float(rank))
-    if kind.startswith("wrapper/"):
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=rate)
-        model = fogdist.DecentralizedDataParallel(
-            model,
-            optimizer,
-            topology_of(kind.split("/")[1], size),
-            broadcast=False,
-            on_loss="continue",
-            bucket_cap_mb=0.0005,
-        )
-    else:
-        optimizer = algorithm(kind, model, rate, size)
-    longest = 0.0
-    for step in range(STEPS):
-        die_at(step, deaths)
-        begin = time.monotonic()
-        optimizer.zero_grad()
-        model(float(rank)).backward()
-        optimizer.step()
-        longest = max(longest, time.monotonic() - begin)
-        if deaths:
-            time.sleep(0.005)
-    values = [float(p.detach().min()) for p in model.parameters()] + [
-        float(p.detach().max()) for p in model.parameters()
-    ]
-    p = getattr(optimizer, "p", None) if kind.startswith("PushSum") else None
-    if kind.startswith("wrapper/"):
-        model.global_average()
-    return membership.current(), values, longest, p
-
-
-def survivors_of(outcomes: list[Outcome], deaths: dict[int, float]) -> list[Outcome]:
+def survivors_of(outcomes: list[Outcome], deaths: Collection[int]) -> list[Outcome]:
     for outcome in outcomes:
         if outcome.rank in deaths:
             assert outcome.state == "died", str(outcome)
@@ -151,98 +122,12 @@ def survivors_of(outcomes: list[Outcome], deaths: dict[int, float]) -> list[Outc
     return [outcome for outcome in outcomes if outcome.rank not in deaths]
 
 
-KINDS = [
-    "wrapper/ring",
-    "wrapper/one-peer",
-    "wrapper/matching",
-    "DecentralizedSGD/ring",
-    "DecentralizedSGD/star/awc",
-    "DecentralizedSGD/base/cta",
-    "DecentralizedSGD",  # the group's topology
-    "LocalSGD",
-    "GossipPGA/ring",
-    "PushSumSGD/ring-right",
-    "GradientTracking/ring",
-    "ExactDiffusion/ring",
-    "DecentralizedAdamW/one-peer",
-    "DiLoCo",
-    "SparseLoCo/ring",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_goes_on_and_agrees(new_world: Callable[..., World], kind: str) -> None:
-    """Parameters that only mix end in agreement of the living ranks, within what they began with."""
-    size, deaths = 4, {KINDS.index(kind) % 4: 10.0 + 0.5 * (KINDS.index(kind) % 2)}
-    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, deaths)
-    living = tuple(rank for rank in range(size) if rank not in deaths)
-    ends = []
-    for outcome in survivors_of(outcomes, deaths):
-        members, values, longest, p = outcome.value
-        assert members == Membership(1, living, frozenset(deaths)), str(members)
-        assert longest < 5.0
-        ends.append(values)
-        if p is not None:
-            assert 0.1 < p < 3.0
-    # Elements may end at different values: SparseLoCo had mixed some of them with the lost rank, and others not.
-    for each in zip(*ends, strict=True):
-        assert max(each) - min(each) < 0.02, ends
-        assert min(each) >= 0.0 and max(each) <= 3.0, ends
-
-
-@pytest.mark.parametrize(
-    "kind", ["wrapper/ring", "DecentralizedSGD/one-peer", "GradientTracking/ring", "LocalSGD"]
-)
-def test_training_ends_at_the_optimum_of_the_living(new_world: Callable[..., World], kind: str) -> None:
-    deaths = {3: 5.0}
-    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train, kind, deaths, 0.2)
-    values = [outcome.value[1] for outcome in survivors_of(outcomes, deaths)]
-    # The mean of the targets 0, 1 and 2; rank 3's would make it 1.5.
-    assert sum(map(sum, values)) / sum(map(len, values)) == pytest.approx(1.0, abs=0.05)
-
-
-@pytest.mark.parametrize(("kind", "case"), paired(FEW_KINDS, TWO_DEATHS))
-def test_two_ranks_die(new_world: Callable[..., World], kind: str, case: str) -> None:
-    deaths = TWO_DEATHS[case]
-    outcomes = new_world(5, timeout=TIMEOUT).run_raw(train, kind, deaths)
-    seen = {outcome.value[0] for outcome in survivors_of(outcomes, deaths)}
-    assert len(seen) == 1
-    (members,) = seen
-    assert (
-        members.epoch in (1, 2)
-        and members.lost == set(deaths)
-        and set(members.living) == set(range(5)) - set(deaths)
-    )
-
-
-@pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 60))]
-)
-def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
-    draw = random.Random(seed)
-    size, kind = draw.randint(3, 6), draw.choice(KINDS)
-    victims = draw.sample(range(size), draw.randint(1, size - 1))
-    deaths = {victim: round(draw.uniform(0.0, STEPS - 10), 2) for victim in victims}
-    if draw.random() < 0.5:  # all within one step
-        deaths = {victim: int(deaths[victims[0]]) + round(draw.random(), 2) for victim in victims}
-    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, deaths)
-    seen = {outcome.value[0] for outcome in survivors_of(outcomes, deaths)}
-    assert len(seen) == 1 and seen.pop().lost == set(deaths), (kind, deaths)
-
-
-def test_one_rank_is_left(new_world: Callable[..., World]) -> None:
-    deaths = {0: 5.0, 1: 12.0}
-    outcomes = new_world(3, timeout=TIMEOUT).run_raw(train, "wrapper/ring", deaths)
-    (left,) = survivors_of(outcomes, deaths)
-    assert left.value[0].living == (2,)
-
-
 def lose_in_a_group_that_raises(victim: int) -> str:
     fogdist.init()
-    model = Point(1.0)
-    optimizer = algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    _, optimizer = make("DecentralizedSGD", Vector(1.0), on_loss="raise")
     for step in range(STEPS):
-        die_at(step, {victim: 3.0})
+        if (dist.get_rank(), step) == (victim, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
         try:
             optimizer.step()
         except dist.DistBackendError as error:
@@ -253,114 +138,6 @@ def lose_in_a_group_that_raises(victim: int) -> str:
 def test_a_loss_raises_by_default(new_world: Callable[..., World]) -> None:
     outcomes = new_world(3, timeout=TIMEOUT).run_raw(lose_in_a_group_that_raises, 1)
     assert all("rank 1 " in outcome.value for outcome in survivors_of(outcomes, {1: 3.0}))
-
-
-def train_at_own_pace(graph: str, deaths: dict[int, float]) -> tuple[Membership, list[float], float]:
-    """As `train`, in mode "async"."""
-    fogdist.init()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    model = Point(float(rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapped = fogdist.DecentralizedDataParallel(
-        model, optimizer, topology_of(graph, size), "async", broadcast=False, on_loss="continue"
-    )
-    longest = 0.0
-    for step in range(3 * STEPS):
-        die_at(step, deaths)
-        begin = time.monotonic()
-        optimizer.zero_grad()
-        wrapped(float(rank)).backward()
-        optimizer.step()
-        longest = max(longest, time.monotonic() - begin)
-        time.sleep(0.005)
-    spread = [float(model.x.detach().min()), float(model.x.detach().max())]
-    wrapped.global_average()
-    return membership.current(), [*spread, float(model.x.detach().mean())], longest
-
-
-@pytest.mark.parametrize(
-    ("graph", "deaths", "epochs"),
-    [
-        ("ring", {1: 10.0}, {1}),  # a line is left, until the average of all
-        ("ring", {1: 10.0, 3: 20.5}, {1, 2}),  # and then 2 alone, apart from 4 and 0
-        ("star", {0: 10.5}, {1}),
-    ],
-)
-def test_asynchronous_ranks_go_on(
-    new_world: Callable[..., World], graph: str, deaths: dict[int, float], epochs: set[int]
-) -> None:
-    outcomes = new_world(5, timeout=TIMEOUT).run_raw(train_at_own_pace, graph, deaths)
-    ends, means = [], set()
-    for outcome in survivors_of(outcomes, deaths):
-        members, (least, most, mean), longest = outcome.value
-        assert members.epoch in epochs and members.lost == frozenset(deaths)
-        assert longest < 5.0
-        ends += [least, most]
-        means.add(mean)
-    assert max(ends) - min(ends) < 0.1, ends
-    assert len(means) == 1
-
-
-def close_while_others_meet(
-    graph: str, victim: int, closer: int, closes_later: bool
-) -> tuple[Membership, float, float]:
-    """A rank comes to the end of its training while the others meet after a loss, or the others meet while it ends it.
-
-    Args:
-        graph: The topology: without the victim it falls apart.
-        victim: The rank that is lost.
-        closer: The rank that ends its training before the others.
-        closes_later: Whether it does so only once it knows of the loss; otherwise it waits for the others at the loss.
-    """
-    fogdist.init()
-    size, rank = dist.get_world_size(), dist.get_rank()
-    model = Point(float(rank))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    wrapper = fogdist.DecentralizedDataParallel(
-        model, optimizer, topology_of(graph, size), "async", broadcast=False, on_loss="continue"
-    )
-    backend = fogdist.context.current().backend
-    for _ in range(10):
-        optimizer.step()
-    fogdist.barrier()
-    if rank == victim:
-        time.sleep(0.0 if closes_later else 0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if rank != closer or closes_later:
-        while victim not in backend.lost_ranks():
-            time.sleep(0.01)
-    begin = time.monotonic()
-    if rank != closer:
-        for _ in range(60):
-            optimizer.step()
-            time.sleep(0.002)
-    wrapper.close()
-    seconds = time.monotonic() - begin
-    mean = fogdist.allreduce(torch.ones(1), group=fogdist.reconfigure())
-    return membership.current(), seconds, float(mean)
-
-
-@pytest.mark.parametrize("closes_later", [True, False])
-@pytest.mark.parametrize(("graph", "victim"), [("star", 0), ("ring", 1)])
-def test_a_rank_closes_while_others_meet(
-    new_world: Callable[..., World], graph: str, victim: int, closes_later: bool
-) -> None:
-    outcomes = new_world(4, timeout=20.0).run_raw(close_while_others_meet, graph, victim, 3, closes_later)
-    living = tuple(rank for rank in range(4) if rank != victim)
-    for outcome in survivors_of(outcomes, {victim: 0.0}):
-        members, seconds, mean = outcome.value
-        assert members.living == living, members
-        assert seconds < 10.0 and mean == 1.0
-
-
-@pytest.mark.parametrize(("kind", "case"), paired(FEW_KINDS, PLACEMENTS))
-def test_ranks_of_several_hosts_go_on(tmp_path: Path, kind: str, case: str) -> None:
-    placement, deaths = PLACEMENTS[case]
-    found = run_on_hosts(
-        tmp_path, placement, "test_membership", [("train", [kind, deaths])], killed=[*deaths]
-    )
-    seen = {values[0][0] for rank, values in enumerate(found) if rank not in deaths}
-    assert len(seen) == 1 and seen.pop().lost == set(deaths)
 
 
 # --- collectives --------------------------------------------------------------------------------------------
@@ -424,7 +201,7 @@ def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None
         assert "ranks disagree" in raised and "ranks disagree" in refused and "takes no more work" in later
 
 
-def reconfigure_alone(timeout: float) -> tuple[str, float]:
+def reconfigure_alone(timeout: float) -> str:
     """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
@@ -433,25 +210,22 @@ def reconfigure_alone(timeout: float) -> tuple[str, float]:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
         time.sleep(2 * timeout)
-        return "", 0.0
-    begin = time.monotonic()
+        return ""
     error_of(lambda: dist.barrier(group))
-    return error_of(lambda: fogdist.reconfigure(group)), time.monotonic() - begin
+    return error_of(lambda: fogdist.reconfigure(group))
 
 
 def test_a_rank_that_does_not_come_is_named(new_world: Callable[..., World]) -> None:
     outcomes = new_world(3, timeout=TIMEOUT).run_raw(reconfigure_alone, 2.0)
     first, _ = survivors_of(outcomes, {2: 0.0})
-    raised, seconds = first.value
-    assert "the ranks [1] of the group did not come within 2 s" in raised, raised
-    assert 2.0 <= seconds < 10.0
+    assert "the ranks [1] of the group did not come within 2 s" in first.value, first.value
 
 
 def leave_early(leaver: int) -> tuple[Membership, float]:
     """One rank ends in good order while the others train on."""
     fogdist.init()
-    model = Point(float(dist.get_rank()))
-    optimizer = algorithm("DecentralizedSGD/ring", model, 0.0, dist.get_world_size())
+    model = Vector(float(dist.get_rank()))
+    _, optimizer = make("DecentralizedSGD/ring", model)
     for step in range(STEPS):
         if step == 10 and dist.get_rank() == leaver:
             fogdist.shutdown()
@@ -470,7 +244,7 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
 
 # --- processes that join ------------------------------------------------------------------------------------
 
-OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/async", "AsynchronousGossip"]
+OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/own pace", "AsynchronousGossip"]
 OWN_PACE.append("WindowPushSum/patience")
 IN_STEP = ["ChocoSGD", "LEAD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
 IN_STEP += ["DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
@@ -482,26 +256,10 @@ JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
 
 def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
     """Returns what is called, the optimizer, and a function that counts its rounds."""
-    name, _, order = kind.partition("/")
-    options: dict[str, Any] = {"patience": {"patience": 5.0}, "async": {"mode": "async"}}.get(order, {})
-    base: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    if name == "wrapper":
-        wrapper = fogdist.DecentralizedDataParallel(
-            model, base, broadcast=False, on_loss="continue", **options
-        )
-        return wrapper, base, lambda: wrapper.round
-    if name in ("ChocoSGD", "LEAD", "DeepSqueeze"):
-        options = {"compression": fogdist.compression.Int8(), "gamma": 0.5}
-    if order in ("awc", "cta"):
-        options = {"order": order}
-    if name.endswith("LoCo") or name in ("LocalSGD", "GASLoC"):
-        options["local_steps"] = 1
-    if name == "DecentralizedAdamW":
-        base = torch.optim.AdamW(model.parameters(), lr=0.0)
-    made = getattr(algorithms, name)(base, model, on_loss="continue", **(options if order != "async" else {}))
-    if order == "async":
-        made.force_barrier = False
-    return model, made, lambda: made.steps
+    name = kind.partition("/")[0]
+    given = {"local_steps": 1} if name in ("LocalSGD", "DiLoCo", "GASLoC", "NoLoCo") else {}
+    called, optimizer = make(kind, model, **given)
+    return called, optimizer, (lambda: called.round) if name == "wrapper" else (lambda: optimizer.steps)
 
 
 def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]:
@@ -513,7 +271,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         signs.wait(["made 0", "made 1"])
     dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
     fogdist.init(fogdist.RingGraph)
-    model = Point(float(rank))
+    model = Vector(float(rank))
     called, optimizer, count = joinable(kind, model)
     settle = getattr(optimizer, "settle", lambda: None)
 
@@ -532,14 +290,12 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         step()
         settle()
         store.wait(["fog/join/1/ready"])
-    if kind in OWN_PACE:
-        while membership.current().epoch == 0:
-            step()
-        for _ in range(10):
-            step()
-            time.sleep(0.005)
-    while kind not in OWN_PACE and count() < 12:
+    while membership.current().epoch == 0:  # ranks in step see it in the same one
         step()
+    end = count() + 12
+    while count() < end:
+        step()
+        time.sleep(0.005 if kind in OWN_PACE else 0.0)
     settle()
     fogdist.barrier(group=fogdist.reconfigure())
     return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
@@ -619,8 +375,7 @@ def start_with_store(port: int) -> None:
         "fog", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=TIMEOUT)
     )
     fogdist.init()
-    model = Point(float(rank))
-    _kept["optimizer"] = algorithm("DecentralizedSGD/ring", model, 0.0, size)
+    _, _kept["optimizer"] = make("DecentralizedSGD/ring", Vector(float(rank)))
     _kept["optimizer"].step()
 
 
@@ -694,31 +449,21 @@ class FakeBackend:
         self.watched.update(ranks)
 
 
-def meet_in(
-    monkeypatch: pytest.MonkeyPatch,
-    store: dist.Store,
-    rank: int,
-    size: int,
-    lost: list[int],
-    timeout: float = 30.0,
-) -> Any:
+def meet_in(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, lost: list[int]) -> Any:
     """Returns what a rank of a group agrees on with the others, or the text of its error."""
     monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
-    whole = SimpleNamespace(
-        rank=rank, size=size, group=group, backend=FakeBackend(lost, timeout), is_joining=False
-    )
+    backend = FakeBackend(lost, 30.0)
+    whole = SimpleNamespace(rank=rank, size=size, group=group, backend=backend, is_joining=False)
     monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
     seat = members.seat("a")
     seat.completed = 10 + rank
     try:
         decision = members._agreed(whole, dist.DistBackendError("the first error"), ())
-        return (
-            {} if decision is None else {r: seats["a"]["completed"] for r, seats in decision.living.items()}
-        )
     except dist.DistBackendError as error:
         return str(error)
+    return {} if decision is None else {r: seats["a"]["completed"] for r, seats in decision.living.items()}
 
 
 def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -749,10 +494,8 @@ def test_ranks_wait_for_each_other_and_learn_of_losses_from_each_other(
 def test_if_all_come_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
-        assert [
-            each.result()
-            for each in [pool.submit(meet_in, monkeypatch, store, rank, 3, []) for rank in range(3)]
-        ] == [{}] * 3
+        meetings = [pool.submit(meet_in, monkeypatch, store, rank, 3, []) for rank in range(3)]
+        assert [each.result() for each in meetings] == [{}] * 3
 
 
 def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]:
@@ -782,27 +525,27 @@ def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set
 # --- arguments ----------------------------------------------------------------------------------------------
 
 
-def bad_arguments() -> None:
+def refuse() -> None:
     fogdist.init()
-    model = Point(0.0)
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="on_loss must be one of 'raise', 'continue', got 'stop'"):
-        algorithms.DecentralizedSGD(sgd, model, on_loss="stop")
-    with pytest.raises(ValueError, match="on_loss must be one of 'raise', 'continue', got 'stop'"):
-        fogdist.DecentralizedDataParallel(model, sgd, on_loss="stop")
+    model = Vector(0.0)
+    for kind in ("DecentralizedSGD", "wrapper", "WAGMA", "AsynchronousGossip", "GradientAllreduce"):
+        with pytest.raises(ValueError, match="on_loss must be one of 'raise', 'continue', got 'stop'"):
+            make(kind, model, on_loss="stop")
     with pytest.raises(ValueError, match="on_loss"):
-        options = {"on_loss": "continue"} if dist.get_rank() else {}
-        algorithms.DecentralizedSGD(sgd, model, **options)
-    optimizer = algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
-    optimizer.self_weight = 0.5
-    with pytest.raises(ValueError, match="self_weight must stay None"):
-        optimizer.step()
-    optimizer.self_weight = None
+        make("DecentralizedSGD", model, on_loss="continue" if dist.get_rank() else "raise")
+    for kind in ("WinPut", "PullGet", "WindowPushSum", "DecentralizedSGD"):
+        _, optimizer = make(kind, model)
+        optimizer.self_weight = 0.5
+        with pytest.raises(ValueError, match="self_weight must stay None"):
+            optimizer.step()
+        optimizer.self_weight = None
+        if kind != "DecentralizedSGD":
+            optimizer.unregister_window()
     optimizer.step()
     assert membership.current() == Membership(0, (0, 1), frozenset())
     with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup"):
         fogdist.reconfigure("all")
 
 
-def test_bad_arguments(new_world: Callable[..., World]) -> None:
-    new_world(2).run(bad_arguments)
+def test_what_it_refuses(new_world: Callable[..., World]) -> None:
+    new_world(2).run(refuse)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import fogdist
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from fogdist import CommunicationType
 from fogdist import topology as topologies
 from fogdist.context import handles
-from harness import on_ranks, sizes
+from harness import on_ranks
 from reference import Checks
 from test_machines import machines_of
 from torch import Tensor, nn
@@ -192,47 +192,39 @@ RUNS = [
     *(
         Run(kind, "sgd", mixing=mixing)
         for kind in ("awc", "atc")
-        for mixing in ("weighted", "dynamic", "allreduce")
+        for mixing in ("weighted", "dynamic", "allreduce", "empty")
     ),
     *(Run(kind, "adamw", mixing="random") for kind in ("awc", "atc")),
     *(Run(kind, "adam", every=3, mixing="dynamic", steps=10) for kind in ("awc", "atc")),
-    *(Run(kind, "sgd", mixing="empty") for kind in ("awc", "atc")),
+]
+SAMPLES = [
+    Run("awc", "adam", mixing="dynamic"),
+    Run("atc", "adam", every=3, passes=3),
+    Run("gradient", "adam"),
+]
+# The number of ranks, and the run.
+TRAJECTORIES = [
+    *((4, run) for run in RUNS),
+    *((size, run) for size in (1, 5) for run in SAMPLES),
+    *((3, dataclasses.replace(run, in_backward=True)) for run in RUNS if run.kind == "atc"),
+    *(
+        (4, Run(kind, "adamw", mixing=mixing))
+        for kind in ("awc", "atc")
+        for mixing in ("machines", "random machines")
+    ),
 ]
 
 
-def check(worlds: Any, run: Run, size: int) -> None:
+@pytest.mark.filterwarnings("ignore:step.. after")
+@pytest.mark.parametrize(("size", "run"), TRAJECTORIES, ids=str)
+def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
         torch.testing.assert_close(got, expected, **EXACT)
 
 
-@pytest.mark.filterwarnings("ignore:step.. after")
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.parametrize("size", sizes([1, 4], [3]))
-def test_trajectories(worlds, size, run):
-    check(worlds, run, size)
-
-
-@pytest.mark.parametrize(
-    "run", [dataclasses.replace(run, in_backward=True) for run in RUNS if run.kind == "atc"], ids=str
-)
-def test_trajectories_of_steps_in_backward_passes(worlds, run):
-    check(worlds, run, 3)
-
-
-@pytest.mark.parametrize("mixing", ["machines", "random machines"])
-@pytest.mark.parametrize("kind", ["awc", "atc"])
-def test_trajectories_between_machines(worlds, kind, mixing):
-    check(worlds, Run(kind, "adamw", mixing=mixing), 4)
-
-
-@pytest.mark.parametrize("kind", FACTORIES)
-@pytest.mark.parametrize("size", sizes([5], [2]))
-def test_other_sizes(worlds, size, kind):
-    check(worlds, Run(kind, "adam", mixing="dynamic" if kind != "gradient" else "static"), size)
-
-
 @on_ranks([1, 3])
 def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
+    """Buckets hold parameters of any dtype and layout, which keep their memory."""
     rank, _ = start()
     torch.manual_seed(rank)
     model = nn.Sequential(
@@ -242,16 +234,48 @@ def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
         nn.Linear(1000, 1100).double(),
         nn.Linear(7, 9),
     )
+    model.more = nn.ParameterList(
+        [
+            nn.Parameter(torch.tensor(1.5 + rank)),
+            nn.Parameter(torch.empty(0, 4)),
+            nn.Parameter(torch.randn(4, 3)[:, 1]),
+            nn.Parameter(torch.randn(3, dtype=torch.complex64)),
+        ]
+    )
     optimizer = fogdist.DistributedAdaptThenCombineOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.0), model
     )
-    expected = [fogdist.neighbor_allreduce(p) for p in model.parameters()]
-    layouts = [p.stride() for p in model.parameters()]
+    expected = [fogdist.neighbor_allreduce(p) if p.numel() else p.detach() for p in model.parameters()]
+    layouts = [(p.stride(), p.data_ptr()) for p in model.parameters()]
+    versions = [p._version for p in model.parameters()]
     optimizer.step()
     with Checks() as checks:
         for i, (parameter, value) in enumerate(zip(model.parameters(), expected)):
-            checks.equal(f"parameter {i}", parameter.detach().clone(), value)
-        checks.equal("strides", [p.stride() for p in model.parameters()], layouts)
+            checks.equal(f"parameter {i}", parameter.detach().clone(), value.clone())
+            # autograd notices
+            checks.true(
+                f"version {i}", parameter._version > versions[i] or fogdist.size() == 1 or not value.numel()
+            )
+        checks.equal("layouts", [(p.stride(), p.data_ptr()) for p in model.parameters()], layouts)
+
+
+@on_ranks(2)
+def test_parameters_that_no_bucket_takes() -> None:
+    rank, _ = start()
+    model = nn.Conv2d(2, 3, 3)
+    for bad, error, message in [
+        (torch.eye(3).to_sparse(), TypeError, "'more' must be dense .*sparse_coo"),
+        (torch.zeros(3, 1).expand(3, 4), ValueError, "'more' must not be expanded"),
+        (nn.LazyLinear(3).weight, ValueError, "'more' must have a shape, got a Uninit"),
+    ]:
+        model.more = bad if isinstance(bad, nn.Parameter) else nn.Parameter(bad)
+        with pytest.raises(error, match=message):
+            fogdist.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    del model.more
+    if rank == 1:
+        model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match="model must be the same on all ranks"):
+        fogdist.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 # --- any optimizer ------------------------------------------------------------------------------------------
@@ -484,72 +508,32 @@ def test_settings_and_weights_that_are_wrong(kind: str) -> None:
         optimizer.step()
 
 
-OLD_NAMES = {
-    "DistributedAllreduceOptimizer": "allreduce",
-    "DistributedNeighborAllreduceOptimizer": "static",
-    "DistributedHierarchicalNeighborAllreduceOptimizer": "machines",
-}
-
-
-def train_with_old_name(name: str) -> Tensor:
-    machines = OLD_NAMES[name] == "machines"
-    with machines_of(2) if machines else contextlib.nullcontext():
-        if not machines:
-            fogdist.init()
-        rank = fogdist.rank()
-        model = make_net(rank)
-        base = OPTIMIZERS["sgd"](model.parameters())
-        with pytest.warns(PendingDeprecationWarning, match=f"{name} is .*AdaptWithCombine") as caught:
-            optimizer = getattr(fogdist, name)(base, model, 2)
-        assert [Path(warning.filename).name for warning in caught] == [Path(__file__).name]
-        if machines:
-            fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
-        trajectory = []
-        for step in range(7):
-            train_step(model, optimizer, rank, step)
-            trajectory.append(snapshot(model))
-    return torch.stack(trajectory)
-
-
-@pytest.mark.parametrize("name", OLD_NAMES)
-def test_old_names(worlds, name):
-    run = Run("awc", "sgd", every=2, mixing=OLD_NAMES[name])
-    for got, expected in zip(worlds(4).run(train_with_old_name, name), simulate(run, 4)):
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
-
-
 # --- averaged gradients -------------------------------------------------------------------------------------
 
 
-@on_ranks(3, who=["all ranks", "one rank"])
-def test_no_gradient_is_lost_after_too_many_passes(who: str) -> None:
+@on_ranks(3)
+def test_no_gradient_is_lost_after_too_many_passes_of_one_rank() -> None:
     """The average includes all passes, even for buckets that were sent before, and the next steps are correct."""
     rank, size = start()
-    model, reference = make_net(0), make_net(0)
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    simulation = Simulation("gradient", [make_net(0) for _ in range(size)])
+    model = make_net(0)
     # The layer without a gradient has its own bucket, so the first pass sends the other buckets.
-    optimizer = FACTORIES["gradient"](base, model, bucket_cap_mb=1e-4)
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizer = FACTORIES["gradient"](sgd(model), model, bucket_cap_mb=1e-4)
 
-    def passes(r: int, step: int) -> range:
-        return range(3 if step == 1 and (who == "all ranks" or r == 1) else 1)
+    def backward(each: nn.Module, r: int, step: int) -> None:
+        for number in range(3 if (r, step) == (1, 1) else 1):
+            loss_of(each, r, 10 * step + number).backward()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for step in range(4):
             optimizer.zero_grad()
-            plain.zero_grad()
-            for number in passes(rank, step):
-                loss_of(model, rank, 10 * step + number).backward()
-                fogdist.barrier() if who == "all ranks" else None
+            backward(model, rank, step)
             assert optimizer._average._in_flight or step == 2  # it waits for as many passes as step 1 had
             optimizer.step()
-            for r in range(size):
-                for number in passes(r, step):
-                    (loss_of(reference, r, 10 * step + number) / size).backward()
-            plain.step()
-            torch.testing.assert_close(snapshot(model), snapshot(reference), **EXACT)
-            for got, expected in zip(model.parameters(), reference.parameters()):
+            simulation.step(partial(backward, step=step))
+            simulation.check(rank, model)
+            for got, expected in zip(model.parameters(), simulation.models[rank].parameters()):
                 torch.testing.assert_close(got.grad, expected.grad, **EXACT)
 
 
@@ -617,27 +601,18 @@ def test_gradients_that_exist_on_some_ranks_only() -> None:
 
 
 @on_ranks(2)
-def test_clipped_and_discarded_gradients() -> None:
+def test_discarded_gradients_and_late_clipping() -> None:
     rank, size = start()
     simulation = Simulation("gradient", [make_net(0) for _ in range(size)])
     model = make_net(0)
     optimizer = FACTORIES["gradient"](sgd(model), model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for step in range(4):
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            if step == 0:
-                with pytest.raises(RuntimeError, match="synchronize"), optimizer.skip_synchronize():
-                    pass
-            if step == 3:  # discards the gradients and their average, which is in flight
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-            optimizer.synchronize()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            with optimizer.skip_synchronize() if step == 1 else contextlib.nullcontext():
-                optimizer.step()
-            simulation.step(lambda m, r, k=step: loss_of(m, r, k).backward(), clips=0.1)
+        for step in range(2):
+            loss_of(model, rank, 5).backward()
+            optimizer.zero_grad()  # discards the gradients and their average, which is in flight
+            train_step(model, optimizer, rank, step)
+            simulation.train(step)
             simulation.check(rank, model)
     # Gradients are clipped without synchronize(), after the average was sent.
     layer = nn.Linear(4, 3).double()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from fogdist.training import pace
 from fogdist.training.pace import MAX_STALENESS
-from reference import Checks
+from harness import on_ranks
 from torch import nn
 
 KINDS: dict[str, Any] = {
@@ -187,18 +187,14 @@ def test_a_lost_rank_is_not_waited_for(new_world):
     assert [each.state for each in outcomes] == ["returned", "died", "returned"]
 
 
-def bad_bounds() -> None:
+@on_ranks(2)
+def test_bad_bounds() -> None:
     fogdist.init(fogdist.topology.RingGraph)
     model = nn.Linear(3, 2)
-    with Checks() as checks:
-        for make_one in KINDS.values():
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            with pytest.raises(ValueError, match="max_staleness must be at least 1, got 0"):
-                make_one(sgd, model, max_staleness=0)
-            with pytest.raises(TypeError, match="max_staleness must be an int, got float"):
-                make_one(sgd, model, max_staleness=2.0)
-        checks.equal("windows", fogdist.get_current_created_window_names(), [])
-
-
-def test_bad_bounds(worlds):
-    worlds(2).run(bad_bounds)
+    for make_one in KINDS.values():
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="max_staleness must be at least 1, got 0"):
+            make_one(sgd, model, max_staleness=0)
+        with pytest.raises(TypeError, match="max_staleness must be an int, got float"):
+            make_one(sgd, model, max_staleness=2.0)
+    assert fogdist.get_current_created_window_names() == []

@@ -223,20 +223,6 @@ def test_ranks_publish_staleness(new_world):
     assert found[1][0] >= 1, found  # rank 1 has made more exchanges than rank 0
 
 
-def lost_rank() -> list[object]:
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(dist.DistBackendError):
-        dist.all_reduce(torch.ones(1))
-    seen = flight_record.read(os.getpid())
-    return [seen.failed, [peer.rank for peer in seen.peers if peer.lost]]
-
-
-def test_ranks_publish_failures_and_losses(new_world):
-    assert new_world(2).run_raw(lost_rank)[0].value == [1, [1]]
-
-
 def switches(pid: int) -> list[str]:
     """Returns how often each thread of a process gave its core away."""
     return [

@@ -102,20 +102,13 @@ def test_in_step_they_average_as_adapt_with_combine(worlds, kind):
             torch.testing.assert_close(got, expected, **EXACT, msg=lambda text, what=what: what + text)
 
 
-def between_hosts() -> None:
-    """Runs every kind in one world whose ranks only send messages, as between hosts."""
-    rank, size = start()
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_between_hosts(new_world, kind):
+    """Ranks only send messages."""
     run = Run("awc", "adam", every=2, passes=1, steps=6)
-    for kind in WINDOWS:
-        expected = simulate(run, size)[rank]
-        torch.testing.assert_close(train(kind, run), expected, msg=lambda text, kind=kind: f"{kind}: {text}")
-        problem = Quadratics(size, is_consistent=True)
-        _, before, after = solve_at_uneven_speeds(kind, problem, 1)
-        assert after < 0.5 * before, (kind, before, after)
-
-
-def test_between_hosts(new_world):
-    new_world(3, environment=WAYS["tcp"]).run(between_hosts)
+    results = new_world(3, environment=WAYS["tcp"]).run(train, kind, run)
+    for got, expected in zip(results, simulate(run, 3), strict=True):
+        torch.testing.assert_close(got, expected, **EXACT)
 
 
 # --- push-sum -----------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Tests distributed optimizers inside the wrappers of training frameworks, whose classes derive from the optimizer's.
 
 At run time, Lightning and its Fabric derive a class from their own class and the class of the given optimizer. Each
-case is trained twice: with such a wrapper, and without one.
+case is trained twice: with such a wrapper, and without one. `test_frameworks` has the frameworks themselves.
 """
 
 from __future__ import annotations
@@ -155,85 +155,3 @@ def test_frameworks_that_derive_from_the_class() -> None:
         expected = scaled(None)
         for form in FORMS:
             checks.equal(f"scaled {form.__name__}", scaled(form), expected)
-
-
-# --- the real frameworks ------------------------------------------------------------------------------------
-
-
-def in_lightning(kind: str, is_automatic: bool) -> Tensor:
-    import lightning
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    rank = fogdist.rank()
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net(rank)
-            self.automatic_optimization = is_automatic
-
-        def configure_optimizers(self) -> Optimizer:
-            optimizer: Optimizer = KINDS[kind](SGD(self.parameters(), lr=0.1, momentum=0.5), self)
-            return optimizer
-
-        def training_step(self, numbers: Tensor, index: int) -> Tensor:
-            loss = loss_of(self.net, rank, index)
-            if not is_automatic:
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-            return loss
-
-    module = Module()
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        plugins=[LightningEnvironment()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, torch.utils.data.DataLoader(range(4)))
-    return snapshot(module.net)
-
-
-def in_fabric(kind: str) -> Tensor:
-    from lightning.fabric import Fabric
-    from lightning.fabric.plugins.environments import LightningEnvironment
-
-    rank = fogdist.rank()
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[LightningEnvironment()])
-    net = make_net(rank)
-    model, optimizer = fabric.setup(net, KINDS[kind](SGD(net.parameters(), lr=0.1, momentum=0.5), net))
-    for step in range(4):
-        optimizer.zero_grad()
-        fabric.backward(loss_of(model, rank, step))
-        optimizer.step()
-    return snapshot(net)
-
-
-def alone(kind: str) -> Tensor:
-    rank = fogdist.rank()
-    model = make_net(rank)
-    optimizer = KINDS[kind](SGD(model.parameters(), lr=0.1, momentum=0.5), model)
-    for step in range(4):
-        train_step(model, optimizer, rank, step)
-    return snapshot(model)
-
-
-def train_in_lightning() -> None:
-    fogdist.init()
-    with Checks() as checks:
-        for kind in ("awc", "atc", "gradient", "GradientTracking"):
-            expected = alone(kind)
-            for is_automatic in (True, False):
-                checks.equal(f"{kind} {is_automatic}", in_lightning(kind, is_automatic), expected)
-            checks.equal(f"{kind} in Fabric", in_fabric(kind), expected)
-
-
-def test_lightning(worlds):
-    pytest.importorskip("lightning", reason="Lightning is not installed")
-    worlds(2).run(train_in_lightning)
