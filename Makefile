@@ -159,7 +159,7 @@ docs: $(DOCS_STAMP)
 # Tests that need several GPUs, or a newer NCCL for ranks that share one, are skipped with a reason.
 test-gpu: build
 	@echo "== tests on GPUs"
-	@$(PYTEST) tests/gpu -m gpu $(ARGS)
+	@FOG_TEST_DEVICE=cuda $(PYTEST) -m gpu tests/test_device_*.py $(ARGS)
 
 # Runs every number of ranks, even if cases fail with an earlier one.
 conformance: build

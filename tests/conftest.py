@@ -41,11 +41,10 @@ MORE = {
 # Reasons of skips, as regular expressions, each with where the promise is tested instead. Any other skip fails the run.
 SKIPS = {
     "needs a GPU": "make test-gpu",
-    "the double has no graphs": "make test-gpu, on a GPU",
+    "holds streams of the fake device": "make test, on the fake device",
     r"ranks, \d+ GPUs": "make test-gpu with more GPUs, or with a newer NCCL",
     "(this torch|there is a GPU)": "the same code on torch without CUDA or without a GPU, as in CI",
     "torch 2.14 and later have": "make test-torch-newest",
-    "torch.compile for GPUs needs it": "on torch for CUDA, which brings triton",
     "make test-(mpi|frameworks|notebooks)": "that target, which installs what is missing",
     "Open MPI 4.1 starts under its own launcher only": "under that launcher",
     "the suite's driver is not at": "make conformance; the driver is not part of the repository",
@@ -203,9 +202,9 @@ def compiled_double() -> None:
 
 
 @pytest.fixture(scope="module")
-def worlds() -> Iterator[harness.WorldPool]:
+def worlds(request: pytest.FixtureRequest) -> Iterator[harness.WorldPool]:
     """The module's worlds: ``worlds(n)`` is a process group of n ranks that all tests of a file share."""
-    pool = harness.WorldPool()
+    pool = getattr(request.module, "WORLDS", harness.WorldPool)()
     yield pool
     pool.close()
 

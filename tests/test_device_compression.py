@@ -1,56 +1,212 @@
-"""Compressed exchanges of tensors of a device: codecs by torch's operations, and the delegate's messages.
-
-The device is the fake one of tests/device_double; tests/gpu runs the same functions on CUDA.
-"""
+"""Compressed exchanges of tensors of a device: codecs by torch's operations, and the delegate's messages."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import warnings
 from typing import Any
 
 import device_double
-import device_operations
-import device_training
+import device_worlds
+import fogdist
 import pytest
-import test_optimizers
 import torch
 import torch.distributed as dist
-from device_double import DEVICE
-from fogdist.compression import Int8, RandomK, TopK
-from harness import error_of
+from codec_lists import CODECS, IN_EXCHANGES
+from codec_lists import DTYPES as DTYPES_OF_CODECS
+from device_worlds import DEVICE, no_waits, on_the_double_only, place
+from fogdist import algorithms
+from fogdist import topology as topologies
+from fogdist.compression import Codec, Int4, Int8, Moniqua, RandomK, Sign, TopK
+from harness import error_of, on_ranks
 from reference import Checks, make_input
-from test_compressed_exchanges import DIFFERENT, ring
+from test_compressed_exchanges import DIFFERENT, expected_at, ring
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fog_pg._C import NeighborPlan
 
-pytestmark = pytest.mark.usefixtures("compiled_double")
+WORLDS = device_worlds.DeviceWorlds
+pytestmark = device_worlds.MARKS
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(compiled_double: None) -> None:
-    """Compiles the fake CUDA runtime too, because ranks would take too long to compile it."""
-    device_double.compile_runtime()
+class _HostMemory(TorchDispatchMode):
+    """Collects the names of operations that have a tensor of the CPU among their arguments or results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(x, Tensor) and x.is_cpu for x in pytree.tree_leaves((args, kwargs, result))):
+            self.names.append(str(func))
+        return result
 
 
-def test_messages_are_those_of_the_cpu(worlds):
-    worlds(1).run(device_operations.codecs, DEVICE, timeout=200.0)
+def _with_dtypes(codecs: list[Codec]) -> list[tuple[Codec, torch.dtype]]:
+    """Returns a dtype for each codec, in turn, because tests on the CPU cover all pairs."""
+    return list(zip(codecs, itertools.cycle(DTYPES_OF_CODECS), strict=False))
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_exchanges(worlds, size):
-    worlds(size).run(device_operations.compressed_exchanges, DEVICE, timeout=200.0)
+@on_ranks(1)
+def test_codecs() -> None:
+    """Compares messages and decoded values on a device with those of the CPU; encoding uses the device alone."""
+    there = place()
+    with Checks() as checks:
+        for (codec, dtype), numel in itertools.product(_with_dtypes(CODECS), (0, 1, 1000, 70_001)):
+            label = f"{codec} {dtype} {numel}"
+            x, near = (make_input(0, dtype, numel, seed) for seed in (1, 2))
+            if numel == 1000:
+                x[::100] = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0] * 2, dtype=dtype)
+            expected = codec.encode(x, counter=5, rank=3)
+            given = x.to(there)
+            with _HostMemory() as used, no_waits():
+                message = codec.encode(given, counter=5, rank=3)
+            checks.equal(f"{label}: host", used.names, [])
+            checks.equal(f"{label}: device", message.device, there)
+            checks.equal(label, message.cpu(), expected)
+            beside = near if isinstance(codec, Moniqua) else None
+            values = codec.decode(expected, x.shape, dtype, near=beside)
+            found = codec.decode(message, x.shape, dtype, near=None if beside is None else near.to(there))
+            checks.equal(f"{label}: decoded", found.cpu().nan_to_num(nan=77.0), values.nan_to_num(nan=77.0))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        device_operations.compressed_lists,
-        device_operations.compressed_machines,
-    ],
-    ids=lambda function: function.__name__,
-)
-def test_forms(worlds, function):
-    worlds(4).run(function, DEVICE, timeout=100.0)
+@on_ranks(device_worlds.sizes(4))
+def test_exchanges() -> None:
+    """Compares compressed exchanges on a device with the sums of the decoded tensors."""
+    there = place()
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    hops = sorted({hop % size for hop in (1, 2)} - {0})
+    weight_of = [0.5 + each / 8 for each in range(size)]  # that a rank gives all its destinations
+    sources = [((rank - hop) % size, weight) for hop, weight in zip(hops, (0.3, -0.25), strict=False)]
+    destinations = [((rank + hop) % size, weight_of[rank]) for hop in hops]
+    plan = NeighborPlan(rank, size, 0.45, sources, destinations)
+    applied = NeighborPlan(rank, size, 0.45, [(s, w * weight_of[s]) for s, w in sources], [])
+    ones = [(s, 1.0) for s, _ in sources], [(d, 1.0) for d, _ in destinations]
+    mean = NeighborPlan(rank, size, 1.0, *ones, mean=True)
+    share = 1 / (len(sources) + 1)
+    of_mean = NeighborPlan(rank, size, share, [(s, share) for s, _ in sources], [])
+    with Checks() as checks:
+        forms = (
+            ("exact", plan, applied),
+            ("exact", mean, of_mean),
+            ("decoded", plan, applied),
+            ("conserve", plan, applied),
+            ("conserve", mean, of_mean),
+        )
+        for number, (codec, dtype) in enumerate(_with_dtypes([*IN_EXCHANGES, Int4()])):
+            numel = 0 if codec == Int4() else 3000
+            x = [make_input(r, dtype, numel) for r in range(size)]
+            for how, used, expected_plan in forms:
+                label = f"{codec} {dtype} {numel} {how} {'mean' if used is mean else ''}"
+                expected, mine = expected_at(codec, expected_plan, x, number, how)
+                given = x[rank].to(there)
+                own = torch.full_like(given, math.nan)
+                work = fog.neighbor_allreduce(
+                    given,
+                    used,
+                    output=given if how == "conserve" else None,
+                    compression=codec.backend,
+                    counter=number,
+                    decoded=own if how == "decoded" else None,
+                    conserve=how == "conserve",
+                )
+                work.wait()
+                (found,) = work.result()
+                checks.equal(f"{label}: device", found.device, there)
+                checks.close(label, found.cpu(), expected)
+                if how == "decoded":
+                    checks.equal(f"{label}: decoded", own.cpu(), mine)
+                if how != "conserve":
+                    checks.equal(f"{label}: input", given.cpu(), x[rank])
+
+
+@on_ranks(4)
+def test_lists() -> None:
+    """A list is one message for each dtype, each with its own random numbers; tensors may have strides."""
+    there = place()
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fogdist.set_topology(topologies.RingGraph(size))
+    codec, kinds = RandomK(0.3, seed=4), ((torch.float32, 70), (torch.float16, 31), (torch.float32, 9))
+    fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    other = (rank + 1) % size
+    plan = NeighborPlan(
+        rank, size, 0.5, [((rank - 1) % size, 0.5)] if size > 1 else [], [(other, 1.0)] if size > 1 else []
+    )
+    with Checks() as checks:
+        for how in ("conserve", "decoded"):
+            x = [[make_input(r, dtype, n) for dtype, n in kinds] for r in range(size)]
+            given = [torch.stack([each, each], 1).to(there)[:, 0] for each in x[rank]]
+            own = [torch.empty_like(each) for each in given]
+            work = fog.neighbor_allreduce(
+                given,
+                plan,
+                compression=codec.backend,
+                counter=6,
+                decoded=own if how == "decoded" else None,
+                conserve=how == "conserve",
+            )
+            work.wait()
+            found = [each.cpu() for each in work.result()]
+            joined = [torch.cat([each[0], each[2]]) for each in x]
+            expected, mine = expected_at(codec, plan, joined, 6, how)
+            checks.close(f"{how} float32", torch.cat([found[0], found[2]]), expected)
+            if how == "decoded":
+                checks.equal(how, torch.cat([own[0].cpu(), own[2].cpu()]), mine)
+            expected, mine = expected_at(codec, plan, [each[1] for each in x], 6 | 1 << 32, how)
+            checks.close(f"{how} float16", found[1], expected)
+        # fogdist's functions, which count the exchanges.
+        x = [[make_input(r, torch.float32, 1000)] for r in range(size)]
+        there_x = x[rank][0].to(there)
+        for name, call in {
+            "new": fogdist.neighbor_allreduce,
+            "in place": lambda t, **more: fogdist.neighbor_allreduce_(t.clone(), **more),
+            "handle": lambda t, **more: fogdist.wait(fogdist.neighbor_allreduce_nonblocking(t, **more)),
+        }.items():
+            for check in (False, True):
+                found_one = call(there_x, compression=Int8(), enable_topo_check=check)
+                expected_one = fogdist.neighbor_allreduce(x[rank][0], compression=Int8())
+                checks.close(f"{name} {check}", found_one.cpu(), expected_one)
+
+
+@on_ranks(4)
+def test_machines() -> None:
+    """Between machines, the slices of their means are encoded; and what one machine gains another one loses."""
+    there = place()
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    half = size // 2
+    machines = [list(range(half)), list(range(half, size))]
+    machine, place_in = divmod(rank, half)
+    plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [(1 - machine, 1.0)])
+    with Checks() as checks:
+        for codec, conserve in itertools.product(
+            (Int8(), Sign(block=64), TopK(0.1), Moniqua(10.0, 8)), (False, True)
+        ):
+            numel = 64 * half
+            x = [make_input(r, torch.float64, numel) for r in range(size)]
+            work = fog.hierarchical_neighbor_allreduce(
+                x[rank].to(there), machines, plan, compression=codec.backend, counter=3, conserve=conserve
+            )
+            work.wait()
+            (found,) = work.result()
+            means = [torch.stack([x[r] for r in members]).mean(0) for members in machines]
+            for number in range(half):
+                part = slice(64 * number, 64 * (number + 1))
+                expected, _ = expected_at(
+                    codec, plan, [mean[part] for mean in means], 3, "conserve" if conserve else "exact"
+                )
+                checks.close(f"{codec} {conserve} {number} at {place_in}", found.cpu()[part], expected)
+
+
+# --- the delegate's messages ----------------------------------------------------------------------------------
 
 
 def backend_of(made: list[Any]) -> Any:
@@ -59,18 +215,17 @@ def backend_of(made: list[Any]) -> Any:
     return dist.new_group()._get_backend(torch.device("cpu"))
 
 
-def messages() -> None:
+@on_the_double_only
+@on_ranks(2)
+def test_messages_have_the_bytes_of_the_codec() -> None:
     """A peer gets the bytes of the codec, and one message for each dtype."""
     made: list[Any] = []
     fog, rank, size = backend_of(made), dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
     x = [make_input(rank, torch.float32, 1000), make_input(rank, torch.float64, 77)]
     for codec in (Int8(), TopK(0.1), RandomK(k=5)):
-        fog.neighbor_allreduce(
-            [each.to(DEVICE) for each in x],
-            ring(dist.get_rank(), dist.get_world_size()),
-            compression=codec.backend,
-        ).wait()
+        given = [each.to(DEVICE) for each in x]
+        fog.neighbor_allreduce(given, ring(rank, size), compression=codec.backend).wait()
         (delegate,) = made
         (group,) = [call["calls"] for call in delegate.calls if call["name"] == "coalesced"]
         found = [(part["name"], part["peer"], part["tensors"][0][0]) for part in group]
@@ -79,138 +234,76 @@ def messages() -> None:
         delegate.clear()
 
 
-def test_messages_have_the_bytes_of_the_codec(worlds):
-    worlds(2).run(messages)
-
-
-def disagreements(confirm: bool) -> None:
-    rank = dist.get_rank()
+@on_the_double_only
+@on_ranks(2)
+def test_ranks_with_different_codecs_hear_of_it_before_anything_is_sent() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
-        for pair in DIFFERENT[:4]:
+        for pair, confirm, machines in itertools.product(DIFFERENT[:4], (False, True), (False, True)):
             if None in pair and not confirm:
                 continue  # a rank without a codec then compares nothing
-            for machines in (False, True):
-                made: list[Any] = []
-                fog, codec, x = backend_of(made), pair[rank], torch.ones(1000, device=DEVICE)
-                options = {"confirm": confirm, "compression": None if codec is None else codec.backend}
-
-                def call(
-                    fog: Any = fog, x: Any = x, options: Any = options, machines: bool = machines
-                ) -> None:
-                    if machines:
-                        fog.hierarchical_neighbor_allreduce(
-                            x, [[0], [1]], ring(dist.get_rank(), dist.get_world_size()), **options
-                        )
-                    else:
-                        fog.neighbor_allreduce(x, ring(dist.get_rank(), dist.get_world_size()), **options)
-
-                message = error_of(call)
-                for each in pair:
-                    text = "float32[1000]" if each is None else each.backend.text
-                    checks.true(f"{pair}: {message}", text in message and "ranks disagree" in message)
-                checks.equal("nothing was sent", [call["name"] for each in made for call in each.calls], [])
+            made: list[Any] = []
+            fog, codec, x = backend_of(made), pair[rank], torch.ones(1000, device=DEVICE)
+            options = {"confirm": confirm, "compression": None if codec is None else codec.backend}
+            if machines:
+                call = fog.hierarchical_neighbor_allreduce
+                message = error_of(lambda: call(x, [[0], [1]], ring(rank, size), **options))
+            else:
+                message = error_of(lambda: fog.neighbor_allreduce(x, ring(rank, size), **options))
+            for each in pair:
+                text = "float32[1000]" if each is None else each.backend.text
+                checks.true(f"{pair}: {message}", text in message and "ranks disagree" in message)
+            checks.equal("nothing was sent", [call["name"] for each in made for call in each.calls], [])
 
 
-@pytest.mark.parametrize("confirm", [False, True])
-def test_ranks_with_different_codecs_hear_of_it_before_anything_is_sent(new_world, confirm):
-    new_world(2).run(disagreements, confirm)
+@on_ranks(1)
+def test_wrong_arguments() -> None:
+    there = place()
+    fogdist.init()
+    fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+    x, codec, plan = torch.ones(10, device=there), Int8(), NeighborPlan(0, 1, 1.0, [], [])
+    message = codec.encode(x)
 
+    def exchange(given: Tensor = x, **wrong: Any) -> None:
+        fog.neighbor_allreduce(given, plan, **wrong)
 
-def wrong_arguments() -> None:
-    fog, plan = backend_of([]), NeighborPlan(dist.get_rank(), dist.get_world_size(), 1.0, [], [])
-    x = torch.ones(10, device=DEVICE)
-    codec = Int8().backend
-    for wrong, words in (
-        ({"compression": codec, "decoded": torch.ones(10)}, "decoded.*cpu"),
-        ({"compression": codec, "decoded": x}, "decoded"),
-        ({"compression": codec, "decoded": x.clone(), "conserve": True}, "conserve.*decoded"),
-        ({"decoded": x.clone()}, "decoded.*without compression"),
+    for words, call in (
+        ("decoded.*cpu", lambda: exchange(compression=codec.backend, decoded=torch.ones(10))),
+        ("decoded", lambda: exchange(compression=codec.backend, decoded=x)),
+        (
+            "conserve.*decoded",
+            lambda: exchange(compression=codec.backend, decoded=x.clone(), conserve=True),
+        ),
+        ("decoded.*without compression", lambda: exchange(decoded=x.clone())),
+        ("Int8.*complex64", lambda: exchange(x.to(torch.complex64), compression=codec.backend)),
+        ("message", lambda: codec.decode(message[1:], (10,))),
+        (f"output.*{DEVICE}|{DEVICE}.*cpu", lambda: codec.backend.decode(message, torch.empty(10))),
+        ("message", lambda: codec.backend.encode(x, message.cpu())),
+        ("places", lambda: TopK(k=3).decode(torch.zeros_like(TopK(k=3).encode(x)), (10,))),
     ):
         with pytest.raises(ValueError, match=words):
-            fog.neighbor_allreduce(x, plan, **wrong)
-    with pytest.raises(ValueError, match="Int8.*complex64"):
-        fog.neighbor_allreduce(x.to(torch.complex64), plan, compression=codec)
-    message = Int8().encode(x)
-    with pytest.raises(ValueError, match="message"):
-        Int8().decode(message[1:], (10,))
-    with pytest.raises(ValueError, match="output.*gpudouble|gpudouble.*cpu"):
-        codec.decode(message, torch.empty(10))
-    with pytest.raises(ValueError, match="message"):
-        codec.encode(x, message.cpu())
-    with pytest.raises(ValueError, match="places"):
-        TopK(k=3).decode(torch.zeros_like(TopK(k=3).encode(x)), (10,))
-    assert Int8().bound(x).device == x.device
+            call()
+    assert codec.bound(x).device == x.device
 
 
-def test_wrong_arguments(worlds):
-    worlds(1).run(wrong_arguments)
-
-
-def on_two_devices(name: str) -> list[torch.Tensor]:
-    """Returns the parameters of a model that is in part on the CPU and in part on the device."""
-    import fogdist
-    from fogdist import algorithms, topology
-
-    fogdist.init()
-    fogdist.set_topology(topology.RingGraph(fogdist.size()))
-    model = torch.nn.Module()
-    values = [make_input(fogdist.rank(), torch.float64, 50, seed) for seed in range(4)]
-    places = ["cpu", DEVICE, DEVICE, "cpu"]
-    there = [each.to(device_training.place(place)) for each, place in zip(values, places, strict=True)]
-    model.each = torch.nn.ParameterList(there)
+@on_ranks(3)
+def test_parameters_on_two_devices() -> None:
+    """The model is in part on the CPU and in part on the device."""
+    there = place()
+    fogdist.init(topologies.RingGraph)
+    rank, size = fogdist.rank(), fogdist.size()
+    x = [[make_input(r, torch.float64, 50, seed) for r in range(size)] for seed in range(4)]
+    means = [torch.stack(each).mean(0) for each in x]
+    model = torch.nn.ParameterList(
+        each[rank].to(where) for each, where in zip(x, ("cpu", there, there, "cpu"))
+    )
     base = torch.optim.SGD(model.parameters(), lr=0.0)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = getattr(algorithms, name)(base, model, compression=Int8(), gamma=0.5)
+        optimizer = algorithms.ChocoSGD(base, model, compression=Int8(), gamma=0.5)
     for _ in range(100):
-        for parameter in model.each:
+        for parameter in model:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
-    return [each.detach().cpu() for each in model.each]
-
-
-def test_parameters_on_two_devices(worlds):
-    found = worlds(3).run(on_two_devices, "ChocoSGD")
-    for seed in range(4):
-        mean = torch.stack([make_input(rank, torch.float64, 50, seed) for rank in range(3)]).mean(0)
-        for parameters in found:
-            torch.testing.assert_close(parameters[seed], mean, rtol=0, atol=1e-9)
-
-
-def refused_power_gossip() -> None:
-    with pytest.raises(ValueError, match=f"must be on the CPU for PowerGossip, got parameters on {DEVICE}"):
-        device_training.of_algorithm("PowerGossip", DEVICE)
-
-
-def test_power_gossip_refuses_a_device(worlds):
-    worlds(2).run(refused_power_gossip)
-
-
-def reads() -> list[str]:
-    """Returns the operations of a compressed training step that read the device on the host."""
-    import fogdist
-    from fogdist import topology
-    from fogdist.algorithms import DecentralizedSGD, Neighbors
-    from host_reads import HostReads
-
-    fogdist.init()
-    found = HostReads()
-    with device_training.moved(DEVICE) as there:
-        model = test_optimizers.make_net(0)
-        for codec in (Int8(), TopK(0.1), RandomK(0.1)):
-            mixing = Neighbors(topology.RingGraph(fogdist.size()), compression=codec)
-            optimizer = DecentralizedSGD(torch.optim.SGD(model.parameters(), lr=0.05), model, mixing=mixing)
-            x, y = (part.to(there) for part in test_optimizers.batch(fogdist.rank(), 0))
-            for number in range(4):
-                optimizer.zero_grad()
-                (model(x) - y).square().mean().backward()
-                if number < 2:
-                    optimizer.step()
-                else:
-                    with found:
-                        optimizer.step()
-    return found.names
-
-
-def test_no_step_reads_the_device(worlds):
-    assert worlds(2).run(reads) == [[], []]
+    for parameter, mean in zip(model, means):
+        torch.testing.assert_close(parameter.detach().cpu(), mean, rtol=0, atol=1e-9)

@@ -1,28 +1,30 @@
 """Tests fog's own operations on a device: streams, memory, messages and failures, on the fake device.
 
-The fake device does its work only when a test lets it, so a missing wait gives a wrong number every time. Weighted sums
-on a device have other bits than those of the CPU: for float32 they are computed in float32, and in another order. So
-they are compared with the tolerance of the dtype.
+The fake device does its work only when a test lets it, so a missing wait gives a wrong number every time.
+test_device_operations.py compares random exchanges with their sums.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
 import device_double
-import device_operations
 import fogdist
 import pytest
-import test_delegated_neighbors
 import torch
 import torch.distributed as dist
 from device_double import DEVICE, current_stream, held
 from fogdist import topology as topologies
+from harness import error_of, on_ranks
 from operations import reduce_op, reductions
-from reference import DTYPES, Checks, make_input
+from reference import COMPLEX, DTYPES, FLOATS, Checks, make_input
 from torch import Tensor
+
+from fog_pg._C import NeighborPlan
 
 pytestmark = pytest.mark.usefixtures("compiled_double")
 
@@ -43,19 +45,29 @@ def result(work: Any) -> list[Tensor]:
     return tensors
 
 
-def moved(tensors: Any, device: str = DEVICE) -> Any:
-    return [t.to(device) for t in tensors] if isinstance(tensors, list) else tensors.to(device)
+def plan_of(sources: Any, destinations: Any, own: float = 1.0) -> NeighborPlan:
+    """Returns a plan of this rank; destinations without weights have 1."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if not isinstance(destinations, dict):
+        destinations = {peer: 1.0 for peer in destinations if peer != rank}
+    return NeighborPlan(rank, size, own, [*sources], [*destinations.items()])
 
 
-def in_place() -> None:
+def ring_plan() -> NeighborPlan:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return plan_of([((rank - 1) % size, 0.25)], [(rank + 1) % size], 0.5)
+
+
+@on_ranks(3)
+def test_in_place() -> None:
     fog, rank, size = new_backend(), dist.get_rank(), dist.get_world_size()
-    plan = test_delegated_neighbors.random_plan(size, rank, 3)
+    plan = plan_of([(r, 1 + r / 8) for r in range(size) if r != rank], range(size))
     everyone = [list(range(size))]
     with Checks() as checks:
         for layout in ("adjacent", "apart", "transposed"):
             mine = [make_input(rank, torch.float32, (5, 4), k) for k in range(3)]
             expected = result(fog.neighbor_allreduce(mine, plan))
-            there = moved(mine)
+            there = [t.to(DEVICE) for t in mine]
             if layout == "adjacent":
                 flat = torch.cat([t.flatten() for t in there])
                 there = [part.view(5, 4) for part in flat.chunk(3)]
@@ -63,39 +75,58 @@ def in_place() -> None:
                 there = [t.t().contiguous().t() for t in there]
             addresses = [t.data_ptr() for t in there]
             outputs = result(fog.neighbor_allreduce(there, plan, output=there))
-            checks.close(layout, moved(outputs, "cpu"), expected)
+            # sums have other bits than on the CPU: they are added in float32, and in another order
+            checks.close(layout, outputs, expected)
             checks.equal(f"{layout} place", [t.data_ptr() for t in outputs], addresses)
-        for dtype in DTYPES:
-            for name in reductions(dtype):
-                if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX", "AVG"):
-                    continue
-                mine = make_input(rank, dtype, (4, 5))
-                there = mine.to(DEVICE)
-                result(fog.local_allreduce(mine, everyone, reduce_op(name)))
-                result(fog.local_allreduce(there, everyone, reduce_op(name)))
-                if (name == "PREMUL_SUM" and dtype in (torch.float16, torch.bfloat16)) or dtype.is_complex:
-                    checks.close(f"{dtype} {name}", there.cpu(), mine)
-                else:
-                    checks.equal(f"{dtype} {name}", there.cpu(), mine)
+        for dtype, name in [(each, name) for each in DTYPES for name in reductions(each)]:
+            mine = make_input(rank, dtype, (4, 5))
+            there = mine.to(DEVICE)
+            if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX", "AVG"):
+                with pytest.raises(ValueError, match="local_allreduce: op: got"):
+                    fog.local_allreduce(there, everyone, reduce_op(name))
+                continue
+            for given in (mine, there):
+                result(fog.local_allreduce(given, everyone, reduce_op(name)))
+            checks.close(f"{dtype} {name}", there, mine)
         there = make_input(rank, torch.float32, (4, 3)).to(DEVICE).t()
         result(fog.broadcast_named(there, 0, name="root"))
         checks.equal("broadcast", there.cpu(), make_input(0, torch.float32, (4, 3)).t())
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_in_place(worlds, size):
-    worlds(size).run(in_place, timeout=100.0)
+@on_ranks(3)
+def test_what_has_weight_0_is_left_out() -> None:
+    """Even if it is NaN: the tensor of a neighbor, with 0 on either side, and the own one."""
+    fog, rank, size = new_backend(), dist.get_rank(), dist.get_world_size()
+    others = [other for other in range(size) if other != rank]
+    silent = 0  # the rank whose tensor is NaN
+    with Checks() as checks:
+        for dtype, numel in itertools.product([*FLOATS, *COMPLEX], (1, 1003)):
+            mine = torch.full((numel,), float("nan") if rank == silent else 1.0, dtype=dtype, device=DEVICE)
+            own = 0.0 if rank == silent else 0.25
+            heard = 0.5 * len([other for other in others if other != silent])
+            for where, sent, received in (("received", 1.0, 0.0), ("sent", 0.0, 0.5)):
+                plan = plan_of(
+                    [(other, received if other == silent else 0.5) for other in others],
+                    {other: sent if rank == silent else 1.0 for other in others},
+                    own,
+                )
+                place = mine.clone()
+                for output in (torch.full_like(mine, float("nan")), place):
+                    given = place if output is place else mine
+                    result(fog.neighbor_allreduce(given, plan, output=output))
+                    checks.equal(f"{dtype} {numel} {where}", output, torch.full_like(mine, own + heard))
+            alone = torch.ones(numel, dtype=dtype, device=DEVICE)
+            (output,) = result(fog.neighbor_allreduce(alone, plan_of([], [], 0.5)))
+            checks.equal(f"{dtype} {numel} without neighbors", output, alone / 2)
 
 
-def messages() -> None:
+@on_ranks([2, 3])
+def test_one_group_of_messages_an_exchange() -> None:
     """An exchange is one group of the delegate's messages, with one for each peer, and nothing else."""
-    from fog_pg import _C
-
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
-    ring = _C.NeighborPlan(rank, size, 0.5, [(before, 0.5)], [(after, 1.0)])
-    alone = _C.NeighborPlan(rank, size, 0.5, [], [])
+    ring, alone = ring_plan(), plan_of([], [], 0.5)
 
     def seen() -> list[Any]:
         (delegate,) = made
@@ -111,21 +142,11 @@ def messages() -> None:
     with Checks() as checks:
         x = torch.ones(3, device=DEVICE)
         # In the first exchange, ranks without a peer take part in connecting, by a message to themselves.
-        first = (
-            ring
-            if size == 2
-            else _C.NeighborPlan(
-                rank, size, 1.0, [(0, 1.0)] if rank == 1 else [], [(1, 1.0)] if rank == 0 else []
-            )
-        )
+        first = plan_of([(0, 1.0)] if rank == 1 else [], [1] if rank == 0 else [])
         result(fog.neighbor_allreduce(x, first, confirm=False))
-        expected_first = {0: [("send", 1, (12,))], 1: [("recv", 0, (12,))]}.get(
-            rank, [("send", rank, (1,)), ("recv", rank, (1,))]
-        )
-        if size > 2:
-            checks.equal("first", seen(), [expected_first])
-        else:
-            seen()
+        itself = [("send", rank, (1,)), ("recv", rank, (1,))]
+        expected = {0: [("send", 1, (12,))], 1: [("recv", 0, (12,))]}.get(rank, itself)
+        checks.equal("first", seen(), [expected])
         checks.equal("connected", made[0].connected, [""])
         result(fog.neighbor_allreduce(x, alone))
         checks.equal("nobody", seen(), [])
@@ -143,24 +164,9 @@ def messages() -> None:
             "gather", seen(), [[("send", r, (12,)) for r in others] + [("recv", r, (12,)) for r in others]]
         )
         everyone = [list(range(size))]
-        result(
-            fog.hierarchical_neighbor_allreduce(
-                torch.ones(64, device=DEVICE), everyone, _C.NeighborPlan(0, 1, 1.0, [], [])
-            )
-        )
+        one_machine = NeighborPlan(0, 1, 1.0, [], [])
+        result(fog.hierarchical_neighbor_allreduce(torch.ones(64, device=DEVICE), everyone, one_machine))
         checks.equal("hierarchical", [len(group) for group in seen()], [2 * (size - 1)] * 2)
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_one_group_of_messages_an_exchange(worlds, size):
-    worlds(size).run(messages)
-
-
-def ring_plan() -> Any:
-    from fog_pg import _C
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    return _C.NeighborPlan(rank, size, 0.5, [((rank - 1) % size, 0.25)], [((rank + 1) % size, 1.0)])
 
 
 def event_now() -> torch.Event:
@@ -169,7 +175,8 @@ def event_now() -> torch.Event:
     return event
 
 
-def nobody_reads_early() -> None:
+@on_ranks(3)
+def test_nobody_reads_early() -> None:
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
     plan, before = ring_plan(), (rank - 1) % size
@@ -213,11 +220,8 @@ def _happens(event: torch.Event) -> bool:
     return event.query()
 
 
-def test_nobody_reads_early(worlds):
-    worlds(3).run(nobody_reads_early)
-
-
-def streams_are_blocked() -> None:
+@on_ranks(2)
+def test_streams_are_blocked() -> None:
     """block_current_stream() orders streams as wait() does."""
     made: list[Any] = []
     fog, plan = new_backend(made=made), ring_plan()
@@ -232,16 +236,8 @@ def streams_are_blocked() -> None:
     assert work.is_completed()
 
 
-def test_streams_are_blocked(worlds):
-    worlds(2).run(streams_are_blocked)
-
-
-@pytest.mark.parametrize("function", [device_operations.many_in_flight, device_operations.on_other_streams])
-def test_order(worlds, function):
-    worlds(2).run(function, DEVICE)
-
-
-def foreign_memory() -> None:
+@on_ranks(2)
+def test_the_allocator_hears_of_its_own_memory_only() -> None:
     """Torch's allocator is told which stream uses its memory; memory of another library is unknown to it."""
     device_double.load()
     device_double.serve_groups()
@@ -261,11 +257,8 @@ def foreign_memory() -> None:
     assert used == [True, False]
 
 
-def test_the_allocator_hears_of_its_own_memory_only(worlds):
-    worlds(2).run(foreign_memory)
-
-
-def traced() -> None:
+@on_ranks(2)
+def test_what_is_launched_is_in_the_operation_s_range() -> None:
     """In a trace, the work that an operation gives to the device is within the operation's range."""
     fog, plan = new_backend(), ring_plan()
     x = torch.ones(4, 3, device=DEVICE)
@@ -281,11 +274,8 @@ def traced() -> None:
     assert ours.input_shapes == [[4, 3]]
 
 
-def test_what_is_launched_is_in_the_operation_s_range(worlds):
-    worlds(2).run(traced)
-
-
-def memory_is_kept(waits: str) -> None:
+@on_ranks(2, waits=["never", "here", "on another stream"])
+def test_memory_is_not_used_again_early(waits: str) -> None:
     """The program drops its tensors and the handle of the operation at once."""
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
@@ -314,12 +304,8 @@ def memory_is_kept(waits: str) -> None:
         torch.accelerator.synchronize()
         other.synchronize()
         dist.barrier()
-        # Without a wait, the side stream may still be at work.
-        for _ in range(200):
-            if bool((double.host_view(out) != 0).all()):
-                break
-            import time
-
+        deadline = time.monotonic() + 20  # without a wait, the side stream may still be at work
+        while not (double.host_view(out) != 0).all() and time.monotonic() < deadline:
             time.sleep(0.01)
         checks.equal("sum", out.cpu(), torch.full((1000,), 0.5 * (rank + 1) + 0.25 * (before + 1)))
         # A returned tensor belongs to the program's stream: it can be freed while that stream reads it.
@@ -336,12 +322,8 @@ def memory_is_kept(waits: str) -> None:
         checks.equal("nothing is written to freed memory", double.written_after_free(), written)
 
 
-@pytest.mark.parametrize("waits", ["never", "here", "on another stream"])
-def test_memory_is_not_used_again_early(worlds, waits):
-    worlds(2).run(memory_is_kept, waits)
-
-
-def through_fogdist() -> None:
+@on_ranks(3)
+def test_fogdist() -> None:
     device_double.load()
     device_double.serve_groups()
     fogdist.init(topologies.RingGraph)
@@ -373,43 +355,8 @@ def through_fogdist() -> None:
             checks.close(name, output.cpu(), expected)
 
 
-def test_fogdist(worlds):
-    worlds(3).run(through_fogdist)
-
-
-def gradients() -> None:
-    import torch._dynamo
-
-    device_double.load()
-    device_double.serve_groups()
-    fogdist.init(topologies.StarGraph)
-    rank, size = fogdist.rank(), fogdist.size()
-    arguments = test_delegated_neighbors.test_ops.arguments_of(
-        test_delegated_neighbors.test_ops.random_matrix(size, 5), rank
-    )
-
-    def step(x: Tensor) -> Tensor:
-        y = torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments)
-        return torch.ops.fog.neighbor_allreduce_along_topology(y * 2).square().sum()
-
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    mine = make_input(rank, torch.float64, (3, 2))
-    gradients = []
-    for device, function in (("cpu", step), (DEVICE, step), (DEVICE, compiled)):
-        x = mine.to(device).requires_grad_()
-        (gradient,) = torch.autograd.grad(function(x), x)
-        assert gradient.device.type == torch.device(device).type
-        gradients.append(gradient.cpu())
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-14, atol=1e-14)
-    torch.testing.assert_close(gradients[2], gradients[0], rtol=1e-14, atol=1e-14)
-
-
-def test_gradients(worlds):
-    worlds(3).run(gradients)
-
-
-def failures() -> None:
+@on_ranks(2)
+def test_failures() -> None:
     made: list[Any] = []
     fog, plan = new_backend(made=made), ring_plan()
     x = torch.ones(4, device=DEVICE)
@@ -472,5 +419,50 @@ def failures() -> None:
         fog._end_coalescing()
 
 
-def test_failures(new_world):
-    new_world(2).run(failures)
+@on_ranks(2)
+def test_wrong_arguments() -> None:
+    """The errors come before anything is sent, so the other rank takes no part."""
+    made: list[Any] = []
+    fog, plan, x = new_backend(made), ring_plan(), torch.ones(3, device=DEVICE)
+    whole, numbers = torch.ones(2, dtype=torch.int32, device=DEVICE), x.expand(2, 3)
+    result(fog.neighbor_allreduce(x, plan))
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("got dtype int32", lambda: fog.neighbor_allreduce(whole, plan)),
+        (r"tensor\[1\]: got a tensor on", lambda: fog.neighbor_allreduce([x, x.to("meta")], plan)),
+        ("output: got shape", lambda: fog.neighbor_allreduce(x, plan, output=x[:2])),
+        ("output: shares memory", lambda: fog.neighbor_allreduce(x[:2], plan, output=x[1:])),
+        ("output: .*share", lambda: fog.neighbor_allreduce(numbers.clone(), plan, output=numbers)),
+        ("without dimensions", lambda: fog.allgather_concat(x[0])),
+        ("machines: rank 1 is missing", lambda: fog.local_allreduce(x, [[0]], dist.ReduceOp.SUM)),
+        ("got AVG for dtype bool", lambda: fog.allreduce_named(x.bool(), dist.ReduceOp.AVG)),
+        ("root: got rank 2", lambda: fog.broadcast_named(x, 2)),
+    ]
+    made[0].clear()
+    for message, call in calls if dist.get_rank() == 0 else []:
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert made[0].calls == []
+    result(fog.neighbor_allreduce(x, plan))  # the backend still works
+
+
+def disagreement(kind: str) -> str:
+    fog, rank, plan = new_backend(), dist.get_rank(), ring_plan()
+    x = torch.ones(3 + rank) if kind == "shape" else torch.ones(3, dtype=[torch.float32, torch.float64][rank])
+    if kind == "columns":
+        return error_of(lambda: fog.neighbor_allgather(torch.ones(2, 2 + rank, device=DEVICE), plan))
+    return error_of(lambda: fog.neighbor_allreduce(x.to(DEVICE), plan, confirm=True))
+
+
+@pytest.mark.parametrize("kind", ["shape", "dtype", "columns"])
+def test_ranks_that_disagree(new_world, kind):
+    # The check is made before the delegate's messages, with `confirm`, or if ranks exchange numbers of rows.
+    for text in new_world(2).run(disagreement, kind):
+        assert "ranks disagree" in text
+
+
+@on_ranks(2)
+def test_operators_serve_every_device() -> None:
+    """The operators have kernels for all devices, because torch.compile traces them for tensors of other devices."""
+    for name in ("neighbor_allreduce", "neighbor_allreduce_along_topology"):
+        for key in ("CPU", "CUDA", "PrivateUse1"):
+            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"fog::{name}", key), (name, key)

@@ -1,79 +1,209 @@
-"""Trains optimizers, wrapper and algorithms on a device: the host never waits, and a sample has the CPU's numbers.
+"""Trains every entry on a device: the numbers are those of the CPU, and the host never waits.
 
-The device is the fake one of tests/device_double; tests/gpu runs the same tests on CUDA.
+The fake device and its delegate work on streams of their own, so a missing wait shows as wrong numbers.
 """
 
 from __future__ import annotations
 
-import device_double
-import device_training
+import warnings
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import device_worlds
+import fogdist
 import pytest
-import test_decentralized_ddp
-import test_optimizers
 import torch
 import training_cases
-from device_double import DEVICE
+from device_worlds import DEVICE, HostReads, no_waits, place
+from fogdist import algorithms
+from fogdist import topology as topologies
+from fogdist.compression import Int8, RandomK, TopK
+from harness import on_ranks
+from torch import Tensor, nn
+from training_cases import EXACT, FACTORIES, ON_DEVICES, WINDOWS, batch, make_net, snapshot, start
 
-Run = test_optimizers.Run
+WORLDS = device_worlds.DeviceWorlds
+pytestmark = device_worlds.MARKS
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(compiled_double: None) -> None:
-    """Compiles the fake CUDA runtime too, because ranks would take too long to compile it."""
-    device_double.compile_runtime()
+def compressed(base: torch.optim.Optimizer, model: nn.Module, codec: Any) -> Any:
+    mixing = algorithms.Neighbors(topologies.RingGraph(fogdist.size()), compression=codec)
+    return algorithms.DecentralizedSGD(base, model, mixing=mixing)
 
 
-# The operations of a device have their own tests, so one run of each kind is enough.
-SAMPLES = {
-    "optimizer": (device_training.of_optimizer, Run("atc", "adamw", in_backward=True)),
-    "wrapper": (
-        device_training.of_wrapper,
-        test_decentralized_ddp.Run("adamw", passes=3, clip=True, schedule=True, function=True),
-    ),
-    "window optimizer": (device_training.of_windows, "push-sum", Run("awc", "sgd", every=3)),
-    "algorithm": (device_training.of_algorithm, "GradientTracking"),
-    "compressed algorithm": (device_training.of_compressed, "ChocoSGD"),
-    "scaler": (device_training.of_scaler, "wrapper"),
-    "asynchronous wrapper in turns": (device_training.asynchronously,),
-    # On a device, operations match by order, so buckets are sent in one order, whichever is complete first.
-    "gradients in another order, atc": (device_training.in_another_order, "atc"),
-    "gradients in another order, gradient": (device_training.in_another_order, "gradient"),
+COMPRESSED: dict[str, Any] = {
+    "ChocoSGD": partial(algorithms.ChocoSGD, compression=TopK(0.3, bits=2), gamma=0.3),
+    **{f"neighbors {codec}": partial(compressed, codec=codec) for codec in (Int8(), TopK(0.1), RandomK(0.1))},
 }
+ENTRIES = [*FACTORIES, "atc in backward", "wrapper", *ON_DEVICES, *WINDOWS, *COMPRESSED]
+# The step finds out whether parameters without a gradient must move.
+READS_ONCE = ("GradientTracking", "QuasiGlobalMomentum")
 
 
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_numbers_as_on_the_cpu(worlds, sample):
-    function, *arguments = SAMPLES[sample]
-    world = worlds(4)
-    found, expected = (world.run(function, *arguments, device) for device in (DEVICE, "cpu"))
-    # torch unscales by a float32
-    limits = {"rtol": 1e-6, "atol": 1e-7} if sample == "scaler" else {"rtol": 1e-11, "atol": 1e-12}
-    for got, wanted in zip(found, expected, strict=True):
-        torch.testing.assert_close(got, wanted, **limits)
+def distribute(kind: str, base: torch.optim.Optimizer, net: nn.Module) -> tuple[Any, Any]:
+    with mock.patch.dict(training_cases.VIEWS, COMPRESSED):
+        return training_cases.distribute(kind, base, net)
 
 
-def test_asynchronous_gossip(worlds):
-    device_training.check_gossip(worlds(3).run(device_training.gossip, DEVICE))
+def train(kind: str, device: str, scaled: bool = False) -> tuple[Tensor, list[str]]:
+    """Returns a rank's parameters after each step, and the operations of later steps that read the device.
 
-
-def test_ranks_with_models_on_different_devices(worlds):
-    errors = worlds(3).run(device_training.ranks_on_other_devices, DEVICE)
-    assert len(set(errors)) == 1 and f"on {DEVICE}" in errors[0] and "ranks [0, 2]" in errors[0], errors
-
-
-@pytest.mark.parametrize(
-    "kind", ["awc", "atc", "atc in backward", "gradient", "wrapper", *training_cases.ON_DEVICES]
-)
-def test_no_step_reads_the_device(worlds, kind):
-    reads = worlds(3).run(device_training.reads_of_steps, kind, DEVICE)
-    if kind in ("GradientTracking", "QuasiGlobalMomentum"):
-        # One read in each of the four steps finds out whether parameters without a gradient must move.
-        assert [len(names) for names in reads] == [4] * 3, reads
+    Args:
+        kind: Of the entry.
+        device: Type of device.
+        scaled: Whether a gradient scaler steps; the gradients of rank 0 overflow in step 2.
+    """
+    rank, _ = start(topologies.RingGraph)
+    there = place(device)
+    net = make_net(rank).to(there)
+    net.decoder.weight = net.encoder.weight  # `to` leaves them tied on torch's own devices only
+    if kind in FACTORIES or kind in ("atc in backward", "wrapper"):
+        base: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     else:
-        assert reads == [[]] * 3
+        base = torch.optim.SGD(net.parameters(), lr=0.05)
+    called, optimizer = distribute(kind, base, net)
+    scaler = torch.amp.GradScaler(there.type, init_scale=1024.0, growth_interval=3, enabled=scaled)
+    batches = [tuple(part.to(there) for part in batch(rank, number)) for number in range(6)]
+    found, reads = [], HostReads()
+    for number, (x, y) in enumerate(batches):
+
+        def step(x: Tensor = x, y: Tensor = y, factor: float = 1.0) -> None:
+            optimizer.zero_grad()
+            scaler.scale((called(x) - y).square().mean() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        if scaled and number == 2:
+            step(factor=float("inf") if rank == 0 else 1.0)
+        elif number < 2 or scaled or kind in (*READS_ONCE, *WINDOWS):
+            with reads:
+                step()
+        else:
+            with reads, no_waits():
+                step()
+        if number < 2:
+            reads.names.clear()
+        found.append(snapshot(net).nan_to_num().cpu())
+    training_cases.end(called, optimizer)
+    return torch.stack(found), reads.names
 
 
+@pytest.mark.parametrize("size", device_worlds.sizes(3))
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_numbers_and_waits(worlds, kind, size):
+    found, expected = (worlds(size).run(train, kind, device) for device in (DEVICE, "cpu"))
+    for (got, reads), (wanted, _) in zip(found, expected):
+        if "RandomK" not in kind:  # which draws other elements in each exchange of a group
+            torch.testing.assert_close(got, wanted, **EXACT)
+        if kind not in WINDOWS:  # their operations wait
+            assert len(reads) == (4 if kind in READS_ONCE else 0), reads
+
+
+@pytest.mark.parametrize("size", device_worlds.sizes(3))
 @pytest.mark.parametrize("kind", ["awc", "atc", "gradient", "wrapper"])
-def test_a_scaled_step_reads_once_whether_gradients_overflowed(worlds, kind):
-    reads = worlds(3).run(device_training.reads_of_scaled_steps, kind, DEVICE)
-    assert reads == [["aten._local_scalar_dense.default"] * 3] * 3
+def test_a_scaled_step_reads_once_whether_gradients_overflowed(worlds, kind, size):
+    found, expected = (worlds(size).run(train, kind, device, True) for device in (DEVICE, "cpu"))
+    for (got, reads), (wanted, _) in zip(found, expected):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)  # torch unscales by a float32
+        assert reads == ["aten._local_scalar_dense.default"] * 3
+
+
+class Branches(nn.Module):
+    """Parallel layers, whose gradients become complete in a different order on each rank."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+        self.order = list(range(5))[:: -1 if turned else 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {number: torch.tanh(self.layers[number](x)) for number in self.order}
+        return torch.stack([parts[number] for number in range(5)]).sum(0)
+
+
+def in_another_order(kind: str, device: str) -> Tensor:
+    """Returns parameters after steps that send buckets in the backward pass; odd ranks compute in another order."""
+    rank, _ = start()
+    there = place(device)
+    torch.manual_seed(rank)
+    model = Branches(rank % 2 == 1).double().to(there)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    _, optimizer = training_cases.distribute(kind, base, model)
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(6):
+        optimizer.zero_grad()
+        if number != 3 or rank != 0:  # rank 0 has no gradient in one step
+            x = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+            model(x.to(there)).square().mean().backward()
+        optimizer.step()
+    return snapshot(model).cpu()
+
+
+@pytest.mark.parametrize("kind", ["atc in backward", "gradient"])
+def test_gradients_in_another_order(worlds, kind):
+    """On a device, operations match by order, so buckets are sent in one order, whichever is complete first."""
+    found, expected = (worlds(4).run(in_another_order, kind, device) for device in (DEVICE, "cpu"))
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def gossip(kind: str) -> Tensor:
+    """Returns the trained parameters before and after steps of an asynchronous entry that only gossip."""
+    rank, size = start(topologies.RingGraph)
+    net = make_net(rank).to(place())
+    net.decoder.weight = net.encoder.weight
+    base = torch.optim.SGD(net.parameters(), lr=0.0)
+    called: nn.Module = net
+    optimizer: Any = base
+    begin = nn.utils.parameters_to_vector(training_cases.trained(net)).detach().cpu()
+    if kind == "wrapper":
+        called = fogdist.DecentralizedDataParallel(
+            net, base, topologies.RingGraph(size), "async", broadcast=False
+        )
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "ranks start from")
+            optimizer = algorithms.AsynchronousGossip(base, net)
+    for number in range(40):
+        training_cases.train_step(called, optimizer, rank, number)
+        if number % 4 == 0:  # between these barriers, each rank has its own pace
+            fogdist.barrier()
+    if kind == "wrapper":
+        called.global_average()
+        called.close()
+    else:
+        optimizer.finish()
+    return torch.stack([begin, nn.utils.parameters_to_vector(training_cases.trained(net)).detach().cpu()])
+
+
+@pytest.mark.parametrize("kind", ["AsynchronousGossip", "wrapper"])
+def test_asynchronous(worlds, kind):
+    begin, end = torch.stack(worlds(3).run(gossip, kind)).unbind(1)
+    before, after = (float((values - values.mean(0)).norm()) for values in (begin, end))
+    if kind == "wrapper":  # whose means are not the ranks' own, and which ends with the mean of all
+        assert after < 1e-12 < before
+        low, high = torch.aminmax(begin, dim=0)
+        assert ((end >= low - 1e-12) & (end <= high + 1e-12)).all()
+        return
+    # One rank gains what another one loses, independent of the time at which they learn of it.
+    torch.testing.assert_close(end.sum(0), begin.sum(0), rtol=0.0, atol=1e-12)
+    assert 0.0 < after < 0.5 * before
+
+
+@on_ranks(3)
+def test_ranks_with_models_on_different_devices() -> None:
+    rank, _ = start()
+    model = nn.Linear(2, 2).to(place() if rank == 1 else "cpu")
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"(?s)ranks \[0, 2\].*on ranks \[1\].*on {DEVICE}"):
+        fogdist.DistributedAdaptWithCombineOptimizer(base, model)
+
+
+@on_ranks(2)
+def test_power_gossip_refuses_a_device() -> None:
+    start()
+    model = nn.Linear(2, 2).to(place())
+    made = training_cases.distribute("PowerGossip", torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(torch.ones(1, 2, device=place())).sum().backward()
+    with pytest.raises(ValueError, match=f"must be on the CPU for PowerGossip, got parameters on {DEVICE}"):
+        made[1].step()

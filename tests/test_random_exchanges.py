@@ -16,14 +16,12 @@ import networkx as nx
 import numpy as np
 import pytest
 import torch
-from device_double import DEVICE
 from fogdist import topology as topologies
 from harness import WorldPool, sizes
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference import DTYPES as ALL_DTYPES
 from reference import HALVES, Checks, make_input, mix, wide
-from test_delegated_neighbors import delegating
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128]
@@ -199,7 +197,7 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
     return (result if len(mine) > 1 else [result]), matrix
 
 
-def check_weighted(checks: Checks, label: str, case: Case, there: torch.device, coarse: bool) -> None:
+def check_weighted(checks: Checks, label: str, case: Case, there: torch.device) -> None:
     rank, size = fogdist.rank(), fogdist.size()
     inputs = [
         [
@@ -230,7 +228,7 @@ def check_weighted(checks: Checks, label: str, case: Case, there: torch.device, 
         # Rounded once to the dtype, after a sum in float32 for 16-bit types and in float64 for all others; a device
         # sums other types than the 16-bit ones in themselves.
         limits = torch.finfo(dtype)
-        wider = torch.float32 if dtype in HALVES else dtype if coarse else torch.float64
+        wider = torch.float32 if dtype in HALVES else torch.float64 if there.type == "cpu" else dtype
         accumulator = torch.finfo(wider).eps
         allowed = 0.5 * limits.eps * expected.abs() + 0.5 * limits.smallest_normal * limits.eps
         allowed = allowed * (2 if dtype.is_complex else 1) + 2 * (size + 4) * accumulator * size_of_terms
@@ -256,11 +254,11 @@ def check_gathered(checks: Checks, label: str, case: Case, there: torch.device) 
     checks.equal(label, output.cpu(), torch.cat([inputs[rank][:0], *(inputs[r] for r in sources)]))
 
 
-def run_cases(batch: list[Case], device: str = "cpu", coarse: bool = False) -> None:
-    """Runs cases on a type of device; `coarse` sums, on a device or of a delegate, are in the tensors' own type."""
+def run_cases(batch: list[Case], device: str = "cpu") -> None:
+    """Runs cases on a type of device."""
     there = torch.device("cpu")
     if device != "cpu":
-        from device_training import place as place_on
+        from device_worlds import place as place_on
 
         there = place_on(device)
     local = 0
@@ -274,15 +272,9 @@ def run_cases(batch: list[Case], device: str = "cpu", coarse: bool = False) -> N
                 if case.kind == "gather":
                     check_gathered(checks, label, case, there)
                 else:
-                    check_weighted(checks, label, case, there, coarse)
+                    check_weighted(checks, label, case, there)
         finally:
             del os.environ["FOG_NODES_PER_MACHINE"]
-
-
-def run_delegated(batch: list[Case]) -> None:
-    """Runs cases with Gloo as the delegate of CPU tensors, as NCCL is that of CUDA tensors."""
-    with delegating():
-        run_cases(batch, coarse=True)
 
 
 # --- in pytest ----------------------------------------------------------------------------------------------
@@ -313,15 +305,6 @@ def check_random(
 @pytest.mark.parametrize("size", sizes([1, 3, 6], [2, 4, 5, 8]))
 def test_random_exchanges(worlds, size):
     check_random(worlds, size, 24)
-
-
-@pytest.mark.parametrize("size", sizes([1, 4], [3]))
-def test_random_exchanges_by_the_messages_of_a_delegate(worlds, size):
-    check_random(worlds, size, 12, run_delegated)
-
-
-def test_random_exchanges_on_a_device(worlds, compiled_double):
-    check_random(worlds, 4, 8, run_cases, DEVICE, True)
 
 
 def large_cases(size: int) -> list[Case]:

@@ -111,8 +111,12 @@ def slot(window: Any, rank: int) -> Tensor:
     return window.update(0.0, [(rank, 1.0)], clone=True)
 
 
+# The device of the tensors of `full`, which test_device_windows.py changes in its ranks.
+home: list[str | torch.device] = ["cpu"]
+
+
 def full(value: float, numel: int = 5, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.full((numel,), value, dtype=dtype)
+    return torch.full((numel,), value, dtype=dtype, device=home[0])
 
 
 def right_ring(size: int) -> nx.DiGraph:
