@@ -16,8 +16,8 @@ import device_double
 import pytest
 import torch
 import torch.distributed as dist
-from device_double import DEVICE, current_stream, held
-from harness import World, WorldPool
+from device_double import DEVICE, held
+from harness import World, on_ranks
 from operations import prepare
 from reference import Checks
 
@@ -143,48 +143,25 @@ EVERY: dict[str, tuple[Operation, str, dict[str, Any]]] = {
 }
 
 
-def run_beside_the_host(which: str) -> None:
-    operation, name, options = EVERY[which]
+@on_ranks(RANKS)
+def test_every_operation_reaches_the_delegate_once_and_unchanged() -> None:
     group, made = start()
-    on_host = operation(group, "cpu")
-    assert made == []
-    on_device = operation(group, DEVICE)
-    assert {str(tensor.device) for tensor in on_device} <= {f"{DEVICE}:0"}
-    for there, here in zip(on_device, on_host, strict=True):  # sums may be added in another order
-        torch.testing.assert_close(there.cpu(), here)
-    assert on_device == [] or any(tensor.ne(0).any() for tensor in on_device)
-    (delegate,) = made
-    (call,) = delegate.calls
-    assert call["name"] == name
-    assert {key: call[key] for key in options} == options
-    assert [tensor.tolist() for tensor in operation(group, "cpu")] == [tensor.tolist() for tensor in on_host]
-    assert len(delegate.calls) == 1
+    with Checks() as checks:
+        for label, (operation, name, options) in EVERY.items():
+            expected = operation(group, "cpu")  # which the delegate does not see
+            found = operation(group, DEVICE)
+            (delegate,) = made
+            checks.equal(f"{label}: calls", [call["name"] for call in delegate.calls], [name])
+            call = delegate.calls[0]
+            checks.equal(f"{label}: options", {key: call[key] for key in options}, options)
+            checks.equal(f"{label}: device", {str(each.device) for each in found} - {f"{DEVICE}:0"}, set())
+            checks.close(label, [each.cpu() for each in found], expected)
+            delegate.clear()
     dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("which", EVERY)
-def test_an_operation_reaches_the_delegate_once_and_gives_the_host_s_numbers(
-    worlds: WorldPool, which: str
-) -> None:
-    worlds(RANKS).run(run_beside_the_host, which)
-
-
-def run_in_a_row() -> list[str]:
-    group, made = start()
-    for operation, _, _ in EVERY.values():
-        operation(group, DEVICE)
-        operation(group, "cpu")
-    names = [call["name"] for call in made[0].calls]
-    assert len(made) == 1
-    dist.destroy_process_group(group)
-    return names
-
-
-def test_operations_reach_the_delegate_in_their_order(worlds: WorldPool) -> None:
-    assert worlds(RANKS).run(run_in_a_row) == [[name for _, name, _ in EVERY.values()]] * RANKS
-
-
-def send_and_receive() -> None:
+@on_ranks(RANKS)
+def test_two_ranks_exchange_messages_without_the_third() -> None:
     group, made = start()
     rank = dist.get_rank()
     if rank == 0:
@@ -208,11 +185,8 @@ def send_and_receive() -> None:
     dist.destroy_process_group(group)
 
 
-def test_two_ranks_exchange_messages_without_the_third(worlds: WorldPool) -> None:
-    worlds(RANKS).run(send_and_receive)
-
-
-def call_backend_directly() -> None:
+@on_ranks(RANKS)
+def test_what_the_delegate_does_not_support_is_its_error() -> None:
     """Calls operations of the backend that torch.distributed never calls for a device."""
     group, made = start()
     backend, tensor = backend_of(group), own(DEVICE, 2)
@@ -227,11 +201,8 @@ def call_backend_directly() -> None:
     dist.destroy_process_group(group)
 
 
-def test_what_the_delegate_does_not_support_is_its_error(worlds: WorldPool) -> None:
-    worlds(RANKS).run(call_backend_directly)
-
-
-def call_by_name() -> None:
+@on_ranks(RANKS)
+def test_named_operations_reach_the_delegate() -> None:
     group, made = start()
     backend = backend_of(group)
     tensor, half_second = own(DEVICE, 2), timedelta(milliseconds=500)
@@ -245,20 +216,16 @@ def call_by_name() -> None:
     dist.destroy_process_group(group)
 
 
-def test_named_operations_reach_the_delegate(worlds: WorldPool) -> None:
-    worlds(RANKS).run(call_by_name)
-
-
 # --- Works ---
 
 
-def wait_while_held() -> None:
+@on_ranks(RANKS)
+def test_wait_orders_the_stream_and_does_not_block_the_host() -> None:
     group, made = start()
     tensor = own(DEVICE, 2)
     dist.all_reduce(tensor, group=group)
     (delegate,) = made
     tensor = own(DEVICE, 2)
-    device_double.clear_stream_log()
     with held(delegate.stream):
         work = dist.all_reduce(tensor, group=group, async_op=True)
         future = work.get_future()
@@ -266,44 +233,14 @@ def wait_while_held() -> None:
         assert not work.is_completed()
         work.wait()  # the host does not wait
         assert not work.is_completed()
-        log = device_double.stream_log()
     assert tensor.tolist() == [60.0, 63.0]
     assert work.is_completed() and work.is_success()
-    mine, theirs = current_stream().stream_id, delegate.stream.stream_id
-    (ready,) = [number for what, _, stream, number in log if (what, stream) == ("wait", theirs)]
-    assert (
-        "record",
-        0,
-        mine,
-        ready,
-    ) in log  # the delegate begins after the work that the program had given the device
-    ends = [number for what, _, stream, number in log if (what, stream) == ("record", theirs)]
-    waits = [number for what, _, stream, number in log if (what, stream) == ("wait", mine)]
-    assert len(waits) == 1 and waits[0] in ends
-    assert [tensor.tolist() for tensor in future.value()] == [[60.0, 63.0]]
+    assert future.then(lambda done: done.value()[0] * 2).wait().tolist() == [120.0, 126.0]
     dist.destroy_process_group(group)
 
 
-def test_wait_orders_the_stream_and_does_not_block_the_host(worlds: WorldPool) -> None:
-    worlds(RANKS).run(wait_while_held)
-
-
-def chain_a_callback() -> list[float]:
-    group, _ = start()
-    dist.all_reduce(own(DEVICE, 2), group=group)
-    tensor = own(DEVICE, 2)
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    doubled = work.get_future().then(lambda done: done.value()[0] * 2).wait()
-    dist.destroy_process_group(group)
-    values: list[float] = doubled.tolist()
-    return values
-
-
-def test_a_callback_of_the_future_sees_the_result(worlds: WorldPool) -> None:
-    assert worlds(RANKS).run(chain_a_callback) == [[120.0, 126.0]] * RANKS
-
-
-def fail() -> None:
+@on_ranks(RANKS)
+def test_an_error_of_the_delegate_reaches_the_caller() -> None:
     group, made = start()
     dist.all_reduce(own(DEVICE, 2), group=group)
     (delegate,) = made
@@ -325,11 +262,8 @@ def fail() -> None:
     dist.destroy_process_group(group)
 
 
-def test_an_error_of_the_delegate_reaches_the_caller(worlds: WorldPool) -> None:
-    worlds(RANKS).run(fail)
-
-
-def give_time_outs() -> None:
+@on_ranks(RANKS)
+def test_time_outs_are_the_delegate_s() -> None:
     group, made = start(timeout=timedelta(seconds=17))
     options = dist.AllreduceOptions()
     options.timeout = timedelta(seconds=3)
@@ -355,14 +289,11 @@ def give_time_outs() -> None:
     dist.destroy_process_group(group)
 
 
-def test_time_outs_are_the_delegate_s(worlds: WorldPool) -> None:
-    worlds(RANKS).run(give_time_outs)
-
-
 # --- when a delegate is made ---
 
 
-def do_without_device() -> None:
+@on_ranks(RANKS)
+def test_a_delegate_is_made_when_a_first_tensor_of_its_device_comes() -> None:
     group, made = start()
     dist.barrier(group)
     gathered: list[Any] = [None] * RANKS
@@ -380,7 +311,8 @@ def do_without_device() -> None:
     dist.destroy_process_group(group)
 
 
-def wait_on_named_devices() -> None:
+@on_ranks(RANKS)
+def test_a_barrier_of_devices_is_the_delegate_s() -> None:
     group, made = start()
     dist.barrier(group, device_ids=[1])
     (delegate,) = made
@@ -389,29 +321,11 @@ def wait_on_named_devices() -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_barrier_of_devices_is_the_delegate_s(worlds: WorldPool) -> None:
-    worlds(RANKS).run(wait_on_named_devices)
-
-
-def test_a_delegate_is_made_when_a_first_tensor_of_its_device_comes(worlds: WorldPool) -> None:
-    worlds(RANKS).run(do_without_device)
-
-
-def come_together() -> None:
-    made: Made = []
-    double = device_double.load()
-    group = dist.new_group(backend=BACKENDS)
-    from fog_pg._extension import load
-
-    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
-        time.sleep(0.3)  # does not hold the GIL, so other threads arrive
-        made.append(double.RecordingDelegate(connect, store, rank, size, options, device))
-        return made[-1]
-
-    load().set_delegate_factory(DEVICE, make)
+@on_ranks(RANKS)
+def test_threads_that_come_first_together_share_one_delegate() -> None:
+    group, made = start()
+    # without the GIL, so other threads arrive
+    device_double.serve_groups(made, making=lambda: time.sleep(0.3))
     backend, together = backend_of(group), threading.Barrier(4)
     found: list[Any] = []
 
@@ -438,30 +352,14 @@ def come_together() -> None:
     dist.destroy_process_group(group)
 
 
-def test_threads_that_come_first_together_share_one_delegate(worlds: WorldPool) -> None:
-    worlds(RANKS).run(come_together)
-
-
 def call_while_a_group_is_open() -> None:
     """An operation of another thread does not become part of an exchange's group of messages, as it would in NCCL."""
     from fog_pg import _C
-    from fog_pg._extension import load
 
-    made: Made = []
-    double = device_double.load()
-    connecting, pool = threading.Event(), ThreadPoolExecutor()
-    rank = dist.get_rank()
-
-    def connect(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        connecting.set()  # called while the group of messages is open
-        return dist.ProcessGroupGloo(store, rank, size, timeout)
-
-    def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
-        made.append(double.RecordingDelegate(connect, store, rank, size, options, device))
-        return made[-1]
-
-    load().set_delegate_factory(DEVICE, make)
-    group = dist.new_group(backend=BACKENDS)
+    group, made = start()
+    connecting, pool, rank = threading.Event(), ThreadPoolExecutor(), dist.get_rank()
+    # called while the group of messages is open
+    device_double.serve_groups(made, connecting=connecting.set)
     backend = backend_of(group)
     plan = _C.NeighborPlan(rank, 2, 0.5, [(1 - rank, 0.5)], [(1 - rank, 1.0)])
     mixed, summed = own(DEVICE, 2), own(DEVICE, 1)
@@ -504,7 +402,8 @@ def test_operations_of_other_threads_stay_out_of_a_group_of_messages(new_world: 
 # --- bad arguments ---
 
 
-def mix_devices() -> None:
+@on_ranks(RANKS)
+def test_devices_of_two_types_in_an_operation_are_an_error_before_anything_is_sent() -> None:
     group, made = start()
     dist.all_reduce(own(DEVICE, 1), group=group)
     (delegate,) = made
@@ -538,11 +437,8 @@ def mix_devices() -> None:
     dist.destroy_process_group(group)
 
 
-def test_devices_of_two_types_in_an_operation_are_an_error_before_anything_is_sent(worlds: WorldPool) -> None:
-    worlds(RANKS).run(mix_devices)
-
-
-def mix_devices_in_a_batch() -> None:
+@on_ranks(RANKS)
+def test_coalesced_operations_are_on_one_type_of_device() -> None:
     group, made = start()
     dist.all_reduce(own(DEVICE, 1), group=group)
     made[0].clear()
@@ -558,11 +454,9 @@ def mix_devices_in_a_batch() -> None:
     dist.destroy_process_group(group)
 
 
-def test_coalesced_operations_are_on_one_type_of_device(worlds: WorldPool) -> None:
-    worlds(RANKS).run(mix_devices_in_a_batch)
-
-
-def have_no_delegate() -> None:
+@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
+@on_ranks(RANKS)
+def test_a_device_that_nobody_serves_is_an_error() -> None:
     from fog_pg import _nccl
     from fog_pg._extension import load
 
@@ -579,15 +473,11 @@ def have_no_delegate() -> None:
     dist.destroy_process_group(group)
 
 
-@pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
-def test_a_device_that_nobody_serves_is_an_error(worlds: WorldPool) -> None:
-    worlds(RANKS).run(have_no_delegate)
-
-
 # --- the rest of a backend ---
 
 
-def pass_through() -> None:
+@on_ranks(RANKS)
+def test_allocator_timing_and_shutdown_are_the_delegate_s() -> None:
     group, made = start()
     backend = backend_of(group)
     group._enable_collectives_timing()
@@ -609,10 +499,6 @@ def pass_through() -> None:
     dist.destroy_process_group(group)
     assert delegate.calls[-1]["name"] == "shutdown"
     assert [call["name"] for call in delegate.calls].count("shutdown") == 1
-
-
-def test_allocator_timing_and_shutdown_are_the_delegate_s(worlds: WorldPool) -> None:
-    worlds(RANKS).run(pass_through)
 
 
 def end_groups() -> None:
@@ -712,7 +598,8 @@ def test_groups_with_a_bound_device_connect_and_split_it(new_world: Callable[...
     new_world(RANKS, initialize=False).run(bind_a_device)
 
 
-def split_unbound() -> None:
+@on_ranks(RANKS)
+def test_a_delegate_that_was_not_connected_by_all_ranks_is_not_split() -> None:
     group, made = start()
     dist.all_reduce(own(DEVICE, 1), group=group)
     made[0].clear()
@@ -729,42 +616,12 @@ def split_unbound() -> None:
     dist.destroy_process_group(group)
 
 
-def test_a_delegate_that_was_not_connected_by_all_ranks_is_not_split(worlds: WorldPool) -> None:
-    worlds(RANKS).run(split_unbound)
-
-
 # --- programs ---
 
 
-def train_with_ddp() -> None:
-    group, made = start()
-    rank, losses = dist.get_rank(), {}
-    for device in ("cpu", DEVICE):
-        torch.manual_seed(3)
-        net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).to(device)
-        if rank > 0:
-            torch.nn.init.zeros_(net[0].weight)  # the values of rank 0 are sent to all ranks
-        model = torch.nn.parallel.DistributedDataParallel(net, process_group=group)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch.manual_seed(10 + rank)
-        inputs, targets = torch.randn(6, 4).to(device), torch.randn(6, 1).to(device)
-        for _ in range(4):
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-        losses[device] = [parameter.detach().cpu() for parameter in net.parameters()]
-    for on_host, on_device in zip(losses["cpu"], losses[DEVICE], strict=True):
-        torch.testing.assert_close(on_device, on_host)
-    names = [call["name"] for call in made[0].calls]
-    assert names.count("allreduce") >= 4
-    dist.destroy_process_group(group)
-
-
-def test_ddp_trains_parameters_of_the_device(worlds: WorldPool) -> None:
-    worlds(RANKS).run(train_with_ddp)
-
-
-def load_no_cuda() -> list[str]:
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch itself loads CUDA")
+@on_ranks(2)
+def test_a_run_without_a_device_loads_no_library_of_cuda() -> None:
     import fog_pg._extension
 
     fog_pg._extension.load()
@@ -772,9 +629,4 @@ def load_no_cuda() -> list[str]:
     dist.barrier()
     dist.all_gather_object([None] * dist.get_world_size(), "x")
     maps = Path("/proc/self/maps").read_text()
-    return [name for name in ("libcuda", "libnccl", "libnvrtc", "libcudart") if name in maps]
-
-
-@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch itself loads CUDA")
-def test_a_run_without_a_device_loads_no_library_of_cuda(worlds: WorldPool) -> None:
-    assert worlds(2).run(load_no_cuda) == [[], []]
+    assert [name for name in ("libcuda", "libnccl", "libnvrtc", "libcudart") if name in maps] == []

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +197,18 @@ def held(*streams: torch.Stream) -> Iterator[None]:
             extension.release(stream.device_index, stream.stream_id)
 
 
-def serve_groups(made: list[Any] | None = None) -> None:
+def serve_groups(
+    made: list[Any] | None = None,
+    *,
+    making: Callable[[], object] = int,
+    connecting: Callable[[], object] = int,
+) -> None:
     """Lets every group of fog serve tensors of the fake device through its own ``RecordingDelegate``.
 
     Args:
         made: List to which every new delegate is appended.
+        making: Called when a delegate is made.
+        connecting: Called when a delegate connects.
     """
     import torch.distributed as dist
 
@@ -210,9 +217,11 @@ def serve_groups(made: list[Any] | None = None) -> None:
     extension = load()
 
     def connect(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        connecting()
         return dist.ProcessGroupGloo(store, rank, size, timeout)
 
     def make(store: Any, rank: int, size: int, options: Any, device: torch.device, eager: bool) -> Any:
+        making()
         delegate = extension.RecordingDelegate(connect, store, rank, size, options, device)
         if made is not None:
             made.append(delegate)
@@ -262,8 +271,6 @@ def _device_module(extension: Any) -> types.ModuleType:
         return int(extension.current_device()) if index is None else index
 
     attributes: dict[str, Any] = {
-        "Event": torch.Event,
-        "Stream": torch.Stream,
         "_is_in_bad_fork": lambda: False,
         "_lazy_init": lambda: None,
         "current_device": extension.current_device,
@@ -271,15 +278,11 @@ def _device_module(extension: Any) -> types.ModuleType:
         "device": device_of,
         "device_count": extension.device_count,
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
-        # Random numbers come from the host.
-        "get_rng_state": lambda device=None: torch.get_rng_state(),
-        "init": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
         "manual_seed": lambda seed: None,
         "manual_seed_all": lambda seed: None,
         "set_device": lambda device: extension.set_device(_index(device)),
-        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
         "set_stream": torch.accelerator.set_stream,
         "stream": lambda stream: stream,  # a torch.Stream is its own context manager
         "synchronize": lambda device=None: extension.synchronize(_index(device)),

@@ -26,6 +26,8 @@ namespace {
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
+using Lists = std::vector<Tensors>;
+using Works = std::vector<WorkPtr>;
 using Milliseconds = std::chrono::milliseconds;
 
 // --- recorded calls ---
@@ -37,11 +39,12 @@ struct TensorInfo {
 };
 
 using Value = std::variant<int64_t, bool, std::string, std::vector<int64_t>>;
+using Values = std::map<std::string, Value>;
 
 struct Call {
   std::string name;
   std::vector<TensorInfo> tensors;
-  std::map<std::string, Value> options;
+  Values options;
   std::vector<Call> parts; // of a coalesced group
 };
 
@@ -127,7 +130,6 @@ class DelegateWork : public c10d::Work {
     stash_.clear();
   }
   bool wait(Milliseconds timeout) override {
-    ++waits_;
     if (timeout > kNoTimeout) {
       TORCH_CHECK_WITH(DistBackendError, marker_->wait(timeout), "the double timed out after ", timeout.count(), " ms");
     }
@@ -143,9 +145,6 @@ class DelegateWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     return future_;
   }
-  int waits() const {
-    return waits_;
-  }
 
  private:
   const Tensors outputs_;
@@ -155,7 +154,6 @@ class DelegateWork : public c10d::Work {
   const bool blocks_;
   c10::Event end_;
   MarkerPtr marker_;
-  std::atomic<int> waits_{0};
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
@@ -163,7 +161,7 @@ class DelegateWork : public c10d::Work {
 
 // Work of a stream: it starts operations of Gloo, waits for them, and finishes.
 struct Task {
-  std::function<std::vector<WorkPtr>(const BackendPtr&)> start;
+  std::function<Works(const BackendPtr&)> start;
   std::function<void()> finish = [] {};
 };
 
@@ -190,42 +188,21 @@ Tensors concat(const Tensors& first, const Tensors& second) {
   return all;
 }
 
-Tensors flat(const std::vector<Tensors>& lists) {
+Lists on_host(const Lists& lists) {
+  Lists all;
+  for (const auto& list : lists) {
+    all.push_back(on_host(list));
+  }
+  return all;
+}
+
+Tensors flat(const Lists& lists) {
   Tensors all;
   for (const auto& list : lists) {
     all.insert(all.end(), list.begin(), list.end());
   }
   return all;
 }
-
-// Gloo has neither means nor factors: a factor is applied before a SUM, and the rest afterwards.
-struct Reduction {
-  c10d::ReduceOp op;
-  double before = 1.0;
-  double after = 1.0;
-
-  Reduction(const c10d::ReduceOp& given, int size) : op(given) {
-    if (given.op_ == c10d::ReduceOp::AVG) {
-      op = c10d::ReduceOp::SUM;
-      after = 1.0 / size;
-    } else if (given.op_ == c10d::ReduceOp::PREMUL_SUM) {
-      // The class has another name in torch 2.11.
-      const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(given.supplement_.get());
-      before = factor->tensor_factor.defined() ? device_double::on_host(factor->tensor_factor).item<double>() : factor->double_factor;
-      op = c10d::ReduceOp::SUM;
-    }
-  }
-  void prepare(const at::Tensor& tensor) const {
-    if (before != 1.0) {
-      tensor.mul_(before);
-    }
-  }
-  void finish(const at::Tensor& tensor) const {
-    if (after != 1.0) {
-      tensor.mul_(after);
-    }
-  }
-};
 
 class RecordingDelegate : public c10d::Backend {
  public:
@@ -266,134 +243,68 @@ class RecordingDelegate : public c10d::Backend {
 #endif
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    auto call = describe("broadcast", tensors, options);
-    call.options["root"] = options.rootRank;
-    return run(
-        {c10d::OpType::BROADCAST,
-         std::move(call),
-         tensors,
-         tensors,
-         options.asyncOp,
-         {[host = on_host(tensors), options = async(options)](const BackendPtr& gloo) mutable {
-           return std::vector<WorkPtr>{gloo->broadcast(host, options)};
-         }}});
+    return move(
+        "broadcast", c10d::OpType::BROADCAST, {tensors}, {tensors}, options, {{"root", options.rootRank}},
+        [](c10d::Backend& gloo, Lists& in, Lists&, const auto& given) { return Works{gloo.broadcast(in[0], given)}; });
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return allreduce_each("allreduce", c10d::OpType::ALLREDUCE, tensors, options);
+    return reduce_each("allreduce", c10d::OpType::ALLREDUCE, lists_of_one(tensors), tensors, options, {});
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    return allreduce_each("allreduce_coalesced", c10d::OpType::COALESCED, tensors, options);
-  }
-  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    record({"allreduce_sparse", {}, {}, {}});
-    return c10d::Backend::allreduce_sparse(tensors, options);
+    return reduce_each("allreduce_coalesced", c10d::OpType::COALESCED, lists_of_one(tensors), tensors, options, {});
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    auto call = describe("reduce", tensors, options);
-    call.options["root"] = options.rootRank;
-    call.options["op"] = name_of(options.reduceOp);
-    const Reduction reduction(options.reduceOp, size_);
-    const auto host = device_double::on_host(tensors.at(0));
-    auto sum = std::make_shared<Tensors>();
-    auto given = async(options);
-    given.reduceOp = reduction.op;
-    return run(
-        {c10d::OpType::REDUCE,
-         std::move(call),
-         tensors,
-         tensors,
-         options.asyncOp,
-         {[=](const BackendPtr& gloo) {
-            *sum = {host.clone()};
-            reduction.prepare(sum->at(0));
-            return std::vector<WorkPtr>{gloo->reduce(*sum, given)};
-          },
-          [=, is_root = rank_ == options.rootRank] {
-            if (is_root) {
-              reduction.finish(sum->at(0));
-              host.copy_(sum->at(0));
-            }
-          }}});
+    const bool is_root = rank_ == options.rootRank;
+    return reduce_each(
+        "reduce", c10d::OpType::REDUCE, lists_of_one(tensors), is_root ? tensors : Tensors(), options, {{"root", options.rootRank}});
   }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    auto call = describe("allgather", concat(inputs, flat(outputs)), options);
-    std::vector<Tensors> host_outputs = {on_host(outputs.at(0))};
-    return run(
-        {c10d::OpType::ALLGATHER,
-         std::move(call),
-         inputs,
-         flat(outputs),
-         options.asyncOp,
-         {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
-           return std::vector<WorkPtr>{gloo->allgather(host_outputs, host, options)};
-         }}});
+  WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return move(
+        "allgather", c10d::OpType::ALLGATHER, {inputs}, outputs, options, {},
+        [](c10d::Backend& gloo, Lists& in, Lists& out, const auto& given) { return Works{gloo.allgather(out, in[0], given)}; });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    return allgather_each("_allgather_base", c10d::OpType::_ALLGATHER_BASE, {output}, {input}, options);
+    return gather_each("_allgather_base", c10d::OpType::_ALLGATHER_BASE, {output}, {input}, options);
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return allgather_each("allgather_into_tensor_coalesced", c10d::OpType::COALESCED, outputs, inputs, options);
+    return gather_each("allgather_into_tensor_coalesced", c10d::OpType::COALESCED, outputs, inputs, options);
   }
-  WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+  WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     record(describe("allgather_coalesced", inputs, options)); // NCCL has none
     return c10d::Backend::allgather_coalesced(outputs, inputs, options);
   }
-  WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    auto call = describe("gather", concat(inputs, flat(outputs)), options);
-    call.options["root"] = options.rootRank;
-    std::vector<Tensors> host_outputs;
-    for (const auto& list : outputs) {
-      host_outputs.push_back(on_host(list));
-    }
-    return run(
-        {c10d::OpType::GATHER,
-         std::move(call),
-         inputs,
-         flat(outputs),
-         options.asyncOp,
-         {[host_outputs, host = on_host(inputs), options = async(options)](const BackendPtr& gloo) mutable {
-           return std::vector<WorkPtr>{gloo->gather(host_outputs, host, options)};
-         }}});
+  WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
+    return move(
+        "gather", c10d::OpType::GATHER, {inputs}, outputs, options, {{"root", options.rootRank}},
+        [](c10d::Backend& gloo, Lists& in, Lists& out, const auto& given) { return Works{gloo.gather(out, in[0], given)}; });
   }
 #ifdef C10D_BACKEND_HAS_WINDOW
   WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& options) override {
     Tensors inputs = {input};
-    std::vector<Tensors> outputs;
+    Lists outputs;
     if (rank_ == options.rootRank) {
       outputs = {output.chunk(size_)};
     }
     return gather(outputs, inputs, options);
   }
 #endif
-  WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options) override {
-    auto call = describe("scatter", concat(flat(inputs), outputs), options);
-    call.options["root"] = options.rootRank;
-    std::vector<Tensors> host_inputs;
-    for (const auto& list : inputs) {
-      host_inputs.push_back(on_host(list));
-    }
-    return run(
-        {c10d::OpType::SCATTER,
-         std::move(call),
-         flat(inputs),
-         outputs,
-         options.asyncOp,
-         {[host_inputs, host = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
-           return std::vector<WorkPtr>{gloo->scatter(host, host_inputs, options)};
-         }}});
+  WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& options) override {
+    return move(
+        "scatter", c10d::OpType::SCATTER, inputs, {outputs}, options, {{"root", options.rootRank}},
+        [](c10d::Backend& gloo, Lists& in, Lists& out, const auto& given) { return Works{gloo.scatter(out[0], in, given)}; });
   }
-  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
-    return reduce_scatter_each("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs, {inputs.at(0)}, options);
+  WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& options) override {
+    return reduce_each("reduce_scatter", c10d::OpType::REDUCE_SCATTER, inputs, outputs, options, {});
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    return reduce_scatter_each("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {output}, {chunks(input)}, options);
+    return reduce_each("_reduce_scatter_base", c10d::OpType::_REDUCE_SCATTER_BASE, {input.chunk(size_)}, {output}, options, {});
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    std::vector<Tensors> lists;
+    Lists lists;
     for (const auto& input : inputs) {
-      lists.push_back(chunks(input));
+      lists.push_back(input.chunk(size_));
     }
-    return reduce_scatter_each("reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, outputs, lists, options);
+    return reduce_each("reduce_scatter_tensor_coalesced", c10d::OpType::COALESCED, lists, outputs, options, {});
   }
   WorkPtr alltoall_base(
       at::Tensor& output,
@@ -401,53 +312,25 @@ class RecordingDelegate : public c10d::Backend {
       std::vector<int64_t>& output_splits,
       std::vector<int64_t>& input_splits,
       const c10d::AllToAllOptions& options) override {
-    auto call = describe("alltoall_base", {input, output}, options);
-    call.options["output_splits"] = output_splits;
-    call.options["input_splits"] = input_splits;
-    return run(
-        {c10d::OpType::ALLTOALL_BASE,
-         std::move(call),
-         {input},
-         {output},
-         options.asyncOp,
-         {[in = device_double::on_host(input), out = device_double::on_host(output), output_splits, input_splits,
-           options = async(options)](const BackendPtr& gloo) mutable {
-           return std::vector<WorkPtr>{gloo->alltoall_base(out, in, output_splits, input_splits, options)};
-         }}});
+    return move(
+        "alltoall_base", c10d::OpType::ALLTOALL_BASE, {{input}}, {{output}}, options,
+        {{"output_splits", output_splits}, {"input_splits", input_splits}},
+        [output_splits, input_splits](c10d::Backend& gloo, Lists& in, Lists& out, const auto& given) mutable {
+          return Works{gloo.alltoall_base(out[0][0], in[0][0], output_splits, input_splits, given)};
+        });
   }
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    auto call = describe("alltoall", concat(inputs, outputs), options);
-    auto received = std::make_shared<at::Tensor>();
-    const auto bytes = [](const at::Tensor& tensor) { return tensor.view({-1}).view(at::kByte); };
-    return run(
-        {c10d::OpType::ALLTOALL,
-         std::move(call),
-         inputs,
-         outputs,
-         options.asyncOp,
-         {[=, in = on_host(inputs), out = on_host(outputs), options = async(options)](const BackendPtr& gloo) {
-            std::vector<int64_t> output_splits;
-            std::vector<int64_t> input_splits;
-            Tensors parts;
-            int64_t total = 0;
-            for (size_t i = 0; i < in.size(); ++i) {
-              parts.push_back(bytes(in[i]));
-              input_splits.push_back(parts.back().numel());
-              output_splits.push_back(bytes(out[i]).numel());
-              total += output_splits.back();
-            }
-            auto sent = at::cat(parts);
-            *received = at::empty({total}, sent.options());
-            return std::vector<WorkPtr>{gloo->alltoall_base(*received, sent, output_splits, input_splits, options)};
-          },
-          [=, out = on_host(outputs)] {
-            int64_t begin = 0;
-            for (const auto& each : out) {
-              const auto part = bytes(each);
-              part.copy_(received->narrow(0, begin, part.numel()));
-              begin += part.numel();
-            }
-          }}});
+    return move(
+        "alltoall", c10d::OpType::ALLTOALL, {inputs}, {outputs}, options, {},
+        [rank = rank_](c10d::Backend& gloo, Lists& in, Lists& out, const auto&) { // Gloo has none
+          Works works;
+          for (c10d::ScatterOptions given; given.rootRank < static_cast<int>(out[0].size()); ++given.rootRank) {
+            Tensors part = {out[0][given.rootRank]};
+            Lists parts = given.rootRank == rank ? in : Lists();
+            works.push_back(gloo.scatter(part, parts, given));
+          }
+          return works;
+        });
   }
   WorkPtr send(Tensors& tensors, int peer, int tag) override {
     return message("send", c10d::OpType::SEND, tensors, peer, tag);
@@ -464,7 +347,7 @@ class RecordingDelegate : public c10d::Backend {
     call.options["device_ids"] = options.device_ids;
     call.options["device"] = options.device ? options.device->str() : std::string();
     return run({c10d::OpType::BARRIER, std::move(call), {}, {}, options.asyncOp, {[](const BackendPtr& gloo) {
-                  return std::vector<WorkPtr>{gloo->barrier()};
+                  return Works{gloo->barrier()};
                 }}});
   }
 
@@ -500,7 +383,7 @@ class RecordingDelegate : public c10d::Backend {
       tasks.push_back(std::move(part.task));
     }
     whole.task.start = [tasks](const BackendPtr& gloo) {
-      std::vector<WorkPtr> works;
+      Works works;
       for (const auto& task : tasks) {
         for (auto& work : task.start(gloo)) {
           works.push_back(std::move(work));
@@ -541,9 +424,6 @@ class RecordingDelegate : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override {
     record({"eager_connect", {}, {{"device", device.str()}}, {}});
     communicator("", rank_, size_);
-  }
-  c10d::ErrorType getError() override {
-    return error;
   }
   std::shared_ptr<c10::Allocator> getMemAllocator() override {
     record({"mem_allocator", {}, {}, {}});
@@ -600,14 +480,9 @@ class RecordingDelegate : public c10d::Backend {
   c10::Stream stream() const {
     return stream_;
   }
-  at::Device device() const {
-    return device_;
-  }
   c10::intrusive_ptr<Options> options() const {
     return options_;
   }
-
-  c10d::ErrorType error = c10d::ErrorType::SUCCESS;
 
  private:
   struct Communicator {
@@ -657,100 +532,79 @@ class RecordingDelegate : public c10d::Backend {
     const std::lock_guard<std::mutex> lock(mutex_);
     calls_.push_back(std::move(call));
   }
-  Tensors chunks(const at::Tensor& input) const {
-    Tensors parts;
-    const auto numel = input.numel() / size_;
-    for (int64_t i = 0; i < size_; ++i) {
-      parts.push_back(input.view({-1}).narrow(0, i * numel, numel));
+  static Lists lists_of_one(const Tensors& tensors) {
+    Lists lists;
+    for (const auto& tensor : tensors) {
+      lists.push_back({tensor});
     }
-    return parts;
+    return lists;
   }
 
-  WorkPtr allreduce_each(const char* name, c10d::OpType type, const Tensors& tensors, const c10d::AllreduceOptions& options) {
-    auto call = describe(name, tensors, options);
-    call.options["op"] = name_of(options.reduceOp);
-    const Reduction reduction(options.reduceOp, size_);
-    auto given = async(options);
-    given.reduceOp = reduction.op;
-    const auto host = on_host(tensors);
+  // Runs an operation of Gloo, which `start` calls with views of the tensors on the host.
+  template <typename C10dOptions, typename Start>
+  WorkPtr move(
+      const char* name,
+      c10d::OpType type,
+      const Lists& inputs,
+      const Lists& outputs,
+      const C10dOptions& options,
+      Values more,
+      Start start) {
+    auto call = describe(name, concat(flat(inputs), flat(outputs)), options);
+    call.options.merge(more);
     return run(
         {type,
          std::move(call),
-         tensors,
-         tensors,
+         flat(inputs),
+         flat(outputs),
          options.asyncOp,
-         {[=](const BackendPtr& gloo) {
-            std::vector<WorkPtr> works;
-            for (const auto& tensor : host) {
-              reduction.prepare(tensor);
-              Tensors one = {tensor};
-              works.push_back(gloo->allreduce(one, given));
-            }
-            return works;
-          },
-          [=] {
-            for (const auto& tensor : host) {
-              reduction.finish(tensor);
-            }
-          }}});
-  }
-  WorkPtr allgather_each(
-      const char* name, c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
-    return run(
-        {type,
-         describe(name, concat(inputs, outputs), options),
-         inputs,
-         outputs,
-         options.asyncOp,
-         {[host_inputs = on_host(inputs), host_outputs = on_host(outputs), options = async(options)](const BackendPtr& gloo) mutable {
-           std::vector<WorkPtr> works;
-           for (size_t i = 0; i < host_inputs.size(); ++i) {
-             works.push_back(gloo->_allgather_base(host_outputs[i], host_inputs[i], options));
-           }
-           return works;
+         {[in = on_host(inputs), out = on_host(outputs), given = async(options), start](const BackendPtr& gloo) mutable {
+           return start(*gloo, in, out, given);
          }}});
   }
-  WorkPtr reduce_scatter_each(
-      const char* name,
-      c10d::OpType type,
-      const Tensors& outputs,
-      const std::vector<Tensors>& inputs,
-      const c10d::ReduceScatterOptions& options) {
+  WorkPtr gather_each(
+      const char* name, c10d::OpType type, const Tensors& outputs, const Tensors& inputs, const c10d::AllgatherOptions& options) {
+    return move(name, type, {inputs}, {outputs}, options, {}, [](c10d::Backend& gloo, Lists& in, Lists& out, const auto& given) {
+      Works works;
+      for (size_t i = 0; i < in[0].size(); ++i) {
+        works.push_back(gloo._allgather_base(out[0][i], in[0][i], given));
+      }
+      return works;
+    });
+  }
+  // Every reduction sums copies on all ranks. An output gets its list's only sum, or the one of this rank's number.
+  template <typename C10dOptions>
+  WorkPtr reduce_each(
+      const char* name, c10d::OpType type, const Lists& inputs, const Tensors& outputs, const C10dOptions& options, Values more) {
     auto call = describe(name, concat(flat(inputs), outputs), options);
+    call.options.merge(more);
     call.options["op"] = name_of(options.reduceOp);
-    const Reduction reduction(options.reduceOp, size_);
-    std::vector<Tensors> host;
-    for (const auto& list : inputs) {
-      host.push_back(on_host(list));
-    }
+    const bool is_mean = options.reduceOp == c10d::ReduceOp::AVG; // which Gloo has not
     c10d::AllreduceOptions given;
-    given.reduceOp = reduction.op;
+    given.reduceOp = is_mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : options.reduceOp;
     given.timeout = options.timeout;
-    auto sums = std::make_shared<std::vector<Tensors>>();
+    auto sums = std::make_shared<Lists>();
     return run(
         {type,
          std::move(call),
          flat(inputs),
          outputs,
          options.asyncOp,
-         {[=](const BackendPtr& gloo) {
-            std::vector<WorkPtr> works;
-            for (const auto& list : host) {
-              sums->emplace_back();
+         {[=, in = on_host(inputs)](const BackendPtr& gloo) {
+            Works works;
+            for (const auto& list : in) {
+              auto& copies = sums->emplace_back();
               for (const auto& input : list) {
-                sums->back().push_back(input.clone());
-                reduction.prepare(sums->back().back());
-                Tensors one = {sums->back().back()};
+                Tensors one = {copies.emplace_back(input.clone())};
                 works.push_back(gloo->allreduce(one, given));
               }
             }
             return works;
           },
-          [=, host_outputs = on_host(outputs), rank = rank_] {
-            for (size_t i = 0; i < host_outputs.size(); ++i) {
-              const auto& sum = (*sums)[i][rank];
-              reduction.finish(sum);
-              host_outputs[i].view({-1}).copy_(sum.view({-1}));
+          [=, out = on_host(outputs), rank = rank_, size = size_] {
+            for (size_t i = 0; i < out.size(); ++i) {
+              const auto& sum = (*sums)[i].size() == 1 ? (*sums)[i][0] : (*sums)[i][rank];
+              out[i].view({-1}).copy_(is_mean ? sum.view({-1}) / size : sum.view({-1}));
             }
           }}});
   }
@@ -766,7 +620,7 @@ class RecordingDelegate : public c10d::Backend {
         if (is_send) {
           own->push_back(host);
         }
-        return std::vector<WorkPtr>();
+        return Works();
       }};
       if (!is_send) {
         task.finish = [own = to_itself_, host = device_double::on_host(tensors.at(0))] {
@@ -784,7 +638,7 @@ class RecordingDelegate : public c10d::Backend {
         is_send ? Tensors() : tensors,
         true,
         {[=, host = on_host(tensors)](const BackendPtr& gloo) mutable {
-          return std::vector<WorkPtr>{is_send ? gloo->send(host, there, 0) : gloo->recv(host, there, 0)};
+          return Works{is_send ? gloo->send(host, there, 0) : gloo->recv(host, there, 0)};
         }}};
     if (!alone) {
       return run(std::move(operation));
@@ -865,8 +719,7 @@ class RecordingDelegate : public c10d::Backend {
 
 void bind_delegate(py::module_& module) {
   py::module_::import("torch._C._distributed_c10d"); // registers the base classes
-  py::class_<DelegateWork, c10d::Work, c10::intrusive_ptr<DelegateWork>>(module, "DelegateWork")
-      .def_property_readonly("waits", &DelegateWork::waits);
+  py::class_<DelegateWork, c10d::Work, c10::intrusive_ptr<DelegateWork>>(module, "DelegateWork");
   py::class_<RecordingDelegate, c10d::Backend, c10::intrusive_ptr<RecordingDelegate>>(module, "RecordingDelegate")
       .def(
           py::init([](py::function make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -885,12 +738,10 @@ void bind_delegate(py::module_& module) {
       .def("fail_next", &RecordingDelegate::fail_next, py::arg("message"), py::arg("at_once") = false)
       .def_property_readonly("connected", &RecordingDelegate::connected)
       .def_property_readonly("stream", &RecordingDelegate::stream)
-      .def_property_readonly("device", &RecordingDelegate::device)
       .def_property_readonly("options", &RecordingDelegate::options)
       .def_property_readonly("group_uid", &RecordingDelegate::getGroupUid)
       .def_property_readonly("group_desc", &RecordingDelegate::getGroupDesc)
-      .def_property_readonly("bound_device", &RecordingDelegate::getBoundDeviceId)
-      .def_readwrite("error", &RecordingDelegate::error);
+      .def_property_readonly("bound_device", &RecordingDelegate::getBoundDeviceId);
 }
 
 } // namespace device_double

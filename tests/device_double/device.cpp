@@ -11,7 +11,6 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -161,11 +160,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_streams[stream.device_index()] = stream.id();
     return before;
   }
-  void* getStreamNativeHandle(const c10::Stream stream) const
-#ifndef DEVICE_DOUBLE_NO_NATIVE_HANDLE
-      override
-#endif
-  {
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
     return &queue_of(stream);
   }
   bool queryStream(const c10::Stream& stream) const override {
@@ -226,10 +221,6 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       TORCH_CHECK(static_cast<Event*>(event)->marker->wait(), "the host waited for an event of a stream that is held");
     }
   }
-  double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const override {
-    const auto time = static_cast<Event*>(second)->marker->reached_at() - static_cast<Event*>(first)->marker->reached_at();
-    return std::chrono::duration<double, std::milli>(time).count();
-  }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
     if (event != nullptr) {
       delete static_cast<Event*>(event);
@@ -267,7 +258,6 @@ class Allocator final : public c10::Allocator {
     std::memset(data, kNew, bytes);
     const std::lock_guard<std::mutex> lock(mutex_);
     blocks_[data] = {bytes, device.index(), {&queue(device.index(), current_streams[device.index()])}};
-    live_ += bytes;
     return {data, data, &Allocator::free, device};
   }
   c10::DeleterFnPtr raw_deleter() const override {
@@ -298,10 +288,6 @@ class Allocator final : public c10::Allocator {
     const auto& [begin, block] = *--next;
     return static_cast<const char*>(data) < static_cast<const char*>(begin) + block.bytes ? block.device : c10::DeviceIndex{-1};
   }
-  size_t live() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return live_;
-  }
   // The number of blocks that were written to after they had been freed.
   size_t written_after_free() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -330,7 +316,6 @@ class Allocator final : public c10::Allocator {
       const auto found = blocks_.find(data);
       block = std::move(found->second);
       blocks_.erase(found);
-      live_ -= block.bytes;
     }
     // The last of the streams overwrites it.
     auto left = std::make_shared<std::atomic<size_t>>(block.users.size());
@@ -369,7 +354,6 @@ class Allocator final : public c10::Allocator {
   std::map<void*, Block> blocks_;
   std::deque<std::pair<void*, size_t>> freed_;
   size_t freed_bytes_ = 0;
-  size_t live_ = 0;
   size_t violations_ = 0;
 };
 
@@ -594,44 +578,6 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
 
-// torch has no fallback for convolutions on such a device.
-at::Tensor convolution(
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    const std::optional<at::Tensor>& bias,
-    at::IntArrayRef stride,
-    at::IntArrayRef padding,
-    at::IntArrayRef dilation,
-    bool transposed,
-    at::IntArrayRef output_padding,
-    int64_t groups) {
-  std::optional<at::Tensor> host_bias;
-  if (bias && bias->defined()) {
-    host_bias = bias->cpu();
-  }
-  return at::convolution(input.cpu(), weight.cpu(), host_bias, stride, padding, dilation, transposed, output_padding, groups)
-      .to(input.device());
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
-    const at::Tensor& gradient,
-    const at::Tensor& input,
-    const at::Tensor& weight,
-    at::IntArrayRef stride,
-    at::IntArrayRef padding,
-    at::IntArrayRef dilation,
-    bool transposed,
-    at::IntArrayRef output_padding,
-    int64_t groups,
-    std::array<bool, 3> mask) {
-  const std::vector<int64_t> bias_sizes = {gradient.size(1)};
-  auto [of_input, of_weight, of_bias] = at::convolution_backward(
-      gradient.cpu(), input.cpu(), weight.cpu(), at::OptionalIntArrayRef(bias_sizes), stride, padding, dilation, transposed,
-      output_padding, groups, mask);
-  const auto back = [&](const at::Tensor& tensor) { return tensor.defined() ? tensor.to(input.device()) : tensor; };
-  return {back(of_input), back(of_weight), back(of_bias)};
-}
-
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
@@ -651,8 +597,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("record_stream", &record_stream);
-  m.impl("convolution_overrideable", &convolution);
-  m.impl("convolution_backward_overrideable", &convolution_backward);
 }
 
 // copy_from() handles these bits itself; torch would resolve them by a copy.
@@ -671,18 +615,6 @@ void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fall_back>());
-}
-
-TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFallthrough());
-}
-
-TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
-  KERNEL_PRIVATEUSEONE(linear, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(matmul, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(conv2d, lower_precision_fp)
-  KERNEL_PRIVATEUSEONE(cross_entropy_loss, fp32)
-  KERNEL_PRIVATEUSEONE(mse_loss, fp32)
 }
 
 } // namespace
@@ -723,7 +655,6 @@ void bind_device(py::module_& module) {
       release_gil);
   module.def("hold", [](int device, int64_t stream) { queue(static_cast<c10::DeviceIndex>(device), stream).hold(); });
   module.def("release", [](int device, int64_t stream) { queue(static_cast<c10::DeviceIndex>(device), stream).release(); });
-  module.def("is_idle", [](int device, int64_t stream) { return queue(static_cast<c10::DeviceIndex>(device), stream).is_idle(); });
   module.def("set_capturing", [](int device, int64_t stream, bool capturing) {
     const std::lock_guard<std::mutex> lock(streams().mutex);
     if (capturing) {
@@ -756,7 +687,6 @@ void bind_device(py::module_& module) {
     const c10::Device device(kDevice, 0);
     return at::from_blob(data, {numel}, [](void* memory) { std::free(memory); }, at::TensorOptions(device), device);
   });
-  module.def("live_bytes", [] { return Allocator::instance().live(); });
   module.def("written_after_free", [] { return Allocator::instance().written_after_free(); });
 }
 

@@ -28,13 +28,7 @@ class Marker {
   void reach() {
     const std::lock_guard<std::mutex> lock(mutex_);
     reached_ = true;
-    reached_at_ = std::chrono::steady_clock::now();
     changed_.notify_all();
-  }
-  // Returns a marker that has been reached.
-  std::chrono::steady_clock::time_point reached_at() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return reached_at_;
   }
   bool is_reached() const {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -55,7 +49,6 @@ class Marker {
   mutable std::mutex mutex_;
   mutable std::condition_variable changed_;
   bool reached_ = false;
-  std::chrono::steady_clock::time_point reached_at_;
 };
 
 using MarkerPtr = std::shared_ptr<const Marker>;
