@@ -120,8 +120,6 @@ class _Settings:
 
 def sizes(default: Sequence[int], more: Sequence[int]) -> list[Any]:
     """Returns numbers of ranks to parametrize a test by; ``make test-all`` uses `more` too."""
-    import pytest
-
     return [*default, *(pytest.param(size, marks=pytest.mark.long) for size in more)]
 
 

@@ -108,21 +108,6 @@ def test_put_and_signal(worlds: WorldPool) -> None:
     worlds(3).run(rings)
 
 
-def test_put_and_signal_by_messages(new_world: Callable[..., World]) -> None:
-    new_world(2, environment={"FOG_LOCAL_LINKS": "0"}).run(by_messages)
-
-
-def by_messages() -> None:
-    with Checks() as checks:
-        ring(checks, torch.float32, False, False)
-        ring(checks, torch.int16, False, True)
-    window, other = new_window(torch.zeros(3)), 1 - dist.get_rank()
-    refused(lambda: window.map_remote_tensor(other), ValueError, f"rank {other}, whose memory .* cannot map")
-    assert window.get_attr(other).access_type.name == "SEPARATE"
-    assert window.get_attr(dist.get_rank()).access_type.name == "UNIFIED"
-    window.tensor_deregister()
-
-
 def signals() -> None:
     """Signals are counted for each pair of ranks, and each wait takes one."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -226,14 +211,8 @@ def life() -> None:
     window = windows[0]
     for call, message in (
         (lambda: window.put(torch.zeros(2), other, 5, False), r"tensor: got float32\[2\] for element 5"),
-        (lambda: window.put(torch.zeros(2), other, -1, False), "element -1"),
         (lambda: window.put(torch.zeros(2), other, 2**63 - 1, False), "element 9223372036854775807"),
-        (lambda: window.put(torch.zeros(2).double(), other, 0, False), r"float64\[2\].*float32\[6\]"),
-        (lambda: window.put(torch.zeros(2).to_sparse(), other, 0, False), "dense"),
-        (lambda: window.put(torch.zeros(2), size, 0, False), f"rank {size}"),
-        (lambda: window.put(torch.zeros(2), rank, 0, False), f"rank {rank}"),
         (lambda: window.put(torch.zeros(2), other + 2**32, 0, False), f"rank {other + 2**32}"),
-        (lambda: window.signal(-1, False), "rank -1"),
         (lambda: window.signal(other + 2**32, False), f"rank {other + 2**32}"),
         (lambda: window.wait_signal(size, False), f"rank {size}"),
         (lambda: window.map_remote_tensor(size), f"rank {size}"),

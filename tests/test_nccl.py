@@ -92,7 +92,28 @@ def test_the_default_group_has_all_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert arguments.global_ranks_in_group == [0, 1]
 
 
-def check(arguments: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("kind", "eager", "registered", "legacy", "name", "lazy"),
+    [
+        (LazyOptions, False, ["nccl", "nccl-lazy"], False, "nccl-lazy", True),
+        (LazyOptions, False, ["nccl", "nccl-lazy"], True, "nccl", True),
+        (LazyOptions, False, ["nccl"], False, "nccl", True),
+        (LazyOptions, True, ["nccl", "nccl-lazy"], False, "nccl", False),
+        (Options, False, ["nccl", "nccl-lazy"], False, "nccl", None),
+    ],
+)
+def test_later_torch_makes_it_by_its_registry(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Options],
+    eager: bool,
+    registered: list[str],
+    legacy: bool,
+    name: str,
+    lazy: bool | None,
+) -> None:
+    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0" if legacy else "1")
+    ((asked, arguments, options),) = ask(monkeypatch, Distributed(kind, registered), eager=eager)
+    assert asked == name
     assert vars(arguments) == {
         "store": ("fog.cuda", "store"),
         "group_rank": 1,
@@ -104,34 +125,8 @@ def check(arguments: SimpleNamespace) -> None:
         "enable_reconfigure": False,
         "process_group": SimpleNamespace(bound_device_id=DEVICE),
     }
-
-
-@pytest.mark.parametrize(
-    ("eager", "registered", "legacy", "name", "lazy"),
-    [
-        (False, ["nccl", "nccl-lazy"], False, "nccl-lazy", True),
-        (False, ["nccl", "nccl-lazy"], True, "nccl", True),
-        (False, ["nccl"], False, "nccl", True),
-        (True, ["nccl", "nccl-lazy"], False, "nccl", False),
-    ],
-)
-def test_later_torch_makes_it_by_its_registry(
-    monkeypatch: pytest.MonkeyPatch, eager: bool, registered: list[str], legacy: bool, name: str, lazy: bool
-) -> None:
-    monkeypatch.setenv("TORCH_DIST_USE_NCCL2", "0" if legacy else "1")
-    ((asked, arguments, options),) = ask(monkeypatch, Distributed(LazyOptions, registered), eager=eager)
-    assert asked == name
-    check(arguments)
-    assert options.lazy_init is lazy
+    assert getattr(options, "lazy_init", None) is lazy
     assert options._timeout == MINUTE
-
-
-def test_a_registry_without_lazy_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Distributed(Options, ["nccl", "nccl-lazy"])
-    ((asked, arguments, options),) = ask(monkeypatch, fake, eager=False)
-    assert asked == "nccl"
-    check(arguments)
-    assert not hasattr(options, "lazy_init")
 
 
 def test_torch_without_nccl_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
