@@ -97,29 +97,6 @@ def test_python_block_runs(tmp_path: Path, script_worlds: WorldPool, example: Ex
         assert all(re.fullmatch(PATTERNS[example.name], line) for line in lines), output
 
 
-@pytest.mark.parametrize(
-    "ranks, launcher",
-    [
-        (5, "world"),
-        (8, "world"),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [(2, "mpiexec"), (3, "torchrun"), (4, "mpiexec"), (5, "torchrun"), (8, "mpiexec")]
-        ),
-    ],
-)
-def test_consensus_is_exact_elsewhere_too(
-    tmp_path: Path, script_worlds: WorldPool, ranks: int, launcher: str
-) -> None:
-    (code,) = (example.code for example in examples() if example.name == "average.py")
-    script = tmp_path / "average.py"
-    script.write_text(code)
-    how = script_worlds if launcher == "world" else launcher
-    output = run_script([script], ranks, tmp_path / "log.txt", how, timeout=90)
-    lines = rank_lines(output)
-    assert lines == [f"rank {rank}: {(ranks - 1) / 2}" for rank in range(ranks)]
-
-
 def test_commands_name_what_is_there() -> None:
     commands = "\n".join(block for language, block in BLOCKS if language == "sh")
     makefile = (ROOT / "Makefile").read_text()

@@ -278,16 +278,6 @@ class Allocator final : public c10::Allocator {
     TORCH_CHECK(found != blocks_.end(), "ptr not found in ptr_info: ", data, " is not of the double's allocator");
     found->second.users.insert(&queue_of(stream));
   }
-  // The device of allocated memory; -1 for other memory.
-  c10::DeviceIndex device_of(const void* data) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    auto next = blocks_.upper_bound(const_cast<void*>(data));
-    if (next == blocks_.begin()) {
-      return -1;
-    }
-    const auto& [begin, block] = *--next;
-    return static_cast<const char*>(data) < static_cast<const char*>(begin) + block.bytes ? block.device : c10::DeviceIndex{-1};
-  }
   // The number of blocks that were written to after they had been freed.
   size_t written_after_free() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -436,11 +426,6 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   at::Allocator* getPinnedMemoryAllocator() const override {
     return &PinnedAllocator::instance();
-  }
-  at::Device getDeviceFromPtr(void* data) const override {
-    const auto device = Allocator::instance().device_of(data);
-    TORCH_CHECK(device >= 0, "this memory is not the double's");
-    return {kDevice, device};
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto data = storage.allocator()->allocate(bytes);
