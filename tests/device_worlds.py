@@ -152,21 +152,28 @@ class HostReads(TorchDispatchMode):
 
     Backward passes count too, on any thread of autograd.
 
+    Args:
+        any_use: Whether all operations count that have a tensor on the host among their arguments or results.
+
     Attributes:
         names: Names of the operations, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, any_use: bool = False) -> None:
         super().__init__()
+        self._any_use = any_use
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if any(x.device.type not in ("cpu", "meta") for x in given):
-            scalar = any(f"aten.{name}." in str(func) for name in _SCALARS)
-            if scalar or any(isinstance(x, Tensor) and x.is_cpu for x in pytree.tree_leaves(result)):
-                self.names.append(str(func))
+        given, made = (
+            [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
+            for tree in ((args, kwargs), result)
+        )
+        used = any(x.device.type not in ("cpu", "meta") for x in given)
+        reads = any(x.is_cpu for x in made) or any(f"aten.{name}." in str(func) for name in _SCALARS)
+        if (used and reads) or (self._any_use and any(x.is_cpu for x in (*given, *made))):
+            self.names.append(str(func))
         return result
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from codec_lists import CODECS, IN_EXCHANGES
 from codec_lists import DTYPES as DTYPES_OF_CODECS
-from device_worlds import DEVICE, no_waits, on_the_double_only, place
+from device_worlds import DEVICE, HostReads, no_waits, on_the_double_only, place
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import Codec, Int4, Int8, Moniqua, RandomK, Sign, TopK
@@ -23,27 +23,11 @@ from harness import error_of, on_ranks
 from reference import Checks, make_input
 from test_compressed_exchanges import DIFFERENT, expected_at, ring
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fog_pg._C import NeighborPlan
 
 WORLDS = device_worlds.DeviceWorlds
 pytestmark = device_worlds.MARKS
-
-
-class _HostMemory(TorchDispatchMode):
-    """Collects the names of operations that have a tensor of the CPU among their arguments or results."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if any(isinstance(x, Tensor) and x.is_cpu for x in pytree.tree_leaves((args, kwargs, result))):
-            self.names.append(str(func))
-        return result
 
 
 def _with_dtypes(codecs: list[Codec]) -> list[tuple[Codec, torch.dtype]]:
@@ -63,7 +47,7 @@ def test_codecs() -> None:
                 x[::100] = torch.tensor([math.nan, -math.nan, math.inf, -math.inf, 0.0] * 2, dtype=dtype)
             expected = codec.encode(x, counter=5, rank=3)
             given = x.to(there)
-            with _HostMemory() as used, no_waits():
+            with HostReads(any_use=True) as used, no_waits():
                 message = codec.encode(given, counter=5, rank=3)
             checks.equal(f"{label}: host", used.names, [])
             checks.equal(f"{label}: device", message.device, there)

@@ -54,11 +54,11 @@ def test_a_write_to_freed_memory_is_counted() -> None:
 def test_the_log_tells_who_waits_for_whom() -> None:
     device_double.load()
     stream, event = torch.Stream(device=f"{DEVICE}:0"), torch.Event(device=DEVICE)
-    device_double.clear_stream_log()
+    device_double.load().clear_stream_log()
     event.record(stream)
     current_stream(0).wait_event(event)
-    (_, _, _, number), _ = device_double.stream_log()
-    assert device_double.stream_log() == [
+    (_, _, _, number), _ = device_double.load().stream_log()
+    assert device_double.load().stream_log() == [
         ("record", 0, stream.stream_id, number),
         ("wait", 0, current_stream(0).stream_id, number),
     ]

@@ -236,12 +236,12 @@ def test_the_allocator_hears_of_its_own_memory_only() -> None:
     own, foreign = torch.ones(100, device=DEVICE), device_double.load().foreign_memory(100)
     used = []
     for tensor in (own, foreign):
-        device_double.clear_stream_log()
+        device_double.load().clear_stream_log()
         work = fog.neighbor_allreduce(tensor, plan, output=tensor, confirm=False)
         torch.accelerator.synchronize()
         del work  # without a wait
         gc.collect()
-        uses = {number for what, _, _, number in device_double.stream_log() if what == "use"}
+        uses = {number for what, _, _, number in device_double.load().stream_log() if what == "use"}
         used.append(tensor.untyped_storage().data_ptr() in uses)
     assert used == [True, False]
 

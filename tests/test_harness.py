@@ -60,14 +60,10 @@ def kill_myself(rank: int) -> None:
 
 
 def test_death_of_a_rank_is_reported(new_world: Callable[..., World]) -> None:
-    outcomes = new_world(2).run_raw(kill_myself, 0)
+    world = new_world(2)
+    outcomes = world.run_raw(kill_myself, 0)
     assert [o.state for o in outcomes] == ["died", "returned"]
     assert "SIGSEGV" in str(outcomes[0]) and "kill_myself" in str(outcomes[0])
-
-
-def test_killed_ranks_take_no_part(new_world: Callable[..., World]) -> None:
-    world = new_world(2)
-    world.kill(0)
     assert world.living() == [1]
     assert [o.rank for o in world.run_raw(fail_on, 0)] == [1]
 

@@ -230,23 +230,6 @@ def serve_groups(
     load_fog().set_delegate_factory(DEVICE, make)
 
 
-def stream_log() -> list[tuple[str, int, int, int]]:
-    """Returns the host's calls for streams since ``clear_stream_log()``.
-
-    Returns:
-        Tuples of a call ("record", "wait", "use" or "synchronize"), device, stream id, and number: that of an event, or
-        for "use" the address of the memory. "record" gives an event a new number; "wait" has the number for which the
-        stream waits.
-    """
-    log: list[tuple[str, int, int, int]] = load().stream_log()
-    return log
-
-
-def clear_stream_log() -> None:
-    """Clears the log of the host's calls for streams."""
-    load().clear_stream_log()
-
-
 def _device_module(extension: Any) -> types.ModuleType:
     """Returns the module that torch looks up as ``torch.gpudouble``."""
     module = types.ModuleType(f"torch.{DEVICE}")
