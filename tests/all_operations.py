@@ -10,6 +10,7 @@ tests. Every rank ends with one line: its place, the MPI library, and how many o
 from __future__ import annotations
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 
@@ -46,7 +47,7 @@ def large_neighbor_exchanges() -> None:
     rank, size = fogdist.rank(), fogdist.size()
     graph = topologies.RingGraph(size)
     fogdist.set_topology(graph)
-    matrix = neighbors.plain_mean(graph)
+    matrix = topologies.mixing_matrix(topologies.uniform_weights(graph))
     sources = sorted(source for source in graph.predecessors(rank) if source != rank)
     numel = LARGE_BYTES // torch.bfloat16.itemsize + 1
     inputs = [make_input(r, torch.bfloat16, numel) for r in range(size)]
@@ -61,24 +62,20 @@ def steps(large: bool) -> list[tuple[Callable[..., None], tuple[object, ...]]]:
     """Returns every function to run, with its arguments."""
     found: list[tuple[Callable[..., None], tuple[object, ...]]] = []
     found += [
-        (collectives.sweep, (collectives.sweep_types, COLLECTIVES)),
-        (collectives.sweep, (collectives.sweep_sizes, COLLECTIVES)),
-        (collectives.uneven_parts, ()),
-        (collectives.coalesced, (True,)),
-        (collectives.in_flight, ("shuffled",)),
+        (collectives.sweep, (COLLECTIVES,)),
+        (collectives.test_uneven_parts, ()),
+        (collectives.test_coalescing_manager, (True,)),
+        (collectives.test_many_operations_in_flight, ()),
         (collectives.exchange_with_next, ([*HALVES, torch.float32], collectives.SMALL + collectives.LARGE)),
-        (collectives.blocking_pairs, ()),
-        (collectives.tags_out_of_order, ()),
-        (collectives.from_any_source, ()),
-        (collectives.batch_with_everybody, ()),
-        (collectives.messages_among_collectives, ()),
-        (collectives.objects, ()),
-        (collectives.subgroups, ()),
+        (collectives.test_tags_out_of_order, ()),
+        (collectives.test_recv_from_any_source, ()),
+        (collectives.test_batch_isend_irecv, ()),
+        (collectives.test_object_collectives, ()),
+        (collectives.test_subgroups, ()),
         (run_cases, (large_cases(dist.get_world_size()),)),
-        (neighbors.many_in_flight, (True,)),
-        (neighbors.lists_of_one_dtype, ()),
+        (neighbors.test_lists, ()),
         (hierarchical.exchanges, (False,)),
-        (hierarchical.local_reductions, ()),
+        (hierarchical.test_local_reductions, ()),
     ]
     if large:
         found += [(large_messages, ()), (large_neighbor_exchanges, ()), (hierarchical.exchanges, (True,))]
@@ -108,7 +105,7 @@ def main() -> None:
     check_hosts(arguments.hosts)
     chosen = steps(large=not arguments.small)
     for function, given in chosen:
-        function(*given)
+        inspect.unwrap(function)(*given)  # of a test, what each rank runs
     fogdist.barrier()
 
     from fog_pg import _C

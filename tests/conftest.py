@@ -210,6 +210,16 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[harness.WorldPool]:
 
 
 @pytest.fixture(scope="module")
+def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., harness.World]]:
+    """The module's worlds in which ranks reach each other in a given way: ``world_of(way, n)``."""
+    from window_interfaces import WorldsByWay
+
+    made = WorldsByWay(tmp_path_factory.mktemp("hosts"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
 def script_worlds() -> Iterator[harness.WorldPool]:
     """Worlds whose ranks run scripts, see ``scripts.run_script``."""
     pool = harness.WorldPool(initialize=False, environment={"FOG_CONFIRM": "0"})

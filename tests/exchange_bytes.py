@@ -38,6 +38,17 @@ def counted(exchange: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
     return result, [received_after - received, sent_after - sent]
 
 
+def least(exchange: Callable[[], Tensor], expected: Tensor | None = None) -> list[int]:
+    """Returns the least bytes that the host received and sent in several exchanges, whose results are checked."""
+    seen = []
+    for _ in range(REPETITIONS):
+        result, found = counted(exchange)
+        if expected is not None:
+            torch.testing.assert_close(result, expected)
+        seen.append(found)
+    return [min(each) for each in zip(*seen, strict=True)]
+
+
 def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
     """Yields name, call, and the mean of the ranks whose tensors are summed on this one."""
     rank, size = fogdist.rank(), fogdist.size()
@@ -73,12 +84,7 @@ def measure(nbytes: int, machines: bool) -> dict[str, list[int]]:
     x = torch.full((nbytes // 4,), float(fogdist.rank()))
     counts = {}
     for name, exchange, mean in (exchanges_of_machines if machines else exchanges_of_ranks)(x):
-        seen = []
-        for _ in range(REPETITIONS):
-            result, found = counted(exchange)
-            torch.testing.assert_close(result, torch.full_like(x, mean))
-            seen.append(found)
-        counts[name] = [min(each) for each in zip(*seen, strict=True)]
+        counts[name] = least(exchange, torch.full_like(x, mean))
     return counts
 
 
@@ -89,19 +95,16 @@ def measure_compressed(nbytes: int) -> dict[str, tuple[int, list[int]]]:
     x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
     counts = {}
     for codec in (Float16(), Int8(), Int4(), Sign(), TopK(0.01)):
-        seen = []
-        for _ in range(REPETITIONS):
-            call = functools.partial(
-                fogdist.neighbor_allreduce,
-                x,
-                self_weight=0.5,
-                src_weights={(rank - 1) % size: 0.5},
-                dst_weights=[(rank + 1) % size],
-                enable_topo_check=False,
-                compression=codec,
-            )
-            seen.append(counted(call)[1])
-        counts[repr(codec)] = codec.bytes(x.numel()), [min(each) for each in zip(*seen, strict=True)]
+        call = functools.partial(
+            fogdist.neighbor_allreduce,
+            x,
+            self_weight=0.5,
+            src_weights={(rank - 1) % size: 0.5},
+            dst_weights=[(rank + 1) % size],
+            enable_topo_check=False,
+            compression=codec,
+        )
+        counts[repr(codec)] = codec.bytes(x.numel()), least(call)
     return counts
 
 
@@ -118,17 +121,16 @@ def measure_algorithms(rows: int) -> dict[str, tuple[int, list[int]]]:
         model.weight.data = torch.ones(rows, rows)
         base = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = getattr(fogdist.algorithms, name)(base, model, **options)
-        seen = []
-        for step in range(REPETITIONS):
-            generator = torch.Generator().manual_seed(10 * step + fogdist.rank())
+        generator = torch.Generator().manual_seed(fogdist.rank())
+
+        def make_a_step(
+            optimizer: torch.optim.Optimizer = optimizer, model: torch.nn.Linear = model
+        ) -> Tensor:
             model.weight.grad = torch.randn(rows, rows, generator=generator)
+            optimizer.step()
+            return torch.empty(0)
 
-            def make_a_step(optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
-                optimizer.step()
-                return torch.empty(0)
-
-            seen.append(counted(make_a_step)[1])
-        counts[name] = promised, [min(each) for each in zip(*seen, strict=True)]
+        counts[name] = promised, least(make_a_step)
     return counts
 
 
@@ -145,9 +147,7 @@ def measure_windows(nbytes: int) -> dict[str, tuple[int, list[int]]]:
                     write(x, compression=codec)
                     return x
 
-                seen = [counted(exchange)[1] for _ in range(REPETITIONS)]
-                least = [min(each) for each in zip(*seen, strict=True)]
-                counts[f"{write.__name__} {codec!r}"] = codec.bytes(x.numel()), least
+                counts[f"{write.__name__} {codec!r}"] = codec.bytes(x.numel()), least(exchange)
     return counts
 
 
@@ -159,19 +159,12 @@ def measure_sums(nbytes: int) -> dict[str, list[int]]:
     for name, ranks in (("all", list(range(size))), ("part", list(range(0, size, 2)))):
         group = dist.new_group(ranks)
         x = torch.full((nbytes // 4,), float(rank))
-        seen = []
-        for _ in range(REPETITIONS):
 
-            def allreduce(
-                group: dist.ProcessGroup = group, x: Tensor = x, ranks: list[int] = ranks
-            ) -> Tensor:
-                result = x.clone()
-                if rank in ranks:
-                    dist.all_reduce(result, group=group)
-                return result
+        def allreduce(group: dist.ProcessGroup = group, x: Tensor = x, ranks: list[int] = ranks) -> Tensor:
+            result = x.clone()
+            if rank in ranks:
+                dist.all_reduce(result, group=group)
+            return result
 
-            result, found = counted(allreduce)
-            torch.testing.assert_close(result, torch.full_like(x, sum(ranks)) if rank in ranks else x)
-            seen.append(found)
-        counts[name] = [min(each) for each in zip(*seen, strict=True)]
+        counts[name] = least(allreduce, torch.full_like(x, sum(ranks)) if rank in ranks else x)
     return counts

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from reference import DTYPES, Checks, make_input, reduce, sum_in_rank_order
+from reference import Checks, make_input, reduce, sum_in_rank_order
 from torch import Tensor
 
 # Reductions that are defined for complex, floating and integer types. PREMUL_SUM multiplies by PREMUL_FACTOR first.
@@ -61,11 +63,6 @@ class Prepared:
     verify: Callable[[Checks, str], None]
 
 
-def supported_dtypes(operation: str) -> list[torch.dtype]:
-    """Returns the dtypes with which ``operation`` is tested."""
-    return DTYPES
-
-
 def reductions(dtype: torch.dtype) -> list[str]:
     """Returns the names of the reductions that are defined for a dtype."""
     names = _BOOL_REDUCTIONS if dtype == torch.bool else _INTEGER_REDUCTIONS
@@ -81,6 +78,50 @@ def reduce_op(name: str) -> dist.ReduceOp:
     if name == "PREMUL_SUM":
         return dist._make_nccl_premul_sum(PREMUL_FACTOR)
     return getattr(dist.ReduceOp, name)
+
+
+def _with(options: Any, **values: Any) -> Any:
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+# c10d's functions, as `prepare` calls them, of a group that c10d does not know: a rank of a `VirtualWorld`.
+OF_BACKEND = types.SimpleNamespace(
+    get_rank=lambda group: group.rank(),
+    get_world_size=lambda group: group.size(),
+    all_reduce=lambda tensor, op, group, **_: group.allreduce(
+        [tensor], _with(dist.AllreduceOptions(), reduceOp=op)
+    ),
+    all_reduce_coalesced=lambda tensors, op, group, **_: group.allreduce_coalesced(
+        tensors, _with(dist.AllreduceCoalescedOptions(), reduceOp=op)
+    ),
+    reduce=lambda tensor, op, group, group_dst, **_: group.reduce(
+        [tensor], _with(dist.ReduceOptions(), reduceOp=op, rootRank=group_dst)
+    ),
+    reduce_scatter=lambda output, tensors, op, group, **_: group.reduce_scatter(
+        [output], [tensors], _with(dist.ReduceScatterOptions(), reduceOp=op)
+    ),
+    reduce_scatter_tensor=lambda output, tensor, op, group, **_: group._reduce_scatter_base(
+        output, tensor, _with(dist.ReduceScatterOptions(), reduceOp=op)
+    ),
+    broadcast=lambda tensor, group, group_src, **_: group.broadcast(
+        [tensor], _with(dist.BroadcastOptions(), rootRank=group_src)
+    ),
+    all_gather=lambda outputs, tensor, group, **_: group.allgather([outputs], [tensor]),
+    all_gather_into_tensor=lambda output, tensor, group, **_: group._allgather_base(output, tensor),
+    all_gather_coalesced=lambda lists, tensors, group, **_: group.allgather_coalesced(lists, tensors),
+    gather=lambda tensor, outputs, group, group_dst, **_: group.gather(
+        [outputs] if outputs else [], [tensor], _with(dist.GatherOptions(), rootRank=group_dst)
+    ),
+    scatter=lambda output, tensors, group, group_src, **_: group.scatter(
+        [output], [tensors] if tensors else [], _with(dist.ScatterOptions(), rootRank=group_src)
+    ),
+    all_to_all=lambda outputs, tensors, group, **_: group.alltoall(outputs, tensors),
+    all_to_all_single=lambda output, tensor, group, **_: group.alltoall_base(
+        output, tensor, [], [], dist.AllToAllOptions()
+    ),
+)
 
 
 def verify_reduction(checks: Checks, label: str, actual: Tensor, inputs: list[Tensor], name: str) -> None:
@@ -107,6 +148,7 @@ def prepare(
     root: int = 0,
     reduction: str = "SUM",
     group: dist.ProcessGroup | None = None,
+    c10d: Any = dist,
     source: Callable[[Tensor], Tensor] = _same,
     destination: Callable[[Tensor], Tensor] = _same,
 ) -> Prepared:
@@ -120,13 +162,14 @@ def prepare(
         root: Rank in the group, for rooted operations.
         reduction: Name of the ReduceOp, for reducing operations.
         group: The group, by default the world.
+        c10d: What has the functions: ``torch.distributed``, or ``OF_BACKEND`` for ranks that it does not know.
         source: Makes the tensor to pass from an input, with the same values, perhaps in another layout.
         destination: The same for outputs.
 
     Returns:
         The prepared operation.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    rank, size = c10d.get_rank(group), c10d.get_world_size(group)
     ranks = range(size)
     op = reduce_op(reduction)
     inputs: list[tuple[Tensor, Tensor]] = []
@@ -196,7 +239,7 @@ def prepare(
             raise ValueError(f"operation must be one of {COLLECTIVES}, not {operation!r}")
 
     def start(is_async: bool) -> dist.Work | torch.futures.Future | None:
-        return getattr(dist, operation)(*call, group=group, async_op=is_async, **options)
+        return getattr(c10d, operation)(*call, group=group, async_op=is_async, **options)
 
     def verify(checks: Checks, label: str) -> None:
         for output, getter in zip(outputs, getters, strict=operation in REDUCING):

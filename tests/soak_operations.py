@@ -22,6 +22,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from operations import prepare
+from reference import Checks
 from soak_modes import RANKS, Board, Reconfigured
 from torch import Tensor
 
@@ -127,55 +129,16 @@ def _allreduce_and_over(on: Operations) -> Begun:
     return [_work(dist.all_reduce(tensor, group=on.group, async_op=True))], is_right
 
 
-def _allreduce(on: Operations) -> Begun:
-    tensor = on.own(LARGE)
-    work = _work(dist.all_reduce(tensor, group=on.group, async_op=True))
-    return [work], lambda: _all(tensor, sum(on.values))
+def _collective(on: Operations, name: str, numel: int) -> Begun:
+    ready = prepare(name, torch.float32, (numel,), seed=on.number % 5, root=on.root, group=on.group)
+    work = _work(ready.start(True))
 
+    def is_right() -> bool:
+        with Checks() as checks:  # an AssertionError shows which elements are wrong
+            ready.verify(checks, name)
+        return True
 
-def _broadcast(on: Operations, numel: int) -> Begun:
-    root, tensor = on.root, on.own(numel)
-    work = _work(dist.broadcast(tensor, group=on.group, group_src=root, async_op=True))
-    return [work], lambda: _all(tensor, on.values[root])
-
-
-def _reduce(on: Operations, numel: int) -> Begun:
-    root, tensor = on.root, on.own(numel)
-    work = _work(dist.reduce(tensor, group=on.group, group_dst=root, async_op=True))
-    return [work], lambda: on.place != root or _all(tensor, sum(on.values))
-
-
-def _allgather(on: Operations, numel: int) -> Begun:
-    into = [torch.zeros(numel) for _ in on.members]
-    work = _work(dist.all_gather(into, on.own(numel), group=on.group, async_op=True))
-    return [work], lambda: all(map(_all, into, on.values))
-
-
-def _gather(on: Operations) -> Begun:
-    root = on.root
-    into = [torch.zeros(LARGE) for _ in on.members] if on.place == root else None
-    work = _work(dist.gather(on.own(LARGE), into, group=on.group, group_dst=root, async_op=True))
-    return [work], lambda: into is None or all(map(_all, into, on.values))
-
-
-def _scatter(on: Operations) -> Begun:
-    root, into = on.root, torch.zeros(LARGE)
-    given = [torch.full((LARGE,), value) for value in on.values] if on.place == root else None
-    work = _work(dist.scatter(into, given, group=on.group, group_src=root, async_op=True))
-    return [work], lambda: _all(into, on.values[on.place])
-
-
-def _reduce_scatter(on: Operations) -> Begun:
-    into, given = torch.zeros(LARGE), [on.own(LARGE) for _ in on.members]
-    work = _work(dist.reduce_scatter(into, given, group=on.group, async_op=True))
-    return [work], lambda: _all(into, sum(on.values))
-
-
-def _alltoall(on: Operations, numel: int) -> Begun:
-    into = [torch.zeros(numel) for _ in on.members]
-    given = [on.own(numel) for _ in on.members]
-    work = _work(dist.all_to_all(into, given, group=on.group, async_op=True))
-    return [work], lambda: all(map(_all, into, on.values))
+    return [work], is_right
 
 
 def _barrier(on: Operations) -> Begun:
@@ -245,18 +208,18 @@ def _window_get(on: Operations) -> Begun:
 
 OPERATIONS: dict[str, Callable[[Operations], Begun]] = {
     "allreduce": _allreduce_and_over,
-    "large allreduce": _allreduce,
-    "broadcast": lambda on: _broadcast(on, SMALL),
-    "large broadcast": lambda on: _broadcast(on, LARGE),
-    "reduce": lambda on: _reduce(on, SMALL),
-    "large reduce": lambda on: _reduce(on, LARGE),
-    "allgather": lambda on: _allgather(on, SMALL),
-    "large allgather": lambda on: _allgather(on, LARGE),
-    "gather": _gather,
-    "scatter": _scatter,
-    "reduce_scatter": _reduce_scatter,
-    "alltoall": lambda on: _alltoall(on, SMALL),
-    "large alltoall": lambda on: _alltoall(on, LARGE),
+    "large allreduce": lambda on: _collective(on, "all_reduce", LARGE),
+    "broadcast": lambda on: _collective(on, "broadcast", SMALL),
+    "large broadcast": lambda on: _collective(on, "broadcast", LARGE),
+    "reduce": lambda on: _collective(on, "reduce", SMALL),
+    "large reduce": lambda on: _collective(on, "reduce", LARGE),
+    "allgather": lambda on: _collective(on, "all_gather", SMALL),
+    "large allgather": lambda on: _collective(on, "all_gather", LARGE),
+    "gather": lambda on: _collective(on, "gather", LARGE),
+    "scatter": lambda on: _collective(on, "scatter", LARGE),
+    "reduce_scatter": lambda on: _collective(on, "reduce_scatter", LARGE),
+    "alltoall": lambda on: _collective(on, "all_to_all", SMALL),
+    "large alltoall": lambda on: _collective(on, "all_to_all", LARGE),
     "barrier": _barrier,
     "send and recv": lambda on: _messages(on, SMALL),
     "large send and recv": lambda on: _messages(on, LARGE),

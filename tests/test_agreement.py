@@ -10,12 +10,11 @@ from typing import Any
 import fogdist
 import pytest
 import torch
-import torch.distributed as dist
 from fogdist import agreement, verification
 from fogdist.agreement import Pair, mark, ring, total
 from fogdist.exchange import GATHERING_RANKS, MACHINES, RANKS, Exchange, Nodes
 from fogdist.verification import claims
-from harness import World, WorldPool, error_of
+from harness import World, error_of
 from torch import Tensor
 
 from fog_pg._C import VirtualWorld
@@ -23,7 +22,6 @@ from fog_pg._C import VirtualWorld
 MANY = 1024
 RANKS_PER_MACHINE = 8
 MACHINE_RANKS = [list(range(first, first + RANKS_PER_MACHINE)) for first in range(0, MANY, RANKS_PER_MACHINE)]
-NUMBERS = 16  # in bytes
 
 
 def exchanges(nodes: Nodes, size: int, most: int) -> list[Exchange]:
@@ -125,37 +123,15 @@ def test_all_the_same_or_not() -> None:
     assert not is_zero([total([(ring(r, MANY), mark(t))]) for r, t in enumerate(halves)])
 
 
-# --- cost ---------------------------------------------------------------------------------------------------
-
-
-def sent(world: VirtualWorld, start: Callable[[int, Any], dist.Work]) -> list[tuple[int, int]]:
-    """Returns the messages and bytes of each rank for one operation."""
-    before = [group.sent for group in world.groups]
-    works = [start(rank, group) for rank, group in enumerate(world.groups)]
-    world.progress()
-    assert all(work.is_completed() for work in works)
-    after = [group.sent for group in world.groups]
-    return [(m - m0, b - b0) for (m, b), (m0, b0) in zip(after, before, strict=True)]
-
-
-@pytest.mark.parametrize("size", [2, 5, 64])
-def test_it_is_one_allreduce_of_16_bytes_whatever_the_degree(size: int) -> None:
-    world = VirtualWorld(size)
-    numbers = sent(world, lambda rank, group: group.allreduce([torch.zeros(2, dtype=torch.int64)]))
-    for most in (0, 1, size - 1):
-        asked = exchanges(RANKS, size, most)
-        pairs = [total(claims(each, [torch.empty(3)], rank, size, None)) for rank, each in enumerate(asked)]
-        sums = [torch.tensor(pair, dtype=torch.uint64) for pair in pairs]
-        counts = sent(world, lambda rank, group, sums=sums: group.agree(sums[rank]))
-        assert counts == numbers
-        assert all(data == NUMBERS * messages for messages, data in counts)
-        assert all(each.tolist() == [0, 0] for each in sums)
+# --- the sum, whose cost is in test_scale.py ---------------------------------------------------------------
 
 
 def test_sums_wrap() -> None:
     world = VirtualWorld(3)
     sums = [torch.tensor([2**64 - 1, 2**63], dtype=torch.uint64) for _ in range(3)]
-    sent(world, lambda rank, group: group.agree(sums[rank]))
+    for group, each in zip(world.groups, sums, strict=True):
+        group.agree(each)
+    world.progress()
     assert [each.tolist() for each in sums] == [[2**64 - 3, 2**63]] * 3
 
 
@@ -193,29 +169,3 @@ def agreeing() -> None:
 
 def test_nothing_is_gathered_while_ranks_agree(new_world: Callable[..., World]) -> None:
     new_world(3).run(agreeing)
-
-
-def versions(texts: list[str]) -> str:
-    fogdist.init()
-    backend = fogdist.context.current().backend
-    found = agreement.different_ranks(backend, texts[fogdist.rank()])
-    try:
-        agreement.check_same_everywhere(backend, "text", [texts[fogdist.rank()], "common"])
-    except ValueError as error:
-        return f"{found} {error}"
-    return str(found)
-
-
-@pytest.mark.parametrize(
-    ("texts", "expected"),
-    [
-        ("aaa", "[]"),
-        ("aba", "only on ranks [0, 2]: a\n  only on ranks [1]: b"),
-        ("abc", "only on ranks [0]: a\n  only on ranks [1]: b\n  only on ranks [2]: c"),
-    ],
-)
-def test_the_error_names_the_versions(worlds: WorldPool, texts: str, expected: str) -> None:
-    ranks = [[place for place, text in enumerate(texts) if text == each] for each in dict.fromkeys(texts)]
-    (text,) = set(worlds(3).run(versions, list(texts)))
-    assert text.endswith(expected)
-    assert text.startswith(str([] if len(ranks) == 1 else ranks))

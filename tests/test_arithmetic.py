@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from harness import World, close_all, sizes
+from harness import WorldPool, sizes
 from operations import reductions
 from reference import COMPLEX, DTYPES, FLOATS, HALVES, Checks, make_input
 from torch import Tensor
@@ -128,27 +128,18 @@ def sweep_weighted_sums(capability: str | None) -> None:
 
 
 @pytest.fixture(scope="module", params=["native", "portable"])
-def instructions(request: pytest.FixtureRequest) -> Iterator[tuple[Callable[[int], World], str | None]]:
+def instructions(request: pytest.FixtureRequest) -> Iterator[tuple[WorldPool, str | None]]:
     """Makes worlds for one set of instructions, with the capability that torch must report in their ranks."""
     portable = request.param == "portable"
-    made: dict[int, World] = {}
-
-    def world(size: int) -> World:
-        if size not in made:
-            made[size] = World(size, environment={"ATEN_CPU_CAPABILITY": "default"} if portable else None)
-        return made[size]
-
-    yield world, "DEFAULT" if portable else None
-    close_all(list(made.values()))
+    pool = WorldPool(environment={"ATEN_CPU_CAPABILITY": "default"} if portable else None)
+    yield pool, "DEFAULT" if portable else None
+    pool.close()
 
 
 @pytest.mark.parametrize("size", sizes([3], [2]))
-def test_reductions(instructions: tuple[Callable[[int], World], str | None], size: int) -> None:
-    world, capability = instructions
-    world(size).run(sweep_reductions, capability)
-
-
-@pytest.mark.parametrize("size", sizes([3], [2]))
-def test_weighted_sums(instructions: tuple[Callable[[int], World], str | None], size: int) -> None:
-    world, capability = instructions
-    world(size).run(sweep_weighted_sums, capability)
+@pytest.mark.parametrize("sweep", [sweep_reductions, sweep_weighted_sums], ids=lambda sweep: sweep.__name__)
+def test_every_bit(
+    instructions: tuple[WorldPool, str | None], size: int, sweep: Callable[[str | None], None]
+) -> None:
+    pool, capability = instructions
+    pool(size).run(sweep, capability)

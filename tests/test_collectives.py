@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from harness import WorldPool, exception_of, sizes
+from harness import WorldPool, exception_of, on_ranks, sizes
 from operations import (
     COLLECTIVES,
     CUT_ALONG_ROWS,
-    MOVING,
     REDUCING,
     ROOTED,
     WITHOUT_WORK,
+    Prepared,
     prepare,
     reduce_op,
     reductions,
-    supported_dtypes,
     verify_reduction,
 )
-from reference import Checks, make_input, reduce, sum_in_rank_order
+from reference import DTYPES, Checks, make_input, reduce
 from torch import Tensor
 
 # One rank, an odd number and a power of two; `make test-all` adds 2 and 5.
@@ -41,183 +41,8 @@ LARGE_DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex128]
 THRESHOLDS = [8 << 10, 64 << 10]
 MIXED_SIZES = [1, 1000, 70_001]
 
-ranks = pytest.mark.parametrize("size", RANKS)
-several_ranks = pytest.mark.parametrize("size", SEVERAL_RANKS)
 
-
-# Reductions and data movement over types and sizes
-
-
-def sweep_types(operation: str) -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    seed = 0
-    with Checks() as checks:
-        for dtype in supported_dtypes(operation):
-            for reduction in reductions(dtype) if operation in REDUCING else ["SUM"]:
-                for numel in SMALL:
-                    seed += 1
-                    root = seed % size
-                    ready = prepare(operation, dtype, (numel,), seed=seed, root=root, reduction=reduction)
-                    ready.start(False)
-                    name = f"{operation} {reduction}" if operation in REDUCING else operation
-                    ready.verify(checks, f"{name} {dtype} of {numel} root {root} on rank {rank}")
-
-
-def sweep(function: Callable[[str], None], operations: Sequence[str]) -> None:
-    for operation in operations:
-        function(operation)
-
-
-@pytest.mark.parametrize("size", sizes([1, 4], [2, 3, 5]))
-def test_types(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sweep, sweep_types, COLLECTIVES, timeout=SWEEP_TIMEOUT)
-
-
-def sweep_sizes(operation: str) -> None:
-    size = dist.get_world_size()
-    with Checks() as checks:
-        for numel in LARGE:
-            for seed, dtype in enumerate(d for d in LARGE_DTYPES if d in supported_dtypes(operation)):
-                ready = prepare(operation, dtype, (numel,), seed=seed, root=seed % size)
-                ready.start(False)
-                ready.verify(checks, f"{operation} {dtype} of {numel}")
-        for threshold in THRESHOLDS:
-            for numel in (threshold - 1, threshold, threshold + 1, threshold // size, threshold // size + 1):
-                ready = prepare(operation, torch.uint8, (numel,), seed=numel, root=numel % size)
-                ready.start(False)
-                ready.verify(checks, f"{operation} of {numel} bytes")
-
-
-@pytest.mark.parametrize("size", sizes([1, 3], [2, 4, 5]))
-def test_sizes(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sweep, sweep_sizes, COLLECTIVES, timeout=SWEEP_TIMEOUT)
-
-
-def sweep_roots(operation: str) -> None:
-    with Checks() as checks:
-        for root in range(dist.get_world_size()):
-            for numel in MIXED_SIZES:
-                ready = prepare(operation, torch.float32, (numel,), seed=root, root=root)
-                ready.start(False)
-                ready.verify(checks, f"{operation} of {numel} root {root}")
-
-
-@several_ranks
-def test_roots(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sweep, sweep_roots, ROOTED, timeout=SWEEP_TIMEOUT)
-
-
-def digests() -> list[str]:
-    """Returns digests of rounding reductions. They must be equal on all ranks, or the ranks would drift apart."""
-    found = []
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        for reduction in reductions(dtype):
-            for numel in (7, 5_003, 70_001):
-                ready = prepare("all_reduce", dtype, (numel,), seed=5, reduction=reduction)
-                ready.start(False)
-                digest = hashlib.sha256(ready.outputs[0].view(torch.uint8).numpy().tobytes()).hexdigest()
-                found.append(f"{reduction} {dtype} of {numel}: {digest}")
-    return found
-
-
-@several_ranks
-def test_all_ranks_get_the_same_bits(worlds: WorldPool, size: int) -> None:
-    results = worlds(size).run(digests)
-    for result in results[1:]:
-        assert result == results[0]
-
-
-def order_sensitive(rank: int, dtype: torch.dtype, numel: int) -> Tensor:
-    """Returns values of such different magnitudes that another order of addition gives other bits almost everywhere."""
-    generator = torch.Generator().manual_seed(rank)
-    exponent = torch.randint(-6, 7, (numel,), generator=generator)
-    return (torch.randn(numel, generator=generator, dtype=torch.float64) * 2.0**exponent).to(dtype)
-
-
-def sums_in_rank_order() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with Checks() as checks:
-        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-            for numel in (1, 2_500, 30_000, 120_000):
-                inputs = [order_sensitive(r, dtype, numel * size) for r in range(size)]
-                expected = sum_in_rank_order(inputs)
-                mine = expected[rank * numel : (rank + 1) * numel]
-                label = f"{dtype} of {numel}"
-
-                tensor = inputs[rank].clone()
-                dist.all_reduce(tensor)
-                checks.equal(f"all_reduce {label}", tensor, expected)
-
-                tensor = inputs[rank].clone()
-                dist.reduce(tensor, size - 1)
-                if rank == size - 1:
-                    checks.equal(f"reduce {label}", tensor, expected)
-
-                output = torch.zeros(numel, dtype=dtype)
-                dist.reduce_scatter_tensor(output, inputs[rank])
-                checks.equal(f"reduce_scatter_tensor {label}", output, mine)
-
-                output = torch.zeros(numel, dtype=dtype)
-                dist.reduce_scatter(output, list(inputs[rank].split(numel)))
-                checks.equal(f"reduce_scatter {label}", output, mine)
-
-                tensors = list(inputs[rank].clone().split(numel))
-                dist.all_reduce_coalesced(tensors)
-                checks.equal(f"all_reduce_coalesced {label}", torch.cat(tensors), expected)
-
-
-@pytest.mark.parametrize("size", sizes([3, 4], [5]))
-def test_sums_are_added_in_rank_order(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sums_in_rank_order)
-
-
-def half_sums() -> list[float]:
-    """Sums 2048 + 1 + 1 + ...: float16 loses each 1, float32 loses none."""
-    start = 2048.0 if dist.get_rank() == 0 else 1.0
-    tensor = torch.full((3,), start, dtype=torch.float16)
-    dist.all_reduce(tensor)
-    return tensor.tolist()
-
-
-def test_half_precision_sums_round_once(worlds: WorldPool) -> None:
-    assert worlds(5).run(half_sums) == [[2052.0] * 3] * 5
-
-
-def premultiplied_by_a_tensor() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    op = dist._make_nccl_premul_sum(torch.tensor([0.25]))
-    with Checks() as checks:
-        inputs = [make_input(r, torch.float32, size * 10) for r in range(size)]
-        expected = reduce(inputs, "PREMUL_SUM", 0.25)
-        tensor = inputs[rank].clone()
-        dist.all_reduce(tensor, op)
-        checks.close("all_reduce", tensor, expected)
-        output = torch.zeros(10)
-        dist.reduce_scatter_tensor(output, inputs[rank], op)
-        checks.close("reduce_scatter_tensor", output, expected[rank * 10 : (rank + 1) * 10])
-
-
-def test_premul_sum_with_a_tensor_factor(worlds: WorldPool) -> None:
-    worlds(3).run(premultiplied_by_a_tensor)
-
-
-# Shapes and layouts
-
-
-def sweep_shapes(operation: str) -> None:
-    shapes = [(0, 3), (2, 0), (3, 2, 2)] + ([] if operation in CUT_ALONG_ROWS else [()])
-    with Checks() as checks:
-        for dtype in (torch.float32, torch.complex64, torch.bool):
-            for shape in shapes:
-                if dtype in supported_dtypes(operation):
-                    ready = prepare(operation, dtype, shape, seed=3)
-                    ready.start(False)
-                    ready.verify(checks, f"{operation} {dtype} of {shape}")
-
-
-@several_ranks
-def test_empty_and_zero_dimensional_tensors(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sweep, sweep_shapes, COLLECTIVES, timeout=SWEEP_TIMEOUT)
+# The table: every collective with dtypes, reductions, shapes, roots and layouts, blocking and not
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -248,77 +73,139 @@ def _gaps_kept(tensor: Tensor) -> bool:
     return bool((memory == torch.full((), -7).to(tensor.dtype)).all())
 
 
-# For these, c10d has always required contiguous tensors.
-_MAY_REFUSE = ["all_to_all_single"]
+LAYOUTS = [torch.clone, _transposed, _with_gaps, _with_offset]
 
 
-def sweep_layouts(operation: str) -> None:
-    layouts: dict[str, Callable[[Tensor], Tensor]] = {
-        "contiguous": torch.clone,
-        "transposed": _transposed,
-        "with gaps": _with_gaps,
-        "with offset": _with_offset,
-    }
+def rows(operation: str) -> Iterator[dict[str, Any]]:
+    """Yields arguments of ``prepare``; a row that names no root has any."""
+    size = dist.get_world_size()
+    for dtype in DTYPES:
+        for reduction in reductions(dtype) if operation in REDUCING else ["SUM"]:
+            for numel in SMALL:
+                yield {"dtype": dtype, "shape": (numel,), "reduction": reduction}
+    for numel, dtype in itertools.product(LARGE, LARGE_DTYPES):
+        yield {"dtype": dtype, "shape": (numel,)}
+    for edge in THRESHOLDS:
+        for numel in (edge - 1, edge, edge + 1, edge // size, edge // size + 1):
+            yield {"dtype": torch.uint8, "shape": (numel,)}
+    for root, numel in itertools.product(range(size) if operation in ROOTED else [0], MIXED_SIZES):
+        yield {"dtype": torch.float32, "shape": (numel,), "root": root}
+    shapes = [(0, 3), (2, 0), (3, 2, 2)] + ([] if operation in CUT_ALONG_ROWS else [()])
+    for dtype, shape in itertools.product((torch.float32, torch.complex64, torch.bool), shapes):
+        yield {"dtype": dtype, "shape": shape}
+    for dtype in (torch.float32, torch.bool):
+        for source, destination in itertools.product(LAYOUTS, repeat=2):
+            yield {"dtype": dtype, "shape": (4, 6), "source": source, "destination": destination}
+
+
+def _wait_by_polling(work: dist.Work) -> None:
+    deadline = time.monotonic() + 20
+    while not work.is_completed():
+        assert time.monotonic() < deadline, "is_completed() stays False"
+        time.sleep(0.001)
+    work.wait()
+
+
+# By the last one, without a call of work.wait(), the backend has to complete the operation by itself.
+_WAYS_TO_WAIT: list[Callable[[dist.Work], object]] = [
+    lambda work: work.wait(),
+    _wait_by_polling,
+    lambda work: work.get_future().wait(),
+]
+
+
+def check_work(checks: Checks, label: str, work: dist.Work, outputs: list[Tensor]) -> None:
+    """Checks a Work that is complete, and its Future."""
+    checks.true(f"{label}: a second wait", work.wait())
+    checks.true(f"{label}: is_completed", work.is_completed())
+    checks.true(f"{label}: is_success", work.is_success())
+    checks.equal(f"{label}: exception", exception_of(work), None)
+    future = work.get_future()
+    checks.true(f"{label}: future.done", future.done())
+    if outputs and not outputs[0].is_complex():  # complex numbers are real ones for the backend
+        flat = torch.cat([t.reshape(-1) for t in outputs])
+        for what, tensors in (("result", work.result()), ("value of the future", future.value())):
+            checks.equal(f"{label}: {what}", torch.cat([t.reshape(-1) for t in tensors]), flat)
+
+
+def run_row(checks: Checks, label: str, ready: Prepared, seed: int) -> None:
+    """Runs and checks one operation: blocking, or in one of the ways to wait."""
+    strides = [t.stride() for t in ready.outputs]
+    # Another way for each row of a size or layout.
+    way = (seed + seed // len(SMALL)) % (len(_WAYS_TO_WAIT) + 1)
+    work = ready.start(way > 0)
+    if isinstance(work, torch._C.Future):  # of a coalesced form
+        work.wait()
+    elif work is not None:
+        _WAYS_TO_WAIT[way - 1](work)
+        check_work(checks, label, work, ready.outputs)
+    ready.verify(checks, label)
+    checks.equal(f"{label}: strides", [t.stride() for t in ready.outputs], strides)
+    for tensor in ready.outputs:
+        if tensor.dim() and tensor.stride(-1) == 2:
+            checks.true(f"{label}: between the elements", _gaps_kept(tensor))
+
+
+def sweep(operations: Sequence[str]) -> None:
+    """Runs all rows of some operations."""
+    for operation in operations:
+        with Checks() as checks:
+            for seed, row in enumerate(rows(operation)):
+                arguments = {"root": seed % dist.get_world_size()} | row
+                shown = {name: getattr(value, "__name__", value) for name, value in arguments.items()}
+                label = f"{operation} {shown} on rank {dist.get_rank()}"
+                try:
+                    run_row(checks, label, prepare(operation, seed=seed, **arguments), seed)
+                except ValueError as error:
+                    # For this one, c10d has always required contiguous tensors.
+                    checks.true(f"{label}: {error}", operation == "all_to_all_single" and "source" in row)
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_every_collective(worlds: WorldPool, size: int) -> None:
+    worlds(size).run(sweep, COLLECTIVES, timeout=SWEEP_TIMEOUT)
+
+
+@on_ranks(3)
+def test_premul_sum_with_a_tensor_factor() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    inputs = [make_input(r, torch.float32, 10) for r in range(size)]
+    tensor = inputs[rank].clone()
+    dist.all_reduce(tensor, dist._make_nccl_premul_sum(torch.tensor([0.25])))
     with Checks() as checks:
-        for dtype in (torch.float32, torch.bool):
-            for first, source in layouts.items():
-                for second, destination in layouts.items():
-                    label = f"{operation} {dtype} from {first} to {second}"
-                    ready = prepare(operation, dtype, (4, 6), seed=2, source=source, destination=destination)
-                    strides = [t.stride() for t in ready.outputs]
-                    try:
-                        ready.start(False)
-                    except ValueError as error:
-                        checks.true(f"{label}: {error}", operation in _MAY_REFUSE)
-                        continue
-                    ready.verify(checks, label)
-                    checks.equal(f"{label}: strides", [t.stride() for t in ready.outputs], strides)
-                    for tensor in ready.outputs:
-                        if tensor.stride(-1) == 2:
-                            checks.true(f"{label}: between the elements", _gaps_kept(tensor))
+        checks.close("all_reduce", tensor, reduce(inputs, "PREMUL_SUM", 0.25))
 
 
-def test_layouts(worlds: WorldPool) -> None:
-    worlds(3).run(sweep, sweep_layouts, COLLECTIVES, timeout=SWEEP_TIMEOUT)
+# Outputs that share memory
 
 
-def overlapping_outputs() -> list[str]:
-    """Returns the operations that wrote several elements to one place instead of raising an error."""
+@on_ranks(2)
+def test_outputs_that_overlap_themselves_are_refused() -> None:
     size = dist.get_world_size()
     ones, whole = torch.ones(2, 3), torch.ones(2 * size, 3)
 
     def expanded(rows: int = 2) -> Tensor:
         return torch.zeros(1, 3).expand(rows, 3)
 
-    calls: dict[str, Callable[[], object]] = {
-        "all_gather": lambda: dist.all_gather([expanded() for _ in range(size)], ones),
-        "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(expanded(2 * size), ones),
-        "reduce_scatter": lambda: dist.reduce_scatter(expanded(), [ones] * size),
-        "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(expanded(), whole),
-        "all_to_all": lambda: dist.all_to_all([expanded() for _ in range(size)], [ones] * size),
-    }
-    calls |= {
-        "all_reduce": lambda: dist.all_reduce(expanded()),
-        "broadcast": lambda: dist.broadcast(expanded(), 0),
-        "reduce": lambda: dist.reduce(expanded(), 0),
-        "scatter": lambda: dist.scatter(expanded(), [ones] * size if dist.get_rank() == 0 else None, 0),
-        "all_to_all_single": lambda: dist.all_to_all_single(expanded(2 * size), whole),
-    }
-    accepted = []
-    for name, call in calls.items():
-        try:
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_gather([expanded() for _ in range(size)], ones),
+        lambda: dist.all_gather_into_tensor(expanded(2 * size), ones),
+        lambda: dist.reduce_scatter(expanded(), [ones] * size),
+        lambda: dist.reduce_scatter_tensor(expanded(), whole),
+        lambda: dist.all_to_all([expanded() for _ in range(size)], [ones] * size),
+        lambda: dist.all_reduce(expanded()),
+        lambda: dist.broadcast(expanded(), 0),
+        lambda: dist.reduce(expanded(), 0),
+        lambda: dist.scatter(expanded(), [ones] * size if dist.get_rank() == 0 else None, 0),
+        lambda: dist.all_to_all_single(expanded(2 * size), whole),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError):
             call()
-            accepted.append(name)
-        except ValueError:
-            pass
-    return accepted
 
 
-def test_outputs_that_overlap_themselves_are_refused(worlds: WorldPool) -> None:
-    assert worlds(2).run(overlapping_outputs) == [[], []]
-
-
-def in_place_forms() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_output_that_is_a_part_of_the_input_or_holds_it() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         for numel in MIXED_SIZES:
@@ -366,12 +253,8 @@ def in_place_forms() -> None:
             checks.equal("all_to_all_single of halves, input", halves[:, 0], inputs[rank])
 
 
-@several_ranks
-def test_output_that_is_a_part_of_the_input_or_holds_it(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(in_place_forms)
-
-
-def stacked_forms() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_into_tensor_forms_that_stack() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         inputs = [make_input(r, torch.float32, (size, 2, 3)) for r in range(size)]
@@ -388,15 +271,11 @@ def stacked_forms() -> None:
         checks.equal("numbers", numbers, torch.arange(float(size)))
 
 
-@several_ranks
-def test_into_tensor_forms_that_stack(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(stacked_forms)
-
-
 # Unequal parts
 
 
-def uneven_parts() -> None:
+@on_ranks(RANKS)
+def test_uneven_parts() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         for base in (0, 1, 3000):
@@ -430,15 +309,11 @@ def uneven_parts() -> None:
         checks.equal("all_to_all_single to rank 0", output, expected if rank == 0 else expected[:0])
 
 
-@ranks
-def test_uneven_parts(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(uneven_parts)
-
-
 # Coalesced and functional forms
 
 
-def coalesced(async_ops: bool) -> None:
+@on_ranks(SEVERAL_RANKS, async_ops=[False, True])
+def test_coalescing_manager(async_ops: bool) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     numels = [3, 0, 1, 20_000]
     with Checks() as checks:
@@ -475,13 +350,8 @@ def coalesced(async_ops: bool) -> None:
             checks.equal("all_gather", outputs, expected)
 
 
-@several_ranks
-@pytest.mark.parametrize("async_ops", [False, True])
-def test_coalescing_manager(worlds: WorldPool, size: int, async_ops: bool) -> None:
-    worlds(size).run(coalesced, async_ops)
-
-
-def functional_forms() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_functional_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     inputs = [make_input(r, torch.float32, (2 * size, 3)) for r in range(size)]
@@ -517,67 +387,11 @@ def functional_forms() -> None:
         checks.equal("input", mine, inputs[rank])
 
 
-@several_ranks
-def test_functional_collectives(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(functional_forms)
-
-
 # Work and Future
 
 
-def _wait_by_polling(work: dist.Work) -> None:
-    deadline = time.monotonic() + 20
-    while not work.is_completed():
-        assert time.monotonic() < deadline, "is_completed() stays False"
-        time.sleep(0.001)
-    work.wait()
-
-
-def _wait_for_future(work: dist.Work) -> None:
-    # Without a call of work.wait(), the backend has to complete the operation by itself.
-    work.get_future().wait()
-
-
-_WAYS_TO_WAIT: dict[str, Callable[[dist.Work], object]] = {
-    "wait": lambda work: work.wait(),
-    "poll": _wait_by_polling,
-    "future": _wait_for_future,
-}
-
-
-def asynchronous(operation: str) -> None:
-    with Checks() as checks:
-        for seed, (way, finish) in enumerate(_WAYS_TO_WAIT.items()):
-            for numel in MIXED_SIZES:
-                label = f"{operation} of {numel} by {way}"
-                ready = prepare(operation, torch.float32, (numel,), seed=seed)
-                work = ready.start(True)
-                if operation in WITHOUT_WORK:
-                    work.wait()
-                    ready.verify(checks, label)
-                    continue
-                finish(work)
-                ready.verify(checks, label)
-                checks.true(f"{label}: a second wait", work.wait())
-                checks.true(f"{label}: is_completed", work.is_completed())
-                checks.true(f"{label}: is_success", work.is_success())
-                checks.equal(f"{label}: exception", exception_of(work), None)
-                future = work.get_future()
-                checks.true(f"{label}: future.done", future.done())
-                if ready.outputs:
-                    result = torch.cat([t.reshape(-1) for t in work.result()])
-                    outputs = torch.cat([t.reshape(-1) for t in ready.outputs])
-                    checks.equal(f"{label}: result", result, outputs)
-                    value = torch.cat([t.reshape(-1) for t in future.value()])
-                    checks.equal(f"{label}: value of the future", value, outputs)
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_work_and_future(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(sweep, asynchronous, COLLECTIVES, timeout=SWEEP_TIMEOUT)
-
-
-def late_peer() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_future_of_an_operation_that_waits_for_a_peer() -> None:
     """Checks a Work and its future before and after the last rank joins."""
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.barrier()
@@ -602,13 +416,9 @@ def late_peer() -> None:
     assert called, "the callback of the future was not called"
 
 
-@several_ranks
-def test_future_of_an_operation_that_waits_for_a_peer(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(late_peer)
-
-
-def in_flight(order: str) -> None:
-    chooser = random.Random(7 + dist.get_rank())
+@on_ranks(SEVERAL_RANKS)
+def test_many_operations_in_flight() -> None:
+    """They are waited for in another order on each rank."""
     with Checks() as checks:
         started = []
         for seed in range(3):
@@ -617,22 +427,14 @@ def in_flight(order: str) -> None:
                 root = seed % dist.get_world_size()
                 ready = prepare(operation, torch.float32, (numel,), seed=seed, root=root)
                 started.append((f"{operation} of {numel}, {seed}", ready, ready.start(True)))
-        if order == "reverse":
-            started.reverse()
-        elif order == "shuffled":  # in a different order on each rank
-            chooser.shuffle(started)
+        random.Random(7 + dist.get_rank()).shuffle(started)
         for label, ready, work in started:
             work.wait()
             ready.verify(checks, label)
 
 
-@several_ranks
-@pytest.mark.parametrize("order", ["program", "reverse", "shuffled"])
-def test_many_operations_in_flight(worlds: WorldPool, size: int, order: str) -> None:
-    worlds(size).run(in_flight, order)
-
-
-def forgotten_tensors() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_tensors_dropped_while_in_flight() -> None:
     """The backend keeps the tensors of an operation alive, and completes operations without a caller that waits."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for step in range(20):
@@ -643,11 +445,6 @@ def forgotten_tensors() -> None:
     work.wait()
     assert [t.unique().tolist() for t in outputs] == [[float(r)] for r in range(size)]
     del garbage
-
-
-@several_ranks
-def test_tensors_dropped_while_in_flight(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(forgotten_tensors)
 
 
 # Point to point
@@ -670,31 +467,13 @@ def exchange_with_next(dtypes: Sequence[torch.dtype], numels: Sequence[int]) -> 
 
 @pytest.mark.parametrize("size", sizes([2, 4], [3, 5]))
 def test_isend_irecv(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exchange_with_next, supported_dtypes("send"), SMALL)
+    worlds(size).run(exchange_with_next, DTYPES, SMALL)
     worlds(size).run(exchange_with_next, [torch.float32, torch.uint8], LARGE)
     worlds(size).run(exchange_with_next, [torch.uint8], [t + d for t in THRESHOLDS for d in (-1, 0, 1)])
 
 
-def blocking_pairs() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with Checks() as checks:
-        for shape in [(), (0,), (2, 3), (1000,), (100_000,)]:
-            for giver in range(size):
-                getter = (giver + 1) % size
-                if rank == giver:
-                    dist.send(make_input(giver, torch.float64, shape), getter)
-                elif rank == getter:
-                    output = torch.zeros(shape, dtype=torch.float64)
-                    checks.equal("source", dist.recv(output, giver), giver)
-                    checks.equal(f"{shape} from {giver}", output, make_input(giver, torch.float64, shape))
-
-
-@several_ranks
-def test_blocking_send_recv(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(blocking_pairs)
-
-
-def tags_out_of_order() -> None:
+@on_ranks([2, 3])
+def test_tags_out_of_order() -> None:
     rank = dist.get_rank()
     tags = [0, 5, 3, 2**31 - 1, 5, 5, 0]
     numels = [10, 70_000, 0, 1000, 11, 70_001, 12]
@@ -716,12 +495,8 @@ def tags_out_of_order() -> None:
                 checks.equal(f"message {index} with tag {tags[index]}", output, expected)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_tags_out_of_order(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(tags_out_of_order)
-
-
-def from_any_source() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_recv_from_any_source() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     numels = [1, 1000, 70_001, 0]
     with Checks() as checks:
@@ -751,12 +526,8 @@ def from_any_source() -> None:
             checks.equal("named", outputs[2:], [torch.full((4,), float(r)) for r in range(2, size)])
 
 
-@several_ranks
-def test_recv_from_any_source(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(from_any_source)
-
-
-def batch_with_everybody() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_batch_isend_irecv() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         for numel in MIXED_SIZES:
@@ -778,81 +549,39 @@ def batch_with_everybody() -> None:
                 checks.equal(f"{numel} from {peer} tag {tag}", output, expected)
 
 
-@several_ranks
-def test_batch_isend_irecv(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(batch_with_everybody)
-
-
-def strided_messages() -> str:
+@on_ranks(2)
+def test_strided_messages() -> None:
     rank = dist.get_rank()
     tensor = _with_gaps(make_input(0, torch.float32, (4, 6)))
     output = _with_gaps(torch.zeros(4, 6))
-    try:
-        if rank == 0:
-            dist.send(tensor, 1)
-        else:
-            dist.recv(output, 0)
-    except ValueError:
-        return "refused"
-    if rank:
+    if rank == 0:
+        dist.send(tensor, 1)
+    else:
+        dist.recv(output, 0)
         assert output.equal(tensor) and _gaps_kept(output)
-    return "right"
-
-
-def test_strided_messages_are_right_or_refused(worlds: WorldPool) -> None:
-    results = worlds(2).run(strided_messages)
-    assert results in (["right", "right"], ["refused", "refused"])
-
-
-def messages_among_collectives() -> None:
-    """Messages and collectives of one group do not receive each other's data, in any order."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    right, left = (rank + 1) % size, (rank - 1) % size
-    with Checks() as checks:
-        for step in range(5):
-            output = torch.zeros(500)
-            receive = dist.irecv(output, left)
-            reduced = prepare("all_reduce", torch.float32, (500,), seed=step)
-            work = reduced.start(True)
-            send = dist.isend(make_input(rank, torch.float32, 500, 50 + step), right)
-            moved = prepare("broadcast", torch.float32, (500,), seed=step, root=step % size)
-            moved.start(False)
-            for pending in (receive, work, send):
-                pending.wait()
-            checks.equal(f"message {step}", output, make_input(left, torch.float32, 500, 50 + step))
-            reduced.verify(checks, f"all_reduce {step}")
-            moved.verify(checks, f"broadcast {step}")
-
-
-@several_ranks
-def test_messages_among_collectives(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(messages_among_collectives)
 
 
 # Barrier, objects, sequence numbers
 
 
-def timed_barrier(late: int, async_op: bool) -> tuple[float, float]:
-    rank = dist.get_rank()
-    dist.barrier()
-    if rank == late:
-        time.sleep(0.1)
-    before = time.monotonic()
-    work = dist.barrier(async_op=async_op)
-    if async_op:
-        work.wait()
-    return before, time.monotonic()
+@on_ranks(RANKS)
+def test_barrier() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for late, async_op in itertools.product({0, size - 1}, (False, True)):
+        dist.barrier()
+        if rank == late:
+            time.sleep(0.1)
+        before = time.monotonic()
+        work = dist.barrier(async_op=async_op)
+        if async_op:
+            work.wait()
+        times: list[Any] = [None] * size
+        dist.all_gather_object(times, (before, time.monotonic()))
+        assert max(before for before, _ in times) <= min(after for _, after in times)
 
 
-@ranks
-def test_barrier(worlds: WorldPool, size: int) -> None:
-    for late in {0, size - 1}:
-        for async_op in (False, True):
-            times = worlds(size).run(timed_barrier, late, async_op)
-            assert max(before for before, _ in times) <= min(after for _, after in times)
-
-
-def objects() -> None:
+@on_ranks(RANKS)
+def test_object_collectives() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     mine = {"rank": rank, "data": list(range(rank * 1000))}
     everybody = [{"rank": r, "data": list(range(r * 1000))} for r in range(size)]
@@ -878,38 +607,27 @@ def objects() -> None:
             checks.equal("recv_object_list", got, [everybody[0], 3])
 
 
-@ranks
-def test_object_collectives(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(objects)
-
-
-def sequence_numbers() -> list[int]:
+@on_ranks(SEVERAL_RANKS)
+def test_sequence_number_counts_collectives() -> None:
     group = dist.new_group()
     backend = group._get_backend(torch.device("cpu"))  # the group itself asks only torch's own backends
     numbers = [backend._get_sequence_number_for_group()]
     for seed, operation in enumerate(COLLECTIVES):
-        ready = prepare(operation, torch.float32, (3,), seed=seed, group=group)
-        ready.start(False)
+        prepare(operation, torch.float32, (3,), seed=seed, group=group).start(False)
         numbers.append(backend._get_sequence_number_for_group())
-    dist.barrier(group)
-    numbers.append(backend._get_sequence_number_for_group())
-    return numbers
-
-
-@several_ranks
-def test_sequence_number_counts_collectives(worlds: WorldPool, size: int) -> None:
-    results = worlds(size).run(sequence_numbers)
-    assert results == [results[0]] * size
-    assert results[0] == sorted(set(results[0]))
-    names = [*COLLECTIVES, "barrier"]
-    counted = dict(zip(names, (after - before for before, after in zip(results[0], results[0][1:]))))
-    assert {name for name, count in counted.items() if count != 1} <= {n for n in names if "coalesced" in n}
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, numbers)
+    assert of_all == [numbers] * dist.get_world_size()
+    counts = {name: after - before for name, before, after in zip(COLLECTIVES, numbers, numbers[1:])}
+    assert min(counts.values()) > 0
+    assert {name for name, count in counts.items() if count != 1} <= {*WITHOUT_WORK}
 
 
 # Subgroups
 
 
-def subgroups() -> None:
+@on_ranks(sizes([4], [2, 5]))
+def test_subgroups() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with Checks() as checks:
         # Overlapping groups: the even ranks, the odd ranks, all but the first, pairs of neighbors, and each rank alone.
@@ -955,12 +673,8 @@ def subgroups() -> None:
         ready.verify(checks, "the world after its subgroups are gone")
 
 
-@pytest.mark.parametrize("size", sizes([4], [2, 5]))
-def test_subgroups(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(subgroups)
-
-
-def threads() -> None:
+@on_ranks(SEVERAL_RANKS)
+def test_threads_with_a_group_each() -> None:
     """Two threads of a process use one group each."""
     groups = [dist.new_group(), dist.new_group()]
     failures: list[BaseException] = []
@@ -983,28 +697,3 @@ def threads() -> None:
         thread.join()
     if failures:
         raise failures[0]
-
-
-@several_ranks
-def test_threads_with_a_group_each(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(threads)
-
-
-def mixed_rounds() -> None:
-    """In a long run of different operations, nothing drifts, leaks or gets stuck."""
-    chooser = random.Random(3)
-    with Checks() as checks:
-        for step in range(150):
-            operation = chooser.choice(REDUCING + MOVING)
-            numel = chooser.choice([0, 1, 33, 1025, 9_000])
-            root = chooser.randrange(dist.get_world_size())
-            ready = prepare(operation, torch.float64, (numel,), seed=step % 5, root=root)
-            work = ready.start(chooser.random() < 0.5)
-            if work is not None:
-                work.wait()
-            ready.verify(checks, f"step {step}: {operation} of {numel} root {root}")
-
-
-@ranks
-def test_long_mixed_run(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(mixed_rounds)

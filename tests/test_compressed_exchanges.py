@@ -297,17 +297,12 @@ def test_every_form_takes_a_codec() -> None:
                 "dst_weights": others,
                 "compression": codec,
             }
-            shared = fogdist.share_(x[rank].clone())
-            for given in (x[rank], shared):
+            for given in (x[rank].clone(), fogdist.share_(x[rank].clone())):
                 checks.equal(f"{numel}", fogdist.neighbor_allreduce(given, **weights), expected)
-                handle = fogdist.neighbor_allreduce_nonblocking(given, **weights)
-                checks.equal(f"{numel} nonblocking", fogdist.wait(handle), expected)
-                checks.equal(f"{numel} list", fogdist.neighbor_allreduce([given], **weights)[0], expected)
-            place = x[rank].clone()
-            checks.equal(f"{numel} in place", fogdist.neighbor_allreduce_(place, **weights), expected)
-            place = x[rank].clone()
-            fogdist.wait(fogdist.neighbor_allreduce_nonblocking_(place, **weights))
-            checks.equal(f"{numel} in place nonblocking", place, expected)
+                handle = fogdist.neighbor_allreduce_nonblocking([given], **weights)
+                checks.equal(f"{numel} nonblocking list", fogdist.wait(handle), [expected])
+                fogdist.wait(fogdist.neighbor_allreduce_nonblocking_(given, **weights))
+                checks.equal(f"{numel} in place nonblocking", given, expected)
             strided = torch.stack([x[rank], x[rank]], 1)[:, 0]
             checks.equal(f"{numel} strided", fogdist.neighbor_allreduce_(strided, **weights), expected)
 
@@ -317,16 +312,17 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
     fogdist.init()
     fogdist.set_topology(topology.RingGraph(2))
     x = torch.ones(10)
-    with pytest.raises(TypeError, match="compression must be a codec.*int8"):
-        fogdist.neighbor_allreduce(x, compression="int8")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="compression must be a codec.*Int8"):
-        fogdist.neighbor_allreduce_nonblocking(x, compression=Int8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="Int8.*complex64"):
-        fogdist.neighbor_allreduce(x.to(torch.complex64), compression=Int8())
-    with pytest.raises(ValueError, match="TopK.*complex128"):
-        fogdist.neighbor_allreduce_([x.clone(), x.to(torch.complex128)], compression=TopK(0.1))
-    with pytest.raises(ValueError, match="compression.*Int8.*meta|meta"):
-        fogdist.neighbor_allreduce(x.to("meta"), compression=Int8())
+    calls: list[tuple[Any, Any, type[Exception], str]] = [
+        (x, "int8", TypeError, "compression must be a codec.*int8"),
+        (x, Int8, TypeError, "compression must be a codec.*Int8"),
+        (x.to(torch.complex64), Int8(), ValueError, "Int8.*complex64"),
+        ([x, x.to(torch.complex128)], TopK(0.1), ValueError, "TopK.*complex128"),
+        (x.to("meta"), Int8(), ValueError, "meta"),
+    ]
+    for tensor, codec, error, words in calls:
+        for call in (fogdist.neighbor_allreduce, fogdist.neighbor_allreduce_nonblocking_):
+            with pytest.raises(error, match=words):
+                call(tensor, compression=codec)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     plan = NeighborPlan(dist.get_rank(), 2, 1.0, [], [])
     codec = Int8().backend
@@ -347,82 +343,52 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
 # --- algorithms -----------------------------------------------------------------------------------------------
 
 
-def quadratic(rank: int) -> tuple[torch.nn.Module, Tensor]:
-    """Returns a model of one vector, whose optimum differs from rank to rank."""
-    model = torch.nn.Linear(300, 1, bias=False)
-    torch.nn.init.zeros_(model.weight)
-    return model, make_input(rank, torch.float32, (1, 300))
+def at_rest(values: Tensor) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns a model with these parameters, and an optimizer that does not move them: its steps only mix."""
+    model = torch.nn.Linear(len(values), 1, bias=False)
+    model.weight.data = values[None].clone()
+    return model, torch.optim.SGD(model.parameters(), lr=0.0)
 
 
-def train(optimizer: torch.optim.Optimizer, model: torch.nn.Module, target: Tensor, steps: int) -> Tensor:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ((model.weight - target) ** 2).sum().div(2).backward()
-        optimizer.step()
-    return model.weight.detach().clone()
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numel: int) -> None:
+    model(torch.ones(1, numel)).sum().backward()
+    optimizer.step()
 
 
 @on_ranks(4)
 def test_algorithms_mix_compressed_values() -> None:
-    fogdist.init()
+    fogdist.init(topology.RingGraph, is_weighted=True)
     rank, size = fogdist.rank(), fogdist.size()
-    ring = topology.RingGraph(size)
-    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(size)]).mean(0)
-    for algorithm, codec, tolerance in (
-        (DecentralizedSGD, None, 0.4),
-        (DecentralizedSGD, Int8(), 0.4),
-        (GradientTracking, Int8(), 0.03),
-        (GradientTracking, Float16(), 0.01),
-    ):
-        model, target = quadratic(rank)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = algorithm(plain, model, mixing=Neighbors(ring, compression=codec))
-        found = train(optimizer, model, target, 150)
-        assert (found - mean).abs().max() < tolerance, (algorithm, codec, (found - mean).abs().max())
-
-
-@on_ranks(2)
-def test_the_wrapper_mixes_compressed_values() -> None:
-    fogdist.init()
-    rank = fogdist.rank()
-    fogdist.set_topology(topology.FullyConnectedGraph(2))
-    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(2)]).mean(0)
-    model, target = quadratic(rank)
-    wrapped = fogdist.DecentralizedDataParallel(
-        model, torch.optim.SGD(model.parameters(), lr=0.05), compression=Int8()
-    )
-    for _ in range(100):
-        wrapped.optimizer.zero_grad()
-        wrapped(torch.zeros(1, 300))
-        ((model.weight - target) ** 2).sum().div(2).backward()
-        wrapped.optimizer.step()
-    assert (model.weight - mean).abs().max() < 0.2
-    wrapped.close()
+    x = [make_input(r, torch.float32, 300) for r in range(size)]
+    sources = [((rank + hop) % size, 1 / 3) for hop in (1, 3)]
+    plan = NeighborPlan(rank, size, 1 / 3, sources, [])
+    with Checks() as checks:
+        for codec in (Int8(), Float16()):
+            expected, _ = expected_at(codec, plan, x, 0, "conserve")
+            for algorithm in (DecentralizedSGD, GradientTracking):
+                model, plain = at_rest(x[rank])
+                step(model, algorithm(plain, model, mixing=Neighbors(compression=codec)), 300)
+                checks.close(f"{algorithm} {codec}", model.weight.detach()[0], expected)
+            model, plain = at_rest(x[rank])
+            wrapped = fogdist.DecentralizedDataParallel(model, plain, compression=codec, broadcast=False)
+            step(wrapped, wrapped.optimizer, 300)
+            wrapped.close()
+            checks.close(f"wrapper {codec}", model.weight.detach()[0], expected)
 
 
 @on_ranks(2)
 def test_ranks_compare_the_codecs_of_algorithms() -> None:
     fogdist.init()
     rank = fogdist.rank()
-    model, _ = quadratic(rank)
+    model, plain = at_rest(torch.ones(300))
+    mixing = Neighbors(topology.RingGraph(2), compression=Int8(block=64 * (1 + rank)))
     with pytest.raises(ValueError, match="compression"):
-        DecentralizedSGD(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model,
-            mixing=Neighbors(topology.RingGraph(2), compression=Int8(block=64 * (1 + rank))),
-        )
+        DecentralizedSGD(plain, model, mixing=mixing)
     fogdist.set_topology(topology.RingGraph(2))
     with pytest.raises(ValueError, match="compression must be None with patience"):
-        fogdist.DecentralizedDataParallel(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), compression=Int8(), patience=1.0
-        )
+        fogdist.DecentralizedDataParallel(model, plain, compression=Int8(), patience=1.0)
     with pytest.raises(ValueError, match="compression must be None with patience"):
-        DecentralizedSGD(
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            model,
-            mixing=Neighbors(compression=Int8()),
-            patience=1.0,
-        )
+        DecentralizedSGD(plain, model, mixing=Neighbors(compression=Int8()), patience=1.0)
     for refusing, optimizer in ((DecentralizedAdamW, torch.optim.AdamW), (PushSumSGD, torch.optim.SGD)):
         with pytest.raises(ValueError, match="compression.*Int8"):
             refusing(optimizer(model.parameters(), lr=0.1), model, mixing=Neighbors(compression=Int8()))
@@ -477,19 +443,14 @@ def exchange_between_machines(numel: int) -> None:
     machine, cut = rank // 2, numel // 2
     means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
     found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())
-    place = x[rank].clone()
-    fogdist.wait(fogdist.hierarchical_neighbor_allreduce_nonblocking_(place, compression=Int8()))
-    assert torch.equal(place, found)
+    model, plain = at_rest(x[rank])
+    step(model, DecentralizedSGD(plain, model, mixing=Machines(compression=Int8())), numel)
+    plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [])
     for begin, end in ((0, cut), (cut, numel)):
-        other = means[1 - machine][begin:end]
-        other = Int8().decode(Int8().encode(other), other.shape)
-        expected = ((other.double() + means[machine][begin:end].double()) / 2).float()
-        assert torch.equal(found[begin:end], expected)
-    mean = torch.stack([make_input(r, torch.float32, (1, 300)) for r in range(4)]).mean(0)
-    model, target = quadratic(rank)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = DecentralizedSGD(plain, model, mixing=Machines(compression=Int8()))
-    assert (train(optimizer, model, target, 150) - mean).abs().max() < 0.05
+        slices = [mean[begin:end] for mean in means]
+        assert torch.equal(found[begin:end], expected_at(Int8(), plan, slices, 0, "exact")[0])
+        conserved, _ = expected_at(Int8(), plan, slices, 0, "conserve")
+        torch.testing.assert_close(model.weight.detach()[0, begin:end], conserved, rtol=1e-6, atol=1e-6)
 
 
 def test_machines_exchange_compressed_means(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from codec_lists import BLOCKS, CODECS, DTYPES, MODULAR, PLAIN, SPARSE, normal
+from codec_lists import BLOCKS, CODECS, DTYPES, MODULAR, PLAIN, normal
 from fogdist.compression import BFloat16, Codec, Float8, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
 from harness import case
 from hypothesis import given, settings
@@ -25,7 +25,6 @@ from torch import Tensor
 import fog_pg  # noqa: F401  loads the extension
 
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1023, 1025, 4099]
-EXACT = [each for each in PLAIN if not getattr(each, "stochastic", False)]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -78,19 +77,6 @@ def test_modular_errors_are_within_the_bound_up_to_theta(bits: int, theta: float
     assert (holds & (distance > 0.97 * room)).sum() > numel // 4
     tensor, near = tensor[holds], near[holds]
     check_bound(codec, tensor, through(codec, tensor, near))
-
-
-def test_the_bound_of_a_modular_codec_is_infinite_where_float16_ends() -> None:
-    tensor = torch.tensor([65504.0, 60000.0, -65504.0], dtype=torch.float16)
-    assert Moniqua(1000.0, 4).bound(tensor).isfinite().tolist() == [False, True, False]
-    infinite = False
-    for theta in range(500, 1000, 50):
-        codec = Moniqua(theta, 4)
-        decoded = through(codec, tensor, tensor)
-        check_bound(codec, tensor, decoded)
-        assert ((decoded.double() - tensor.double()).abs() <= codec.bound(tensor)).all()
-        infinite |= bool(decoded.isinf().any())
-    assert infinite  # otherwise the bound could be finite
 
 
 def test_a_modular_codec_knows_no_difference_of_a_whole_range() -> None:
@@ -203,23 +189,6 @@ def test_torch_s_operations_on_large_tensors_and_odd_places() -> None:
             assert torch.equal(found, codec.decode(expected, (1000, 2)))
 
 
-@pytest.mark.parametrize("codec", EXACT, ids=repr)
-def test_a_decoded_tensor_is_encoded_to_itself(codec: Codec) -> None:
-    for dtype in DTYPES:
-        for numel in (1, 257, 4099):
-            once = through(codec, normal(numel, dtype, scale=0.02))
-            if isinstance(codec, (RandomK, TopK)) or dtype not in (torch.float16, torch.bfloat16):
-                assert torch.equal(through(codec, once), once), (codec, dtype)
-            check_bound(codec, once, through(codec, once))
-
-
-@pytest.mark.parametrize("codec", [Float8("e5m2"), Int8(), Int4(), Sign(), *SPARSE], ids=repr)
-def test_zeros_stay_zeros(codec: Codec) -> None:
-    for dtype in DTYPES:
-        assert (through(codec, torch.zeros(1000, dtype=dtype)) == 0).all()
-        assert (through(codec, -torch.zeros(1000, dtype=dtype)) == 0).all()
-
-
 # --- references -----------------------------------------------------------------------------------------------
 
 
@@ -282,20 +251,20 @@ def test_signs_have_the_mean_magnitude() -> None:
         np.testing.assert_array_equal(np.signbit(found), np.signbit(block))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_largest_are_sent(dtype: torch.dtype) -> None:
-    for numel, k in ((1, 1), (10, 3), (5000, 50), (5000, 1900), (5000, 5000), (100_003, 1)):
+def test_the_largest_are_sent() -> None:
+    for dtype, (numel, k) in itertools.product(
+        DTYPES, ((1, 1), (10, 3), (5000, 50), (5000, 1900), (5000, 5000), (100_003, 1))
+    ):
         tensor = normal(numel, dtype, seed=k)
         tensor[::7] = tensor[0]  # equal ones: the first are sent
-        order = np.argsort(-np.abs(tensor.double().numpy()), kind="stable")[:k]
-        expected = torch.zeros(numel, dtype=dtype)
-        expected[order] = tensor[order]
-        assert torch.equal(through(TopK(k=k), tensor), expected)
+        expected = torch.from_numpy(top_k(tensor.double().numpy(), k)).to(dtype)
+        assert torch.equal(through(TopK(k=k), tensor), expected), (dtype, numel, k)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_the_largest_are_sent_in_few_bits(bits: int) -> None:
-    for numel, k in ((1, 1), (10, 3), (5000, 511), (5000, 512), (5000, 1900), (300, 300)):
+def test_the_largest_are_sent_in_few_bits() -> None:
+    for bits, (numel, k) in itertools.product(
+        (2, 4, 8), ((1, 1), (10, 3), (5000, 511), (5000, 512), (5000, 1900), (300, 300))
+    ):
         tensor = normal(numel, seed=k) * torch.logspace(-3, 3, numel)
         tensor[::9] = 0.0  # with 300 of 300, zeros are sent too
         decoded = through(TopK(k=k, bits=bits), tensor)
@@ -521,26 +490,18 @@ def test_every_cpu_gives_the_same_bits() -> None:
     ("make", "error", "words"),
     [
         (lambda: Int8(block=7), ValueError, "block.*7.*multiples of 8"),
-        (lambda: Int8(block=8200), ValueError, "block.*8200"),
         (lambda: Int8(block=1 << 63), ValueError, "block must be.*9223372036854775808"),
-        (lambda: TopK(k=1 << 63), ValueError, "k must be.*9223372036854775808"),
         (lambda: TopK(10**400), ValueError, "fraction must be"),
-        (lambda: Moniqua(1.0, bits=1 << 40), ValueError, "bits.*1099511627776.*1, 2, 4 and 8"),
         (lambda: Int8(block=2.0), TypeError, "block must be an integer.*2.0"),
         (lambda: Int8(stochastic=1), TypeError, "stochastic must be True or False"),
         (lambda: Int8(seed=-1), ValueError, "seed must be from 0.*-1"),
-        (lambda: Int4(seed=1 << 32), ValueError, "seed"),
         (lambda: Float8("e3m4"), ValueError, "format.*e3m4.*e4m3"),
         (lambda: Float8(3), TypeError, "format must be a string"),
         (lambda: Moniqua(0.0), ValueError, "theta.*0"),
-        (lambda: Moniqua(math.nan), ValueError, "theta.*nan"),
         (lambda: Moniqua(1.0, 3), ValueError, "bits.*3.*1, 2, 4 and 8"),
         (lambda: Moniqua("1"), TypeError, "theta must be a real number"),
         (lambda: TopK(), ValueError, "exactly one of fraction and k"),
-        (lambda: TopK(0.1, 3), ValueError, "exactly one of fraction and k"),
         (lambda: TopK(0.0), ValueError, "fraction.*0"),
-        (lambda: TopK(1.5), ValueError, "fraction.*1.5"),
-        (lambda: TopK(math.nan), ValueError, "fraction.*nan"),
         (lambda: TopK(k=0), ValueError, "k must be at least 1"),
         (lambda: TopK(0.1, bits=3), ValueError, "bits must be 2, 4, 8 or 32, got 3"),
         (lambda: TopK(0.1, bits=2.0), TypeError, "bits must be an integer.*2.0"),
@@ -561,49 +522,22 @@ def test_other_dtypes_are_refused(codec: Codec) -> None:
             codec.bytes(3, dtype)
 
 
-def test_bad_messages_are_refused() -> None:
-    codec = TopK(k=3)
-    tensor = normal(1000)
-    message = codec.encode(tensor)
-    with pytest.raises(ValueError, match="message"):
-        codec.decode(message[:-1], (1000,))
-    with pytest.raises(ValueError, match="message"):
-        codec.decode(message, (1000,), torch.float64)
-    with pytest.raises(ValueError, match="places"):
-        codec.decode(torch.full_like(message, 255), (1000,))
-    with pytest.raises(ValueError, match="places"):
-        codec.decode(torch.zeros_like(message), (1000,))
-    with pytest.raises(ValueError, match="message"):
-        codec.backend.decode(torch.zeros_like(message), torch.empty(1000), by_operations=True)
-    with pytest.raises(ValueError, match="near"):
-        Moniqua(1.0).decode(Moniqua(1.0).encode(tensor), (1000,))
-    with pytest.raises(ValueError, match="near"):
-        codec.decode(message, (1000,), near=tensor)
-    with pytest.raises(ValueError, match="counter"):
-        codec.encode(tensor, counter=-1)
-    with pytest.raises(ValueError, match="rank"):
-        codec.encode(tensor, rank=1 << 20)
-    with pytest.raises(TypeError, match="torch.Tensor"):
-        codec.encode([1.0])  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda codec, _: codec.bytes(1.5), TypeError, "numel must be an integer.*1.5"),
-        (lambda codec, _: codec.bytes(1 << 64), ValueError, "numel must be.*18446744073709551616"),
-        (lambda codec, _: codec.bytes(-1), ValueError, "numel must be.*-1"),
+        (lambda codec, m: codec.decode(m[:-1], (1000,)), ValueError, "message"),
+        (lambda codec, m: codec.decode(m, (1000,), torch.float64), ValueError, "message"),
+        (lambda codec, m: codec.decode(torch.full_like(m, 255), (1000,)), ValueError, "places"),
+        (lambda codec, m: codec.decode(torch.zeros_like(m), (1000,)), ValueError, "places"),
         (
-            lambda codec, _: codec.encode(torch.ones(3), counter=1.5),
-            TypeError,
-            "counter must be an integer.*1.5",
+            lambda codec, m: codec.backend.decode(m * 0, torch.ones(1000), by_operations=True),
+            ValueError,
+            "message",
         ),
-        (
-            lambda codec, _: codec.encode(torch.ones(3), counter="a"),
-            TypeError,
-            "counter must be an integer.*'a'",
-        ),
-        (lambda codec, _: codec.decode([1], (3,)), TypeError, "message must be a torch.Tensor"),
+        (lambda codec, m: codec.decode(m, (1000,), near=torch.ones(1000)), ValueError, "near"),
+        (lambda codec, m: codec.decode(m, (1000,), near=3), TypeError, "near must be a torch.Tensor"),
+        (lambda *_: Moniqua(1.0).decode(Moniqua(1.0).encode(normal(9)), (9,)), ValueError, "near"),
+        (lambda codec, m: codec.decode([1], (3,)), TypeError, "message must be a torch.Tensor"),
         (lambda codec, m: codec.decode(m, (-1,)), ValueError, r"shape\[0\] must be.*-1"),
         (lambda codec, m: codec.decode(m, ("a",)), TypeError, r"shape\[0\] must be an integer.*'a'"),
         (lambda codec, m: codec.decode(m, 3), TypeError, "shape must be a sequence of integers.*3"),
@@ -612,15 +546,21 @@ def test_bad_messages_are_refused() -> None:
             TypeError,
             "dtype must be a torch.dtype.*'float32'",
         ),
-        (lambda codec, m: codec.decode(m, (3,), near=3), TypeError, "near must be a torch.Tensor"),
+        (lambda codec, _: codec.encode(normal(9), counter=-1), ValueError, "counter"),
+        (lambda codec, _: codec.encode(normal(9), counter=1.5), TypeError, "counter must be an integer.*1.5"),
+        (lambda codec, _: codec.encode(normal(9), rank=1 << 20), ValueError, "rank"),
+        (lambda codec, _: codec.encode([1.0]), TypeError, "torch.Tensor"),
+        (lambda codec, _: codec.bytes(1.5), TypeError, "numel must be an integer.*1.5"),
+        (lambda codec, _: codec.bytes(1 << 64), ValueError, "numel must be.*18446744073709551616"),
+        (lambda codec, _: codec.bytes(-1), ValueError, "numel must be.*-1"),
     ],
 )
 def test_bad_arguments_are_named(
     call: Callable[[Codec, Tensor], object], error: type[Exception], words: str
 ) -> None:
-    codec = Int8()
+    codec = TopK(k=3)
     with pytest.raises(error, match=words):
-        call(codec, codec.encode(torch.ones(3)))
+        call(codec, codec.encode(normal(1000)))
 
 
 def test_integers_of_other_libraries_are_taken() -> None:
@@ -629,13 +569,6 @@ def test_integers_of_other_libraries_are_taken() -> None:
     message = codec.encode(torch.ones(3), counter=np.int64(3))
     assert codec.decode(message, [np.int64(3)]).shape == (3,)
     assert codec.bytes(np.int32(3)) == message.numel()
-
-
-def test_texts_have_the_numbers_as_they_were_written() -> None:
-    assert TopK(0.045, bits=2).backend.text == "TopK(fraction=0.045, bits=2)"
-    assert TopK(k=7).backend.text == "TopK(k=7)"
-    assert RandomK(1e-05, seed=3).backend.text == "RandomK(fraction=1e-05, seed=3)"
-    assert Moniqua(0.1, 4).backend.text == "Moniqua(theta=0.1, bits=4)"
 
 
 def test_codecs_are_constants() -> None:

@@ -12,61 +12,14 @@ import pytest
 import torch
 from fogdist import topology as topologies
 from fogdist.context import current
-from fogdist.context import handles as handles_in_flight
-from fogdist.exchange import KEPT_EXCHANGES, MACHINES, RANKS, Exchanges
-from fogdist.handles import HandleTable
+from fogdist.exchange import KEPT_EXCHANGES, RANKS, Exchanges
+from harness import on_ranks
 from reference import Checks
 
 
-def exchanges_of(nodes: Any = RANKS) -> Exchanges:
-    """Returns the exchanges of node 0 of 4, whose neighbors are all others."""
-    return Exchanges(nodes, 0, 4, [1, 2, 3], [1, 2, 3], None)
-
-
-@pytest.mark.parametrize("nodes", [RANKS, MACHINES])
-def test_the_same_arguments_give_the_same_exchange(nodes):
-    exchanges = exchanges_of(nodes)
-    first = exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, {3: 1.0}, True)
-    assert (first.self_weight, first.sources, first.destinations) == (
-        0.5,
-        ((1, 0.25), (2, 0.25)),
-        ((3, 1.0),),
-    )
-    assert exchanges.weighted(0.5, {2: 0.25, 1: 0.25}, {3: 1}, True) is first
-    assert len(exchanges) == 1
-    unchecked = exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, {3: 1.0}, False)
-    assert (first.check, unchecked.check) == (True, False)
-    # Exchanges that differ in Python only share one plan of the backend.
-    assert first.plan is unchecked.plan is exchanges.weighted(0.5, {1: 0.25, 2: 0.25}, [3], True).plan
-    assert exchanges.weighted(0.5, {1: 0.5}, {3: 1.0}, True).plan is not first.plan
-
-
-def test_the_same_ranks_give_the_same_gather():
-    exchanges = exchanges_of()
-    first = exchanges.gathering([3, 1], [2], True)
-    assert exchanges.gathering([3, 1], [2], True) is first
-    assert (
-        exchanges.gathering([1, 3], [2], True).sources != first.sources
-    )  # the order of sources is the order of the result
-    assert exchanges.gathering(None, None, True) is exchanges.gathering(None, None, True)
-
-
-def test_a_dict_that_changes_is_another_exchange():
-    exchanges = exchanges_of()
-    sources, destinations, receivers = {1: 0.5}, {2: 1.0}, [2]
-    first = exchanges.weighted(0.5, sources, destinations, True)
-    listed = exchanges.weighted(0.5, sources, receivers, True)
-    sources[1], destinations[3] = 0.25, 1.0
-    receivers.append(3)
-    changed = exchanges.weighted(0.5, sources, destinations, True)
-    assert (
-        (first.sources, first.destinations)
-        == (((1, 0.5),), ((2, 1.0),))
-        == (listed.sources, listed.destinations)
-    )
-    assert (changed.sources, changed.destinations) == (((1, 0.25),), ((2, 1.0), (3, 1.0)))
-    assert exchanges.weighted(0.5, sources, receivers, True).destinations == changed.destinations
-    assert exchanges.weighted(0.5, {1: 0.5}, {2: 1.0}, True) is first
+def exchanges_of() -> Exchanges:
+    """Returns the exchanges of rank 0 of 4, whose neighbors are all others."""
+    return Exchanges(RANKS, 0, 4, [1, 2, 3], [1, 2, 3], None)
 
 
 def test_a_bounded_number_is_kept():
@@ -127,7 +80,8 @@ def test_zeros_of_both_signs_are_one_weight():
 # --- in a group ---------------------------------------------------------------------------------------------
 
 
-def topologies_in_turn() -> None:
+@on_ranks(3)
+def test_another_topology_has_other_exchanges() -> None:
     """The plan of one topology is never used in another, where the same call has other peers."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -158,11 +112,8 @@ def topologies_in_turn() -> None:
                 fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={stranger: 1.0})
 
 
-def test_another_topology_has_other_exchanges(worlds):
-    worlds(3).run(topologies_in_turn)
-
-
-def weights_that_change() -> None:
+@on_ranks(2)
+def test_weights_that_change_between_calls() -> None:
     """One dict changes between calls, and each call uses its present contents."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -181,51 +132,3 @@ def weights_that_change() -> None:
                     enable_topo_check=check,
                 )
                 checks.equal(f"{step} {check}", output.item(), step * (before + 1.0))
-
-
-def test_weights_that_change_between_calls(worlds):
-    worlds(2).run(weights_that_change)
-
-
-def blocking_calls() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
-    rank, size = fogdist.rank(), fogdist.size()
-    x = torch.tensor([float(rank)])
-    other = (rank + 1) % size
-    dynamic = {"self_weight": 0.5, "src_weights": {other: 0.5}, "dst_weights": [other]}
-    in_flight = handles_in_flight()
-    kept = fogdist.allreduce_nonblocking(x)
-    added: list[int] = []
-    add = HandleTable.add
-
-    def counted(self: HandleTable, *arguments: Any) -> int:
-        added.append(add(self, *arguments))
-        return added[-1]
-
-    HandleTable.add = counted  # type: ignore[method-assign]
-    try:
-        for _ in range(3):
-            fogdist.neighbor_allreduce(x)
-            fogdist.neighbor_allreduce([x, x.double()])
-            fogdist.neighbor_allreduce_(x.clone())
-            fogdist.neighbor_allreduce(x, **dynamic)
-            fogdist.neighbor_allreduce(x, **dynamic, enable_topo_check=False, name="named")
-            fogdist.neighbor_allgather(x)
-            fogdist.pair_gossip(x, other)
-            fogdist.hierarchical_neighbor_allreduce(
-                x, self_weight=1.0, src_machine_weights={}, dst_machine_weights={}
-            )
-            torch.ops.fog.neighbor_allreduce_along_topology(x)
-        assert added == []
-        assert in_flight.knows(kept)
-        handle = fogdist.neighbor_allreduce_nonblocking(x)
-        assert added == [handle] and in_flight.knows(handle)
-        fogdist.wait(handle)
-        assert not in_flight.knows(handle)
-    finally:
-        HandleTable.add = add  # type: ignore[method-assign]
-    assert fogdist.wait(kept).item() == (size - 1) / 2
-
-
-def test_a_blocking_call_makes_no_handle(worlds):
-    worlds(2).run(blocking_calls)

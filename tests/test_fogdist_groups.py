@@ -17,6 +17,7 @@ from reference import Checks, make_input, mix
 
 # The ranks of the group have other numbers than in the world.
 MEMBERS = [1, 2, 3]
+same = topologies.IsTopologyEquivalent
 
 
 def mean_matrix(graph: Any) -> np.ndarray:
@@ -35,17 +36,11 @@ def test_every_operation() -> None:
     rank, size = fogdist.rank(group=group), fogdist.size(group=group)
     inputs = [make_input(r, torch.float64, 6) for r in range(size)]
     with Checks() as checks:
-        checks.equal("rank and size", (rank, size), (dist.get_rank(group), 3))
-        checks.equal("hosts", (fogdist.local_rank(group=group), fogdist.local_size(group=group)), (rank, 3))
-        checks.equal(
-            "machines", (fogdist.machine_rank(group=group), fogdist.machine_size(group=group)), (0, 1)
-        )
-        checks.true("homogeneous", fogdist.is_homogeneous(group=group))
-        default = topologies.ExponentialGraph(size)
-        checks.true(
-            "default topology",
-            topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default),
-        )
+        names = ["rank", "size", "local_rank", "local_size", "machine_rank", "machine_size", "is_homogeneous"]
+        numbers = [getattr(fogdist, name)(group=group) for name in names]
+        checks.equal("numbers", numbers, [dist.get_rank(group), 3, rank, 3, 0, 1, True])
+        default = fogdist.load_topology(group=group)
+        checks.true("default", same(default, topologies.ExponentialGraph(size)))
         ring = topologies.RingGraph(size, connect_style=2)
         checks.equal("set", fogdist.set_topology(ring, is_weighted=True, group=group), True)
         checks.equal("in", fogdist.in_neighbor_ranks(group=group), [(rank - 1) % size])
@@ -54,19 +49,14 @@ def test_every_operation() -> None:
             "weighted", (fogdist.is_topo_weighted(group=group), fogdist.is_topo_weighted()), (True, False)
         )
         world = fogdist.load_topology()
-        checks.true("the world's stays", topologies.IsTopologyEquivalent(world, topologies.StarGraph(4)))
+        checks.true("the world's stays", same(world, topologies.StarGraph(4)))
 
         mine = inputs[rank]
         average = mix(inputs, topologies.mixing_matrix(ring))[rank]
         checks.close("along the topology", fogdist.neighbor_allreduce(mine, group=group), average)
-        output = fogdist.neighbor_allreduce(
-            mine,
-            self_weight=0.5,
-            src_weights={(rank - 1) % size: 0.5},
-            dst_weights=[(rank + 1) % size],
-            group=group,
-        )
-        checks.close("dynamic", output, average)
+        before, after = (rank - 1) % size, (rank + 1) % size
+        weights = {"self_weight": 0.5, "src_weights": {before: 0.5}, "dst_weights": [after]}
+        checks.close("dynamic", fogdist.neighbor_allreduce(mine, **weights, group=group), average)
         checks.equal("gathered", fogdist.neighbor_allgather(mine, group=group), inputs[(rank - 1) % size])
         checks.equal("allgather", fogdist.allgather(mine, group=group), torch.cat(inputs))
         checks.close("allreduce", fogdist.allreduce(mine, group=group), sum(inputs) / size)
@@ -76,10 +66,9 @@ def test_every_operation() -> None:
         if rank != 0:
             pair = fogdist.pair_gossip(mine, 3 - rank, group=group)
             checks.close("pair_gossip", pair, (inputs[1] + inputs[2]) / 2)
-        sources = fogdist.InferSourceFromDestinationRanks([(rank + 1) % size], group=group)
-        checks.equal("inferred sources", sources, [(rank - 1) % size])
-        destinations = fogdist.InferDestinationFromSourceRanks([(rank - 1) % size], group=group)
-        checks.equal("inferred destinations", destinations, [(rank + 1) % size])
+        infer = fogdist.InferSourceFromDestinationRanks, fogdist.InferDestinationFromSourceRanks
+        checks.equal("inferred sources", infer[0]([after], group=group), [before])
+        checks.equal("inferred destinations", infer[1]([before], group=group), [after])
         fogdist.barrier(group=group)
     fogdist.barrier()
     dist.destroy_process_group(group)
@@ -98,8 +87,12 @@ def test_handles_of_several_groups() -> None:
     ]
     assert len({handle for handle, _ in handles}) == len(calls)
     for handle, factor in handles[rank % 3 :] + handles[: rank % 3]:
-        fogdist.poll(handle)
+        while not fogdist.poll(handle):
+            pass
         assert fogdist.wait(handle).tolist() == [factor * sum(range(size))] * 5
+        for used in (fogdist.poll, fogdist.wait, fogdist.synchronize):
+            with pytest.raises(ValueError, match=f"handle.*{handle}"):
+                used(handle)
     # The same name is used in several groups.
     named = [
         fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)
@@ -154,7 +147,7 @@ def test_init_forgets_topologies_of_groups() -> None:
     fogdist.set_topology(topologies.StarGraph(size), is_weighted=True, group=group)
     fogdist.init()
     default = topologies.ExponentialGraph(size)
-    assert topologies.IsTopologyEquivalent(fogdist.load_topology(group=group), default)
+    assert same(fogdist.load_topology(group=group), default)
     assert not fogdist.is_topo_weighted(group=group)
     # Gossip continues across init, wherever a rank calls init.
     rank, x = fogdist.rank(), torch.tensor([float(fogdist.rank())])
@@ -205,7 +198,21 @@ def test_the_wrapper_of_debug_mode_is_peeled(new_world):
 # --- ranks with different topologies ------------------------------------------------------------------------
 
 
-def set_different(kind: str) -> tuple[str, bool]:
+WEIGHT = 1 / 3
+DIFFERENT = {
+    "edges": [
+        "between the ranks [0, 2, 3] and [1]:",
+        f"only on ranks [0, 2, 3]: edge 1 -> 2 of weight {WEIGHT}",
+        "only on ranks [1]: edge 3 -> 1 of weight 0.25",
+    ],
+    "is_weighted": ["only on ranks [0, 1, 2]: is_weighted=False", "only on ranks [3]: is_weighted=True"],
+    "all": ["between the ranks [0] and [1] and [2] and [3]:", "only on ranks [3]: edge 0 -> 1"],
+    "many": ["only on ranks [0]:", "and 11 more"],
+}
+
+
+@on_ranks(4, kind=DIFFERENT)
+def test_different_topologies_are_an_error_everywhere(kind: str) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     fogdist.set_topology(topologies.StarGraph(size))
@@ -213,8 +220,6 @@ def set_different(kind: str) -> tuple[str, bool]:
     if kind == "edges" and rank == 1:
         graph.remove_edge(1, 2)
         graph.add_edge(3, 1, weight=0.25)
-    elif kind == "weight" and rank == 2:
-        graph[0][1]["weight"] = 0.25
     elif kind == "is_weighted":
         is_weighted = rank == 3
     elif kind == "all":
@@ -222,63 +227,12 @@ def set_different(kind: str) -> tuple[str, bool]:
         graph.remove_edge(rank, (rank + 1) % size)
     elif kind == "many":
         graph = topologies.FullyConnectedGraph(size) if rank == 0 else graph
-    try:
+    with pytest.raises(ValueError, match="topology must be the same on all ranks") as caught:
         fogdist.set_topology(graph, is_weighted)
-    except ValueError as error:
-        kept = topologies.IsTopologyEquivalent(fogdist.load_topology(), topologies.StarGraph(size))
-        x = torch.ones(1)
-        return str(error), kept and fogdist.neighbor_allreduce(x).tolist() == [1.0]
-    return "", False
-
-
-WEIGHT = 1 / 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "lines"),
-    [
-        (
-            "edges",
-            [
-                "between the ranks [0, 2, 3] and [1]:",
-                f"only on ranks [0, 2, 3]: edge 1 -> 2 of weight {WEIGHT}",
-                "only on ranks [1]: edge 3 -> 1 of weight 0.25",
-            ],
-        ),
-        (
-            "weight",
-            [
-                f"only on ranks [0, 1, 3]: edge 0 -> 1 of weight {WEIGHT}",
-                "only on ranks [2]: edge 0 -> 1 of weight 0.25",
-            ],
-        ),
-        (
-            "is_weighted",
-            ["only on ranks [0, 1, 2]: is_weighted=False", "only on ranks [3]: is_weighted=True"],
-        ),
-        ("all", ["between the ranks [0] and [1] and [2] and [3]:", "only on ranks [3]: edge 0 -> 1"]),
-        ("many", ["only on ranks [0]:", "and 11 more"]),
-    ],
-)
-def test_different_topologies_are_an_error_everywhere(worlds, kind, lines):
-    outcomes = worlds(4).run(set_different, kind)
-    assert len({error for error, _ in outcomes}) == 1
-    for line in ("topology must be the same on all ranks", *lines):
-        assert line in outcomes[0][0]
-    assert all(kept for _, kept in outcomes)
-
-
-def many_versions() -> str:
-    fogdist.init()
-    graph = topologies.RingGraph(fogdist.size())
-    graph[0][0]["weight"] = fogdist.rank()
-    with pytest.raises(ValueError, match="and 2 more versions") as caught:
-        fogdist.set_topology(graph)
-    return str(caught.value)
-
-
-def test_the_error_shows_some_versions(worlds):
-    assert len(set(worlds(6).run(many_versions))) == 1
+    for line in DIFFERENT[kind]:
+        assert line in str(caught.value)
+    assert same(fogdist.load_topology(), topologies.StarGraph(size))
+    assert fogdist.neighbor_allreduce(torch.ones(1)).tolist() == [1.0]
 
 
 @on_ranks(3)
@@ -300,12 +254,11 @@ def test_the_order_of_edges_does_not_count() -> None:
     fogdist.set_topology(unweighted)
 
 
-def init_with_different() -> str:
+@on_ranks(4)
+def test_init_with_different_topologies() -> None:
     fogdist.init()
     rank = fogdist.rank()
-    with pytest.raises(
-        ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"):
         fogdist.init(topologies.RingGraph, is_weighted=rank == 0)
     # The topology is unchanged.
     assert fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0
@@ -313,11 +266,6 @@ def init_with_different() -> str:
     with pytest.raises(ValueError, match="topology must be the same"):
         fogdist.init(topologies.RingGraph if rank else topologies.FullyConnectedGraph)
     assert not fogdist.is_initialized()
-    return str(caught.value)
-
-
-def test_init_with_different_topologies(worlds):
-    assert len(set(worlds(4).run(init_with_different))) == 1
 
 
 def one_rank_stays_away() -> str:

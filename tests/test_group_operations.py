@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, WorldPool, sizes
+from harness import WorldPool, on_ranks, sizes
 from reference import Checks
 from torch import Tensor
 
@@ -34,7 +33,8 @@ def sparse_input(rank: int, kind: str) -> Tensor:
     return torch.sparse_coo_tensor(torch.stack([rows, columns]), values, (6, 4))
 
 
-def sum_sparse(kind: str) -> None:
+@on_ranks(sizes([1, 3], [2]), kind=["floats", "integers", "hybrid", "empty on odd ranks"])
+def test_sparse_allreduce(kind: str) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     expected = sum(sparse_input(source, kind).to_dense() for source in range(size))
     with Checks() as checks:
@@ -54,13 +54,8 @@ def sum_sparse(kind: str) -> None:
         checks.equal("a list", [one.to_dense(), other.to_dense()], [both, both])
 
 
-@pytest.mark.parametrize("kind", ["floats", "integers", "hybrid", "empty on odd ranks"])
-@pytest.mark.parametrize("size", sizes([1, 3], [2]))
-def test_sparse_allreduce(worlds: WorldPool, size: int, kind: str) -> None:
-    worlds(size).run(sum_sparse, kind)
-
-
-def refuse_sparse() -> None:
+@on_ranks(2)
+def test_sparse_allreduce_refuses() -> None:
     tensor = sparse_input(dist.get_rank(), "floats")
     with pytest.raises(ValueError, match="op: got MAX; allowed is SUM"):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -71,28 +66,20 @@ def refuse_sparse() -> None:
     assert ones.tolist() == [dist.get_world_size()] * 2
 
 
-def test_sparse_allreduce_refuses(worlds: WorldPool) -> None:
-    worlds(2).run(refuse_sparse)
-
-
-def sparse_shapes_disagree() -> str:
+@on_ranks(2)
+def test_sparse_allreduce_names_both_shapes() -> None:
     group = dist.new_group(timeout=timedelta(seconds=20))
-    rank = dist.get_rank()
-    tensor = torch.sparse_coo_tensor([[0], [1]], [1.0], (6, 4 + rank))
-    with pytest.raises(dist.DistBackendError) as caught:
+    tensor = torch.sparse_coo_tensor([[0], [1]], [1.0], (6, 4 + dist.get_rank()))
+    text = r"allreduce_sparse\(SUM, int64\[1, 6, [45]\]\).*\[1, 6, [45]\]\)"
+    with pytest.raises(dist.DistBackendError, match=text):
         dist.all_reduce(tensor, group=group)
-    return str(caught.value)
-
-
-def test_sparse_allreduce_names_both_shapes(worlds: WorldPool) -> None:
-    for text in worlds(2).run(sparse_shapes_disagree):
-        assert "allreduce_sparse(SUM, int64[1, 6, 4])" in text and "[1, 6, 5])" in text
 
 
 # Lists of tensors: c10d's form for several devices per process
 
 
-def lists() -> None:
+@on_ranks(sizes([1, 3], [2]))
+def test_lists_of_tensors() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
 
@@ -120,39 +107,25 @@ def lists() -> None:
         checks.equal("allgather", [*outputs[0], *outputs[1]], everything * 2)
 
 
-@pytest.mark.parametrize("size", sizes([1, 3], [2]))
-def test_lists_of_tensors(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(lists)
-
-
 # Monitored barriers
 
 
-def monitored_barrier(wait_all_ranks: bool) -> None:
+@on_ranks(sizes([1, 3], [2, 4]), wait_all_ranks=[False, True])
+def test_monitored_barrier(wait_all_ranks: bool) -> None:
     for _ in range(3):
         dist.monitored_barrier(timeout=timedelta(seconds=20), wait_all_ranks=wait_all_ranks)
     dist.monitored_barrier()
     dist.group.WORLD.monitored_barrier(timedelta(seconds=20))
 
 
-@pytest.mark.parametrize("size", sizes([1, 3], [2, 4]))
-@pytest.mark.parametrize("wait_all_ranks", [False, True])
-def test_monitored_barrier(worlds: WorldPool, size: int, wait_all_ranks: bool) -> None:
-    worlds(size).run(monitored_barrier, wait_all_ranks)
-
-
-def monitored_barrier_holds() -> bool:
-    """Returns whether the last rank had come when this rank left the barrier."""
+@on_ranks(3)
+def test_monitored_barrier_holds_everybody() -> None:
     store = dist.PrefixStore("monitored", dist.distributed_c10d._get_default_store())
     if dist.get_rank() == 1:
         time.sleep(0.3)
         store.set("came", "yes")
     dist.monitored_barrier(timeout=timedelta(seconds=20))
-    return store.check(["came"])
-
-
-def test_monitored_barrier_holds_everybody(worlds: WorldPool) -> None:
-    assert worlds(3).run(monitored_barrier_holds) == [True] * 3
+    assert store.check(["came"])
 
 
 def miss_monitored_barrier(absent: list[int], wait_all_ranks: bool) -> str:
@@ -179,15 +152,12 @@ def test_monitored_barrier_names_who_is_missing(worlds: WorldPool, wait_all_rank
     assert f"{names} failed to pass monitoredBarrier in 1000 ms" in texts[0]
     assert "Rank 2 successfully reached monitoredBarrier" in texts[2]
     assert "not there: ranks 1, 3" in texts[2]  # from the report of rank 0
-
-
-def test_monitored_barrier_without_rank_zero(worlds: WorldPool) -> None:
-    texts = worlds(3).run(miss_monitored_barrier, [0], True, timeout=40)
-    for text in texts[1:]:
+    for text in worlds(4).run(miss_monitored_barrier, [0], wait_all_ranks, timeout=40)[1:]:
         assert "not there: rank 0" in text
 
 
-def monitored_barrier_arguments() -> None:
+@on_ranks(2)
+def test_monitored_barrier_arguments() -> None:
     with pytest.raises(ValueError, match="timeout: got 0 ms"):
         dist.group.WORLD.monitored_barrier(timedelta(0))
     with pytest.raises(TypeError, match="timeout: got str"):
@@ -195,14 +165,11 @@ def monitored_barrier_arguments() -> None:
     dist.monitored_barrier(timeout=20.0)  # torch still takes seconds
 
 
-def test_monitored_barrier_arguments(worlds: WorldPool) -> None:
-    worlds(2).run(monitored_barrier_arguments)
-
-
 # Splits and merges
 
 
-def split() -> None:
+@on_ranks(sizes([3], [2]))
+def test_split_group() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     world = dist.group.WORLD
     with Checks() as checks:
@@ -229,16 +196,8 @@ def split() -> None:
         checks.true("the parent goes on", total.item() == size)
 
 
-@pytest.mark.parametrize("size", sizes([3], [2]))
-def test_split_group(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(split)
-
-
-def test_split_refuses(worlds: WorldPool) -> None:
-    worlds(2).run(split_refuses)
-
-
-def split_refuses() -> None:
+@on_ranks(2)
+def test_split_refuses() -> None:
     backend = dist.group.WORLD._get_backend(CPU)
     assert backend.supports_splitting
     with pytest.raises(RuntimeError):  # torch's own check
@@ -248,7 +207,8 @@ def split_refuses() -> None:
     backend.perform_nocolor_split(CPU)
 
 
-def merge() -> float:
+@on_ranks(3)
+def test_merge() -> None:
     """Merges two groups of this world into one, with another store."""
     rank, size = dist.get_rank(), dist.get_world_size()
     store = dist.PrefixStore("merge", dist.distributed_c10d._get_default_store())
@@ -257,58 +217,4 @@ def merge() -> float:
     merged = mine.merge_remote_group(store, size, timedelta(seconds=20), "both")
     tensor = torch.tensor([float(merged.rank() + 1)])
     merged.allreduce([tensor]).wait()
-    return tensor.item()
-
-
-def test_merge(worlds: WorldPool) -> None:
-    assert worlds(3).run(merge) == [6.0] * 3
-
-
-# Coalesced forms
-
-
-def gather_coalesced() -> None:
-    rank, size = dist.get_rank(), dist.get_world_size()
-
-    def mine(source: int) -> list[Tensor]:
-        return [torch.full((2, 2), float(source)), torch.empty(0), torch.arange(3.0) + source]
-
-    outputs = [[torch.full_like(tensor, -1) for tensor in mine(0)] for _ in range(size)]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        dist.group.WORLD.allgather_coalesced(outputs, mine(rank)).wait()
-    with Checks() as checks:
-        for source in range(size):
-            checks.equal(f"from {source}", outputs[source], mine(source))
-        ranges = [event for event in profile.events() if event.name == "fog:all_gather"]
-        checks.true(f"one operation, not {len(ranges)}", len(ranges) == 1)
-
-
-def test_coalesced_gather_is_one_operation(worlds: WorldPool) -> None:
-    worlds(3).run(gather_coalesced)
-
-
-# Another backend's world
-
-
-def fog_beside_gloo() -> list[float]:
-    import fog_pg  # noqa: F401
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    rank, size = dist.get_rank(), dist.get_world_size()
-    everyone = dist.new_group(backend="fog", timeout=timedelta(seconds=30))
-    some = dist.new_group([0, size - 1], backend="fog", timeout=timedelta(seconds=30))
-    assert dist.get_backend(everyone) == "fog" and dist.get_backend() == "gloo"
-    values = []
-    for group in (everyone, dist.group.WORLD, some):
-        tensor = torch.tensor([float(rank)])
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.all_reduce(tensor, group=group)
-        values.append(tensor.item())
-    dist.monitored_barrier()  # Gloo's barrier
-    dist.monitored_barrier(everyone)
-    return values
-
-
-def test_fog_group_in_a_gloo_world(new_world: Callable[..., World]) -> None:
-    world = new_world(3, initialize=False)
-    assert world.run(fog_beside_gloo) == [[3.0, 3.0, 2.0], [3.0, 3.0, 1.0], [3.0, 3.0, 2.0]]
+    assert tensor.item() == 6.0

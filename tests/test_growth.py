@@ -7,13 +7,13 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, WorldPool
+from harness import World, WorldPool, on_ranks
+from test_memory import resident_bytes
 from torch import Tensor
 
 # The number of names that a group remembers; NameTable::kMost.
@@ -60,21 +60,17 @@ def forget_names(backend: Any, seed: int) -> None:
         exchange(backend, f"other {dist.get_rank()} {seed} {number}", [], 0.0)[0].wait()
 
 
-def use_many_names() -> int:
+@on_ranks(3)
+def test_names_are_forgotten() -> None:
     group = dist.new_group()
     before = extension().bookkeeping()["names"]
     works = []
     for number in range(NAMES + 500):
-        works.append(
-            exchange(backend_of(group), f"step {number}", [(0, 1)] if number % 50 == 0 else [], 1.0)[0]
-        )
+        edges = [(0, 1)] if number % 50 == 0 else []
+        works.append(exchange(backend_of(group), f"step {number}", edges, 1.0)[0])
     for work in works:
         work.wait()
-    return extension().bookkeeping()["names"] - before
-
-
-def test_names_are_forgotten(worlds: WorldPool) -> None:
-    assert worlds(3).run(use_many_names) == [NAMES] * 3
+    assert extension().bookkeeping()["names"] - before == NAMES
 
 
 def use_forgotten_names(seed: int, steps: int) -> int:
@@ -122,10 +118,10 @@ def test_forgotten_names_are_used_again(worlds: WorldPool) -> None:
 # Groups
 
 
-def make_and_close_groups() -> list[int]:
+@on_ranks(3)
+def test_closed_groups_are_forgotten() -> None:
     """Ranks destroy their groups in different orders; one of the groups has failed."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    before = extension().bookkeeping()["closed_groups"]
+    rank = dist.get_rank()
     groups = [dist.new_group() for _ in range(4)]
     groups += [group for group in [dist.new_group([0, 1]), dist.new_group([1, 2])] if group is not None]
     dist.barrier()
@@ -136,29 +132,6 @@ def make_and_close_groups() -> list[int]:
         dist.destroy_process_group(group)
     dist.barrier()
     assert soon(lambda: extension().bookkeeping()["closed_groups"] == 0), extension().bookkeeping()
-    return [before, size]
-
-
-def test_closed_groups_are_forgotten(worlds: WorldPool) -> None:
-    worlds(3).run(make_and_close_groups)
-
-
-def keys_of_groups() -> list[int]:
-    """Returns the number of the store's keys after each of several groups."""
-    store = dist.distributed_c10d._get_default_store()
-    counts = []
-    for _ in range(4):
-        dist.new_group()
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts
-
-
-def test_a_group_leaves_few_keys_in_the_store(worlds: WorldPool) -> None:
-    """torch's own keys stay, and one per rank that counts the uses of the store."""
-    for counts in worlds(3).run(keys_of_groups):
-        assert counts[-1] - counts[-2] <= 3 + 2, counts
 
 
 # A rank that runs ahead
@@ -220,10 +193,6 @@ def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: st
         (completed, _), (early, _) = world.run(run_ahead, kind)
         assert completed < 0.75 * COUNT, f"{kind}: rank 0 has completed {completed}"
         assert early < LIMIT + ROOM, f"{kind}: rank 1 has {early} bytes of early messages"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def large_over_mpi(rounds: int) -> int:

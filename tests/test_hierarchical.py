@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import re
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import World, WorldPool, error_of, sizes
+from harness import WorldPool, error_of, on_ranks, sizes
 from operations import PREMUL_FACTOR, reduce_op, reductions
 from reference import (
     DTYPES,
@@ -57,16 +53,6 @@ def machine_of(rank: int, machines: Machines) -> int:
 def backend(group: dist.ProcessGroup | None = None) -> Any:
     """Returns fog's own object of a group."""
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-
-
-def plan_of(matrix: np.ndarray, machine: int, factor: float = 2.0) -> Any:
-    """Returns a machine's plan for a mixing matrix; the sender's weight of each edge is `factor`."""
-    from fog_pg import _C
-
-    others = [m for m in range(len(matrix)) if m != machine]
-    sources = [(m, matrix[m, machine] / factor) for m in others if matrix[m, machine] != 0]
-    destinations = [(m, factor) for m in others if matrix[machine, m] != 0]
-    return _C.NeighborPlan(machine, len(matrix), matrix[machine, machine], sources, destinations)
 
 
 # --- between machines --------------------------------------------------------------------------
@@ -135,15 +121,12 @@ def exchanges(streamed: bool) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_every_bit_is_as_promised(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exchanges, False)
+    for streamed in (False, True):
+        worlds(size).run(exchanges, streamed)
 
 
-@pytest.mark.parametrize("size", [4, 6])
-def test_large_exchanges(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(exchanges, True)
-
-
-def extreme_values() -> None:
+@on_ranks(4)
+def test_extreme_values() -> None:
     """A float16 mean whose sum would overflow, a float64 too small for float32, and a NaN with weight 0."""
     from fog_pg import _C
 
@@ -170,14 +153,11 @@ def extreme_values() -> None:
         checks.equal("nothing", call(tensor, 0.0, 0.0), torch.zeros(9))
 
 
-def test_extreme_values(worlds: WorldPool) -> None:
-    worlds(4).run(extreme_values)
-
-
 # --- among the ranks of a machine ----------------------------------------------------------------------------
 
 
-def local_reductions() -> None:
+@on_ranks(SIZES)
+def test_local_reductions() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     unequal = [[list(range(1, size)), [0]]] if size > 2 else []
     with Checks() as checks:
@@ -201,65 +181,7 @@ def local_reductions() -> None:
                 checks.equal(f"{machines} of {numel}", tensor, sum_in_rank_order(inputs))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_local_reductions(worlds: WorldPool, size: int) -> None:
-    worlds(size).run(local_reductions)
-
-
-# --- wrong arguments and disagreements -----------------------------------------------------------------------
-
-
-def wrong_arguments() -> None:
-    from fog_pg import _C
-
-    rank = dist.get_rank()
-    plan = _C.NeighborPlan(rank // 2, 2, 1.0, [], [])
-    good = [[0, 1], [2, 3]]
-    one = torch.ones(4)
-    both = [good, plan]
-    calls: list[tuple[Any, list[Any], dict[str, Any], str]] = [
-        (one, [[[0, 1], [2, 4]], plan], {}, "machines: got rank 4; allowed are ranks 0 to 3"),
-        (one, [[[0, 1], [2, -1]], plan], {}, "machines: got rank -1"),
-        (one, [[[0, 1], [2, 1]], plan], {}, "machines: rank 1 is there twice"),
-        (one, [[[0, 1], [2]], plan], {}, "machines: rank 3 is missing"),
-        (one, [[], plan], {}, "machines: rank 0 is missing"),
-        (
-            one,
-            [[[0], [1, 2, 3]], plan],
-            {},
-            "got machines of 1 and of 3 ranks; allowed are machines of equal size",
-        ),
-        (
-            one,
-            [[[0, 1, 2, 3]], plan],
-            {},
-            "got a plan for rank . of 2; allowed is one for this rank's machine, 0 of 1",
-        ),
-        (one.int(), both, {}, "int32"),
-        ([], both, {}, "empty list"),
-        (one, both, {"output": one.double()}, "output: got dtype float64"),
-        (one, both, {"output": torch.ones(5)}, r"output: got shape \[5\]"),
-        (torch.ones(5)[1:], both, {"output": [torch.ones(4)] * 2}, "output: got 2 tensors"),
-    ]
-    for tensor, given, options, message in calls:
-        with pytest.raises(ValueError, match=message):
-            backend().hierarchical_neighbor_allreduce(tensor, *given, **options)
-    base = torch.ones(5)
-    with pytest.raises(ValueError, match="output: shares memory with tensor"):
-        backend().hierarchical_neighbor_allreduce(base[1:], good, plan, output=base[:-1])
-    for machines, op, message in (
-        (good[:1], dist.ReduceOp.SUM, "local_allreduce: machines: rank 2 is missing"),
-        (good, dist.ReduceOp.BAND, "op: got BAND for dtype float32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            backend().local_allreduce(one, machines, op)
-    # None of the calls has sent anything.
-    backend().local_allreduce(one, good, dist.ReduceOp.SUM).wait()
-    assert one.tolist() == [2.0] * 4
-
-
-def test_wrong_arguments(worlds: WorldPool) -> None:
-    worlds(4).run(wrong_arguments)
+# --- disagreements; test_machines.py has wrong arguments -----------------------------------------------------------------------
 
 
 def disagreement(kind: str) -> str:
@@ -278,16 +200,12 @@ def disagreement(kind: str) -> str:
         machines, sources, destinations, machine = [[2, 3], [0, 1]], [(1, 0.5)], [(1, 1.0)], 0
     elif kind == "dtype" and machine == 1:
         tensor = tensor.double()
-    elif kind == "shape" and rank == 3:
-        tensor = torch.ones(2, 2)
     elif kind == "unexpected" and machine == 0:
         sources = []
     elif kind == "missing" and machine == 0:
         destinations = []
     elif kind == "plan" and rank == 1:
         own = 0.25
-    elif kind == "list" and rank == 2:
-        tensor = [torch.ones(3), torch.ones(1)]
     elif kind == "operation" and rank == 2:
         work = backend(group).local_allreduce(tensor, machines, dist.ReduceOp.SUM)
         return error_of(work.wait)
@@ -307,12 +225,10 @@ NAME = r"hierarchical_neighbor_allreduce"
         ),
         ("order of machines", r"layout (\w+)\).*2 machines, layout (?!\1)\w+\)"),
         ("dtype", rf"ranks disagree.*{NAME}\(float(32|64)\[4\].*{NAME}\((?!float\1)float\d+\[4\]"),
-        ("shape", rf"ranks disagree.*{NAME}\(float32\[(4|2, 2)\].*{NAME}\((?!float32\[\1\])float32\["),
         (
             "plan",
             r"ranks disagree: this rank called .*self_weight=0\.\d*5.*rank [01] of the same machine with another",
         ),
-        ("list", r"list of 2 tensors"),
         ("operation", "ranks disagree.*local_allreduce"),
     ],
 )
@@ -321,40 +237,17 @@ def test_disagreements_are_errors_that_name_both_sides(worlds: WorldPool, kind: 
         assert re.search(everywhere, text), text
 
 
-def test_a_machine_that_sends_to_one_that_does_not_receive(worlds: WorldPool) -> None:
-    # A rank that does not receive may be done before the message comes; the sender learns of it in any case.
-    for text in worlds(4).run(disagreement, "unexpected")[2:]:
-        assert re.search(
-            r"ranks? [23] called hierarchical.*(this rank, which does not receive from it|has ended its operation)",
-            text,
-        ), text
-
-
-def test_a_machine_that_does_not_send_is_named(worlds: WorldPool) -> None:
-    for text in worlds(4).run(disagreement, "missing")[2:]:
-        assert re.search(r"hierarchical_neighbor_allreduce.*timed out.*not there: rank [01]", text), text
-
-
-def until_a_rank_is_lost(victim: int, numel: int) -> str:
-    """Machines of two ranks exchange repeatedly until a rank is killed."""
-    rank = dist.get_rank()
-    machines = [[0, 1], [2, 3]]
-    plan = plan_of(np.full((2, 2), 0.5), rank // 2, 1.0)
-    tensor = torch.ones(numel)
-    if rank == victim:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    def run() -> None:
-        while True:
-            backend().hierarchical_neighbor_allreduce(tensor, machines, plan, output=tensor).wait()
-
-    return error_of(run)
-
-
-@pytest.mark.parametrize(("victim", "numel"), [(0, 100), (3, 1_000_000)])
-def test_killed_rank(new_world: Callable[..., World], victim: int, numel: int) -> None:
-    outcomes = new_world(4, timeout=60.0).run_raw(until_a_rank_is_lost, victim, numel, timeout=20)
-    assert outcomes[victim].state == "died", str(outcomes[victim])
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert outcome.state == "returned" and f"rank {victim} " in outcome.value, str(outcome)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        # A rank that does not receive may be done before the message comes; the sender learns of it in any case.
+        (
+            "unexpected",
+            r"ranks? [23] called .*(this rank, which does not receive from it|has ended its operation)",
+        ),
+        ("missing", rf"{NAME}.*timed out.*not there: rank [01]"),
+    ],
+)
+def test_machines_that_disagree_on_an_edge(worlds: WorldPool, kind: str, text: str) -> None:
+    for found in worlds(4).run(disagreement, kind)[2:]:
+        assert re.search(text, found), found

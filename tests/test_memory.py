@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import sizes
+from harness import on_ranks, sizes
 from operations import COLLECTIVES, prepare
 from reference import Checks, make_input, mix
 
@@ -35,7 +35,8 @@ def resident_bytes() -> int:
 # --- exchanges ----------------------------------------------------------------------------------------------
 
 
-def exchanges() -> None:
+@on_ranks(sizes([3], [2, 4]))
+def test_exchanges_read_shared_memory_as_any_other() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     with Checks() as checks:
@@ -62,12 +63,8 @@ def exchanges() -> None:
                     checks.true(f"{label} result", _C.is_shared(fogdist.neighbor_allreduce(mine)) != travels)
 
 
-@pytest.mark.parametrize("size", sizes([3], [2, 4]))
-def test_exchanges_read_shared_memory_as_any_other(worlds, size):
-    worlds(size).run(exchanges)
-
-
-def collectives_of_shared_tensors() -> None:
+@on_ranks(4)
+def test_collectives_take_shared_tensors() -> None:
     with Checks() as checks:
         for seed, operation in enumerate(COLLECTIVES):
             for numel in (1000, 300_007):
@@ -79,11 +76,8 @@ def collectives_of_shared_tensors() -> None:
                 ready.verify(checks, f"{operation} of {numel}")
 
 
-def test_collectives_take_shared_tensors(worlds):
-    worlds(4).run(collectives_of_shared_tensors)
-
-
-def many_rounds() -> None:
+@on_ranks(4)
+def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
     """Each round's result is the input of the next, while the memory of the previous round is reused."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
@@ -97,11 +91,8 @@ def many_rounds() -> None:
     torch.testing.assert_close(mine, torch.from_numpy(state[rank]), rtol=1e-12, atol=0)
 
 
-def test_memory_is_used_again_only_when_nobody_reads_it(worlds):
-    worlds(4).run(many_rounds)
-
-
-def more_in_flight_than_offers(in_shared_memory: bool) -> None:
+@on_ranks(4, in_shared_memory=[True, False])
+def test_more_in_flight_than_offers(in_shared_memory: bool) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     # just too large to be sent with the header; each rank has two destinations
@@ -124,11 +115,6 @@ def more_in_flight_than_offers(in_shared_memory: bool) -> None:
             checks.true(f"exchange {i}", bool(output.sub(mean + i).abs().max() < 1e-3))
         for i, tensor in enumerate(arrived):
             checks.true(f"message {i}", bool(tensor.eq(i).all()))
-
-
-@pytest.mark.parametrize("in_shared_memory", [True, False])
-def test_more_in_flight_than_offers(worlds, in_shared_memory):
-    worlds(4).run(more_in_flight_than_offers, in_shared_memory)
 
 
 def lose_a_reader() -> str:
@@ -167,23 +153,23 @@ def test_empty_is_a_tensor_as_any_other():
     assert tensor.resize_(40, 4)[:3].eq(2.0).all()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (((2, -1),), ValueError, r"size\[1\] must be 0 or more, got -1"),
-        ((2.5,), TypeError, r"size\[0\] must be an integer, got 2.5"),
-        (("3",), TypeError, r"size\[0\] must be an integer"),
-        ((2**63,), ValueError, r"size\[0\] must be at most 9223372036854775807, got 9223372036854775808"),
-    ],
-)
-def test_empty_refuses_what_is_no_shape(arguments, error, message):
-    with pytest.raises(error, match=message):
-        fogdist.empty(*arguments)
-
-
-def test_empty_refuses_what_is_no_dtype():
-    with pytest.raises(TypeError, match=r"dtype must be a torch.dtype, got str"):
-        fogdist.empty(2, dtype="float32")
+def test_wrong_arguments():
+    for call, error, message in [
+        (lambda: fogdist.empty((2, -1)), ValueError, r"size\[1\] must be 0 or more, got -1"),
+        (lambda: fogdist.empty(2.5), TypeError, r"size\[0\] must be an integer, got 2.5"),
+        (lambda: fogdist.empty(2**63), ValueError, r"size\[0\] must be at most 9223372036854775807"),
+        (lambda: fogdist.empty(2, dtype="float32"), TypeError, "dtype must be a torch.dtype, got str"),
+        (lambda: fogdist.share_([1.0]), TypeError, "tensor must be a torch.Tensor, got list"),
+        (lambda: fogdist.share_(torch.ones(2).to_sparse()), TypeError, "layout torch.sparse_coo"),
+        (
+            lambda: fogdist.share_(torch.ones(2, device="meta")),
+            ValueError,
+            "must be on the CPU, got device meta",
+        ),
+        (lambda: fogdist.share_(torch.ones(2).share_memory_()), ValueError, "torch.multiprocessing"),
+    ]:
+        with pytest.raises(error, match=message):
+            call()
 
 
 def test_share_moves_a_parameter_its_gradient_and_its_views():
@@ -217,17 +203,6 @@ def test_share_leaves_arrays_of_numpy_their_memory():
     moved = fogdist.share_(torch.from_numpy(owned))
     del owned
     assert _C.is_shared(moved) and moved.eq(1.0).all()
-
-
-def test_share_refuses_what_it_cannot_move():
-    with pytest.raises(TypeError, match="tensor must be a torch.Tensor, got list"):
-        fogdist.share_([1.0])
-    with pytest.raises(TypeError, match="layout torch.sparse_coo"):
-        fogdist.share_(torch.ones(2).to_sparse())
-    with pytest.raises(ValueError, match="tensor must be on the CPU, got device meta"):
-        fogdist.share_(torch.ones(2, device="meta"))
-    with pytest.raises(ValueError, match="torch.multiprocessing"):
-        fogdist.share_(torch.ones(2).share_memory_())
 
 
 def test_tensors_do_not_overlap():

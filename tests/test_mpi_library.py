@@ -20,7 +20,7 @@ from harness import RUN_TIMEOUT, World, error_of, exception_of, init_process_gro
 from operations import REDUCING, prepare
 from reference import Checks
 from test_bootstrap import join, launcher_store, my_rank
-from test_collectives import sweep, sweep_roots, sweep_types
+from test_collectives import sweep
 from test_shared_memory import leave_first
 from wrapped_mpi import compile_wrapper
 
@@ -337,6 +337,5 @@ def who_reduces() -> None:
 
 def test_reductions_by_mpi(new_world: Callable[..., World], library: Callable[[str], dict[str, str]]) -> None:
     world = new_world(3, environment=APART | {"FOG_REDUCE": "mpi"} | library("mpi_counter.c"))
-    world.run(sweep, sweep_types, REDUCING, timeout=2 * RUN_TIMEOUT)
-    world.run(sweep, sweep_roots, ["reduce"])
+    world.run(sweep, REDUCING, timeout=2 * RUN_TIMEOUT)
     world.run(who_reduces)

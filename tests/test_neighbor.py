@@ -6,6 +6,7 @@ tests/test_random_exchanges.py compares every form, on random graphs and weights
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from datetime import timedelta
 from typing import Any
@@ -16,21 +17,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
-from harness import ALL, sizes
+from harness import error_of, on_ranks, sizes
 from reference import COMPLEX, FLOATS, Checks, make_input, mix
 from torch import Tensor
-
-from fog_pg import _C
 
 WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 
 
-def plain_mean(graph: Any) -> np.ndarray:
-    """Returns the mixing matrix of a topology whose own weights are ignored."""
-    return topologies.mixing_matrix(topologies.uniform_weights(graph))
-
-
-def masked_neighbor() -> None:
+@on_ranks(3)
+def test_a_neighbor_of_weight_zero_leaves_no_trace() -> None:
     fogdist.init(topologies.FullyConnectedGraph)
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.full((3,), float("nan") if rank == 1 else float(rank))
@@ -41,46 +36,11 @@ def masked_neighbor() -> None:
             checks.equal("sum", output, torch.full((3,), float(sum(r for r in range(size) if r != 1))))
 
 
-def test_a_neighbor_of_weight_zero_leaves_no_trace(worlds):
-    worlds(3).run(masked_neighbor)
-
-
 # --- pairs --------------------------------------------------------------------------------------------------
 
 
-def gossips() -> None:
-    fogdist.init(topologies.StarGraph)
-    rank, size = fogdist.rank(), fogdist.size()
-    values = [make_input(r, torch.float64, (3, 4)) for r in range(size)]
-    mine = values[rank].clone()
-    generator = np.random.default_rng(7)  # the generator draws the same pairs on all ranks
-    with Checks() as checks:
-        for step in range(60):
-            # Ranks outside the pair do nothing, so their count of operations stays behind.
-            one, other = sorted(int(r) for r in generator.choice(size, 2, replace=False))
-            weights: tuple[float, ...] = () if step % 3 else (0.25, 0.5)
-            name = f"step {step % 5}" if step % 4 == 0 else None
-            if rank in (one, other):
-                before = mine.clone()
-                output = fogdist.pair_gossip(mine, other if rank == one else one, *weights, name=name)
-                checks.equal(f"step {step} input", mine, before)
-                mine = output
-            own, pair = weights or (0.5, 0.5)
-            values[one], values[other] = (
-                own * values[one] + pair * values[other],
-                own * values[other] + pair * values[one],
-            )
-            checks.close(f"step {step}", mine, values[rank])
-        # All ranks can still communicate.
-        checks.true("afterwards", fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0)
-
-
-@pytest.mark.parametrize("size", sizes([5], [2]))
-def test_gossips_of_random_pairs(worlds, size):
-    worlds(size).run(gossips)
-
-
-def gossips_in_flight() -> None:
+@on_ranks(4)
+def test_gossips_in_flight() -> None:
     fogdist.init()
     rank = fogdist.rank()
     x = torch.tensor([float(rank)])
@@ -98,10 +58,6 @@ def gossips_in_flight() -> None:
         own = 0.25 if rank else 1.0
         assert fogdist.pair_gossip(x + 1, 1 - rank, own, 0.5).item() == (2.0 if rank == 0 else 1.0)
     fogdist.barrier()
-
-
-def test_gossips_in_flight(worlds):
-    worlds(4).run(gossips_in_flight)
 
 
 # --- tensors of every kind ----------------------------------------------------------------------------------
@@ -185,7 +141,8 @@ def _backend(group: dist.ProcessGroup | None) -> Any:
     return (group or dist.group.WORLD)._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
 
 
-def lists_of_one_dtype() -> None:
+@on_ranks(sizes([1, 4], [2]))
+def test_lists() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     backend, plan, matrix = backend_and_plan()
     with Checks() as checks:
@@ -203,6 +160,9 @@ def lists_of_one_dtype() -> None:
                 work = backend.neighbor_allreduce(mine[k], plan)
                 work.wait()
                 checks.equal(f"{label} [{k}] alone", work.result(), [output])
+                alone = laid_out(inputs[rank], layout)[k]
+                backend.neighbor_allreduce(alone, plan, output=alone).wait()
+                checks.equal(f"{label} [{k}] alone in place", alone, output)
             checks.equal(f"{label} inputs", mine, inputs[rank])
             for out_layout in LAYOUTS:
                 outputs = laid_out([torch.zeros_like(t) for t in mine], out_layout)
@@ -222,12 +182,8 @@ def lists_of_one_dtype() -> None:
             checks.equal(f"{label} partly in place: inputs", mine[1:], inputs[rank][1:])
 
 
-@pytest.mark.parametrize("size", sizes([1, 4], [2]))
-def test_lists(worlds, size):
-    worlds(size).run(lists_of_one_dtype)
-
-
-def copies_of_lists() -> None:
+@on_ranks(2)
+def test_lists_in_flat_memory_are_not_copied() -> None:
     """Counts exchanges and copies in an exchange of a list, as the profiler sees them."""
     backend, plan, _ = backend_and_plan()
     halves = [torch.ones(s, dtype=torch.float16) for s in LIST_SHAPES]
@@ -247,48 +203,8 @@ def copies_of_lists() -> None:
         checks.equal("two dtypes", calls(adjacent + laid_out(halves, "adjacent"), None), (2, 0))
 
 
-def test_lists_in_flat_memory_are_not_copied(worlds):
-    worlds(2).run(copies_of_lists)
-
-
-def results_lie_together() -> None:
-    backend, plan, _ = backend_and_plan()
-    work = backend.neighbor_allreduce([torch.ones(2, 3), torch.ones(4), torch.ones(1)], plan)
-    work.wait()
-    first, second, third = work.result()
-    assert [t.storage_offset() for t in (first, second, third)] == [0, 6, 10]
-    assert first.untyped_storage().data_ptr() == third.untyped_storage().data_ptr()
-    assert not any(t.requires_grad or t._is_view() for t in (first, second, third))
-
-
-def test_results_of_a_list_lie_together(worlds):
-    worlds(2).run(results_lie_together)
-
-
-def in_place_of_every_kind() -> None:
-    backend, plan, matrix = backend_and_plan()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    base = [make_input(r, torch.float32, (6, 40)) for r in range(size)]
-    views = {
-        "whole": lambda t: t,
-        "transposed": lambda t: t.t(),
-        "strided": lambda t: t[::2, 1:3],
-        "large": lambda t: t.repeat(3000, 1),
-    }
-    with Checks() as checks:
-        for name, view in views.items():
-            inputs = [view(t.clone()) for t in base]
-            expected = mix(inputs, matrix)[rank]
-            backend.neighbor_allreduce(inputs[rank], plan, output=inputs[rank]).wait()
-            checks.close(name, inputs[rank], expected)
-
-
-@pytest.mark.parametrize("size", sizes([1, 4], [2]))
-def test_in_place(worlds, size):
-    worlds(size).run(in_place_of_every_kind)
-
-
-def wrong_lists() -> None:
+@on_ranks(2)
+def test_wrong_lists() -> None:
     backend, plan, _ = backend_and_plan()
     base, other = torch.ones(8), torch.ones(4)
     pair = [base[:4], base[4:]]
@@ -301,25 +217,9 @@ def wrong_lists() -> None:
         (pair, [torch.ones(4), torch.ones(4).half()], ValueError, r"output\[1\]: got dtype float16"),
         (pair, [torch.ones(1).expand(4), torch.ones(4)], ValueError, r"output\[0\].*elements share memory"),
         (pair, pair[::-1], ValueError, r"output\[1\]: shares memory with tensor\[0\]"),
-        (pair, [torch.ones(4), base[2:6]], ValueError, r"output\[1\]: shares memory with tensor\[0\]"),
         (pair, [other, other], ValueError, r"output\[1\]: shares memory with output\[0\]"),
-        ([base, base], [base, base], ValueError, r"output\[1\]: shares memory with output\[0\]"),
-        (
-            [base[:4], base[2:6]],
-            [base[:4], other],
-            ValueError,
-            r"output\[0\]: shares memory with tensor\[1\]",
-        ),
         (base[:4], base[3:7], ValueError, "output: shares memory with tensor"),
-        (base[:4], base[:4].view(2, 2), ValueError, r"output: got shape \[2, 2\]"),
-        (
-            base.view(2, 4)[:, :2].t(),
-            base.view(2, 4)[:, :2],
-            ValueError,
-            "output: shares memory with tensor",
-        ),
         ([base, None], None, TypeError, "incompatible function arguments"),
-        ("base", None, TypeError, "incompatible function arguments"),
     ]
     for tensors, outputs, error, message in calls:
         with pytest.raises(error, match=message):
@@ -332,12 +232,9 @@ def wrong_lists() -> None:
     assert base[1::2].tolist() == [1.0] * 4
 
 
-def test_wrong_lists(worlds):
-    worlds(2).run(wrong_lists)
-
-
-def lists_that_differ(kind: str) -> str:
-    """Rank 1 passes another list than rank 0, with as many elements. Returns the text of the error."""
+@on_ranks(2, kind=["number", "split", "order", "a later dtype", "one tensor"])
+def test_lists_that_differ(kind: str) -> None:
+    """Rank 1 passes another list than rank 0, with as many elements."""
     group = dist.new_group(timeout=timedelta(seconds=20))
     backend, plan, _ = backend_and_plan(group)
     tensors = [torch.ones(4), torch.ones(2, 3), torch.ones(2)]
@@ -346,55 +243,19 @@ def lists_that_differ(kind: str) -> str:
             "number": [torch.ones(10), torch.ones(2)],
             "split": [torch.ones(5), torch.ones(5), torch.ones(2)],
             "order": [torch.ones(2, 3), torch.ones(4), torch.ones(2)],
-            "shape": [torch.ones(4), torch.ones(3, 2), torch.ones(2)],
             "a later dtype": [torch.ones(4), torch.ones(2, 3), torch.ones(2).double()],
-            "one more dtype": [*tensors, torch.ones(1).double()],
             "one tensor": [torch.ones(12)],
         }[kind]
-    with pytest.raises(dist.DistBackendError) as caught:
-        backend.neighbor_allreduce(tensors, plan, name="a list").wait()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "kind", ["number", "split", "order", "shape", "a later dtype", "one more dtype", "one tensor"]
-)
-def test_lists_that_differ(worlds, kind):
-    for text in worlds(2).run(lists_that_differ, kind):
-        assert re.search(
-            r"ranks disagree.*neighbor_allreduce\(float32\[\d+\].*neighbor_allreduce\(float32\[", text
-        ), text
-        assert "list of 3 tensors, layout" in text
+    text = error_of(backend.neighbor_allreduce(tensors, plan, name="a list").wait)
+    call = r"neighbor_allreduce\(float32\[\d+\]"
+    assert re.search(rf"ranks disagree.*{call}.*{call}", text) and "list of 3 tensors, layout" in text, text
 
 
 # --- handles and names --------------------------------------------------------------------------------------
 
 
-def many_in_flight(named: bool) -> None:
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    matrix = plain_mean(fogdist.load_topology())
-    order = list(range(20))
-    if named:  # each rank calls them in its own order
-        np.random.default_rng(rank).shuffle(order)
-    handles = {}
-    for i in order:
-        tensor = make_input(rank, torch.float64, 50 * i, i)
-        handles[i] = fogdist.neighbor_allreduce_nonblocking(tensor, name=f"tensor {i}" if named else None)
-        del tensor  # the handle keeps the tensor
-    with Checks() as checks:
-        for i in reversed(range(20)):
-            inputs = [make_input(r, torch.float64, 50 * i, i) for r in range(size)]
-            checks.close(f"operation {i}", fogdist.wait(handles[i]), mix(inputs, matrix)[rank])
-
-
-@pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("size", [1, 4])
-def test_many_in_flight(worlds, size, named):
-    worlds(size).run(many_in_flight, named)
-
-
-def two_of_one_name() -> None:
+@on_ranks(2)
+def test_a_name_in_flight_is_rejected() -> None:
     fogdist.init()
     go = torch.zeros(1)
     if fogdist.rank() == 0:  # rank 1 does not call an operation of this name before it gets `go`
@@ -409,103 +270,67 @@ def two_of_one_name() -> None:
     assert fogdist.neighbor_allreduce(torch.ones(3), name="same").tolist() == [1.0] * 3
 
 
-def test_a_name_in_flight_is_rejected(worlds):
-    worlds(2).run(two_of_one_name)
-
-
 # --- wrong arguments ----------------------------------------------------------------------------------------
 
-ONE = torch.ones(2)
-# Wrong arguments on rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2.
-WRONG_ARGUMENTS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("neighbor_allreduce", {"tensor": [1.0]}, TypeError, r"tensor\[0\].*float"),
-    ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.int64)}, ValueError, "float32.*int64"),
-    ("neighbor_allreduce", {"tensor": torch.ones(2, dtype=torch.bool)}, ValueError, "tensor.*bool"),
-    ("neighbor_allreduce", {"tensor": ONE.to_sparse()}, TypeError, "tensor.*dense"),
-    ("neighbor_allreduce", {"neighbor_weights": {}}, TypeError, "src_weights"),
-    ("neighbor_allreduce", {"send_neighbors": []}, TypeError, "dst_weights"),
-    ("neighbor_allreduce", {"weights": []}, TypeError, "unexpected keyword argument 'weights'"),
-    ("neighbor_allreduce", {"self_weight": 0.5}, ValueError, "self_weight without src_weights"),
-    ("neighbor_allreduce", {"src_weights": {}}, ValueError, "src_weights without self_weight"),
-    ("neighbor_allreduce", {"dst_weights": [1]}, ValueError, "dst_weights"),
-    ("neighbor_allreduce", {"self_weight": True, "src_weights": {}}, TypeError, "self_weight.*bool"),
-    ("neighbor_allreduce", {"self_weight": "1", "src_weights": {}}, TypeError, "self_weight.*str"),
-    (
-        "neighbor_allreduce",
-        {"self_weight": float("nan"), "src_weights": {}},
-        ValueError,
-        "self_weight.*finite",
-    ),
-    ("neighbor_allreduce", {"self_weight": 10**400, "src_weights": {}}, ValueError, "self_weight.*finite"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": [2]}, TypeError, "src_weights.*dict.*list"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {2: "1"}}, TypeError, r"src_weights\[2\]"),
-    (
-        "neighbor_allreduce",
-        {"self_weight": 1, "src_weights": {2: float("inf")}},
-        ValueError,
-        r"src_weights\[2\]",
-    ),
-    (
-        "neighbor_allreduce",
-        {"self_weight": 1, "src_weights": {1: 1.0}},
-        ValueError,
-        "src_weights.*in-neighbors",
-    ),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {0: 1.0}}, ValueError, "src_weights.*itself"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {3: 1.0}}, ValueError, r"src_weights.*\[0, 2\]"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {1.5: 1.0}}, TypeError, "src_weights.*integer"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": 1}, TypeError, "dst_weights"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": [1, 1]}, ValueError, "twice"),
-    ("neighbor_allreduce", {"self_weight": 1, "src_weights": {}, "dst_weights": [0]}, ValueError, "itself"),
-    (
-        "neighbor_allreduce",
-        {"self_weight": 1, "src_weights": {}, "dst_weights": [-1]},
-        ValueError,
-        "dst_weights",
-    ),
-    (
-        "neighbor_allreduce",
-        {"self_weight": 1, "src_weights": {}, "dst_weights": {1: None}},
-        TypeError,
-        "dst_weights",
-    ),
-    ("neighbor_allreduce", {"name": 3}, TypeError, "name"),
-    ("neighbor_allgather", {"tensor": torch.tensor(1.0)}, ValueError, "dimension"),
-    ("neighbor_allgather", {"src_ranks": [1]}, ValueError, "src_ranks without dst_ranks"),
-    ("neighbor_allgather", {"dst_ranks": []}, ValueError, "dst_ranks without src_ranks"),
-    ("neighbor_allgather", {"src_ranks": [1, 1], "dst_ranks": []}, ValueError, "src_ranks.*twice"),
-    ("neighbor_allgather", {"src_ranks": [], "dst_ranks": [0]}, ValueError, "dst_ranks.*itself"),
-    ("neighbor_allgather", {"src_ranks": ["1"], "dst_ranks": []}, TypeError, "src_ranks.*integer"),
-]
+ONE, TWICE = torch.ones(2), torch.ones(1).expand(3)
 
 
-WRONG_ARGUMENTS += [
-    ("pair_gossip", {"target_rank": 0}, ValueError, "target_rank.*itself"),
-    ("pair_gossip", {"target_rank": 3}, ValueError, "target_rank"),
-    ("pair_gossip", {"target_rank": "1"}, TypeError, "target_rank"),
-    ("pair_gossip", {"target_rank": 1, "self_weight": 0.5}, ValueError, "self_weight without pair_weight"),
-    ("pair_gossip", {"target_rank": 1, "pair_weight": 0.5}, ValueError, "pair_weight without self_weight"),
-    (
-        "pair_gossip",
-        {"target_rank": 1, "self_weight": 0.5, "pair_weight": float("nan")},
-        ValueError,
-        "pair_weight.*finite",
-    ),
-    (
-        "pair_gossip",
-        {"target_rank": 1, "self_weight": None, "pair_weight": "1"},
-        ValueError,
-        "pair_weight without self_weight",
-    ),
-    ("pair_gossip", {"target_rank": 1, "tensor": torch.ones(2).int()}, ValueError, "tensor.*int32"),
-    ("pair_gossip", {"target_rank": 1, "name": 1}, TypeError, "name"),
-    ("neighbor_allreduce", {"tensor": []}, ValueError, "tensor.*empty list"),
-    ("neighbor_allreduce", {"tensor": [ONE, 1.0]}, TypeError, r"tensor\[1\].*float"),
-    ("neighbor_allreduce", {"tensor": (ONE, ONE.int())}, ValueError, r"tensor\[1\].*int32"),
-    ("neighbor_allreduce", {"tensor": {"a": ONE}}, TypeError, "tensor.*dict"),
-    ("neighbor_allreduce_", {"tensor": torch.ones(1).expand(3)}, ValueError, "tensor.*expanded"),
-    ("neighbor_allreduce_", {"tensor": [ONE, torch.ones(1).expand(3)]}, ValueError, r"tensor\[1\].*expanded"),
-]
+def by(sources: Any, destinations: Any = None, own: Any = 1.0) -> dict[str, Any]:
+    """Returns the weights of a call."""
+    return {"self_weight": own, "src_weights": sources, "dst_weights": destinations}
+
+
+# Wrong arguments on rank 0 of a unidirectional ring of 3, whose only in-neighbor is rank 2. test_exchange.py has more
+# weights that are no numbers.
+WRONG_ARGUMENTS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = {
+    "neighbor_allreduce": [
+        ({"tensor": [1.0]}, TypeError, r"tensor\[0\].*float"),
+        ({"tensor": torch.ones(2, dtype=torch.int64)}, ValueError, "float32.*int64"),
+        ({"tensor": ONE.to_sparse()}, TypeError, "tensor.*dense"),
+        ({"tensor": []}, ValueError, "tensor.*empty list"),
+        ({"tensor": (ONE, ONE.int())}, ValueError, r"tensor\[1\].*int32"),
+        ({"tensor": {"a": ONE}}, TypeError, "tensor.*dict"),
+        ({"neighbor_weights": {}}, TypeError, "src_weights"),
+        ({"send_neighbors": []}, TypeError, "dst_weights"),
+        ({"weights": []}, TypeError, "unexpected keyword argument 'weights'"),
+        ({"self_weight": 0.5}, ValueError, "self_weight without src_weights"),
+        ({"src_weights": {}}, ValueError, "src_weights without self_weight"),
+        ({"dst_weights": [1]}, ValueError, "dst_weights"),
+        (by({}, own="1"), TypeError, "self_weight.*str"),
+        (by({}, own=10**400), ValueError, "self_weight.*finite"),
+        (by({1: 1.0}), ValueError, "src_weights.*in-neighbors"),
+        (by({0: 1.0}), ValueError, "src_weights.*itself"),
+        (by({3: 1.0}), ValueError, r"src_weights.*\[0, 2\]"),
+        (by({}, 1), TypeError, "dst_weights"),
+        (by({}, [1, 1]), ValueError, "twice"),
+        (by({}, [0]), ValueError, "itself"),
+        (by({}, [-1]), ValueError, "dst_weights"),
+        (by({}, {1: None}), TypeError, "dst_weights"),
+        ({"name": 3}, TypeError, "name"),
+    ],
+    "neighbor_allreduce_": [
+        ({"tensor": TWICE}, ValueError, "tensor.*expanded"),
+        ({"tensor": [ONE, TWICE]}, ValueError, r"tensor\[1\].*expanded"),
+    ],
+    "neighbor_allgather": [
+        ({"tensor": torch.tensor(1.0)}, ValueError, "dimension"),
+        ({"src_ranks": [1]}, ValueError, "src_ranks without dst_ranks"),
+        ({"dst_ranks": []}, ValueError, "dst_ranks without src_ranks"),
+        ({"src_ranks": [1, 1], "dst_ranks": []}, ValueError, "src_ranks.*twice"),
+        ({"src_ranks": [], "dst_ranks": [0]}, ValueError, "dst_ranks.*itself"),
+        ({"src_ranks": ["1"], "dst_ranks": []}, TypeError, "src_ranks.*integer"),
+    ],
+    "pair_gossip": [
+        ({"target_rank": 0}, ValueError, "target_rank.*itself"),
+        ({"target_rank": 3}, ValueError, "target_rank"),
+        ({"target_rank": "1"}, TypeError, "target_rank"),
+        ({"target_rank": 1, "self_weight": 0.5}, ValueError, "self_weight without pair_weight"),
+        ({"target_rank": 1, "pair_weight": 0.5}, ValueError, "pair_weight without self_weight"),
+        ({"target_rank": 1, "self_weight": 1, "pair_weight": math.nan}, ValueError, "pair_weight.*finite"),
+        ({"target_rank": 1, "tensor": ONE.int()}, ValueError, "tensor.*int32"),
+        ({"target_rank": 1, "name": 1}, TypeError, "name"),
+    ],
+}
 
 
 def nonblocking(operation: str) -> str:
@@ -513,19 +338,18 @@ def nonblocking(operation: str) -> str:
     return f"{operation.removesuffix('_')}_nonblocking{'_' * operation.endswith('_')}"
 
 
-def wrong_arguments() -> None:
+@on_ranks(3)
+def test_wrong_arguments() -> None:
     fogdist.init(lambda size: topologies.RingGraph(size, connect_style=2))
     if fogdist.rank() == 0:
-        for operation, arguments, error, message in WRONG_ARGUMENTS:
-            for function in (operation, nonblocking(operation)):
+        for operation, calls in WRONG_ARGUMENTS.items():
+            for form, (arguments, error, message) in itertools.product(
+                (operation, nonblocking(operation)), calls
+            ):
                 with pytest.raises(error, match=message):
-                    getattr(fogdist, function)(**{"tensor": ONE, **arguments})
+                    getattr(fogdist, form)(**{"tensor": ONE, **arguments})
     # None of the calls has sent anything.
     assert fogdist.neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
-
-
-def test_wrong_arguments(worlds):
-    worlds(3).run(wrong_arguments)
 
 
 # --- ranks that disagree ------------------------------------------------------------------------------------
@@ -537,16 +361,10 @@ def disagreement(kind: str) -> tuple[str, str]:
     x = torch.ones(4)
     peers = {"src_weights": {(rank - 1) % 3: 0.5}, "dst_weights": [(rank + 1) % 3]}
     error, function, arguments = "", fogdist.neighbor_allreduce, {"self_weight": 0.5, **peers}
-    if kind == "unexpected" and rank == 1:
-        arguments["dst_weights"] = [2, 0]
-    elif kind == "missing" and rank == 2:
-        arguments["dst_weights"] = []
-    elif kind == "both" and rank == 0:
+    if kind == "edges" and rank == 0:
         arguments |= {"dst_weights": [2], "src_weights": {1: 1.0}}
     elif kind == "shape" and rank == 1:
         x = torch.ones(2, 2)
-    elif kind == "dtype" and rank == 1:
-        x = x.double()
     elif kind == "operation" and rank == 1:
         function, arguments = fogdist.neighbor_allgather, {"src_ranks": [0], "dst_ranks": [2]}
     elif kind == "gathered" and rank != 3:
@@ -567,15 +385,7 @@ def disagreement(kind: str) -> tuple[str, str]:
     ("kind", "fragments"),
     [
         (
-            "unexpected",
-            ["rank 1 sends to rank 0 (dst_weights), but rank 0 does not receive from rank 1 (src_weights)"],
-        ),
-        (
-            "missing",
-            ["rank 0 receives from rank 2 (src_weights), but rank 2 does not send to rank 0 (dst_weights)"],
-        ),
-        (
-            "both",
+            "edges",
             [
                 "rank 0 sends to rank 2 (dst_weights), but rank 2 does not receive",
                 "rank 1 receives from rank 0 (src_weights), but rank 0 does not send",
@@ -590,7 +400,6 @@ def disagreement(kind: str) -> tuple[str, str]:
                 "rank 1 sends float32 of shape (2, 2) to rank 2, which has float32 of shape (4,)",
             ],
         ),
-        ("dtype", ["rank 0 sends float32 of shape (4,) to rank 1, which has float64 of shape (4,)"]),
         ("operation", ["rank 0 calls neighbor_allreduce", "rank 1 calls neighbor_allgather"]),
         ("gathered", ["rank 1 sends float32 of shape (2, 4) to rank 2, which has float32 of shape (3, 5)"]),
     ],
@@ -601,20 +410,6 @@ def test_disagreements_are_the_same_error_everywhere(worlds, kind, fragments):
     for fragment in fragments:
         assert fragment in outcomes[0][0]
     assert {after for _, after in outcomes} == {"1.0"}
-
-
-def static_disagreement() -> str:
-    fogdist.init()
-    try:
-        fogdist.neighbor_allreduce(torch.ones(3 + fogdist.rank()))
-    except (ValueError, dist.DistBackendError) as error:
-        return str(error)
-    return ""
-
-
-def test_shapes_that_differ_along_the_topology(new_world):
-    # A failure in flight may leave the group unusable, so this needs a new world.
-    assert all(message for message in new_world(2).run(static_disagreement))
 
 
 def unchecked_disagreement(kind: str) -> str:
@@ -649,39 +444,3 @@ def test_a_disagreement_without_the_check_ends(new_world, kind):
     texts = new_world(3).run(unchecked_disagreement, kind)
     assert all("group '1'" in text for text in texts), texts
     assert any("neighbor_allreduce" in text for text in texts), texts
-
-
-# --- over MPI alone, as between hosts -----------------------------------------------------------------------
-
-
-def exchanges_in_parts() -> None:
-    """MPI sends these tensors in several parts, which are summed as they arrive."""
-    fogdist.init()
-    rank, size = fogdist.rank(), fogdist.size()
-    graph = topologies.FullyConnectedGraph(size)
-    fogdist.set_topology(graph, True)
-    matrix = topologies.mixing_matrix(graph)
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    plan = _C.NeighborPlan(
-        rank,
-        size,
-        matrix[rank, rank],
-        [(r, matrix[r, rank]) for r in range(size) if r != rank],
-        [(r, 1.0) for r in range(size) if r != rank],
-    )
-    with Checks() as checks:
-        for dtype, numel in [
-            (torch.float32, 2_500_003),
-            (torch.bfloat16, 2_097_152),
-            (torch.float64, 9_000_001 if ALL else 1_500_001),
-        ]:
-            inputs = [make_input(r, dtype, (numel,)) for r in range(size)]
-            expected = mix(inputs, matrix)[rank]
-            checks.close(f"{dtype} of {numel}", fogdist.neighbor_allreduce(inputs[rank]), expected)
-            mine = inputs[rank].clone()
-            backend.neighbor_allreduce(mine, plan, output=mine).wait()
-            checks.close(f"{dtype} of {numel} in place", mine, expected)
-
-
-def test_exchanges_over_mpi_alone(new_world):
-    new_world(3, environment={"FOG_LOCAL_LINKS": "0"}).run(exchanges_in_parts)

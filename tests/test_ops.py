@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from fogdist import topology as topologies
-from harness import sizes
+from harness import on_ranks, sizes
 from reference import Checks, make_input, mix
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
@@ -37,7 +37,8 @@ def arguments_of(matrix: np.ndarray, rank: int) -> tuple[Any, ...]:
     )
 
 
-def values() -> None:
+@on_ranks(SIZES)
+def test_values() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     with Checks() as checks:
@@ -56,11 +57,6 @@ def values() -> None:
                 expected = fogdist.neighbor_allreduce(mine)
                 output = torch.ops.fog.neighbor_allreduce_along_topology(mine)
                 checks.equal(f"{dtype} weighted={is_weighted}", output, expected)
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_values(worlds, size):
-    worlds(size).run(values)
 
 
 def gradients() -> None:
@@ -121,7 +117,9 @@ def test_gradients_of_other_dtypes(worlds):
     worlds(3).run(complex_gradients)
 
 
-def registration() -> None:
+@on_ranks(2)
+def test_registration() -> None:
+    # Schema, fake kernel, autograd key and AOT dispatch are each compared with eager results.
     fogdist.init(topologies.RingGraph)
     arguments = arguments_of(random_matrix(fogdist.size(), 3), fogdist.rank())
     x = make_input(fogdist.rank(), torch.float64, (2, 3)).requires_grad_()
@@ -132,11 +130,6 @@ def registration() -> None:
         (torch.ops.fog._neighbor_allreduce_against_topology, (group,)),
     ):
         torch.library.opcheck(operation, (x, *rest))
-
-
-def test_registration(worlds):
-    # Schema, fake kernel, autograd key and AOT dispatch are each compared with eager results.
-    worlds(2).run(registration)
 
 
 def compiled() -> None:
@@ -188,7 +181,8 @@ def test_without_init():
         torch.ops.fog.neighbor_allreduce_along_topology(torch.ones(2))
 
 
-def wrong_arguments() -> None:
+@on_ranks(2)
+def test_wrong_arguments() -> None:
     fogdist.init()
     x = torch.ones(2)
     if fogdist.rank() == 0:
@@ -207,11 +201,8 @@ def wrong_arguments() -> None:
     fogdist.barrier()
 
 
-def test_wrong_arguments(worlds):
-    worlds(2).run(wrong_arguments)
-
-
-def groups_by_name() -> None:
+@on_ranks(3)
+def test_groups_by_name() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     group = torch.distributed.new_group(range(size), backend="fog")
@@ -222,7 +213,3 @@ def groups_by_name() -> None:
     torch.distributed.destroy_process_group(group)
     with pytest.raises((ValueError, RuntimeError), match="group"):
         torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name)
-
-
-def test_groups_by_name(worlds):
-    worlds(3).run(groups_by_name)

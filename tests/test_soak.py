@@ -35,7 +35,6 @@ SHAPES = [(0,), (1,), (3, 5), (64,), (257,), (1000,), (33, 31), (2048,), (9001,)
 KINDS = {
     "collective": 10,
     "message": 4,
-    "ring": 1,
     "barrier": 1,
     "mix": 3,
     "hierarchical": 2,
@@ -104,7 +103,7 @@ class Soak:
         from fog_pg import _C
 
         self.rank = dist.get_rank()
-        self.common = random.Random(seed)
+        self.seed = seed
         self.own = random.Random(seed * RANKS + self.rank)
         self.groups = [dist.group.WORLD, *(dist.new_group(members) for members in GROUPS[1:])]
         self.in_flight: list[Started] = []
@@ -113,11 +112,15 @@ class Soak:
 
     def step(self, number: int) -> bool:
         """Runs or starts one operation; returns False if this rank takes no part in it."""
-        draw = self.common
+        draw = random.Random(f"{self.seed} {number}")  # all ranks draw the same
         kind = draw.choices(list(KINDS), list(KINDS.values()))[0]
         index = draw.randrange(len(GROUPS))
-        # The rank draws even if it takes no part, so all ranks draw the same.
-        started = getattr(self, f"_{kind}")(f"#{number} {kind}", draw, number, index)
+        self.members, self.group = GROUPS[index], self.groups[index]
+        if self.rank not in self.members:
+            return False
+        self.place = self.members.index(self.rank)
+        self.backend: Any = self.group._get_backend(torch.device("cpu"))
+        started = getattr(self, f"_{kind}")(f"#{number} {kind} of {self.members}", draw, number)
         if started is None:
             return False
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
@@ -138,31 +141,25 @@ class Soak:
         while self.in_flight:
             self.finish(self.own.randrange(len(self.in_flight)))
 
-    def _member(self, index: int) -> bool:
-        return self.rank in GROUPS[index]
-
-    def _collective(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _collective(self, label: str, draw: random.Random, number: int) -> Started | None:
         name, dtype, shape = draw.choice(COLLECTIVES), draw.choice(DTYPES), draw.choice(SHAPES)
-        root = draw.randrange(len(GROUPS[index])) if name in ROOTED else 0
+        root = draw.randrange(len(self.members)) if name in ROOTED else 0
         exact = [r for r in reductions(dtype) if r in ("SUM", "MIN", "MAX") or not _is_inexact(dtype)]
         reduction = draw.choice(exact) if name in REDUCING else "SUM"
         blocking = draw.random() < 0.3
-        if not self._member(index):
-            return None
-        group = self.groups[index]
-        ready = prepare(name, dtype, shape, seed=number % 5, root=root, reduction=reduction, group=group)
+        ready = prepare(name, dtype, shape, seed=number % 5, root=root, reduction=reduction, group=self.group)
         work = ready.start(not blocking)
-        label = f"{label} {name} {reduction} {dtype} {shape} root {root} group {GROUPS[index]}"
+        label = f"{label} {name} {reduction} {dtype} {shape} root {root}"
         return Started(label, _wait_of(work), ready.verify)
 
-    def _message(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _message(self, label: str, draw: random.Random, number: int) -> Started | None:
         """Sends one message, which may be received from any source, because no other message has its tag."""
-        source, target = draw.sample(GROUPS[index], 2)
+        source, target = draw.sample(self.members, 2)
         dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
         blocking, anybody = draw.random() < 0.2, draw.random() < 0.3
-        group = self.groups[index]
+        group = self.group
         values = make_input(source, dtype, shape, number % 5)
-        label = f"{label} {dtype} {shape} from {source} to {target} of {GROUPS[index]}"
+        label = f"{label} {dtype} {shape} from {source} to {target}"
         if self.rank == source:
             if blocking:
                 work = dist.send(values, target, group=group, tag=number)
@@ -179,151 +176,103 @@ class Soak:
             work = dist.irecv(output, origin, group=group, tag=number)
         return Started(label, _wait_of(work), lambda checks, label: checks.equal(label, output, values))
 
-    def _ring(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
-        dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
-        if not self._member(index):
-            return None
-        members, group = GROUPS[index], self.groups[index]
-        place = members.index(self.rank)
-        after, before = members[(place + 1) % len(members)], members[place - 1]
-        output, mine = torch.zeros(shape, dtype=dtype), make_input(self.rank, dtype, shape, number % 5)
-        exchange = [
-            dist.P2POp(dist.isend, mine, after, group, number),
-            dist.P2POp(dist.irecv, output, before, group, number),
-        ]
-        works = dist.batch_isend_irecv(exchange)
-        expected = make_input(before, dtype, shape, number % 5)
-        return Started(
-            f"{label} {dtype} {shape} of {members}",
-            lambda: [work.wait() for work in works],
-            lambda checks, label: checks.equal(label, output, expected),
-        )
-
-    def _barrier(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _barrier(self, label: str, draw: random.Random, number: int) -> Started | None:
         blocking = draw.random() < 0.3
-        if not self._member(index):
-            return None
-        work = dist.barrier(self.groups[index], async_op=not blocking)
+        work = dist.barrier(self.group, async_op=not blocking)
         return Started(label, _wait_of(work), lambda checks, label: None)
 
     def _edges(self, draw: random.Random, size: int) -> list[tuple[int, int]]:
         pairs = [(i, j) for i in range(size) for j in range(size) if i != j]
         return draw.sample(pairs, draw.randint(1, len(pairs)))
 
-    def _neighbors(self, draw: random.Random, index: int) -> tuple[Any, list[int]] | None:
-        """Returns the backend's plan for this rank on a random graph, and its sources in order."""
-        size = len(GROUPS[index])
-        edges = self._edges(draw, size)
-        if not self._member(index):
-            return None
-        me = GROUPS[index].index(self.rank)
+    def _neighbors(self, draw: random.Random, size: int, me: int) -> tuple[Any, list[int]]:
+        """Returns the backend's plan of `me` of so many nodes on a random graph, and its sources in order."""
+        edges = self._edges(draw, size) if size > 1 else []
         sources = [i for i, j in edges if j == me]
         destinations = [(j, 0.5) for i, j in edges if i == me]
         return self.plan(me, size, 0.25, [(i, 0.5) for i in sources], destinations), sources
 
-    def _mix(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _mix(self, label: str, draw: random.Random, number: int) -> Started | None:
         """Mixes a quarter of the own tensor and a quarter of each source's, as one half on either side."""
         # A list has tensors of other shapes and of another dtype in addition to this one; all are mixed in place.
         dtype, shape, named = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
         kinds = [(dtype, shape)]
         if draw.random() < 0.3:
             kinds += [(draw.choice([dtype, torch.float32]), draw.choice(SHAPES)) for _ in range(3)]
-        found = self._neighbors(draw, index)
-        if found is None:
-            return None
-        plan, sources = found
-        members = GROUPS[index]
+        plan, sources = self._neighbors(draw, len(self.members), self.place)
         mine = [whole_numbers(self.rank, d, s, number) for d, s in kinds]
-        backend = self.groups[index]._get_backend(torch.device("cpu"))
         output = mine if len(mine) > 1 else None
-        work = backend.neighbor_allreduce(mine, plan, output=output, name=f"soak {number}" if named else "")
-        mixed = [self.rank, *(members[i] for i in sources)]
+        work = self.backend.neighbor_allreduce(
+            mine, plan, output=output, name=f"soak {number}" if named else ""
+        )
+        mixed = [self.rank, *(self.members[i] for i in sources)]
         expected = [
             (0.25 * sum(whole_numbers(r, torch.float64, s, number) for r in mixed)).to(d) for d, s in kinds
         ]
         return Started(
-            f"{label} {kinds} {plan} of {members}",
+            f"{label} {kinds} {plan}",
             work.wait,
             lambda checks, label: checks.equal(label, work.result(), expected),
         )
 
-    def _machines(self, draw: random.Random, index: int) -> tuple[list[list[int]], list[int]]:
+    def _machines(self, draw: random.Random) -> tuple[list[list[int]], list[int]]:
         """Deals the ranks to machines of 1, 2 or 4, whose means are exact; returns all, and this rank's machine."""
-        ranks = list(range(len(GROUPS[index])))
+        ranks = list(range(len(self.members)))
         local = draw.choice([n for n in (1, 2, 4) if len(ranks) % n == 0])
         draw.shuffle(ranks)
         machines = [ranks[first : first + local] for first in range(0, len(ranks), local)]
-        me = GROUPS[index].index(self.rank) if self._member(index) else -1
-        return machines, next((machine for machine in machines if me in machine), [])
+        return machines, next(machine for machine in machines if self.place in machine)
 
-    def _hierarchical(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _hierarchical(self, label: str, draw: random.Random, number: int) -> Started | None:
         """Mixes a quarter of the mean of this rank's machine and a quarter of that of each machine that sends."""
         dtype, shape, in_place = draw.choice(FLOATS), draw.choice(SHAPES), draw.random() < 0.5
-        machines, mine = self._machines(draw, index)
-        edges = self._edges(draw, len(machines)) if len(machines) > 1 else []
-        if not self._member(index):
-            return None
-        members, me = GROUPS[index], machines.index(mine)
-        sources = [i for i, j in edges if j == me]
-        plan = self.plan(
-            me, len(machines), 0.25, [(i, 0.5) for i in sources], [(j, 0.5) for i, j in edges if i == me]
-        )
+        machines, mine = self._machines(draw)
+        plan, sources = self._neighbors(draw, len(machines), machines.index(mine))
         tensor = whole_numbers(self.rank, dtype, shape, number)
-        backend = self.groups[index]._get_backend(torch.device("cpu"))
-        work = backend.hierarchical_neighbor_allreduce(
+        work = self.backend.hierarchical_neighbor_allreduce(
             tensor, machines, plan, output=tensor if in_place else None
         )
-        mixed = [members[r] for machine in (me, *sources) for r in machines[machine]]
+        mixed = [self.members[r] for machine in (machines.index(mine), *sources) for r in machines[machine]]
         total = sum(whole_numbers(r, torch.float64, shape, number) for r in mixed)
         expected = (0.25 / len(mine) * total).to(dtype)
         return Started(
-            f"{label} {dtype} {shape} {machines} {plan} of {members}",
+            f"{label} {dtype} {shape} {machines} {plan}",
             work.wait,
             lambda checks, label: checks.equal(label, work.result(), [expected]),
         )
 
-    def _local(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _local(self, label: str, draw: random.Random, number: int) -> Started | None:
         dtype, shape = draw.choice(DTYPES), draw.choice(SHAPES)
-        machines, mine = self._machines(draw, index)
-        if not self._member(index):
-            return None
-        inputs = [make_input(GROUPS[index][r], dtype, shape, number % 5) for r in mine]
+        machines, mine = self._machines(draw)
+        inputs = [make_input(self.members[r], dtype, shape, number % 5) for r in mine]
         tensor = make_input(self.rank, dtype, shape, number % 5)
-        backend = self.groups[index]._get_backend(torch.device("cpu"))
-        work = backend.local_allreduce(tensor, machines, dist.ReduceOp.SUM)
+        work = self.backend.local_allreduce(tensor, machines, dist.ReduceOp.SUM)
         return Started(
-            f"{label} {dtype} {shape} {machines} of {GROUPS[index]}",
+            f"{label} {dtype} {shape} {machines}",
             work.wait,
             lambda checks, label: checks.equal(label, tensor, sum_in_rank_order(inputs)),
         )
 
-    def _neighbor_allgather(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _neighbor_allgather(self, label: str, draw: random.Random, number: int) -> Started | None:
         dtype, rows = draw.choice(DTYPES), [draw.choice([0, 1, 5, 700]) for _ in range(RANKS)]
-        found = self._neighbors(draw, index)
-        if found is None:
-            return None
-        plan, sources = found
-        parts = [make_input(GROUPS[index][i], dtype, (rows[i], 7), number % 5) for i in sources]
-        place = GROUPS[index].index(self.rank)
-        backend = self.groups[index]._get_backend(torch.device("cpu"))
-        work = backend.neighbor_allgather(make_input(self.rank, dtype, (rows[place], 7), number % 5), plan)
+        plan, sources = self._neighbors(draw, len(self.members), self.place)
+        parts = [make_input(self.members[i], dtype, (rows[i], 7), number % 5) for i in sources]
+        work = self.backend.neighbor_allgather(
+            make_input(self.rank, dtype, (rows[self.place], 7), number % 5), plan
+        )
         expected = torch.cat(parts) if parts else torch.empty((0, 7), dtype=dtype)
         return Started(
-            f"{label} {dtype} {rows} {plan} of {GROUPS[index]}",
+            f"{label} {dtype} {rows} {plan}",
             work.wait,
             lambda checks, label: checks.equal(label, work.result(), [expected]),
         )
 
-    def _concat(self, label: str, draw: random.Random, number: int, index: int) -> Started | None:
+    def _concat(self, label: str, draw: random.Random, number: int) -> Started | None:
         dtype, rows = draw.choice(DTYPES), [draw.choice([0, 1, 5, 700]) for _ in range(RANKS)]
-        if not self._member(index):
-            return None
-        members = GROUPS[index]
-        parts = [make_input(r, dtype, (rows[i], 7), number % 5) for i, r in enumerate(members)]
-        backend = self.groups[index]._get_backend(torch.device("cpu"))
-        work = backend.allgather_concat(parts[members.index(self.rank)])
+        parts = [make_input(r, dtype, (rows[i], 7), number % 5) for i, r in enumerate(self.members)]
+        work = self.backend.allgather_concat(parts[self.place])
         return Started(
-            f"{label} {dtype} {rows} of {members}",
+            f"{label} {dtype} {rows}",
             work.wait,
             lambda checks, label: checks.equal(label, work.result(), [torch.cat(parts)]),
         )
@@ -372,7 +321,7 @@ def soak(seed: int, operations: int) -> Report:
     return Report(done, run.kinds, resident, time.monotonic() - begin)
 
 
-def test_soak(new_world: Callable[..., World], record_property: Callable[[str, object], None]) -> None:
+def test_soak(new_world: Callable[..., World]) -> None:
     """`pytest tests/test_soak.py -rP` shows the numbers of the run."""
     # As users run it: without the confirmations that other tests ask for.
     world = new_world(RANKS, timeout=60.0, environment={"FOG_CONFIRM": "0"})
@@ -381,7 +330,6 @@ def test_soak(new_world: Callable[..., World], record_property: Callable[[str, o
         mebibytes = [round(r / 2**20, 1) for r in report.resident]
         print(f"rank {rank}: {report.operations} operations in {report.seconds:.1f} s {report.kinds}")
         print(f"rank {rank}: resident MiB after warm-up and then {mebibytes}")
-        record_property(f"rank {rank}", dataclasses.asdict(report))
         assert set(report.kinds) == set(KINDS)
     for rank, report in enumerate(reports):
         growth = report.resident[-1] / report.resident[0] - 1

@@ -4,77 +4,64 @@ from __future__ import annotations
 
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
-from harness import WorldPool
+from harness import on_ranks
 
 from fog_pg._C import NeighborPlan
 
-pytestmark = pytest.mark.alone  # they compare durations
-
 MIB = 1 << 20
-LATE = 1.0  # seconds
 
 
 def backend() -> dist.Backend:
     return dist.group.WORLD._get_backend(torch.device("cpu"))
 
 
-def one_reader_is_late() -> float:
-    """Rank 0 sends the same tensor to both other ranks. Returns the duration of this rank's exchange."""
-    rank = dist.get_rank()
+def store_of(test: str) -> dist.Store:
+    """Returns a Store by which the late rank waits for the punctual one: it is not held up, or both time out."""
+    return dist.PrefixStore(test, dist.distributed_c10d._get_default_store())
+
+
+@on_ranks(3)
+def test_a_late_reader_holds_up_no_other() -> None:
+    """Rank 0 sends the same tensor to both others; rank 2 begins to read when rank 1 has all of it."""
+    rank, store = dist.get_rank(), store_of("late")
     x = torch.full((8 * MIB,), float(rank + 1))
-    dist.barrier()
     if rank == 2:
-        time.sleep(LATE)
-    started = time.monotonic()
+        store.wait(["punctual"])
     sources = [] if rank == 0 else [(0, 1.0)]
     destinations = [(1, 1.0), (2, 1.0)] if rank == 0 else []
     work = backend().neighbor_allreduce(x, NeighborPlan(rank, 3, 1.0, sources, destinations))
     work.wait()
-    seconds = time.monotonic() - started
+    if rank == 1:
+        store.set("punctual", "")
     assert work.result()[0].eq(float(rank + 1) + (1.0 if rank > 0 else 0.0)).all()
-    return seconds
 
 
-def test_a_late_reader_holds_up_no_other(worlds: WorldPool) -> None:
-    _, punctual, _ = worlds(3).run(one_reader_is_late)
-    assert punctual < LATE / 2
-
-
-def much_waits_for_a_late_reader() -> float:
+@on_ranks(3)
+def test_what_waits_for_a_late_reader_leaves_chunks_to_the_others() -> None:
     """Rank 0 sends more data to rank 2, which is late, than there are chunks, and then sends to rank 1."""
-    rank = dist.get_rank()
+    rank, store = dist.get_rank(), store_of("much")
     x = torch.arange(MIB, dtype=torch.float32)
-    dist.barrier()
-    started = time.monotonic()
-    seconds = 0.0
+    y = torch.empty_like(x)
     if rank == 0:
         works = [dist.isend(x + tag, 2, tag=tag) for tag in range(40)]
         dist.send(x, 1, tag=99)
         for work in works:
             work.wait()
     elif rank == 1:
-        y = torch.empty_like(x)
         dist.recv(y, 0, tag=99)
-        seconds = time.monotonic() - started
+        store.set("punctual", "")
         assert y.equal(x)
     else:
-        time.sleep(LATE)
+        store.wait(["punctual"])
         for tag in reversed(range(40)):  # the last message first
-            y = torch.empty_like(x)
             dist.recv(y, 0, tag=tag)
             assert y.equal(x + tag), tag
-    return seconds
 
 
-def test_what_waits_for_a_late_reader_leaves_chunks_to_the_others(worlds: WorldPool) -> None:
-    _, punctual, _ = worlds(3).run(much_waits_for_a_late_reader)
-    assert punctual < LATE / 2
-
-
-def readers_of_different_speed() -> None:
+@on_ranks(3)
+def test_readers_of_different_speed_get_the_same() -> None:
     """Another rank is slow in each round; the sizes are around those of a chunk, and of the limits of a stream."""
     rank = dist.get_rank()
     for round_, bytes_ in enumerate([33 << 10, 256 << 10, MIB, MIB + 64, 4 * MIB, 4 * MIB + 4, 9 * MIB + 4]):
@@ -89,7 +76,3 @@ def readers_of_different_speed() -> None:
         for work in works:
             work.wait()
             assert work.result()[0].eq(3.0 + 3 * round_).all()
-
-
-def test_readers_of_different_speed_get_the_same(worlds: WorldPool) -> None:
-    worlds(3).run(readers_of_different_speed)

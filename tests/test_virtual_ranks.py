@@ -7,6 +7,7 @@ machine could have processes, and with messages that are late, overtake each oth
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,19 +19,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist.compression import Int8, TopK
+from operations import COLLECTIVES, OF_BACKEND, ROOTED, prepare
+from reference import Checks
 from torch import Tensor
 
 from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
 
-MANY = 256
 RANKS_PER_HOST = 8
 
 Start = Callable[[int, ProcessGroupFog], Any]
-
-
-@pytest.fixture(scope="module")
-def many() -> VirtualWorld:
-    return VirtualWorld(MANY, ranks_per_host=RANKS_PER_HOST)
 
 
 @dataclasses.dataclass
@@ -80,70 +77,27 @@ def equal(outputs: list[Tensor], expected: list[Tensor] | Tensor) -> None:
         )
 
 
+def collective(world: VirtualWorld | Threads, operation: str, numel: int, root: int) -> None:
+    """Runs and checks one collective of integers, whose sums are the same in any order."""
+    ready = [
+        prepare(operation, torch.int64, (numel,), seed=numel, root=root, group=group, c10d=OF_BACKEND)
+        for group in world.groups
+    ]
+    run(world, lambda rank, group: ready[rank].start(True))
+    with Checks() as checks:
+        for rank, each in enumerate(ready):
+            each.verify(checks, f"{operation} of {numel} root {root} on rank {rank}")
+
+
 def collectives(world: VirtualWorld | Threads, numel: int) -> None:
     size = len(world.groups)
-    x = inputs(size, numel)
-    whole = torch.stack(x)
-    root = size // 3
-
+    for operation in COLLECTIVES:
+        collective(world, operation, numel, size // 3)
+    x, machines = inputs(size, numel), machines_of(size)
     outputs = [tensor.clone() for tensor in x]
-    run(world, lambda rank, group: group.allreduce([outputs[rank]]))
-    equal(outputs, [whole.sum(0)] * size)
-
-    largest = dist.AllreduceOptions()
-    largest.reduceOp = dist.ReduceOp.MAX
-    outputs = [tensor.clone() for tensor in x]
-    run(world, lambda rank, group: group.allreduce([outputs[rank]], largest))
-    equal(outputs, [whole.amax(0)] * size)
-
-    outputs = [tensor.clone() for tensor in x]
-    machines = machines_of(size)
     run(world, lambda rank, group: group.local_allreduce(outputs[rank], machines, dist.ReduceOp.SUM))
-    equal(outputs, [whole[machines[rank // len(machines[0])]].sum(0) for rank in range(size)])
-
-    to_root = dist.BroadcastOptions()
-    to_root.rootRank = root
-    outputs = [tensor.clone() for tensor in x]
-    run(world, lambda rank, group: group.broadcast([outputs[rank]], to_root))
-    equal(outputs, [x[root]] * size)
-
-    at_root = dist.ReduceOptions()
-    at_root.rootRank = root
-    outputs = [tensor.clone() for tensor in x]
-    run(world, lambda rank, group: group.reduce([outputs[rank]], at_root))
-    equal([outputs[root]], [whole.sum(0)])
-
-    lists = [[torch.empty(numel, dtype=torch.double) for _ in range(size)] for _ in range(size)]
-    run(world, lambda rank, group: group.allgather([lists[rank]], [x[rank]]))
-    for gathered in lists:
-        equal(gathered, x)
-
-    gathering = dist.GatherOptions()
-    gathering.rootRank = root
-    run(world, lambda rank, group: group.gather([lists[0]] if rank == root else [], [x[rank]], gathering))
-    equal(lists[0], x)
-
-    scattering = dist.ScatterOptions()
-    scattering.rootRank = root
-    outputs = [torch.empty(numel, dtype=torch.double) for _ in range(size)]
-    run(world, lambda rank, group: group.scatter([outputs[rank]], [x] if rank == root else [], scattering))
-    equal(outputs, x)
-
-    parts = inputs(size, size * numel)
-    run(
-        world,
-        lambda rank, group: group._reduce_scatter_base(
-            outputs[rank], parts[rank], dist.ReduceScatterOptions()
-        ),
-    )
-    equal(outputs, torch.stack(parts).sum(0).view(size, numel))
-
-    received = [torch.empty(size * numel, dtype=torch.double) for _ in range(size)]
-    run(
-        world,
-        lambda rank, group: group.alltoall_base(received[rank], parts[rank], [], [], dist.AllToAllOptions()),
-    )
-    equal(received, torch.stack(parts).view(size, size, numel).transpose(0, 1).reshape(size, -1))
+    whole, local = torch.stack(x), len(machines[0])
+    equal(outputs, [whole[machines[rank // local]].sum(0) for rank in range(size)])
 
     run(world, lambda rank, group: group.barrier())
 
@@ -181,15 +135,6 @@ def exchanges(world: VirtualWorld | Threads, numel: int) -> None:
     for weights in (exponential, arbitrary):
         outputs = torch.stack(exchange(world, x, weights)).numpy()
         np.testing.assert_allclose(outputs, weights.T @ whole, rtol=1e-12, atol=1e-12)
-
-    # With one peer per round, all ranks have the mean after log2(n) rounds.
-    mixed = x
-    for hop in hops:
-        one_peer = np.eye(size) / 2
-        one_peer[np.arange(size), (np.arange(size) + hop) % size] += 1 / 2
-        mixed = exchange(world, mixed, one_peer)
-    if size & (size - 1) == 0:
-        equal(mixed, [torch.from_numpy(whole.mean(0))] * size)
 
     plans = [
         NeighborPlan(
@@ -235,13 +180,13 @@ def exchanges(world: VirtualWorld | Threads, numel: int) -> None:
         torch.testing.assert_close(mean, torch.stack(x).mean(0), rtol=0, atol=1e-9)
 
 
-def test_collectives_of_256_ranks(many: VirtualWorld) -> None:
-    collectives(many, 3)
+def test_collectives_of_96_ranks() -> None:
+    collectives(VirtualWorld(96, ranks_per_host=RANKS_PER_HOST), 3)
 
 
 @pytest.mark.parametrize("numel", [5, 20_000])
-def test_exchanges_of_256_ranks(many: VirtualWorld, numel: int) -> None:
-    exchanges(many, numel)
+def test_exchanges_of_256_ranks(numel: int) -> None:
+    exchanges(VirtualWorld(256, ranks_per_host=RANKS_PER_HOST), numel)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -306,43 +251,16 @@ def test_ranks_that_are_threads(wire: str) -> None:
 def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
     """Broadcasts go by trees, in steps, in slices and pieces, and directly, between hosts of different sizes."""
     world = VirtualWorld(size, ranks_per_host=per_host, seed=size, most_delay=2, confirm=size % 2 == 1)
-    for numel in (0, 1, 700, 6_000, 70_001):
-        for root in {0, 1, size // 2, size - 1}:
-            x = inputs(size, numel)
-            to_root = dist.BroadcastOptions()
-            to_root.rootRank = root
-            outputs = [tensor.clone() for tensor in x]
-            run(world, lambda rank, group, o=outputs, to=to_root: group.broadcast([o[rank]], to))
-            equal(outputs, [x[root]] * size)
-    for numel in (0, 1, 30, 700, 9_001):
-        x = inputs(size, numel)
-        lists = [[torch.empty(numel, dtype=torch.double) for _ in range(size)] for _ in range(size)]
-        run(world, lambda rank, group, o=lists, x=x: group.allgather([o[rank]], [x[rank]]))
-        for gathered in lists:
-            equal(gathered, x)
-        flat = [torch.empty(size * numel, dtype=torch.double) for _ in range(size)]
-        own = [flat[rank][rank * numel : (rank + 1) * numel].copy_(x[rank]) for rank in range(size)]
-        run(world, lambda rank, group, o=flat, x=own: group._allgather_base(o[rank], x[rank]))
-        equal(flat, [torch.cat(x)] * size)
-        for root in {0, size // 2, size - 1}:
-            gathering, scattering = dist.GatherOptions(), dist.ScatterOptions()
-            gathering.rootRank = scattering.rootRank = root
-            gathered = [torch.empty(numel, dtype=torch.double) for _ in range(size)]
-            run(
-                world,
-                lambda rank, group, x=x, o=gathered, to=gathering: group.gather(
-                    [o] if rank == to.rootRank else [], [x[rank]], to
-                ),
-            )
-            equal(gathered, x)
-            scattered = [torch.empty(numel, dtype=torch.double) for _ in range(size)]
-            run(
-                world,
-                lambda rank, group, x=x, o=scattered, to=scattering: group.scatter(
-                    [o[rank]], [x] if rank == to.rootRank else [], to
-                ),
-            )
-            equal(scattered, x)
+    for operation, numels in (
+        ("broadcast", (0, 1, 700, 6_000, 70_001)),
+        *(
+            (name, (0, 1, 30, 700, 9_001))
+            for name in ("all_gather", "all_gather_into_tensor", "gather", "scatter")
+        ),
+    ):
+        for numel in numels:
+            for root in {0, 1, size // 2, size - 1} if operation in ROOTED else {0}:
+                collective(world, operation, numel, root)
 
 
 def test_operations_overtake_each_other() -> None:
@@ -359,29 +277,6 @@ def test_operations_overtake_each_other() -> None:
     assert all(work.is_completed() for work in works)
     for k in range(20):
         equal(outputs[k], [torch.stack(x[k]).sum(0)] * size)
-
-
-def test_a_lost_rank_is_named_by_all_that_wait_for_it() -> None:
-    world = VirtualWorld(64, seed=2, most_delay=3)
-    lost = 17
-    outputs = [torch.ones(5) for _ in range(64)]
-    works = [group.allreduce([outputs[rank]]) for rank, group in enumerate(world.groups) if rank != lost]
-    world.progress()
-    assert not any(work.is_completed() for work in works)
-    world.lose(lost)
-    world.progress()
-    for work in works:
-        with pytest.raises(dist.DistBackendError, match=rf"rank {lost} .*was lost"):
-            work.wait()
-
-
-def test_ranks_that_disagree_all_hear_of_it() -> None:
-    world = VirtualWorld(64, seed=3, most_delay=3)
-    works = [group.allreduce([torch.ones(5 if rank != 9 else 6)]) for rank, group in enumerate(world.groups)]
-    world.progress()
-    for work in works:
-        with pytest.raises(dist.DistBackendError, match=r"ranks disagree|reports"):
-            work.wait()
 
 
 def test_a_rank_that_does_not_come_is_named_at_the_time_out() -> None:
@@ -415,33 +310,32 @@ def failed_barriers(world: VirtualWorld, dead: set[int], origin: int) -> dict[in
     return errors
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
-def test_a_failure_reaches_a_thousand_ranks_past_dead_ones_that_nobody_knows_of(share: float) -> None:
+def some(share: float) -> set[int]:
+    return {int(rank) for rank in np.random.default_rng(5).permutation(THOUSAND)[: int(share * THOUSAND)]}
+
+
+@pytest.mark.parametrize(
+    ("dead", "noticed"),
+    [
+        *((some(share), False) for share in (0.0, 0.1, 0.3)),
+        # All ranks that are 1, 2, 4, ... behind rank 0 are known to be dead, and so are those between 600 and 700.
+        ({2**k for k in range(STEPS)} | set(range(601, 700)), True),
+    ],
+    ids=["none", "a tenth", "a third", "known"],
+)
+def test_a_failure_reaches_a_thousand_ranks_past_dead_ones(dead: set[int], noticed: bool) -> None:
+    """Ranks that are known to be dead are left out, and the next ones are told instead, all around the group."""
     world = VirtualWorld(THOUSAND, ranks_per_host=RANKS_PER_HOST, seed=4, most_delay=2)
-    random = np.random.default_rng(5)
-    dead = {int(rank) for rank in random.permutation(THOUSAND)[: int(share * THOUSAND)]}
     origin = next(rank for rank in range(THOUSAND) if rank not in dead)
     for rank in dead:
-        world.lose(rank, noticed=False)
+        world.lose(rank, noticed=noticed)
     errors = failed_barriers(world, dead, origin)
     assert set(errors) == set(range(THOUSAND)) - dead - {origin}
-    assert all(f"rank {origin} reports: " in error for error in errors.values())
+    expected = "reports: |was lost" if noticed else f"rank {origin} reports: "
+    assert all(re.search(expected, error) for error in errors.values())
     told = world.failures_told
     assert 0 < max(told) <= STEPS
     assert sum(told) <= (THOUSAND - len(dead)) * STEPS
-
-
-def test_a_failure_reaches_a_thousand_ranks_past_dead_ones() -> None:
-    """Ranks that are known to be dead are left out, and the next ones are told instead, all around the group."""
-    world = VirtualWorld(THOUSAND, ranks_per_host=RANKS_PER_HOST, seed=6, most_delay=2)
-    # All ranks that are 1, 2, 4, ... behind rank 0 are dead, and so are those between rank 600 and rank 700.
-    dead = {2**k for k in range(STEPS)} | set(range(601, 700))
-    for rank in dead:
-        world.lose(rank)
-    errors = failed_barriers(world, dead, 0)
-    assert set(errors) == set(range(1, THOUSAND)) - dead
-    assert all("reports: " in error or "was lost" in error for error in errors.values())
-    assert max(world.failures_told) <= STEPS
 
 
 def test_those_who_die_with_the_news_do_not_keep_it() -> None:

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from harness import sizes
+from operations import OF_BACKEND, PREMUL_FACTOR, reduce_op, reductions
 from reference import DTYPES, HALVES, make_input, reduce
+from test_virtual_ranks import run
 from torch import Tensor
 
 from fog_pg._C import ProcessGroupFog, VirtualWorld
@@ -22,8 +25,6 @@ from fog_pg._C import ProcessGroupFog, VirtualWorld
 # Numbers of float32 elements: sent whole, cut into few parts, and large enough that every rank has a part.
 NUMELS = (3, 2_500, 20_000, 120_000)
 FLOAT = 4
-# As in cutovers.hpp.
-WHOLE_BYTES = 8 << 10
 
 
 def layouts(size: int) -> dict[str, list[int]]:
@@ -44,27 +45,15 @@ def by_appearance(hosts: Sequence[int]) -> list[int]:
     return [numbers.setdefault(host, len(numbers)) for host in hosts]
 
 
-def run(world: VirtualWorld, start: Callable[[int, ProcessGroupFog], Any]) -> None:
-    works = [start(rank, group) for rank, group in enumerate(world.groups)]
-    world.progress()
-    for rank, work in enumerate(works):
-        assert work.is_completed(), f"rank {rank} waits for something"
-        work.wait()
-
-
 def allreduce(world: VirtualWorld, inputs: list[Tensor], op: dist.ReduceOp) -> list[Tensor]:
-    options = dist.AllreduceOptions()
-    options.reduceOp = op
     outputs = [tensor.clone() for tensor in inputs]
-    run(world, lambda rank, group: group.allreduce([outputs[rank]], options))
+    run(world, lambda rank, group: OF_BACKEND.all_reduce(outputs[rank], op, group))
     return outputs
 
 
 def reduce_to(world: VirtualWorld, root: int, inputs: list[Tensor], op: dist.ReduceOp) -> Tensor:
-    options = dist.ReduceOptions()
-    options.reduceOp, options.rootRank = op, root
     outputs = [tensor.clone() for tensor in inputs]
-    run(world, lambda rank, group: group.reduce([outputs[rank]], options))
+    run(world, lambda rank, group: OF_BACKEND.reduce(outputs[rank], op, group, root))
     for rank, (output, given) in enumerate(zip(outputs, inputs, strict=True)):
         assert rank == root or same_bits(output, given), f"rank {rank}'s tensor has changed"
     return outputs[root]
@@ -72,14 +61,10 @@ def reduce_to(world: VirtualWorld, root: int, inputs: list[Tensor], op: dist.Red
 
 def scatter(world: VirtualWorld, inputs: list[Tensor], numels: list[int], op: dist.ReduceOp) -> Tensor:
     """Runs reduce_scatter with unequal parts; returns the results, joined."""
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = op
     outputs = [inputs[0].new_zeros(numel) for numel in numels]
     given = [tensor.clone() for tensor in inputs]
-    run(
-        world,
-        lambda rank, group: group.reduce_scatter([outputs[rank]], [list(given[rank].split(numels))], options),
-    )
+    parts = [list(tensor.split(numels)) for tensor in given]
+    run(world, lambda rank, group: OF_BACKEND.reduce_scatter(outputs[rank], parts[rank], op, group))
     assert all(same_bits(*pair) for pair in zip(inputs, given, strict=True)), "an input has changed"
     return torch.cat(outputs)
 
@@ -112,14 +97,10 @@ def check(label: str, actual: Tensor, inputs: list[Tensor], name: str, factor: f
     assert worst <= 0, f"{label}: off by {worst} more than rounding explains"
 
 
-def some(count: int) -> Any:
-    """Returns a parameter for a number of ranks; most numbers are left to the long tests."""
-    return (
-        count if count in (2, 3, 5, 8, 9, 13, 17, 24, 32, 39) else pytest.param(count, marks=pytest.mark.long)
-    )
+COUNTS = [2, 3, 5, 8, 9, 13, 17, 24, 32, 39]
 
 
-@pytest.mark.parametrize("size", [some(count) for count in range(2, 41)])
+@pytest.mark.parametrize("size", sizes(COUNTS, [count for count in range(2, 41) if count not in COUNTS]))
 def test_equal_bits_on_every_layout(size: int) -> None:
     """A second run, in which messages come in another order, gives the same bits."""
     for name, hosts in layouts(size).items():
@@ -159,17 +140,6 @@ def test_parts_side_by_side(hosts: list[int], seed: int) -> None:
     check(f"{size} ranks", first, inputs, "SUM")
 
 
-def reductions(dtype: torch.dtype) -> list[str]:
-    names = ["SUM", "PRODUCT"]
-    if dtype != torch.bool:
-        names.append("AVG")
-    if dtype.is_floating_point or dtype.is_complex:
-        names.append("PREMUL_SUM")
-    else:
-        names += ["BAND", "BOR", "BXOR"]
-    return names if dtype.is_complex else [*names, "MIN", "MAX"]
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hosts", [12 * [0], 2 * list(range(11)) + [3, 5], 3 * [0] + 2 * [1] + [2]], ids=len)
 def test_every_reduction(hosts: list[int], dtype: torch.dtype) -> None:
@@ -177,8 +147,7 @@ def test_every_reduction(hosts: list[int], dtype: torch.dtype) -> None:
     size = len(hosts)
     world = VirtualWorld(size, hosts=hosts)
     for name in reductions(dtype):
-        op = dist._make_nccl_premul_sum(0.75) if name == "PREMUL_SUM" else getattr(dist.ReduceOp, name)
-        factor = 0.75 if name == "PREMUL_SUM" else 1.0
+        op, factor = reduce_op(name), PREMUL_FACTOR if name == "PREMUL_SUM" else 1.0
         for numel in (5, 30_000):
             label = f"{name} of {numel}"
             inputs = [make_input(rank, dtype, (numel,), seed=3) for rank in range(size)]
@@ -300,56 +269,6 @@ def counted(
     }
 
 
-def most_messages(sent: dict[tuple[int, int], tuple[int, int]]) -> int:
-    of_rank: dict[int, int] = {}
-    for (source, _), (messages, _) in sent.items():
-        of_rank[source] = of_rank.get(source, 0) + messages
-    return max(of_rank.values())
-
-
-def rounds(count: int) -> int:
-    return math.ceil(math.log2(count)) if count > 1 else 0
-
-
-@pytest.mark.parametrize(
-    ("hosts", "local"),
-    [(16, 1), (9, 3), (64, 4), (1, 64), (3, 40), pytest.param(128, 8, marks=pytest.mark.long)],
-)
-def test_messages_of_a_rank_grow_with_the_logarithm(hosts: int, local: int) -> None:
-    size = hosts * local
-    world = VirtualWorld(size, ranks_per_host=local)
-    # Up and down a tree of eight, one round per bit, and two more if the number of hosts is not a power of 2.
-    whole = 2 * 7 * math.ceil(math.log(local, 8) - 1e-9) + (
-        min(7, hosts - 1) if hosts <= 8 else rounds(hosts) + 1
-    )
-    # To each other on the host and back; each round goes both ways, in two pieces.
-    between = 2 * (hosts - 1) if hosts <= 8 else 4 * rounds(hosts)
-    cut = 2 * (local - 1) + between
-
-    def allreduce_of(numel: int) -> Callable[[int, ProcessGroupFog], Any]:
-        outputs = [torch.ones(numel) for _ in range(size)]
-        return lambda rank, group: group.allreduce([outputs[rank]])
-
-    sent = counted(world, allreduce_of(2))
-    assert most_messages(sent) <= whole
-    # The total is small enough for any machine: a thousand ranks do not send a million messages.
-    assert sum(messages for messages, _ in sent.values()) <= 2 * size + hosts * (rounds(hosts) + 2)
-    if size <= 512:
-        assert most_messages(counted(world, allreduce_of(150_000))) <= cut
-    assert most_messages(counted(world, lambda rank, group: group.barrier())) == rounds(size)
-
-    inputs = [torch.ones(size) for _ in range(size)]
-    outputs = [torch.ones(1) for _ in range(size)]
-    scattering = counted(
-        world,
-        lambda rank, group: group._reduce_scatter_base(
-            outputs[rank], inputs[rank], dist.ReduceScatterOptions()
-        ),
-    )
-    assert most_messages(scattering) <= (2 * rounds(size) if hosts == 1 else local - 1 + between)
-    assert all(output.item() == size for output in outputs)
-
-
 @pytest.mark.parametrize(
     "hosts",
     [
@@ -381,12 +300,11 @@ def test_a_link_carries_no_more_than_the_least(hosts: list[int]) -> None:
     for tensors in from_hosts(counted(world, lambda rank, group: group.allreduce([inputs[rank]]))):
         assert tensors == pytest.approx(2 * least, rel=1e-4)
     outputs = [torch.ones(numel // size) for _ in range(size)]
+    total = dist.ReduceOp.SUM
     scattered = from_hosts(
         counted(
             world,
-            lambda rank, group: group._reduce_scatter_base(
-                outputs[rank], inputs[rank], dist.ReduceScatterOptions()
-            ),
+            lambda rank, group: OF_BACKEND.reduce_scatter_tensor(outputs[rank], inputs[rank], total, group),
         )
     )
     # The parts of a host's own ranks do not leave it.

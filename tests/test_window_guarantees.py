@@ -25,10 +25,8 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import topology as topologies
 from fogdist.compression import Codec
 from harness import ALL, World, error_of
-from reference import make_input
 from window_interfaces import (
     INTERFACES,
     LIMIT,
@@ -47,7 +45,6 @@ from window_interfaces import (
     pids,
     slot,
     stopped,
-    worlds_by_way,
 )
 
 MIB = 1 << 20
@@ -58,11 +55,6 @@ RACE_SECONDS = 0.5 if ALL else 0.1
 IDLE_SECONDS, MOST_IDLE = 1.0, 0.05
 # The interface of tests that need a new world.
 INTERFACE_OF = {"memory": "name", "tcp": "object", "rma": "_C", "hosts": "object", "messages": "_C"}
-
-
-@pytest.fixture(scope="module")
-def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldsByWay]:
-    yield from worlds_by_way(tmp_path_factory)
 
 
 @pytest.fixture(params=MOST_WAYS)
@@ -220,39 +212,11 @@ def tokens(
     return total.min().item(), total.max().item(), p.item(), min(passed, collected)
 
 
-def shares(interface: str, numel: int, codec: Codec | None = None) -> tuple[float, float]:
-    """Sends random shares that sum to one, at random times; returns the changes of the sums over all ranks."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    chance = random.Random(rank)
-    x = make_input(rank, torch.float64, numel)
-    window = AnyWindow(interface, x, topologies.ExponentialTwoGraph)
-    options = {} if codec is None else {"compression": codec.backend if interface == "_C" else codec}
-    end = time.monotonic() + RACE_SECONDS
-    while time.monotonic() < end:
-        parts = [chance.random() for _ in range(1 + len(window.destinations))]
-        own, *given = (part / sum(parts) for part in parts)
-        to = dict(zip(window.destinations, given, strict=True))
-        window.accumulate(x, to, keep=own, p=True, mutex=chance.random() < 0.3, **options)
-        if chance.random() < 0.5:
-            window.update(1.0, reset=True, p=True, mutex=chance.random() < 0.3)
-    dist.barrier()
-    window.update(1.0, reset=True, p=True)
-    p = torch.tensor([window.p], dtype=torch.float64)
-    dist.all_reduce(p)
-    dist.all_reduce(x)
-    window.free()
-    before = sum(make_input(other, torch.float64, numel) for other in range(size))
-    return (x - before).abs().max().item(), abs(p.item() - size)
-
-
 def test_mass_is_conserved(world_of: WorldsByWay, way: str) -> None:
     cases = [("float64", 1), ("float32", 100_000), ("bfloat16", 1000), ("int64", 300_000), ("uint8", 100_000)]
     for interface, case in interfaces(cases):
         for least, most, p, moves in world_of(way).run(tokens, interface, *case):
             assert (least, most, p) == (60, 60, SIZE) and moves > 1, (interface, case)
-    for interface, numel in interfaces([1, 5000]):
-        for changes in world_of(way).run(shares, interface, numel):
-            assert max(changes) < 1e-11, interface
 
 
 def from_several_threads() -> None:
@@ -297,11 +261,15 @@ Takes = list[tuple[int, int]]
 MOST_OPERATIONS = 50
 
 
-def mixed_operations(interface: str, seed: int, numel: int, with_p: str) -> Any:
-    """Rank 0 puts and accumulates alternately, without waiting; the others take the values that are there."""
+def mixed_operations(interface: str, seed: int, numel: int, with_p: str, codec: Codec | None = None) -> Any:
+    """Rank 0 puts and accumulates alternately, without waiting; the others take the values that are there.
+
+    With a codec, which holds powers of two exactly, it compresses every second value, which then goes another way.
+    """
     rank = dist.get_rank()
     chance = random.Random(SIZE * seed + rank)
-    window = AnyWindow(interface, torch.zeros(numel, dtype=torch.int64), one_way)
+    window = AnyWindow(interface, full(0, numel), one_way)
+    options = {} if codec is None else {"compression": codec.backend if interface == "_C" else codec}
     calls: Calls = []
     takes: Takes = []
 
@@ -319,7 +287,8 @@ def mixed_operations(interface: str, seed: int, numel: int, with_p: str) -> Any:
             p = {"all": True, "accumulates": kind == "accumulate", "some": chance.random() < 0.5}[with_p]
             calls.append((kind, p))
             window.p = float(2**number)
-            works.append(window.write(kind, torch.full((numel,), 2**number, dtype=torch.int64), p=p))
+            compressed = options if number % 2 else {}
+            works.append(window.write(kind, full(2**number, numel), p=p, **compressed))
             if chance.random() < 0.2:
                 works.pop(chance.randrange(len(works))).wait()
             if chance.random() < 0.3:
@@ -364,24 +333,28 @@ def check_p(calls: Calls, taken: list[int]) -> None:
         assert found <= with_p and (found == 1 or not with_p or number < last_put), (number, calls, taken)
 
 
+def check_order(world: World, interface: str, seed: int, numel: int, with_p: str, *codec: Codec) -> None:
+    """Runs `mixed_operations` and checks that what the readers took is a result of the calls in their order."""
+    calls, *readers = world.run(mixed_operations, interface, seed, numel, with_p, *codec)
+    for takes in readers:
+        what = (interface, seed, numel, calls, takes)
+        assert is_in_order(calls, [value for value, _ in takes]), what
+        check_p(calls, [p for _, p in takes])
+        if with_p == "all":  # then p goes the way of the values
+            assert [p for _, p in takes] == [value for value, _ in takes], what
+        if with_p == "accumulates":
+            given = sum(2**number for number, (kind, _) in enumerate(calls) if kind == "accumulate")
+            assert sum(p for _, p in takes) == given, what
+
+
 def test_puts_and_accumulates_keep_their_order_and_mass(world_of: WorldsByWay, way: str) -> None:
     kinds = ["all", "accumulates", "some"]
     cases = [
         (seed, numel, p) for seed in range(20 if ALL else 2) for numel in (1, 3000, 200_000) for p in kinds
     ]
     # Each kind of p meets each interface within two seeds.
-    for number, (seed, numel, with_p) in enumerate(cases):
-        interface = INTERFACES[(number + number // 3) % 3]
-        calls, *readers = world_of(way).run(mixed_operations, interface, seed, numel, with_p)
-        for takes in readers:
-            what = (interface, seed, numel, calls, takes)
-            assert is_in_order(calls, [value for value, _ in takes]), what
-            check_p(calls, [p for _, p in takes])
-            if with_p == "all":  # then p goes the way of the values
-                assert [p for _, p in takes] == [value for value, _ in takes], what
-            if with_p == "accumulates":
-                given = sum(2**number for number, (kind, _) in enumerate(calls) if kind == "accumulate")
-                assert sum(p for _, p in takes) == given, what
+    for number, case in enumerate(cases):
+        check_order(world_of(way), INTERFACES[(number + number // 3) % 3], *case)
 
 
 def signals_and_writes(rounds: int) -> None:
@@ -834,22 +807,14 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
-@pytest.mark.parametrize("way", MOST_WAYS)
+@pytest.mark.parametrize("way", [*MOST_WAYS, "alone on its host"])
 def test_a_lost_neighbor(world_of: WorldsByWay, new_world: Callable[..., World], way: str) -> None:
-    """On hosts, another rank is on the host of the lost one."""
+    """On hosts, another rank is on the host of the lost one, or none."""
     # UCX terminates a process that writes by RMA to a process of this machine that has just been killed; see
     # tests/test_rma.py.
     kind = "accumulate" if way == "rma" else "put"
-    world = new_by_way(world_of, new_world, way)
-    outcomes = world.run_raw(lose_a_neighbor, INTERFACE_OF[way], kind)
-    assert [outcome.state for outcome in outcomes] == ["returned", "returned", "died"], [*map(str, outcomes)]
-    world.close()
-
-
-@pytest.mark.usefixtures("no_shared_memory_left")
-def test_a_lost_host(world_of: WorldsByWay) -> None:
-    """No other rank is on the host of the lost one."""
-    world = world_of.on_hosts([0, 0, 1])
-    outcomes = world.run_raw(lose_a_neighbor, "_C", "put")
+    alone = way not in WAYS
+    world = world_of.on_hosts([0, 0, 1]) if alone else new_by_way(world_of, new_world, way)
+    outcomes = world.run_raw(lose_a_neighbor, "_C" if alone else INTERFACE_OF[way], kind)
     assert [outcome.state for outcome in outcomes] == ["returned", "returned", "died"], [*map(str, outcomes)]
     world.close()

@@ -10,7 +10,7 @@ import gc
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,11 @@ from hosts import run_on_hosts
 from reference import Checks
 from test_windows import CONTENTS, operations_on
 from torch import Tensor
-from window_interfaces import LIMIT, WAYS, WorldsByWay, backend, create, full, others, slot, worlds_by_way
+from window_interfaces import LIMIT, WAYS, WorldsByWay, backend, create, full, others, slot
 
 from fog_pg import _C
 
 MIB = 1 << 20
-
-
-@pytest.fixture(scope="module")
-def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldsByWay]:
-    yield from worlds_by_way(tmp_path_factory)
 
 
 @pytest.mark.long

@@ -5,18 +5,15 @@ test_window_guarantees.py tests ranks that race, hold mutexes, are busy, end or 
 
 from __future__ import annotations
 
-import functools
 import inspect
-import logging
 import math
 import os
 import re
 import time
-import warnings
-from collections.abc import Callable, Iterator
+import unittest
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import fogdist
 import networkx as nx
@@ -25,7 +22,7 @@ import torch
 import torch.distributed as dist
 from fogdist import legacy
 from fogdist import topology as topologies
-from harness import World, error_of, on_ranks
+from harness import error_of, on_ranks
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
 from window_interfaces import (
@@ -42,22 +39,10 @@ from window_interfaces import (
     others,
     right_ring,
     slot,
-    worlds_by_way,
 )
 
 # Sizes around the limits at which another algorithm is used, in float64 elements.
 NUMELS = [0, 1, 1000, 4096, 4097, 300_001]
-
-
-@pytest.fixture(scope="module")
-def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorldsByWay]:
-    yield from worlds_by_way(tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def worlds(world_of: WorldsByWay) -> Callable[[int], World]:
-    """Returns the worlds of `on_ranks`."""
-    return functools.partial(world_of, "memory")
 
 
 def irregular(size: int) -> nx.DiGraph:
@@ -266,30 +251,6 @@ def the_share_that_the_sender_keeps(interface: str) -> None:
         window.free()
 
 
-def directed() -> None:
-    """One edge, in a group whose ranks have other numbers than in the world."""
-    group = dist.new_group([0, 2])
-    if (rank := dist.get_rank()) == 1:
-        return
-    other, sub = int(rank == 0), group._get_backend(torch.device("cpu"))
-    window = sub.create_window(full(rank), "edge", [0] if other == 0 else [], [1] if other == 1 else [])
-    if other == 1:
-        window.put(full(7), [(1, 1.0)]).wait()
-    dist.barrier(group)
-    if other == 0:
-        assert slot(window, 0).eq(7).all()
-        window.get([(0, 2.0)]).wait()
-        assert slot(window, 0).eq(0).all()
-        with pytest.raises(ValueError, match="win_put: destinations: got rank 0"):
-            window.put(full(1), [(0, 1.0)])
-    else:
-        with pytest.raises(ValueError, match="win_get: sources: got rank 1"):
-            window.get([(1, 1.0)])
-    dist.barrier(group)
-    window.free()
-    dist.destroy_process_group(group)
-
-
 def parameters(interface: str) -> None:
     """A parameter stays that parameter, and training goes on in the window."""
     layer = torch.nn.Linear(3, 2)
@@ -317,48 +278,17 @@ def parameters(interface: str) -> None:
     window.free()
 
 
-def several_windows(interface: str) -> None:
-    rank = dist.get_rank()
-    windows = [AnyWindow(interface, full(rank), name=f"w{number}") for number in range(5)]
-    for number, window in enumerate(windows):
-        window.put(full(10 * number + rank))
-    dist.barrier()
-    for number, window in enumerate(windows):
-        assert all(window.slot(other).eq(10 * number + other).all() for other in others())
-    dist.barrier()
-    for window in reversed(windows):
-        window.free()
-    AnyWindow(interface, full(rank), name="w0").free()
-
-
 def disagreements() -> None:
     rank, group = dist.get_rank(), backend()
-    neighbors = others(), others()
-    dtype = [torch.float32, torch.int64, torch.int64][rank]
-    without = [other for other in others() if {rank, other} != {0, 1}]
+    every, without = others(), [other for other in others() if {rank, other} != {0, 1}]
+    dtype = torch.int64 if rank else torch.float32
+    fewer_in, fewer_out = without if rank == 1 else every, without if rank == 0 else every
     for tensor, name, into, out, message in [
-        (full(1), f"a{rank}", *neighbors, r"disagree on the name .* rank 0 has 'a0', rank 1 has 'a1'"),
-        (
-            full(1, rank + 1),
-            "a",
-            *neighbors,
-            r"the tensor .* rank 0 has float64\[1\], rank 1 has float64\[2\]",
-        ),
-        (full(1, dtype=dtype), "a", *neighbors, r"rank 0 has float32\[5\], rank 1 has int64\[5\]"),
-        (
-            full(1),
-            "a",
-            without if rank == 1 else others(),
-            others(),
-            "rank 1 is among the out_neighbors of rank 0",
-        ),
-        (
-            full(1),
-            "a",
-            others(),
-            without if rank == 0 else others(),
-            "rank 1 is not among the out_neighbors of rank 0",
-        ),
+        (full(1), f"a{rank}", every, every, "disagree on the name .* rank 0 has 'a0', rank 1 has 'a1'"),
+        (full(1, rank + 1), "a", every, every, r"rank 0 has float64\[1\], rank 1 has float64\[2\]"),
+        (full(1, dtype=dtype), "a", every, every, r"rank 0 has float32\[5\], rank 1 has int64\[5\]"),
+        (full(1), "a", fewer_in, every, "rank 1 is among the out_neighbors of rank 0"),
+        (full(1), "a", every, fewer_out, "rank 1 is not among the out_neighbors of rank 0"),
     ]:
         with pytest.raises(ValueError, match=message):
             group.create_window(tensor, name, into, out)
@@ -418,9 +348,7 @@ CONTENTS = [
     every_dtype,
     p_goes_with_the_value,
     the_share_that_the_sender_keeps,
-    directed,
     parameters,
-    several_windows,
     disagreements,
     transports,
     writes_and_signals,
@@ -459,12 +387,6 @@ def test_scaling() -> None:
         x = make_input(0, torch.float32, 1_000_000).abs()
         exact = x.double().sum().item() / 3
         checks.true("a double", math.isclose(scaled(x, 1 / 3).double().sum().item(), exact, rel_tol=1e-9))
-        for dtype in INTEGERS:
-            limits = torch.iinfo(dtype)
-            x = torch.tensor([0, 1, 3, 5, limits.max, limits.min], dtype=dtype)
-            checks.equal(f"{dtype}: halves to even", scaled(x, 0.5).tolist()[:4], [0, 0, 2, 2])
-            checks.equal(f"{dtype}: range", scaled(x, 1e30).tolist()[1:5], [limits.max] * 4)
-            checks.equal(f"{dtype}: least", scaled(x, 1e30).tolist()[5], limits.min)
         nothing = torch.tensor([math.nan, math.inf, 1.0])
         checks.equal("zeros of whatever there was", scaled(nothing, 0.0).tolist(), [0.0, 0.0, 0.0])
 
@@ -487,12 +409,11 @@ def test_functions() -> None:
         fogdist.barrier()
         checks.equal("put", fogdist.win_put(x, "w"), True)
         fogdist.neighbor_win_put(full(10 + rank), "w", None, {right: 0.5})
-        checks.equal("add", fogdist.win_accumulate(x, "w", None, {right: 2.0}, require_mutex=True), True)
         fogdist.neighbor_win_accumulate(full(100), "w", dst_weights=[right])
         fogdist.barrier()
         checks.equal("two puts", versions("w"), {left: 2})
         for _ in range(2):  # the first call leaves zeros
-            checks.equal("collected", collect("w"), full(rank + (10 + left) / 2 + 2 * left + 100))
+            checks.equal("collected", collect("w"), full(rank + (10 + left) / 2 + 100))
         fogdist.barrier()
         x.fill_(rank)
         handles = [
@@ -596,20 +517,14 @@ def test_window_objects() -> None:
 
 @on_ranks(SIZE)
 def test_windows_freeze_the_topology() -> None:
-    class Lines(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    lines: list[str] = []
-    handler = Lines()
-    logging.getLogger("fogdist").addHandler(handler)
     fogdist.init(right_ring)
     size = fogdist.size()
     everybody = dist.new_group(backend="fog")
     fogdist.win_create(full(0), "w")
     with Checks() as checks:
-        checks.equal("refused", fogdist.set_topology(topologies.StarGraph(size)), False)
-        checks.true("said why", len(lines) == 1 and "'w'" in lines[0])
+        with unittest.TestCase().assertLogs("fogdist") as logs:
+            checks.equal("refused", fogdist.set_topology(topologies.StarGraph(size)), False)
+        checks.true("said why", len(logs.output) == 1 and "'w'" in logs.output[0])
         same = topologies.IsTopologyEquivalent
         checks.true("as it was", same(fogdist.load_topology(), right_ring(size)))
         checks.equal("the same one", fogdist.set_topology(right_ring(size)), True)
@@ -637,7 +552,6 @@ def test_windows_freeze_the_topology() -> None:
         checks.equal("free", fogdist.set_topology(topologies.StarGraph(size)), True)
         fogdist.init()
         checks.true("reset", same(fogdist.load_topology(), topologies.ExponentialGraph(size)))
-    logging.getLogger("fogdist").removeHandler(handler)
     dist.destroy_process_group(everybody)
 
 
@@ -710,29 +624,38 @@ def test_wrong_arguments_of_functions() -> None:
     put, update, x = fogdist.win_put, fogdist.win_update, full(rank)
     fogdist.win_create(x, "w")
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: fogdist.win_free("v"), KeyError, r"name must be .* open window, of \['w'\], got 'v'"),
-        (lambda: update("v"), KeyError, "got 'v'"),
-        (lambda: fogdist.win_update_then_collect("v"), KeyError, "got 'v'"),
-        (lambda: fogdist.get_win_version("v"), KeyError, "got 'v'"),
-        (lambda: fogdist.win_associated_p("v"), KeyError, "got 'v'"),
-        (lambda: put(x, "v"), ValueError, "got 'v'"),
-        (lambda: fogdist.win_mutex("v"), ValueError, "got 'v'"),
-        (lambda: fogdist.win_lock("v"), ValueError, "got 'v'"),
+        *(
+            (
+                lambda name=name: getattr(fogdist, name)("v"),
+                KeyError,
+                r"name must be .* open window, of \['w'\], got 'v'",
+            )
+            for name in [
+                "win_free",
+                "win_update",
+                "win_update_then_collect",
+                "win_associated_p",
+                "get_win_version",
+                "win_mutex",
+            ]
+        ),
+        (lambda: put(x, "v"), KeyError, "got 'v'"),
         (lambda: put(x, 3), TypeError, "name must be a string, got int"),
         (lambda: fogdist.win_create(x, None), TypeError, "name must be a string, got NoneType"),
         (lambda: fogdist.win_create([1.0], "v"), TypeError, "tensor must be a torch.Tensor, got list"),
         (lambda: put(x, "w", None, [left]), ValueError, rf"dst_weights must name out-.*{left}"),
-        (lambda: put(x, "w", None, [right, right]), ValueError, "dst_weights must not contain"),
-        (lambda: put(x, "w", None, {99: 1.0}), ValueError, "dst_weights"),
-        (lambda: put(x, "w", None, {"1": 1.0}), TypeError, "dst_weights.* must be an integer"),
         (lambda: put(x, "w", None, 1), TypeError, "dst_weights must be an iterable"),
         (lambda: put(x, "w", None, {right: math.inf}), ValueError, rf"dst_weights\[{right}\]"),
-        (lambda: put(x, "w", None, {right: "a"}), TypeError, rf"dst_weights\[{right}\]"),
-        (lambda: put(x, "w", "a"), TypeError, "self_weight must be a real number"),
         (lambda: put(x, "w", math.nan), ValueError, "self_weight must be finite"),
         (lambda: put(x, "w", {right: 1.0}), TypeError, "self_weight .* is it dst_weights"),
+        # arguments of older versions, which would now be taken for True or a weight
+        (lambda: put(x, "w", True), TypeError, "self_weight.*bool"),
+        (lambda: put(x, "w", None, True), TypeError, "dst_weights.*bool"),
+        (lambda: put(x, "w", None, {right: 1.0}, 1), TypeError, "require_mutex.*1"),
+        (lambda: update("w", None, None, 1), TypeError, "reset.*1"),
+        (lambda: update("w", None, None, False, "yes"), TypeError, "clone.*'yes'"),
+        (lambda: fogdist.win_mutex("w", [1]).__enter__(), TypeError, r"for_self.*\[1\]"),
         (lambda: put(x[:4], "w"), ValueError, r"tensor: got float64\[4\]; allowed is float64\[5\]"),
-        (lambda: put(x.float(), "w"), ValueError, "tensor: got float32"),
         (lambda: put(1.0, "w"), TypeError, "tensor must be a torch.Tensor, got float"),
         (lambda: fogdist.win_accumulate(x, "w", None, [left]), ValueError, "must name out-neighbors"),
         (lambda: fogdist.win_get("w", {right: 1.0}), ValueError, "src_weights must name in-neighbors"),
@@ -740,7 +663,6 @@ def test_wrong_arguments_of_functions() -> None:
         (lambda: update("w", None, {}), ValueError, "got neighbor_weights alone"),
         (lambda: update("w", 0.5, [left]), TypeError, "neighbor_weights must be a dict"),
         (lambda: update("w", 0.5, {right: 0.5}), ValueError, "neighbor_weights must name in-"),
-        (lambda: update("w", "a", {}), TypeError, "self_weight must be a real number"),
         (lambda: fogdist.win_mutex("w", ranks=["a"]).__enter__(), TypeError, "ranks"),
         (lambda: fogdist.win_poll(10**9), ValueError, "handle"),
         (lambda: fogdist.win_wait("a"), TypeError, "handle must be an int"),
@@ -775,16 +697,8 @@ def test_wrong_arguments_of_the_backend() -> None:
             group.create_window(**(good | change))
     window = group.create_window(**good)
     to = [(right, 1.0)]
-    not_out = f"destinations: got rank {left}; window 'w' has rank {right} among the out-neighbors"
-    not_in = f"sources: got rank {right}; window 'w' has rank {left} among the in-neighbors"
     cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: window.put(full(1), [(left, 1.0)]), not_out),
-        (lambda: window.accumulate(full(1), [(left, 1.0)]), not_out),
-        (lambda: window.get(to), not_in),
         (lambda: window.put(full(1), to + to), "more than once"),
-        (lambda: window.put(full(1), [(right, math.inf)]), "got weight inf for rank"),
-        (lambda: window.put(full(1, 4), to), r"tensor: got float64\[4\]; .* float64\[5\] as window 'w' has"),
-        (lambda: window.put(full(1, dtype=torch.float32), to), r"tensor: got float32\[5\]"),
         (lambda: window.update(math.nan, []), "self_weight: got nan"),
         (lambda: window.version(5), "rank: got rank 5"),
         (lambda: window.lock([rank]), f"got rank {rank}"),
@@ -797,113 +711,11 @@ def test_wrong_arguments_of_the_backend() -> None:
     dist.barrier()
     window.put(full(1, 10)[::2], to).wait()  # the tensor of a put may be non-contiguous
     window.free()
-    for call in (
-        lambda: window.put(full(1), []),
-        lambda: window.update(1.0, []),
-        lambda: window.version(left),
-    ):
-        assert re.search("of window 'w' of group .* the window was freed", error_of(call))
+    assert re.search("of window 'w' of group .* the window was freed", error_of(lambda: window.version(left)))
     window.free()  # a second call does nothing
 
 
-def test_the_aliases_have_one_signature() -> None:
-    for name in ("put", "accumulate", "get"):
-        for form in ("", "_nonblocking"):
-            assert getattr(fogdist, f"win_{name}{form}") is getattr(fogdist, f"neighbor_win_{name}{form}")
-    for function, names in [
-        (fogdist.win_put, "tensor name self_weight dst_weights require_mutex"),
-        (fogdist.win_update, "name self_weight neighbor_weights reset clone require_mutex"),
-    ]:
-        assert " ".join(inspect.signature(function).parameters).startswith(names)
-
-
-# --- push-sum as BlueFog writes it, and older names ---------------------------------------------------------
-
-# The snippet of BlueFog 0.1's README, with that version's names and arguments; only its imports are replaced.
-SNIPPET = """
-import bluefog.torch as bf
-from bluefog.common import topology_util
-
-bf.init()
-
-# Setup the topology for communication
-bf.set_topology(topology_util.PowerTwoRingGraph(bf.size()))
-outdegree = len(bf.out_neighbor_ranks())
-indegree = len(bf.in_neighbor_ranks())
-
-# Create the buffer for neighbors.
-x = torch.Tensor([bf.rank(), 1.0])
-bf.win_create(x, name="x_buff", zero_init=True)
-
-for _ in range(100):
-   bf.win_accumulate(
-      x, name="x_buff",
-      dst_weights={rank: 1.0 / (outdegree + 1)
-                   for rank in bf.out_neighbor_ranks()},
-      require_mutex=True)
-   x.div_(1+outdegree)
-   bf.win_sync_then_collect(name="x_buff")
-
-bf.barrier()
-# Do not forget to sync at last!
-bf.win_sync_then_collect(name="x_buff")
-print(f"{bf.rank()}: Average value of all ranks is {x[0]/x[-1]}")
-"""
-IMPORTS = {
-    "import bluefog.torch as bf": "import fogdist as bf",
-    "from bluefog.common import topology_util": "from fogdist import topology as topology_util",
-}
-
-
-def until_all_have(rounds: int) -> Iterator[None]:
-    """Yields until all ranks have done at least `rounds` rounds."""
-    for _ in range(rounds):
-        yield
-    done = fogdist.allreduce_nonblocking(torch.ones(1))
-    while not fogdist.poll(done):
-        yield
-    fogdist.wait(done)
-
-
-def snippet(loop: str, slow: int, pause: float) -> tuple[float, float]:
-    """Runs the snippet with another loop, and one rank slowed down tenfold.
-
-    Returns:
-        This rank's estimate of the average, and the average over all ranks together.
-    """
-    warnings.simplefilter("ignore", DeprecationWarning)
-    text = SNIPPET.replace("range(100)", loop)
-    for theirs, ours in IMPORTS.items():
-        assert theirs in text
-        text = text.replace(theirs, ours)
-    names: dict[str, Any] = {"torch": torch, "until_all_have": until_all_have}
-    accumulate = fogdist.win_accumulate
-
-    def slowed(*arguments: Any, **options: Any) -> bool:
-        time.sleep(pause * (10 if fogdist.rank() == slow else 1))
-        return accumulate(*arguments, **options)
-
-    with mock.patch.object(fogdist, "win_accumulate", slowed):
-        exec(text, names)
-    x = names["x"]
-    together = fogdist.allreduce(x.double(), average=False)
-    fogdist.win_free()
-    return (x[0] / x[-1]).item(), (together[0] / together[-1]).item()
-
-
-@pytest.mark.parametrize("loop", ["range(100)", "until_all_have(100)"], ids=["as written", "until all have"])
-def test_the_snippet_of_bluefog(world_of: WorldsByWay, loop: str) -> None:
-    """The snippet as published conserves the sums exactly; at uneven speeds it cannot do more.
-
-    A rank that has done its 100 rounds sends nothing any more, and accumulate does not wait. So a rank that is ten
-    times slower does its last 90 rounds alone, and gives away all but (1/(outdegree+1))**90 of its mass. With an
-    outdegree of 3 this is 0 in float32, and its estimate is 0/0. With an outdegree of 1 its estimate stays as it was
-    after the tenth round. If all ranks go on until the slowest has done its rounds, every rank ends at the average.
-    """
-    for estimate, together in world_of("memory").run(snippet, loop, 1, 2e-4):
-        assert together == pytest.approx((SIZE - 1) / 2, rel=1e-4)
-        if loop != "range(100)":
-            assert estimate == pytest.approx((SIZE - 1) / 2, rel=1e-4)
+# --- older names; test_bluefog_door.py calls them as scripts of their versions did -------------------------------
 
 
 @pytest.mark.parametrize("old", legacy.RENAMED)
@@ -926,40 +738,3 @@ def test_names_that_never_were():
             module.win_fence  # noqa: B018
     with pytest.raises(AttributeError):  # operations are not topologies
         topologies.win_sync  # noqa: B018
-
-
-@on_ranks(SIZE)
-def test_older_names_work_as_they_did() -> None:
-    """Uses the older names as their scripts did, with arguments by position."""
-    warnings.simplefilter("ignore", DeprecationWarning)
-    fogdist.init(topologies.PowerTwoRingGraph)
-    fogdist.set_topology(right_ring(fogdist.size()))
-    rank, left, right = fogdist.rank(), before(), after()
-    wait, mean = fogdist.synchronize, full((fogdist.size() - 1) / 2)
-    with Checks() as checks:
-        fogdist.win_create(full(rank), "w", True)
-        handle = fogdist.win_put_async(full(rank), "w", {right: 2.0}, True)
-        checks.equal("put", fogdist.win_wait(handle), True)
-        fogdist.win_wait(fogdist.win_accumulate_async(full(1), "w", {right: 1.0}))
-        fogdist.barrier()
-        found = fogdist.win_sync("w", 1.0, {left: 1.0}, False, True)
-        checks.equal("win_sync", found, full(rank + 2 * left + 1))
-        checks.equal("default", fogdist.win_sync("w", clone=True), full((rank + 2 * left + 1) / 2))
-        checks.equal("reset", fogdist.win_sync("w", 0.0, {left: 1.0}, True, True), full(2 * left + 1))
-        checks.equal("then collect", fogdist.win_sync_then_collect("w"), full(rank))
-        fogdist.barrier()
-        fogdist.win_wait(fogdist.win_get_async("w", {left: 1.0}))
-        checks.equal("get", fogdist.win_sync("w", 0.0, {left: 1.0}, False, True), full(left))
-        fogdist.barrier()
-        fogdist.win_free("w")
-        checks.equal("allreduce", wait(fogdist.allreduce_async(full(rank), True, "a")), mean)
-        wait(fogdist.allreduce_async_(x := full(rank), True, "a"))
-        checks.equal("allreduce_", x, mean)
-        checks.equal("broadcast", wait(fogdist.broadcast_async(full(rank), 1, "b")), full(1))
-        wait(fogdist.broadcast_async_(x := full(rank), 2, "b"))
-        checks.equal("broadcast_", x, full(2))
-        gathered = torch.cat([full(r) for r in range(fogdist.size())])
-        checks.equal("allgather", wait(fogdist.allgather_async(full(rank), "c")), gathered)
-        checks.equal("gather", wait(fogdist.neighbor_allgather_async(full(rank), "d")), full(left))
-        handle = fogdist.neighbor_allreduce_async(full(rank), 0.5, {left: 0.25}, "e")
-        checks.equal("neighbor_allreduce", wait(handle), full(0.5 * rank + 0.25 * left))

@@ -79,13 +79,6 @@ class WorldsByWay:
                 pool.close()
 
 
-def worlds_by_way(factory: pytest.TempPathFactory) -> Iterator[WorldsByWay]:
-    """Yields worlds for a module's fixture, and closes them afterwards."""
-    made = WorldsByWay(factory.mktemp("hosts"))
-    yield made
-    made.close()
-
-
 def new_by_way(world_of: WorldsByWay, new_world: Callable[..., World], way: str, **options: Any) -> World:
     """Returns a world for a single test, which may leave it unusable and has to close it."""
     if way == "hosts":
