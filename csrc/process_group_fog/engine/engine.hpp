@@ -399,7 +399,7 @@ class Engine final : public Driver, public MessageHandler {
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
   std::atomic<bool> failing_{false}; // everything is to fail, but there was no memory for it yet
-  bool oversubscribed_ = false;
+  std::atomic<bool> oversubscribed_{false}; // there are more ranks on this host than cores
   std::atomic<int> observers_{0};
   std::unique_ptr<FlightRecord> record_;
   std::atomic<bool> used_{false}; // a group exists or is being created
