@@ -91,9 +91,6 @@ class Engine final : public Driver, public MessageHandler {
   void check_not_forked() const;
   using Refused = CompletionPool::Refused;
   void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
-  void release_elsewhere(std::shared_ptr<void> object) noexcept override {
-    completions_.release(std::move(object));
-  }
 
   // Fails all operations in flight and all later operations of the group, on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
