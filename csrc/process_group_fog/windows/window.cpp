@@ -2,14 +2,15 @@
 #include "windows/window.hpp"
 
 #include <algorithm>
+#include <string_view>
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
-#include "core/failure.hpp"
 #include "core/copy.hpp"
+#include "core/failure.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/deferred_free.hpp"
@@ -174,7 +175,9 @@ std::string Window::transport() const {
   }
   std::string all;
   for (const char* name : {MappedLeg::kName, RemoteLeg::kName, MessageLeg::kName}) {
-    if (std::any_of(neighbors_.begin(), neighbors_.end(), [&](const auto& neighbor) { return neighbor->leg->name() == name; })) {
+    if (std::any_of(neighbors_.begin(), neighbors_.end(), [&](const auto& neighbor) {
+          return std::string_view(neighbor->leg->name()) == name;
+        })) {
       all += (all.empty() ? "" : " and ") + std::string(name);
     }
   }
