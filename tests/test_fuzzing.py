@@ -84,6 +84,19 @@ STATE = {
 DTYPES = (torch.float32, torch.bfloat16)
 
 
+def no_secret(*_: str) -> str:
+    """Proves everything, so that what is behind the proofs is reached."""
+    return "0" * 64
+
+
+GREETING = bytes(16) + no_secret().encode()
+
+
+def end(visitor: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the other side has dropped it already
+        visitor.shutdown(socket.SHUT_WR)
+
+
 def write(path: Path, data: bytes | str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
@@ -121,6 +134,12 @@ def record(folder: Path) -> None:
         saved = io.BytesIO()
         torch.save(plain, saved, _use_new_zipfile_serialization=is_zip)
         write(folder / f"state/{is_zip}", saved.getvalue())
+    offer = state_transfer.Offer(STATE, [], no_secret)
+    with socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor:
+        visitor.sendall(GREETING)
+        end(visitor)
+        write(folder / "a state's wire/of the giver", b"".join(iter(lambda: visitor.recv(1 << 16), b"")))
+    write(folder / "a state's visitor/greeting", GREETING)
     values = torch.randn(300, generator=torch.Generator().manual_seed(rank))
     for place, codec in enumerate(CODECS):
         for number, dtype in enumerate(DTYPES):
@@ -194,6 +213,33 @@ def feed_state(_: str, data: bytes, __: Path) -> None:
         os.close(file)
 
 
+def feed_state_wire(_: str, data: bytes, __: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1]}
+        with (
+            contextlib.closing(state_transfer.Source(place, no_secret)) as source,
+            listener.accept()[0] as giver,
+        ):
+            giver.sendall(data)
+            end(giver)
+            source.read(HANG)
+
+
+def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
+    offer = state_transfer.Offer(STATE, [], no_secret)
+    with (
+        socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor,
+        contextlib.suppress(ConnectionError),
+    ):
+        visitor.sendall(data)
+        end(visitor)
+        if len(visitor.recv(17, socket.MSG_WAITALL)) == 17:
+            return
+    with contextlib.closing(state_transfer.Source(offer.place, no_secret)) as source:
+        assert source.read(HANG)
+    raise ConnectionRefusedError
+
+
 class Target(NamedTuple):
     feed: Callable[[str, bytes, Path], None]
     errors: tuple[type[Exception], ...]
@@ -209,10 +255,13 @@ TARGETS = {
     "introduction": Target(lambda _, data, __: _C.read_entry(data.decode(errors="replace")), ()),
     "joining": Target(feed_joining, (RuntimeError,)),
     "state": Target(feed_state, (dist.DistBackendError,)),
+    "a state's wire": Target(feed_state_wire, (dist.DistBackendError, OSError)),
+    "a state's visitor": Target(feed_state_visitor, (ConnectionRefusedError,), 0.2),
 }
 
 # What was found once, by the target: it comes first, as seed -1.
 FOUND: dict[str, Callable[[bytes], bytes]] = {
+    "a state's wire": lambda data: data[:80] + struct.pack("!Q", 2**63) + data[88:],  # no file has that size
     "rendezvous": lambda _: struct.pack("QQ", 1, 2**64 - 16),  # the next part stood where this one stands
     "flight record": lambda data: data[:24] + b"\xc3" * 64 + data[88:],  # a name without an end, and cut
 }
@@ -283,11 +332,6 @@ def test_readers(recorded: Path, tmp_path: Path, tries: int) -> None:
 
 
 # --- the wires --------------------------------------------------------------------------------------------------
-
-
-def end(visitor: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # the other side has dropped it already
-        visitor.shutdown(socket.SHUT_WR)
 
 
 def greet(tries: int) -> dict[str, int]:

@@ -343,6 +343,8 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"kind": 11, "step": 8}, "there is no such operation on a window"),
     ({"kind": 5}, "it carries data"),
 ]
+# The news of a failure, whose text was cut within a character, and has a byte that is no text.
+NEWS, CUT, REPORTED = {"kind": 7, "key": 1}, b"\xc3b\xe2\x82", r"rank 1 reports: \?b\?\?"
 
 
 def write_to_inbox(name: str, write: Callable[[RingTo], None]) -> str:
@@ -378,12 +380,14 @@ def damaged_messages() -> list[str]:
     writes: list[Callable[[RingTo], None]] = [
         lambda ring, fields=fields: ring.write(damaged(ring, fields)) for fields, _ in DAMAGED
     ]
+    writes.append(lambda ring: ring.write(damaged(ring, NEWS)[:-4] + CUT))
     writes += [lambda ring, n=length: ring.write(b"12345678", n) for length in (None, 1 << 40)]
     return [write_to_inbox(f"damaged {number}", write) for number, write in enumerate(writes)]
 
 
 def test_a_damaged_message_is_an_error_that_names_its_sender(pair: World) -> None:
     errors, _ = pair.run(damaged_messages)
+    assert re.search(REPORTED, errors.pop(len(DAMAGED)))
     expected = [text for _, text in DAMAGED] + ["it is shorter than a header"] * 2
     for error, text in zip(errors, expected, strict=True):
         assert re.search(

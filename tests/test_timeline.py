@@ -193,8 +193,11 @@ def alone() -> str:
     fogdist.init()
     with pytest.raises(TypeError, match="prefix must be a str"):
         timeline.start(3)
-    with pytest.raises(ValueError, match=r"no/folder/0\.json' cannot be written: No such file"):
-        timeline.start("no/folder/")
+    Path("linked_0.json").symlink_to("elsewhere")  # made by somebody who guesses names
+    for prefix, why in (("no/folder/", "No such file"), ("linked_", "Too many levels of symbolic links")):
+        with pytest.raises(ValueError, match=rf"{prefix}0\.json' cannot be written: {why}"):
+            timeline.start(prefix)
+    assert not Path("elsewhere").exists()
     return timeline.start(f"{Path.cwd()}/alone_")
 
 

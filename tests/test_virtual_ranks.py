@@ -209,17 +209,18 @@ def windows(world: Threads, numel: int) -> None:
         left, right = (rank - 1) % size, (rank + 1) % size
         tensor = x[rank].clone()
         window = group.create_window(tensor, "ring", [left, right], [left, right], zero_init=True)
-        for _ in range(20):
+        for turn in range(20):
             window.accumulate(
-                tensor, [(left, 0.25), (right, 0.25)], self_weight=0.5, with_p=True, mutex=True
+                tensor, [(left, 0.25), (right, 0.25)], self_weight=0.5, with_p=True, mutex=turn < 10
             ).wait()
-            window.update(1.0, [(left, 1.0), (right, 1.0)], reset=True, with_p=True, mutex=True)
+            window.update(1.0, [(left, 1.0), (right, 1.0)], reset=True, with_p=True, mutex=turn < 10)
         group.barrier().wait()
         window.update(1.0, [(left, 1.0), (right, 1.0)], reset=True, with_p=True)
         whole[rank], shares[rank] = tensor.clone(), window.p
         group.barrier().wait()
         for turn in range(20):
-            window.put(torch.full_like(tensor, turn), [(left, 1.0), (right, 1.0)]).wait()
+            codec = Int8().backend if turn % 2 else None
+            window.put(torch.full_like(tensor, turn), [(left, 1.0), (right, 1.0)], compression=codec).wait()
             seen = window.update(0.0, [(left, 1.0)], clone=True)
             assert (seen == seen[0]).all()
             window.get([(right, 1.0)]).wait()
@@ -229,6 +230,15 @@ def windows(world: Threads, numel: int) -> None:
     run(world, use)
     torch.testing.assert_close(torch.stack(whole).sum(0), torch.stack(x).sum(0))
     assert sum(shares) == pytest.approx(size)
+
+
+def fail(rank: int, group: ProcessGroupFog) -> None:
+    """Rank 0 gives up while the others are in a sum, or are about to begin it."""
+    if rank == 0:
+        group.abort()
+    else:
+        with pytest.raises(dist.DistBackendError, match="rank 0 aborted|rank 0 reports"):
+            group.allreduce([torch.ones(70_001)]).wait()
 
 
 @pytest.mark.parametrize("wire", ["in process", "memory", "tcp"])
@@ -241,6 +251,7 @@ def test_ranks_that_are_threads(wire: str) -> None:
             collectives(threads, numel)
             exchanges(threads, numel)
             windows(threads, numel)
+        run(threads, fail)
     world.close()
 
 

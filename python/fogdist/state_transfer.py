@@ -49,7 +49,7 @@ _PATIENCE = 15.0
 _GREETING_TIMEOUT = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 64  # in hexadecimal digits
-_SIZE = struct.Struct("!Q")
+_SIZE = struct.Struct("!q")  # as system calls take it
 # Of a whole file: nobody changes it any more.
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _F_SEAL_EXEC = 0x20

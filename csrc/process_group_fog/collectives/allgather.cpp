@@ -1,9 +1,9 @@
 #include "collectives/allgather.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "collectives/cutovers.hpp"
+#include "core/copy.hpp"
 
 namespace fog {
 Allgather::Allgather(Signature signature, Part input, std::vector<Part> outputs)
@@ -21,7 +21,7 @@ void Allgather::launch() {
 void Allgather::launch_steps() {
   const auto ranks = static_cast<size_t>(size());
   blocks_ = static_cast<char*>(scratch(ranks * input_.bytes));
-  std::memcpy(blocks_, input_.data, input_.bytes);
+  copy_bytes(blocks_, input_.data, input_.bytes);
   for (int distance = 1; distance < size(); distance <<= 1) {
     const auto count = static_cast<size_t>(std::min(distance, size() - distance));
     receive(
@@ -115,7 +115,7 @@ void Allgather::compute() {
   for (int distance = 0; distance < size(); ++distance) {
     const auto& output = outputs_[(rank() + distance) % size()];
     if (output.data != input_.data) {
-      std::memcpy(output.data, blocks_ + static_cast<size_t>(distance) * input_.bytes, output.bytes);
+      copy_bytes(output.data, blocks_ + static_cast<size_t>(distance) * input_.bytes, output.bytes);
     }
   }
 }

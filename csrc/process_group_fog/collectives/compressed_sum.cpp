@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/arithmetic.hpp"
+#include "core/copy.hpp"
 
 namespace fog {
 namespace {
@@ -15,7 +16,7 @@ constexpr size_t kTilesBytes = size_t(24) << 10;
 // Copies bytes `begin` to `end` of an input.
 void gather(const Input& input, size_t begin, size_t end, uint8_t* to) {
   if (input.data != nullptr) {
-    std::memcpy(to, static_cast<const char*>(input.data) + begin, end - begin);
+    copy_bytes(to, static_cast<const char*>(input.data) + begin, end - begin);
     return;
   }
   for (const auto& block : input.blocks) {
@@ -56,9 +57,7 @@ const uint8_t* CompressedSum::contiguous(Arrived& message, const Input& input, s
   }
   message.joined.resize(end - begin);
   const size_t kept = begin < from ? from - begin : 0;
-  if (kept > 0) {
-    std::memcpy(message.joined.data(), message.rest.data(), kept);
-  }
+  copy_bytes(message.joined.data(), message.rest.data(), kept);
   gather(input, begin + kept, end, message.joined.data() + kept);
   return message.joined.data();
 }

@@ -1,8 +1,7 @@
 #include "collectives/gather.hpp"
 
-#include <cstring>
-
 #include "collectives/cutovers.hpp"
+#include "core/copy.hpp"
 
 namespace fog {
 
@@ -27,7 +26,7 @@ void Gather::launch() {
   }
   tree_ = host_tree(hosts(), root);
   blocks_ = static_cast<char*>(scratch(static_cast<size_t>(tree_.end - tree_.begin) * input_.bytes));
-  std::memcpy(blocks_, input_.data, input_.bytes);
+  copy_bytes(blocks_, input_.data, input_.bytes);
   for (const auto& child : tree_.children) {
     receive(
         child.rank, 0, blocks_ + static_cast<size_t>(child.begin - tree_.begin) * input_.bytes,
@@ -64,7 +63,7 @@ void Gather::compute() {
   const auto order = host_order(hosts(), rank());
   for (int at = 1; at < size(); ++at) {
     const auto& output = outputs_[order[at]];
-    std::memcpy(output.data, blocks_ + static_cast<size_t>(at) * input_.bytes, output.bytes);
+    copy_bytes(output.data, blocks_ + static_cast<size_t>(at) * input_.bytes, output.bytes);
   }
 }
 

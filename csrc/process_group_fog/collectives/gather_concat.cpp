@@ -1,9 +1,9 @@
 #include "collectives/gather_concat.hpp"
 
-#include <cstring>
-
 #include <ATen/Functions.h>
 #include <c10/core/InferenceMode.h>
+
+#include "core/copy.hpp"
 
 namespace fog {
 
@@ -87,8 +87,8 @@ void GatherConcat::compute() {
   auto* place = static_cast<char*>(result_.mutable_data_ptr());
   for (size_t i = 0; i < sources_.size(); ++i) {
     places_.push_back(place);
-    if (sources_[i] == rank() && bytes[i] > 0) {
-      std::memcpy(place, tensor_.const_data_ptr(), bytes[i]);
+    if (sources_[i] == rank()) {
+      copy_bytes(place, tensor_.const_data_ptr(), bytes[i]);
     }
     place += bytes[i];
   }

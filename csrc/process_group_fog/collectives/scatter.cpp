@@ -1,8 +1,7 @@
 #include "collectives/scatter.hpp"
 
-#include <cstring>
-
 #include "collectives/cutovers.hpp"
+#include "core/copy.hpp"
 
 namespace fog {
 
@@ -36,7 +35,7 @@ void Scatter::launch() {
   }
   char* block = blocks_;
   for (const int peer : host_order(hosts(), root)) {
-    std::memcpy(block, inputs_[peer].data, output_.bytes);
+    copy_bytes(block, inputs_[peer].data, output_.bytes);
     block += output_.bytes;
   }
 }
@@ -65,7 +64,7 @@ void Scatter::compute() {
   if (rank() == signature_.root) {
     copy_own(inputs_[rank()], output_);
   } else {
-    std::memcpy(output_.data, blocks_, output_.bytes);
+    copy_bytes(output_.data, blocks_, output_.bytes);
   }
 }
 

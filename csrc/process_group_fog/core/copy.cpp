@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
@@ -22,7 +21,7 @@ constexpr size_t kAhead = 4096;
 template <bool kFetch, typename Store>
 void copy_lines(char* to, const char* from, size_t bytes, Store store) {
   const size_t head = std::min(bytes, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
-  std::memcpy(to, from, head);
+  copy_bytes(to, from, head);
   size_t done = head;
   for (; done + kLine <= bytes; done += kLine) {
     const auto* source = reinterpret_cast<const __m128i*>(from + done);
@@ -39,7 +38,7 @@ void copy_lines(char* to, const char* from, size_t bytes, Store store) {
     store(target + 2, c);
     store(target + 3, d);
   }
-  std::memcpy(to + done, from + done, bytes - done);
+  copy_bytes(to + done, from + done, bytes - done);
 }
 
 } // namespace
@@ -60,11 +59,11 @@ void copy_far(void* to, const void* from, size_t bytes) {
 #else
 
 void copy_near(void* to, const void* from, size_t bytes) {
-  std::memcpy(to, from, bytes);
+  copy_bytes(to, from, bytes);
 }
 
 void copy_far(void* to, const void* from, size_t bytes) {
-  std::memcpy(to, from, bytes);
+  copy_bytes(to, from, bytes);
 }
 
 #endif

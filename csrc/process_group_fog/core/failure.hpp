@@ -1,6 +1,7 @@
 // Failures, as the engine stores them and as error messages word them.
 #pragma once
 
+#include <cstddef>
 #include <exception>
 #include <string>
 
@@ -23,6 +24,10 @@ inline constexpr const char* kSilent = "was lost: its host does not answer";
 
 // Returns a torch.distributed.DistBackendError. Throws std::bad_alloc if there is no memory for it.
 std::exception_ptr backend_error(const std::string& text);
+
+// Returns the text that came from another process. Python takes only UTF-8 as the text of an error, so bytes that are
+// none, as where the sender has cut it, become question marks.
+std::string text_from_peer(const char* data, size_t bytes);
 
 // Returns the exception's text without the C++ backtrace that c10::Error::what() may add.
 std::string message_of(const std::exception& error);

@@ -1,5 +1,6 @@
 #include "core/timeline.hpp"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -155,7 +156,9 @@ void Timeline::start(const std::string& prefix, int rank, int size, const std::s
   const std::lock_guard<std::mutex> starting(starting_);
   TORCH_CHECK_VALUE(!thread_.joinable(), "timeline: got '", prefix, "', but there is a timeline already, '", path(), "'");
   const auto path = prefix + std::to_string(rank) + ".json";
-  auto* file = std::fopen(path.c_str(), "we");
+  // Others may write to the folder, so a link that lies there leads nowhere.
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666);
+  auto* file = fd < 0 ? nullptr : fdopen(fd, "w");
   TORCH_CHECK_VALUE(
       file != nullptr, "timeline: got '", prefix, "'; the file '", path,
       "' cannot be written: ", std::generic_category().message(errno));

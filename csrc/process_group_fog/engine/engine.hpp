@@ -91,9 +91,6 @@ class Engine final : public Driver, public MessageHandler {
   void check_not_forked() const;
   using Refused = CompletionPool::Refused;
   void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
-  void release_elsewhere(std::shared_ptr<void> object) noexcept override {
-    completions_.release(std::move(object));
-  }
 
   // Fails all operations in flight and all later operations of the group, on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -399,7 +396,7 @@ class Engine final : public Driver, public MessageHandler {
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
   std::atomic<bool> failing_{false}; // everything is to fail, but there was no memory for it yet
-  bool oversubscribed_ = false;
+  std::atomic<bool> oversubscribed_{false}; // there are more ranks on this host than cores
   std::atomic<int> observers_{0};
   std::unique_ptr<FlightRecord> record_;
   std::atomic<bool> used_{false}; // a group exists or is being created

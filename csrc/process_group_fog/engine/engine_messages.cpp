@@ -88,7 +88,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       TORCH_CHECK_WITH(
           DistBackendError, header.key < group->members.size(), "rank ", source,
           " reports a failure of a rank that is not in the group");
-      Group::News news{static_cast<int>(header.key), std::string(data, header.bytes), {source, static_cast<int>(header.key)}};
+      Group::News news{static_cast<int>(header.key), text_from_peer(data, header.bytes), {source, static_cast<int>(header.key)}};
       afterwards_.emplace_back([this, group, news = std::move(news)] {
         if (group->failure.reason.empty() && !group->news) {
           group->news = news;

@@ -57,7 +57,7 @@ class Engine::Remains {
   void leave_to_another() noexcept {
     try {
       if (!all_.empty()) {
-        engine_.release_elsewhere(std::make_shared<std::vector<Outbox>>(std::exchange(all_, {})));
+        engine_.completions_.release(std::make_shared<std::vector<Outbox>>(std::exchange(all_, {})));
       }
     } catch (const std::bad_alloc&) {
     }

@@ -1,9 +1,10 @@
 #include "engine/inquiry.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include <c10/util/Exception.h>
+
+#include "core/copy.hpp"
 
 namespace fog {
 
@@ -19,7 +20,7 @@ std::string Standing::written() const {
 
 Standing Standing::read(const std::string& text, int size) {
   std::vector<int32_t> numbers(text.size() / sizeof(int32_t));
-  std::memcpy(numbers.data(), text.data(), numbers.size() * sizeof(int32_t));
+  copy_bytes(numbers.data(), text.data(), numbers.size() * sizeof(int32_t));
   const auto is_rank = [size](int32_t number) { return number >= 0 && number < size; };
   TORCH_CHECK_WITH(
       DistBackendError,

@@ -1,6 +1,5 @@
 // The transfers of an operation: sending, reading in place, and copying data to its destination.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -151,8 +150,8 @@ void Operation::take(size_t index, const char* data) {
     if (receive.in_place) {
       receive.stash.assign(data, data + header.bytes);
       receive.input.data = receive.stash.data();
-    } else if (header.bytes > 0) {
-      std::memcpy(receive.data, data, header.bytes);
+    } else {
+      copy_bytes(receive.data, data, header.bytes);
     }
     complete_receive(receive);
     return;

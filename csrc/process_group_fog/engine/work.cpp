@@ -84,8 +84,8 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
   auto pending = std::make_shared<Pending>();
   pending->kept = std::make_shared<Kept>(Kept{whole, parts, std::move(outputs)});
   pending->count = parts.size();
-  for (const auto& part : parts) {
-    part->future()->addCallback([pending, &driver](c10::ivalue::Future& future) {
+  for (size_t index = 0; index < parts.size(); ++index) {
+    parts[index]->future()->addCallback([pending, index](c10::ivalue::Future& future) {
       if (future.hasError()) {
         std::lock_guard<std::mutex> lock(pending->mutex);
         if (!pending->error) {
@@ -97,7 +97,7 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
       }
       auto error = pending->error;
       auto kept = std::move(pending->kept);
-      const auto& [whole, parts, outputs] = *kept;
+      auto& [whole, parts, outputs] = *kept;
       try {
         std::vector<at::Tensor> all;
         for (const auto& each : parts) {
@@ -108,7 +108,10 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
         error = no_memory_for_result(nullptr);
       }
       whole->complete(error);
-      driver.release_elsewhere(std::move(kept));
+      // The end of a tensor may have to wait for Python's lock. So they stay as long as the operation of this part, which a
+      // thread that drives for others does not destroy.
+      const auto last = std::move(parts[index]);
+      last->kept_ = std::move(kept);
     });
   }
   return whole;

@@ -27,8 +27,6 @@ class Driver {
   virtual void drive_once(const std::atomic<bool>& done) = 0;
   // Runs callbacks, which may block, in a thread that no other thread waits for.
   virtual void run_callbacks(std::function<void()> callbacks, CompletionPool::Refused refused) = 0;
-  // Releases the object in a thread that nobody waits for.
-  virtual void release_elsewhere(std::shared_ptr<void> object) noexcept = 0;
   // Wakes the threads in drive_until(): their operations may be done.
   virtual void wake_waiters() = 0;
 };
@@ -101,6 +99,7 @@ class WorkFog : public c10d::Work {
   std::function<std::string()> describe_; // guarded by mutex_, as are the next two
   std::function<void()> abort_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::shared_ptr<void> kept_; // what is destroyed with it, see when_all()
 };
 
 } // namespace fog

@@ -1,7 +1,6 @@
-#include <cstring>
-
 #include <c10/util/Exception.h>
 
+#include "core/copy.hpp"
 #include "core/failure.hpp"
 #include "windows/window_legs.hpp"
 
@@ -45,7 +44,7 @@ bool Window::MappedLeg::execute(Part& part) {
       fetch(part.weight, part.deadline);
       return true;
     case WindowOp::kWrite:
-      std::memcpy(view_->tensor() + part.offset, part.data.const_data_ptr(), part.data.nbytes());
+      copy_bytes(view_->tensor() + part.offset, part.data.const_data_ptr(), part.data.nbytes());
       return true;
     case WindowOp::kSignal:
       control_.signal();

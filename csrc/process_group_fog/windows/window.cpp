@@ -2,13 +2,14 @@
 #include "windows/window.hpp"
 
 #include <algorithm>
-#include <cstring>
+#include <string_view>
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include "core/copy.hpp"
 #include "core/failure.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
@@ -102,9 +103,7 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
   TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "win_create: no memory for ", slots, " slots of ", bytes, " bytes each");
   for (size_t i = 0; i < slots && !zero_init; ++i) {
     auto& place = memory->slot(i);
-    if (bytes > 0) { // otherwise the pointers may be null
-      std::memcpy(memory->buffer(place, 0), data, bytes);
-    }
+    copy_bytes(memory->buffer(place, 0), data, bytes);
     place.slot.start(0);
   }
   window->memory_ = std::move(memory);
@@ -176,7 +175,9 @@ std::string Window::transport() const {
   }
   std::string all;
   for (const char* name : {MappedLeg::kName, RemoteLeg::kName, MessageLeg::kName}) {
-    if (std::any_of(neighbors_.begin(), neighbors_.end(), [&](const auto& neighbor) { return neighbor->leg->name() == name; })) {
+    if (std::any_of(neighbors_.begin(), neighbors_.end(), [&](const auto& neighbor) {
+          return std::string_view(neighbor->leg->name()) == name;
+        })) {
       all += (all.empty() ? "" : " and ") + std::string(name);
     }
   }
@@ -379,16 +380,14 @@ void Window::receive(size_t offset, const void* data, size_t bytes) {
   if (staging_) {
     staging_->receive(offset, data, bytes);
   } else {
-    std::memcpy(memory_->tensor() + offset, data, bytes);
+    copy_bytes(memory_->tensor() + offset, data, bytes);
   }
 }
 
 void Window::read(void* out) {
   const Use use(*this, "win_get", For::kNeighbor);
   const std::lock_guard<std::mutex> owner(owner_);
-  if (values_.bytes > 0) {
-    std::memcpy(out, memory_->tensor(), values_.bytes);
-  }
+  copy_bytes(out, memory_->tensor(), values_.bytes);
 }
 
 PairMutex& Window::mutex(int source) {

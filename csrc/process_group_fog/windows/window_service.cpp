@@ -173,7 +173,7 @@ void WindowService::on_reply(PeerId source, const Header& header, const char* da
   const auto request = found == requests_.end() ? nullptr : found->second;
   if (header.flags != 0) {
     if (request) {
-      fail(request, c10::str(": rank ", request->peer, " reports: ", std::string(data, header.bytes)));
+      fail(request, c10::str(": rank ", request->peer, " reports: ", text_from_peer(data, header.bytes)));
     }
     return;
   }

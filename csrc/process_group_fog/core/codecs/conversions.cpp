@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/codecs/small_floats.hpp"
+#include "core/copy.hpp"
 
 namespace fog::codecs {
 namespace {
@@ -59,10 +60,7 @@ void widen(c10::ScalarType dtype, const void* from, size_t numel, float* to) {
     case c10::ScalarType::Double:
       return run<Cast>(static_cast<const double*>(from), numel, to);
     case c10::ScalarType::Float:
-      if (numel > 0) {
-        std::memcpy(to, from, numel * sizeof(float));
-      }
-      return;
+      return copy_bytes(to, from, numel * sizeof(float));
     default:
       TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed its check but has no conversion");
   }
@@ -77,10 +75,7 @@ void narrow(c10::ScalarType dtype, const float* from, size_t numel, void* to) {
     case c10::ScalarType::Double:
       return run<Cast>(from, numel, static_cast<double*>(to));
     case c10::ScalarType::Float:
-      if (numel > 0) {
-        std::memcpy(to, from, numel * sizeof(float));
-      }
-      return;
+      return copy_bytes(to, from, numel * sizeof(float));
     default:
       TORCH_INTERNAL_ASSERT(false, "fog: dtype ", dtype, " passed its check but has no conversion");
   }

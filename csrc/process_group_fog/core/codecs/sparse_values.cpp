@@ -11,6 +11,7 @@
 #include "core/codecs/conversions.hpp"
 #include "core/codecs/packing.hpp"
 #include "core/codecs/tensor_operations.hpp"
+#include "core/copy.hpp"
 
 namespace fog::codecs {
 namespace {
@@ -45,7 +46,7 @@ void pack_codes(uint8_t* codes, size_t numel, int bits, uint8_t* out) {
     case 4:
       return run<Pack<4>>(codes, numel, out);
     default:
-      std::memcpy(out, codes, numel);
+      copy_bytes(out, codes, numel);
   }
 }
 
@@ -56,7 +57,7 @@ void unpack_codes(const uint8_t* in, size_t numel, int bits, uint8_t* codes) {
     case 4:
       return run<Unpack<4>>(in, numel, codes);
     default:
-      std::memcpy(codes, in, numel);
+      copy_bytes(codes, in, numel);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/copy.hpp"
 #include "transport/mpi/messages_data.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
@@ -235,9 +236,7 @@ void Messages::check_reachable(PeerId destination) const {
 void Messages::send(PeerId destination, const Header& header, const void* data, size_t bytes) {
   auto buffer = take_buffer();
   std::memcpy(buffer->data(), &header, sizeof(header));
-  if (bytes > 0) {
-    std::memcpy(buffer->data() + sizeof(header), data, bytes);
-  }
+  copy_bytes(buffer->data() + sizeof(header), data, bytes);
   const size_t length = sizeof(header) + bytes;
   auto& unsent = unsent_[destination];
   const bool held = holds(destination);

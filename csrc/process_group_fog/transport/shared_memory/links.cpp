@@ -6,6 +6,8 @@
 #include <cstring>
 #include <sstream>
 
+#include "core/copy.hpp"
+
 namespace fog::shared_memory {
 namespace {
 
@@ -141,9 +143,7 @@ void Links::send(int peer, const Header& header, const void* data, size_t bytes)
   }
   std::vector<char> record(sizeof(header) + bytes);
   std::memcpy(record.data(), &header, sizeof(header));
-  if (bytes > 0) {
-    std::memcpy(record.data() + sizeof(header), data, bytes);
-  }
+  copy_bytes(record.data() + sizeof(header), data, bytes);
   if (link.queue.empty()) {
     // The peer may be asleep without operations of its own, but must make space in the ring.
     link.inbox->doorbell().wake(Doorbell::kBackground);

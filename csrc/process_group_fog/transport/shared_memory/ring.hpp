@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/copy.hpp"
+
 namespace fog::shared_memory {
 
 // It has one writer and one reader, and no locks. All zeros is an empty ring. The counters of the two sides are on
@@ -45,9 +47,7 @@ struct Ring {
     }
     store_length(position, length);
     std::memcpy(data + position + sizeof(uint64_t), first, first_bytes);
-    if (second_bytes > 0) {
-      std::memcpy(data + position + sizeof(uint64_t) + first_bytes, second, second_bytes);
-    }
+    copy_bytes(data + position + sizeof(uint64_t) + first_bytes, second, second_bytes);
     written.store(end + needed, std::memory_order_release);
     return true;
   }

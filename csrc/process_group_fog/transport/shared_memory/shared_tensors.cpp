@@ -1,12 +1,11 @@
 #include "transport/shared_memory/shared_tensors.hpp"
 
-#include <cstring>
-
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+#include "core/copy.hpp"
 #include "core/tensor_lists.hpp"
 #include "transport/shared_memory/arena.hpp"
 
@@ -26,7 +25,7 @@ class SharedAllocator final : public c10::Allocator {
     return {memory, memory, &free, c10::Device(c10::DeviceType::CPU)};
   }
   void copy_data(void* to, const void* from, size_t bytes) const override {
-    std::memcpy(to, from, bytes);
+    copy_bytes(to, from, bytes);
   }
 
  private:
@@ -85,7 +84,7 @@ void share(const at::Tensor& tensor) {
 
 void move_storage(const at::Tensor& tensor, c10::DataPtr memory) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
-  std::memcpy(memory.get(), storage->data(), storage->nbytes());
+  copy_bytes(memory.get(), storage->data(), storage->nbytes());
   if (storage->resizable() && !in_arena(storage->data(), storage->nbytes())) {
     storage->set_data_ptr_noswap(std::move(memory));
     return;
