@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -60,6 +60,7 @@ help:
 	@echo "make conformance   run PyTorch's own distributed suite (an hour; CONFORMANCE_RANKS=3, ARGS=\"-k all_reduce\")"
 	@echo "make test-asan   tests with AddressSanitizer and UndefinedBehaviorSanitizer, on an extension of their own"
 	@echo "make test-tsan   the same with ThreadSanitizer             (ARGS=\"-k threads\")"
+	@echo "make coverage   print the share of lines that the tests run; build/coverage/not-run.txt has the others"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
@@ -137,6 +138,12 @@ test-tcp: build
 test-asan test-tsan: test-%: build
 	@echo "== tests with sanitizers: compiling build/$*, minutes the first time"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/sanitized.py $* $(ARGS)
+
+# A table of the shares of lines that `make test` runs, C++'s and Python's; build/coverage/not-run.txt has the others.
+coverage: build build-tests
+	@echo "== coverage: compiling build/coverage, minutes the first time; then the tests"
+	@$(PIP) install --quiet 'coverage>=7.10' 'gcovr>=8'
+	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/sanitized.py coverage -n $(JOBS) --dist loadfile $(ARGS)
 
 # The fake device of the tests; it is compiled again only if its sources change.
 build-tests: build

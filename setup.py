@@ -5,7 +5,8 @@ Everything else is in pyproject.toml.
 Environment:
     FOG_MPICXX: Path of a site's mpicxx. The extension is then compiled against, and linked with, that MPI. Without
         it the extension is compiled against mpi_abi.h of the PyPI package mpich, and finds an ABI library at run time.
-    FOG_SANITIZE: Sanitizers to compile with, such as "address,undefined" or "thread": see `make test-asan`.
+    FOG_SANITIZE: Sanitizers to compile with, such as "address,undefined" or "thread", or "coverage" to count the lines
+        that run: see `make test-asan` and `make coverage`.
     MAX_JOBS: Number of compilers that run at the same time (default: one per core).
 """
 
@@ -191,6 +192,8 @@ class BuildFog(BuildExtension):
 
 def sanitizer_flags() -> list[str]:
     """Returns arguments for the compiler and the linker, which replace Python's: its -fwrapv would hide overflows."""
+    if SANITIZE == "coverage":
+        return ["--coverage", "-O0", "-fprofile-update=atomic"]
     return (
         [f"-fsanitize={SANITIZE}", "-O1", "-fno-wrapv", "-fno-omit-frame-pointer", "-Wno-tsan"]
         if SANITIZE
@@ -203,6 +206,8 @@ def extension() -> Extension:
     if IS_FOR_ANY_TORCH:
         return Extension("fog_pg._C", sources)
     include_mpi, compile_mpi, link_mpi = mpi_flags()
+    if SANITIZE == "coverage":  # a process that skips the end of C++ calls this instead, see tests/harness.py
+        link_mpi.append("-Wl,-u,__gcov_dump")
     # The headers of torch 2.15 need C++20, which is used from 2.13 on; older headers accept C++17.
     torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     standard = "c++20" if torch_version >= (2, 13) else "c++17"

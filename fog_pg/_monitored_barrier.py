@@ -1,7 +1,8 @@
-"""torch.distributed.monitored_barrier for fog, under the torch versions that only support it for Gloo.
+"""torch.distributed.monitored_barrier for fog: groups that torch supports only for Gloo, and every timeout.
 
 Up to 2.13, torch requires the group's backend to be "gloo"; later versions only require that the group serves CPU
-tensors. Once a program has loaded fog's extension, monitored_barrier accepts groups of fog as well.
+tensors. Once a program has loaded fog's extension, monitored_barrier accepts groups of fog as well. In every version the
+longest timeouts would overflow.
 """
 
 from __future__ import annotations
@@ -21,14 +22,17 @@ def serve() -> None:
 
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     original = distributed_c10d.monitored_barrier
-    if version >= (2, 14) or getattr(original, "serves_fog", False):
+    if getattr(original, "serves_fog", False):
         return
 
     @functools.wraps(original)
     def monitored_barrier(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> Any:
-        if distributed_c10d._rank_not_in_group(group) or dist.get_backend(group) != "fog":
+        if isinstance(timeout, timedelta):
+            timeout = within_reach(timeout)
+        is_known = version >= (2, 14) or distributed_c10d._rank_not_in_group(group)
+        if is_known or dist.get_backend(group) != "fog":
             return original(group, timeout, wait_all_ranks)
         if isinstance(timeout, (int, float)):
             timeout = timedelta(seconds=timeout)

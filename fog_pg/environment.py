@@ -287,7 +287,8 @@ SANITIZE = Variable(
     TEXT,
     "",
     "build",
-    "Sanitizers of the compiler, such as `address,undefined` or `thread`: `make test-asan` and `make test-tsan`.",
+    "Sanitizers of the compiler, such as `address,undefined` or `thread`: `make test-asan` and `make test-tsan`; "
+    "`coverage` counts the lines that run: `make coverage`.",
 )
 MAX_JOBS = Variable(
     "MAX_JOBS",

@@ -138,7 +138,7 @@ def _share(file: str) -> float:
 
 
 def _too_much() -> list[str]:
-    if harness.ALL or "san.so" in os.environ.get("LD_PRELOAD", ""):  # tests/sanitized.py
+    if harness.ALL or "SANITIZED" in os.environ:
         return []
     return [
         f"{file} took {cpu:.0f} s of CPU, its share is {_share(file):.0f}"

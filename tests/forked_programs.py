@@ -239,7 +239,7 @@ def _become(
             first()
         status = _status_of(words[1:])
     finally:
-        os._exit(status)
+        harness.end(status)
 
 
 def _forget() -> None:
@@ -286,8 +286,6 @@ def _status_of(words: Sequence[str]) -> int:
         return 1
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
 
 
 def _run(words: Sequence[str]) -> None:

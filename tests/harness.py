@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import leftovers
 import pytest
@@ -246,9 +246,17 @@ def _call_and_exit(
     except BaseException as error:
         status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         traceback.print_exc()
+    end(status)
+
+
+def end(status: int) -> NoReturn:
+    """Ends a process as a script does, but for the finalization of Python and the destructors of C++."""
     atexit._run_exitfuncs()  # these include the end of the backend
     sys.stdout.flush()
     sys.stderr.flush()
+    library = ctypes.CDLL(getattr(sys.modules.get("fog_pg._C"), "__file__", None))
+    if hasattr(library, "__gcov_dump"):  # of `make coverage`; destructors would call it
+        library.__gcov_dump()
     os._exit(status)
 
 
@@ -270,11 +278,9 @@ def _rank_main(settings: _Settings, connection: Connection) -> None:
         _answer(connection, settings.rank, _unpickle_and_call, (request,))
     if dist.is_initialized():
         dist.destroy_process_group()
-    sys.stdout.flush()
     if request == _LEAVE:
-        atexit._run_exitfuncs()  # these include the end of the backend
-        sys.stdout.flush()
-        os._exit(0)
+        end(0)
+    sys.stdout.flush()
     # multiprocessing ends its processes with os._exit. Scripts end with the finalization of Python and the destructors
     # of C++ instead; doing the same shows a backend that crashes there.
     ctypes.pythonapi.Py_Exit(0)

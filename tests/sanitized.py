@@ -2,10 +2,14 @@
 
 Every process of the tests, including forked ranks, writes what the sanitizer finds to a file. They are printed at the end,
 and any finding is a failure.
+
+`sanitized.py coverage` does the same with counters of the lines that run, C++'s and Python's, and prints their shares.
 """
 
 from __future__ import annotations
 
+import collections
+import json
 import os
 import re
 import shutil
@@ -21,8 +25,18 @@ REAL = (
 )
 TCP = {"FOG_BETWEEN_HOSTS": "tcp", "FOG_LOCAL_LINKS": "0"}
 # Files of tests and the ranks' environment. ThreadSanitizer sees no memory between processes: its ranks are threads.
-RUNS = {"asan": [(f"{VIRTUAL} {REAL}", {}), (REAL, TCP)], "tsan": [(VIRTUAL, {})]}
+RUNS = {"asan": [(f"{VIRTUAL} {REAL}", {}), (REAL, TCP)], "tsan": [(VIRTUAL, {})], "coverage": [("*", {})]}
 ROOT = Path(__file__).resolve().parent.parent
+# What coverage.py measures: every process, also those that end without the finalization of Python.
+COVERAGE = """[run]
+source = {folder}
+data_file = {folder}/reports/python
+parallel = true
+patch =
+    _exit
+    subprocess
+disable_warnings = no-data-collected, module-not-imported
+"""
 # Sanitizers, libraries that every process needs before all others, and options by environment variable.
 KINDS = {
     "asan": (
@@ -41,6 +55,7 @@ KINDS = {
         # Neither Python nor torch is compiled with it, so what it reports there means nothing.
         {"TSAN_OPTIONS": "ignore_noninstrumented_modules=1:die_after_fork=0:exitcode=0:history_size=4"},
     ),
+    "coverage": ("coverage", [], {}),
 }
 
 
@@ -64,6 +79,34 @@ def findings_in(report: str) -> list[str]:
     ]
 
 
+def print_coverage(folder: Path, counters: list[str]) -> None:
+    """Prints a row a folder of sources; build/coverage/not-run.txt has the lines that nothing ran."""
+    lines: dict[str, dict[int, bool]] = collections.defaultdict(lambda: collections.defaultdict(bool))
+    coverage = [sys.executable, "-m", "coverage"]
+    for command in (
+        ["gcovr", "--root", str(ROOT), "--filter", f"{ROOT}/csrc/", "--json", "cpp.json", *counters],
+        [*coverage, "combine", "--quiet"],
+        [*coverage, "json", "--quiet", "-o", "python.json"],
+    ):
+        subprocess.run(command, cwd=folder, check=True)
+    for file in json.loads((folder / "cpp.json").read_text())["files"]:
+        for line in file["lines"]:  # several times, if it is of a template
+            lines[file["file"]][line["line_number"]] |= line["count"] > 0
+    for file, found in json.loads((folder / "python.json").read_text())["files"].items():
+        source = file if (ROOT / file).exists() else f"python/{file}"
+        lines[source].update(dict.fromkeys(found["missing_lines"], False))
+        lines[source].update(dict.fromkeys(found["executed_lines"], True))
+    rows: dict[str, list[int]] = collections.defaultdict(lambda: [0, 0, 0])
+    with (folder / "not-run.txt").open("w") as missing:
+        for source, ran in sorted(lines.items()):
+            row = rows[str(Path(source).parent)]
+            row[:] = row[0] + 1, row[1] + len(ran), row[2] + sum(ran.values())
+            missing.writelines(f"{source}:{line}\n" for line in sorted(ran) if not ran[line])
+    print("| folder | files | lines | not run | share |", "|---|---|---|---|---|", sep="\n")
+    for name, (files, count, ran) in sorted(rows.items()):
+        print(f"| `{name}` | {files} | {count} | {count - ran} | {100 * ran / max(count, 1):.1f} % |")
+
+
 def main() -> int:
     kind, *arguments = sys.argv[1:]
     flags, libraries, options = KINDS[kind]
@@ -72,24 +115,36 @@ def main() -> int:
     (folder / "reports").mkdir(parents=True)
     build = ["setup.py", "--quiet", "build", "--build-lib", str(folder)]
     subprocess.run([sys.executable, *build], cwd=ROOT, env=os.environ | {"FOG_SANITIZE": flags}, check=True)
-    environment = (
-        os.environ
-        | {
+    environment = os.environ | {
+        "PYTHONPATH": str(folder),
+        "SANITIZED": kind,
+        **{name: f"{value}:log_path={folder}/reports/{kind}" for name, value in options.items()},
+    }
+    python = [sys.executable]
+    counters = [str(path) for path in (ROOT / "build").glob("temp.*-coverage")]
+    if kind == "coverage":
+        (folder / ".coveragerc").write_text(COVERAGE.format(folder=folder))
+        for old in (each for path in counters for each in Path(path).rglob("*.gcda")):
+            old.unlink()
+        python += ["-m", "coverage", "run"]
+    else:
+        # Without the call that UCX_TLS forbids, MPI puts nothing between processes of one host.
+        arguments = ["-k", "not [rma and not late_put", *arguments]
+        environment |= {
             "LD_PRELOAD": " ".join(library(name) for name in [*libraries, "libstdc++.so.6"]),
-            "PYTHONPATH": str(folder),
             "UCX_TLS": "^cma",  # a call of process_vm_readv with which MPICH tries the system misleads the sanitizers
             "PYTHONMALLOC": "malloc",  # so that the sanitizer knows each object
-            **{name: f"{value}:log_path={folder}/reports/{kind}" for name, value in options.items()},
         }
-    )
     failed = False
     for names, settings in RUNS[kind]:
-        files = [f"{ROOT}/tests/test_{name}.py" for name in names.split()]
-        # Without the call that UCX_TLS forbids, MPI puts nothing between processes of one host.
-        command = [sys.executable, "-m", "pytest", "-k", "not [rma and not late_put", *files, *arguments]
+        files = [str(path) for name in names.split() for path in (ROOT / "tests").glob(f"test_{name}.py")]
         # In this folder, because Python looks there first for the package.
+        command = [*python, "-m", "pytest", *sorted(files), *arguments]
         done = subprocess.run(command, cwd=folder, env=environment | settings, check=False)
         failed |= done.returncode not in (0, 5)  # 5: the arguments select no test
+    if kind == "coverage":
+        print_coverage(folder, counters)
+        return failed
     findings = []
     for report in sorted((folder / "reports").iterdir()):
         findings += findings_in(report.read_text())
