@@ -128,8 +128,9 @@ def main() -> int:
             old.unlink()
         python += ["-m", "coverage", "run"]
     else:
-        # Without the call that UCX_TLS forbids, MPI puts nothing between processes of one host.
-        arguments = ["-k", "not [rma and not late_put", *arguments]
+        # Without the call that UCX_TLS forbids, MPI puts nothing between processes of one host. UBSan writes to stderr
+        # whatever its log_path, so pytest must not keep that.
+        arguments = ["--capture=sys", "-k", "not [rma and not late_put", *arguments]
         environment |= {
             "LD_PRELOAD": " ".join(library(name) for name in [*libraries, "libstdc++.so.6"]),
             "UCX_TLS": "^cma",  # a call of process_vm_readv with which MPICH tries the system misleads the sanitizers

@@ -105,7 +105,8 @@ ReduceScatter::ReduceScatter(const Terms& terms, std::vector<const void*> inputs
     : Reduction(terms, {directly(terms.layout, cut_in(by_rank(numels.size()), numels))}),
       inputs_(std::move(inputs)),
       slices_(cut_in(by_rank(numels.size()), numels)),
-      data_(static_cast<char*>(out) - slices_.bounds[static_cast<size_t>(terms.layout.place)] * item()) {}
+      data_(static_cast<char*>(out)),
+      first_(slices_.bounds[static_cast<size_t>(terms.layout.place)]) {}
 
 ReduceScatter::ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels)
     : Reduction(terms, {by_hosts(hosts_of(terms.layout), order, cut_in(order, numels))}),
@@ -122,7 +123,7 @@ const char* ReduceScatter::given(size_t begin) const {
 }
 
 char* ReduceScatter::place(size_t begin) const {
-  return data_ + begin * item();
+  return data_ + (begin - first_) * item();
 }
 
 } // namespace fog

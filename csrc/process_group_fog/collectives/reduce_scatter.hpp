@@ -25,7 +25,8 @@ class ReduceScatter : public Reduction {
  private:
   const std::vector<const void*> inputs_; // empty if the inputs are in `data_`
   const Cut slices_;
-  char* const data_;
+  char* const data_; // from the element `first_` on
+  const size_t first_ = 0;
 };
 
 } // namespace fog
