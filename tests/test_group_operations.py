@@ -160,7 +160,7 @@ def test_monitored_barrier_names_who_is_missing(worlds: WorldPool, wait_all_rank
 def test_monitored_barrier_arguments() -> None:
     with pytest.raises(ValueError, match="timeout: got 0 ms"):
         dist.group.WORLD.monitored_barrier(timedelta(0))
-    with pytest.raises(TypeError, match="timeout: got str"):
+    with pytest.raises(TypeError, match="timeout.*got s"):
         dist.monitored_barrier(timeout="soon")
     dist.monitored_barrier(timeout=20.0)  # torch still takes seconds
 
