@@ -138,9 +138,12 @@ def main() -> int:
         }
     failed = False
     for names, settings in RUNS[kind]:
-        files = [str(path) for name in names.split() for path in (ROOT / "tests").glob(f"test_{name}.py")]
+        found = {name: sorted((ROOT / "tests").glob(f"test_{name}.py")) for name in names.split()}
+        if missing := [name for name, paths in found.items() if not paths]:
+            raise FileNotFoundError(f"tests/test_{missing[0]}.py is not there")
+        files = [str(path) for paths in found.values() for path in paths]
         # In this folder, because Python looks there first for the package.
-        command = [*python, "-m", "pytest", *sorted(files), *arguments]
+        command = [*python, "-m", "pytest", *files, *arguments]
         done = subprocess.run(command, cwd=folder, env=environment | settings, check=False)
         failed |= done.returncode not in (0, 5)  # 5: the arguments select no test
     if kind == "coverage":

@@ -79,7 +79,7 @@ def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
 
 PROMISES = [
     *(test_windows.operations, test_windows.copies_at_first, test_windows.p_goes_with_the_value),
-    *(test_windows.the_share_that_the_sender_keeps, test_windows.several_windows),
+    test_windows.the_share_that_the_sender_keeps,
     *(guarantees.mutex_of_operations, guarantees.many_mutexes),
 ]
 
