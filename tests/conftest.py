@@ -29,13 +29,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 SHARE = 60.0
 # Files that may take more, each with the reason.
 MORE = {
-    "test_algorithms.py": (90.0, "25 recursions on real ranks"),
-    "test_cli.py": (90.0, "each command in an interpreter of its own"),
-    "test_compressed_algorithms.py": (90.0, "every codec and PowerGossip on real ranks, and after losses"),
-    "test_examples.py": (90.0, "every mode of training learns"),
-    "test_joining.py": (130.0, "jobs of processes that come and go, some of them interpreters of their own"),
-    "test_keep_going.py": (110.0, "launchers, agents and ranks as users start them"),
-    "test_on_loss.py": (90.0, "about 90 worlds that lose ranks, of every kind"),
+    "test_joining.py": (120.0, "jobs of processes that come and go, some of them interpreters of their own"),
+    "test_on_loss.py": (120.0, "about 90 worlds that lose ranks, of every kind"),
 }
 
 # Reasons of skips, as regular expressions, each with where the promise is tested instead. Any other skip fails the run.
