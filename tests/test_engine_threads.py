@@ -143,7 +143,7 @@ def poll_beside_another_thread(numel: int) -> None:
 
 
 def test_polling_keeps_no_thread_from_python(worlds: WorldPool) -> None:
-    worlds(2).run(poll_beside_another_thread, 1 << 22)
+    worlds(2).run(poll_beside_another_thread, 1 << 24)
 
 
 def poll_only(rounds: int) -> list[float]:
