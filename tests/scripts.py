@@ -110,14 +110,6 @@ class Job:
                 raise AssertionError(f"not seen within {timeout} s in the output:\n{self.output}")
             time.sleep(0.05)
 
-    def worker(self, rank: int) -> int:
-        """Returns the process id of a rank that torchrun started."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        for pid in children:
-            if f"\0RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                return int(pid)
-        raise AssertionError(f"rank {rank} is not among the processes {children}")
-
     def wait(self, timeout: float) -> int:
         """Returns the launcher's exit status; after the timeout, stops the job and raises AssertionError."""
         try:
