@@ -208,16 +208,13 @@ def extension() -> Extension:
     include_mpi, compile_mpi, link_mpi = mpi_flags()
     if SANITIZE == "coverage":  # a process that skips the end of C++ calls this instead, see tests/harness.py
         link_mpi.append("-Wl,-u,__gcov_dump")
-    # The headers of torch 2.15 need C++20, which is used from 2.13 on; older headers accept C++17.
-    torch_version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    standard = "c++20" if torch_version >= (2, 13) else "c++17"
     return CppExtension(
         "fog_pg._C",
         sources,
         include_dirs=[str(ROOT / SOURCES), *include_mpi],
         extra_compile_args={
             "cxx": [
-                f"-std={standard}",
+                "-std=c++20",
                 "-O3",
                 "-g1",
                 "-Wall",
