@@ -349,7 +349,7 @@ def test_a_failure_reaches_a_thousand_ranks_past_dead_ones(dead: set[int], notic
     assert sum(told) <= (THOUSAND - len(dead)) * STEPS
 
 
-def test_those_who_die_with_the_news_do_not_keep_it() -> None:
+def test_those_of_a_thousand_who_die_with_the_news_do_not_keep_it() -> None:
     """If a rank that was told turns out to be dead, the next rank is told instead."""
     world = VirtualWorld(THOUSAND, seed=7)
     behind = {2**k for k in range(STEPS)}
@@ -386,7 +386,7 @@ def test_a_failure_reaches_groups_of_any_size(size: int) -> None:
     assert world.failures_told == told
 
 
-def test_members_that_have_closed_their_group_do_not_keep_a_failure_from_others() -> None:
+def test_members_of_a_thousand_that_have_closed_their_group_do_not_keep_a_failure_from_others() -> None:
     world = VirtualWorld(THOUSAND, seed=8)
     left = [0, 300, 999]
     for rank in set(range(THOUSAND)) - set(left):
