@@ -159,7 +159,7 @@ void Engine::on_end_of_lost(int peer) {
 }
 
 void Engine::look_for_expulsions() {
-  lost_by_seen_ = pulse_.load()->lost_by.load(std::memory_order_acquire);
+  const auto lost_by = pulse_.load()->lost_by.load(std::memory_order_acquire);
   for (const PeerId peer : transport_->expelled_by()) {
     const auto groups = groups_;
     for (const auto& [id, group] : groups) {
@@ -175,6 +175,7 @@ void Engine::look_for_expulsions() {
       service_->on_expelled(*group, reason);
     }
   }
+  lost_by_seen_ = lost_by; // not before: until now, note_call() waits for the lock
 }
 
 } // namespace fog

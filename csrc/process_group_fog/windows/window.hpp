@@ -193,6 +193,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   PairMutex& mutex(int source);
   void on_signal(int source);
   void on_gone(int source, const std::string& how);
+  // Refuses new calls from then on. With or without the engine's lock.
+  void close(const std::string& reason);
 
  private:
   class Call;
@@ -275,8 +277,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   enum class For { kThisRank, kNeighbor };
   void begin_call(const char* op, For whom);
   void end_call();
-  // Refuses new calls from then on.
-  void close(const std::string& reason);
   void leave();
   // Releases the memory, now or once no neighbor uses it any more.
   void release_memory();

@@ -86,7 +86,9 @@ std::vector<std::function<void()>> WindowService::on_closing(const Group& group)
 
 void WindowService::on_expelled(const Group& group, const std::string& reason) {
   for (const auto& window : windows_of(group)) {
-    calls_.emplace_back([window, reason] { window->on_group_closed("is closed: " + reason); });
+    // At once: another thread may look for expulsions before the call below, find none that is new, and write.
+    window->close("is closed: " + reason);
+    calls_.emplace_back([window, reason] { window->on_group_closed(reason); });
   }
   fail_group(group, reason);
 }
