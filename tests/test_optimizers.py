@@ -724,6 +724,21 @@ def test_a_scaler_must_not_unscale_before_the_average() -> None:
     assert fogdist.consensus_distance(model) == 0
 
 
+@on_ranks(2)
+def test_atc_counts_the_passes_of_a_step_after_local_steps_were_set() -> None:
+    rank, _ = start()
+    model = make_net(rank)
+    optimizer = FACTORIES["atc"](sgd(model), model)
+    train_step(model, optimizer, rank, 0)
+    optimizer.local_steps = 2
+    for passes, is_average in ((2, True), (1, False), (1, True)):
+        for number in range(passes):
+            loss_of(model, rank, number).backward()
+        optimizer.step()
+        first, second = fogdist.allgather(model.encoder.weight.detach()[None])
+        assert torch.equal(first, second) == is_average
+
+
 # --- steps in the backward pass -----------------------------------------------------------------------------
 
 

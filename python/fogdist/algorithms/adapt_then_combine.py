@@ -42,6 +42,7 @@ class AdaptThenCombine(DecentralizedSGD):
     """
 
     _in_backward: bool
+    _local_steps: int
     # With steps within the backward pass, if training goes on after losses: of each bucket. Backward passes may complete
     # buckets in another order on each rank, so the exchanges of each bucket are counted for themselves.
     _mixings: list[Continuing]
@@ -65,8 +66,18 @@ class AdaptThenCombine(DecentralizedSGD):
         super().__init__(optimizer, model, order="atc", **options)
         self._backward = None
         self._counter = BackwardPasses(self._after_gradient)
-        if self.is_running:
-            self._counter.watch(self.buckets.tensors)
+        self._watch()
+
+    @property
+    def local_steps(self) -> int:
+        """J."""
+        return self._local_steps
+
+    @local_steps.setter
+    def local_steps(self, value: int) -> None:
+        self._local_steps = value
+        if "_counter" in vars(self):
+            self._watch()
 
     def step(self, *arguments: Any, **options: Any) -> Any:
         """Makes the optimizer's step and then the average, if one is due.
@@ -142,13 +153,18 @@ class AdaptThenCombine(DecentralizedSGD):
     def refresh(self) -> None:
         """See `Algorithm.refresh`."""
         super().refresh()
-        self._counter.watch(self.buckets.tensors)
+        self._watch()
 
     def _fog_give_up(self) -> None:
         """Also stops counting backward passes."""
         super()._fog_give_up()
         self._counter.stop()
         self._backward = None
+
+    def _watch(self) -> None:
+        # A step counts as a pass anyway, so it completes a round of one pass whatever hooks would count.
+        if self.is_running and (self._in_backward or self.local_steps > 1):
+            self._counter.watch(self.buckets.tensors)
 
     def _after_gradient(self, parameter: Tensor) -> None:
         passes = self._counter.passes_of(parameter)
