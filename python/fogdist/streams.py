@@ -27,12 +27,15 @@ class StreamJoin:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_streams = current_stream(device) is not None
         self._streams: list[torch.Stream] = []
 
     def add(self) -> None:
         """Records that a part is ready on the current stream."""
-        stream = current_stream(self._device)
-        if stream is not None and stream not in self._streams:
+        if not self._has_streams:
+            return
+        stream = torch.accelerator.current_stream(self._device)
+        if stream not in self._streams:
             self._streams.append(stream)
 
     def join(self) -> None:

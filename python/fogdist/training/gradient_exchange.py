@@ -73,7 +73,7 @@ class GradientExchange:
         self,
         name: str,
         names: Mapping[Tensor, str],
-        bucket_bytes: int,
+        bucket_bytes: int | None,
         group: dist.ProcessGroup | None = None,
         seat: Seat | None = None,
     ) -> None:
@@ -89,6 +89,9 @@ class GradientExchange:
         # is 1 if this rank has a gradient and 0 if not; its average tells whether any rank has one. The host would have
         # to wait to read it from a device, so for devices the ranks exchange this apart from the buckets.
         self._flats: list[Tensor] = []
+        self._members: list[list[Tensor]] = []  # the parameters of each bucket
+        self._pieces: list[list[Tensor]] = []  # views of the buffers, like the gradients
+        self._presences: list[Tensor] = []  # views of the elements that follow
         self._is_ordered = False
         self._complete: set[int] = set()
         self._next = 0
@@ -133,7 +136,16 @@ class GradientExchange:
         )
         self._parameters, self._kinds = last_first, kinds
         self._buckets = make_buckets(last_first, self._bucket_bytes)
-        self._flats = [_buffer(bucket, last_first) for bucket in self._buckets]
+        self._flats, self._members, self._pieces, self._presences = [], [], [], []
+        for bucket in self._buckets:
+            parameters = [last_first[place] for place in bucket.places]
+            lengths = [parameter.numel() for parameter in parameters]
+            lengths.append(len(parameters) if bucket.device.type == "cpu" else 0)
+            self._members.append(parameters)
+            self._flats.append(empty_flat(sum(lengths), bucket.dtype, bucket.device))
+            *pieces, presence = torch.split(self._flats[-1], lengths)
+            self._pieces.append([piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)])
+            self._presences.append(presence)
         self._is_ordered = any(bucket.device.type != "cpu" for bucket in self._buckets)
         self._joins = [StreamJoin(bucket.device) for bucket in self._buckets]
         self._bucket_of = {last_first[i]: n for n, bucket in enumerate(self._buckets) for i in bucket.places}
@@ -296,11 +308,11 @@ class GradientExchange:
         return sorted(in_flight.items())
 
     def _send(self, number: int) -> None:
-        parameters, pieces, presence = self._split(number)
+        presence = self._presences[number]
         sent: list[tuple[Tensor, int] | None] = []
         gradients, places = [], []
         self._joins[number].join()
-        for parameter, piece in zip(parameters, pieces, strict=True):
+        for parameter, piece in zip(self._members[number], self._pieces[number], strict=True):
             gradient = parameter.grad
             if gradient is None:
                 piece.zero_()
@@ -311,11 +323,12 @@ class GradientExchange:
                     f"gradients must be dense to be averaged, got layout {gradient.layout} for a parameter "
                     f"of shape {tuple(parameter.shape)}; an embedding has sparse=False"
                 )
-            gradients.append(gradient.detach())
-            places.append(piece.view(parameter.shape))
+            gradients.append(gradient)
+            places.append(piece)
             sent.append((gradient, gradient._version))
         if gradients:
-            torch._foreach_copy_(places, gradients)
+            with torch.no_grad():
+                torch._foreach_copy_(places, gradients)
         if presence.numel() > 0:
             arrived = [each is not None for each in sent]
             presence.copy_(torch.tensor(arrived, dtype=presence.dtype, device=presence.device))
@@ -333,14 +346,14 @@ class GradientExchange:
             self._in_flight[number] = _InFlight(handle, sent, epoch)
 
     def _write(self, number: int, average: _InFlight) -> None:
-        parameters, pieces, presence = self._split(number)
+        presence = self._presences[number]
         if presence.numel() > 0:
             is_anywhere = [part != 0 for part in presence.abs().tolist()]
         else:
             is_anywhere = [self._is_anywhere[place] for place in self._buckets[number].places]
         gradients, averages = [], []
         for parameter, piece, anywhere, sent in zip(
-            parameters, pieces, is_anywhere, average.sent, strict=True
+            self._members[number], self._pieces[number], is_anywhere, average.sent, strict=True
         ):
             gradient = parameter.grad
             if (gradient is None) != (sent is None) or (
@@ -350,10 +363,10 @@ class GradientExchange:
             if not anywhere:  # as with a single process, a parameter without a gradient is not updated
                 continue
             if gradient is None:
-                parameter.grad = piece.view(parameter.shape).clone()
+                parameter.grad = piece.clone()
             else:
                 gradients.append(gradient)
-                averages.append(piece.view(parameter.shape))
+                averages.append(piece)
         if gradients:
             with torch.no_grad():
                 torch._foreach_copy_(gradients, averages)
@@ -366,14 +379,6 @@ class GradientExchange:
     def _label(self) -> str:
         return f"{self._name}.{self._step}.{self._begun_in_step}"
 
-    def _split(self, number: int) -> tuple[list[Tensor], list[Tensor], Tensor]:
-        """Returns a bucket's parameters, the views of their gradients in its buffer, and the elements after them."""
-        assert self._parameters is not None
-        parameters = [self._parameters[place] for place in self._buckets[number].places]
-        flat, lengths = self._flats[number], [p.numel() for p in parameters]
-        *pieces, presence = torch.split(flat, [*lengths, flat.numel() - sum(lengths)])
-        return parameters, pieces, presence
-
     def _warn_changed(self) -> None:
         if not self._has_warned:
             self._has_warned = True
@@ -381,10 +386,3 @@ class GradientExchange:
                 "gradients were changed between backward() and step(), as by gradient clipping; their "
                 "average replaces them. Call synchronize() before you change them."
             )
-
-
-def _buffer(bucket: Bucket, parameters: Sequence[Tensor]) -> Tensor:
-    length = sum(parameters[place].numel() for place in bucket.places)
-    if bucket.device.type == "cpu":
-        length += len(bucket.places)
-    return empty_flat(length, bucket.dtype, bucket.device)
