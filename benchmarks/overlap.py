@@ -173,11 +173,10 @@ def ways_of(
 def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
     """Returns a function that exchanges as many bytes as a model has, in the buckets of the optimizers."""
     import fogdist
-    from fogdist.packing import BUCKET_BYTES, cap_bytes
+    from fogdist.packing import cap_bytes
     from fogdist.training.buckets import FlatBuckets
 
-    most = BUCKET_BYTES if bucket_cap_mb is None else cap_bytes(bucket_cap_mb)
-    flats = FlatBuckets(list(model.parameters()), most).flats
+    flats = FlatBuckets(list(model.parameters()), cap_bytes(bucket_cap_mb)).flats
 
     def neighbors() -> None:
         handles = [fogdist.neighbor_allreduce_nonblocking(flat, enable_topo_check=False) for flat in flats]

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.context import PreconditionError
-from fogdist.packing import cap_bytes
+from fogdist.packing import cap_bytes, make_buckets
 from harness import init_process_group, on_ranks, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
 from test_neighbor import nonblocking
@@ -433,8 +433,11 @@ def test_named_operations_in_different_orders() -> None:
 # --- buckets ------------------------------------------------------------------------------------------------
 
 
-def test_the_size_of_buckets_is_in_mebibytes():
-    for cap, size in [(8, 8 << 20), (1e-3, 1048), (1e-9, 1), (np.float32(2), 2 << 20)]:
+def test_the_size_of_buckets():
+    for device, least in (("cpu", 4), ("meta", 25)):
+        tensors = [torch.empty(1 << 18, device=device) for _ in range(3 * least)]
+        assert [len(bucket.places) for bucket in make_buckets(tensors)] == [least] * 3
+    for cap, size in [(None, None), (8, 8 << 20), (1e-3, 1048), (1e-9, 1), (np.float32(2), 2 << 20)]:
         assert cap_bytes(cap) == size
     for wrong in [0, -1, math.inf, math.nan]:
         with pytest.raises(ValueError, match="bucket_cap_mb.*above 0"):

@@ -15,7 +15,6 @@ from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.algorithms.gradient_allreduce import GradientAllreduce
 from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.compression import Codec
-from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
 from fogdist.training.view import Models
@@ -82,7 +81,7 @@ def DistributedAdaptWithCombineOptimizer(
     model: Models,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     local_steps: int = 1,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     num_steps_per_communication: int | None = None,
@@ -128,7 +127,7 @@ def DistributedAdaptThenCombineOptimizer(
     model: Models,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     local_steps: int = 1,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     step_in_backward: bool = False,
     *,
     group: dist.ProcessGroup | None = None,
@@ -173,7 +172,7 @@ def DistributedGradientAllreduceOptimizer(
     optimizer: Optimizer,
     model: Models,
     local_steps: int = 1,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     *,
     group: dist.ProcessGroup | None = None,
     num_steps_per_communication: int | None = None,
@@ -203,7 +202,7 @@ def DistributedWinPutOptimizer(
     model: Models,
     local_steps: int = 1,
     window_prefix: str | None = None,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     **options: Unpack[WindowOptions],
 ) -> WinPut:
     """Returns an optimizer that averages with the last values of its neighbors: ``w+ = mean(w, slots) - step(grad f(w))``.
@@ -218,7 +217,7 @@ def DistributedPullGetOptimizer(
     model: Models,
     local_steps: int = 1,
     window_prefix: str | None = None,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     **options: Unpack[WindowOptions],
 ) -> PullGet:
     """Returns an optimizer that averages with its neighbors' present parameters: ``w+ = mean(w, w_j) - step(grad f(w))``.
@@ -233,7 +232,7 @@ def DistributedPushSumOptimizer(
     model: Models,
     local_steps: int = 1,
     window_prefix: str | None = None,
-    bucket_cap_mb: float = BUCKET_CAP_MB,
+    bucket_cap_mb: float | None = None,
     **options: Unpack[WindowOptions],
 ) -> WindowPushSum:
     """Returns an optimizer that averages by push-sum, which is exact on directed graphs.
@@ -244,7 +243,7 @@ def DistributedPushSumOptimizer(
 
 
 def _of_windows(
-    local_steps: int, window_prefix: str | None, bucket_cap_mb: float, options: WindowOptions
+    local_steps: int, window_prefix: str | None, bucket_cap_mb: float | None, options: WindowOptions
 ) -> dict[str, Any]:
     others = dict(options)
     interval = _interval(local_steps, options.get("num_steps_per_communication"))

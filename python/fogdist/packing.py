@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 # Large enough that the start-up time of a message does not matter, and small enough that the first messages travel
-# while the next ones are packed or their gradients are computed; benchmarks/overlap.py measures the overlap. A larger
-# tensor is a bucket by itself.
-BUCKET_CAP_MB = 4
-BUCKET_BYTES = BUCKET_CAP_MB * 2**20
+# while the next ones are packed or their gradients are computed; benchmarks/overlap.py measures the overlap on CPUs. On
+# a GPU each bucket costs the host several launches, which bound the step of a small model: docs/gpu.md. A larger tensor
+# is a bucket by itself.
+_CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Bucket:
 
 def make_buckets(
     tensors: Sequence[Tensor],
-    max_bytes: int = BUCKET_BYTES,
+    max_bytes: int | None = None,
     groups: Sequence[int] | None = None,
 ) -> list[Bucket]:
     """Returns the buckets of `tensors`. Each tensor is in exactly one bucket, and buckets keep the given order.
@@ -40,7 +40,7 @@ def make_buckets(
 
     Args:
         tensors: Any tensors.
-        max_bytes: The largest size of a bucket with more than one tensor.
+        max_bytes: The largest size of a bucket with more than one tensor; None for 4 MiB on the CPU, else 25 MiB.
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
     """
     buckets: list[Bucket] = []
@@ -49,7 +49,8 @@ def make_buckets(
     for place, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device, 0 if groups is None else groups[place])
         count = tensor.numel() * tensor.element_size()
-        if open_places.get(kind) and open_bytes[kind] + count > max_bytes:
+        most = max_bytes or (_CPU_BYTES if tensor.device.type == "cpu" else _DEVICE_BYTES)
+        if open_places.get(kind) and open_bytes[kind] + count > most:
             buckets.append(Bucket(tuple(open_places.pop(kind)), *kind[:2]))
         open_places.setdefault(kind, []).append(place)
         open_bytes[kind] = count + (open_bytes[kind] if len(open_places[kind]) > 1 else 0)
@@ -67,13 +68,15 @@ def signature_of(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}{on_device(tensor)}"
 
 
-def cap_bytes(bucket_cap_mb: float) -> int:
-    """Converts the size of buckets from MiB, as in torch's DistributedDataParallel, to bytes.
+def cap_bytes(bucket_cap_mb: float | None) -> int | None:
+    """Converts the size of buckets from MiB, as in torch's DistributedDataParallel, to bytes; None stays None.
 
     Raises:
         TypeError: Not a number.
         ValueError: Not above 0, or not finite.
     """
+    if bucket_cap_mb is None:
+        return None
     if not isinstance(bucket_cap_mb, numbers.Real) or isinstance(bucket_cap_mb, bool):
         raise TypeError(f"bucket_cap_mb must be a number, got {type(bucket_cap_mb).__name__}")
     if not 0 < bucket_cap_mb < math.inf:

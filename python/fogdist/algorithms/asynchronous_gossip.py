@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import Context, current
 from fogdist.lazy import nx
-from fogdist.packing import BUCKET_CAP_MB
 from fogdist.streams import Mark, wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import OnLoss, Watch
@@ -119,7 +118,7 @@ class AsynchronousGossip(Algorithm):
         local_steps: int = 1,
         max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
     ) -> None:

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fogdist.context import current
-from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import Algorithm, check_factor
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixer import Mixer
@@ -178,7 +177,7 @@ class LocalSGD(Algorithm):
         mixing: MixingLike = None,
         local_steps: int = 8,
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
     ) -> None:
         super().__init__(

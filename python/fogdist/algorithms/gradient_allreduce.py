@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.flight_record import count_step
-from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
+from fogdist.packing import are_same, cap_bytes
 from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import OnLoss, check_joinable, check_on_loss, take_seat
@@ -54,7 +54,7 @@ class GradientAllreduce(DistributedOptimizer):
             averaged. A step after fewer passes is local: it takes this rank's own gradients, after which the ranks'
             parameters differ, and warns once. After more passes than J, on any rank, gradients are averaged once more in
             `step`, where nothing hides it. Steps that follow wait for as many passes as the last one had.
-        bucket_cap_mb: MiB of gradients in one message. A larger gradient is one by itself.
+        bucket_cap_mb: MiB of gradients in one message, as in `Algorithm`. A larger gradient is one by itself.
         group: The group of ranks; by default that of `init`.
         on_loss: As in `Algorithm`: with "continue" the mean is that of the ranks that are left. All of them make each step
             with the same gradients, whatever the moment of the loss, so their parameters stay equal.
@@ -87,7 +87,7 @@ class GradientAllreduce(DistributedOptimizer):
         model: Models,
         *,
         local_steps: int = 1,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
     ) -> None:
@@ -244,7 +244,8 @@ class GradientAllreduce(DistributedOptimizer):
         self._is_synchronized = False
 
     def _after_gradient(self, parameter: Tensor) -> None:
-        self._is_synchronized = False
+        if self._is_synchronized:  # assignments to a view take longer than all else here
+            self._is_synchronized = False
         passes, due = self._counter.passes_of(parameter), max(self.local_steps, self._passes)
         if passes < due:
             return

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fogdist.context import current
-from fogdist.packing import BUCKET_CAP_MB
 from fogdist.training.algorithm import check_count
 from fogdist.training.continuing import Continuing, OnLoss, Watch
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, NoMixing, Round
@@ -88,7 +87,7 @@ class WAGMA(OverlappingAlgorithm):
         period: int = 10,
         local_steps: int = 1,
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
     ) -> None:
         context = current(group)

@@ -18,7 +18,7 @@ from fogdist.collectives import barrier
 from fogdist.context import Context, current
 from fogdist.flight_record import count_step
 from fogdist.membership import Seat, members_of
-from fogdist.packing import BUCKET_CAP_MB, are_same, cap_bytes
+from fogdist.packing import are_same, cap_bytes
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
@@ -66,7 +66,7 @@ class AlgorithmOptions(TypedDict, total=False):
     mixing: MixingLike
     local_steps: int
     group: dist.ProcessGroup | None
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     on_loss: OnLoss
     compare: Mapping[str, object]
     share: bool
@@ -106,7 +106,8 @@ class Algorithm(DistributedOptimizer):
             `GlobalAverage()`, `NoMixing()`, or the user's own `Mixing`.
         local_steps: J: ranks communicate in every J-th call of `step`.
         group: The group of ranks; by default that of `init`.
-        bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket.
+        bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket. None
+            for 4 on the CPU and 25 on other devices.
         on_loss: What a step does if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are
             left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
@@ -176,7 +177,7 @@ class Algorithm(DistributedOptimizer):
     _seat: Seat | None
     _number: int
     _described: list[str]
-    _bucket_bytes: int
+    _bucket_bytes: int | None
     _step_options: dict[str, Any]
     _group_numbers: list[int]
     _has_state: bool
@@ -203,7 +204,7 @@ class Algorithm(DistributedOptimizer):
         mixing: MixingLike = None,
         local_steps: int = 1,
         group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
         compare: Mapping[str, object] | None = None,
         share: bool = False,
@@ -512,6 +513,7 @@ class Algorithm(DistributedOptimizer):
         # The loaded state, or the state of the parameters that are kept.
         known = self._loaded
         if self._holds(*self._trained()):
+            self.buckets.check_kinds()
             self.buckets.outdate()
             if self._has_state:
                 return

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fogdist.memory import empty_flat
-from fogdist.packing import BUCKET_BYTES, make_buckets, on_device
+from fogdist.packing import make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
 from fogdist.training.ownership import Ownership
 
@@ -41,7 +41,7 @@ class FlatBuckets:
     Args:
         tensors: Dense tensors of any dtypes and devices, or DTensors of such. A tensor that is given several times
             counts once. Dense strides are kept (channels_last, transposed); others become contiguous in the buffers.
-        max_bytes: The largest size of a bucket with more than one tensor.
+        max_bytes: The largest size of a bucket with more than one tensor; None as in `fogdist.packing.make_buckets`.
         names: Of the tensors, for messages; by default their places in the list.
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
         owner: The object that exchanges the buffers. While it and these buckets live, no other owner gets the tensors,
@@ -60,7 +60,7 @@ class FlatBuckets:
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        max_bytes: int = BUCKET_BYTES,
+        max_bytes: int | None = None,
         *,
         names: Sequence[str] | None = None,
         groups: Sequence[int] | None = None,
@@ -68,7 +68,7 @@ class FlatBuckets:
         takes_over: bool = False,
         share: bool = False,
     ) -> None:
-        if max_bytes < 1:
+        if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
         self._ownership = None if owner is None else Ownership(owner, takes_over=takes_over)
@@ -77,6 +77,7 @@ class FlatBuckets:
         self._flats: list[Tensor] = []
         self._groups: list[int] = []
         self._tensors: list[list[Tensor]] = []
+        self._has_shards: list[bool] = []
         self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
         self._bucket_of: dict[Tensor, int] = {}
@@ -112,6 +113,7 @@ class FlatBuckets:
             self._groups.append(numbers[bucket.places[0]])
             self._places.append(_places([local_of(member) for member in members]))
             self._tensors.append(members)
+            self._has_shards.append(any(map(is_sharded, members)))
             length = sum(local_of(member).numel() for member in members)
             self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
@@ -249,6 +251,11 @@ class FlatBuckets:
             for tensor, place in zip(members, self._places[i], strict=True)
         ]
 
+    def versions(self) -> list[tuple[int, int]]:
+        """Returns what changes with each tensor's values, or if its `data` is replaced, bucket by bucket."""
+        numbers = range(len(self._flats))
+        return [(each._version, each.data_ptr()) for number in numbers for each in self._locals(number)]
+
     # --- the values ---
 
     @torch.no_grad()
@@ -259,9 +266,9 @@ class FlatBuckets:
             ValueError: A tensor has another dtype, device or shape than before. Nothing is changed then.
         """
         numbers = range(len(self._flats)) if bucket is None else [bucket]
-        self._check_kinds(numbers)
+        self.check_kinds(numbers)
         for number in numbers:
-            _copy(self._views[number], self._locals(number))
+            self._copy(self._views[number], self._locals(number))
         if bucket is None:
             self._is_outdated = self._may_differ = False
 
@@ -269,8 +276,9 @@ class FlatBuckets:
     def write_back(self, vectors: Mapping[int, Tensor] | None = None) -> None:
         """Copies the values of the buffers, or of vectors like some of them by their indices, into the tensors."""
         for number in range(len(self._flats)) if vectors is None else vectors:
-            views = self._views[number] if vectors is None else self.views(vectors[number], number)
-            _copy(self._locals(number), views)
+            vector = self._flats[number] if vectors is None else vectors[number]
+            is_own = vector is self._flats[number]
+            self._copy(self._locals(number), self._views[number] if is_own else self.views(vector, number))
         self._is_outdated = vectors is not None
         self._may_differ = False
 
@@ -288,8 +296,7 @@ class FlatBuckets:
         return [flat.clone() for flat in self._flats]
 
     def outdate(self) -> None:
-        """Tells that tensors may have changed: `values` and `copies` copy theirs then. Raises as `load`."""
-        self._check_kinds(range(len(self._flats)))
+        """Tells that tensors may have changed: `values` and `copies` copy theirs then."""
         self._is_outdated, self._may_differ = True, False
 
     def write_changes(self) -> None:
@@ -297,18 +304,27 @@ class FlatBuckets:
         if self._may_differ:
             self.write_back()
 
-    def _locals(self, number: int) -> list[Tensor]:
-        return [local_of(tensor) for tensor in self._tensors[number]]
-
-    def _check_kinds(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            for tensor, view in zip(self._tensors[number], self._views[number], strict=True):
-                local = local_of(tensor)
-                if (local.dtype, local.shape, local.device) != (view.dtype, view.shape, view.device):
+    def check_kinds(self, buckets: Sequence[int] | None = None) -> None:
+        """Raises ValueError as `load`, for all buckets or for those with the given indices."""
+        for number in range(len(self._flats)) if buckets is None else buckets:
+            dtype, device = self._flats[number].dtype, self._flats[number].device
+            for i, (local, place) in enumerate(zip(self._locals(number), self._places[number], strict=True)):
+                if local.shape != place.shape or local.dtype != dtype or local.device != device:
                     raise ValueError(
-                        f"{self._labels[tensor]} must stay {_kind(view)}, as when it was put into its bucket; got "
-                        f"{_kind(local)}. Convert a model before it is distributed"
+                        f"{self._labels[self._tensors[number][i]]} must stay {_kind(self._views[number][i])}, as when "
+                        f"it was put into its bucket; got {_kind(local)}. Convert a model before it is distributed"
                     )
+
+    def _locals(self, number: int) -> list[Tensor]:
+        tensors = self._tensors[number]
+        return [local_of(tensor) for tensor in tensors] if self._has_shards[number] else tensors
+
+    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
+        if self._shares:  # leave out those that are their targets themselves
+            pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
+            targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
+        if targets:
+            torch._foreach_copy_(targets, sources)
 
     def _share(self, first: int) -> None:
         """Makes tensors views of the buffers, from a bucket on."""
@@ -344,13 +360,6 @@ def _places(tensors: Sequence[Tensor]) -> list[_Place]:
         places.append(_Place(offset, tensor.shape, tuple(stride)))
         offset += tensor.numel()
     return places
-
-
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copies tensors, but for those that are their targets themselves."""
-    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
-    if pairs:
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 def _kind(tensor: Tensor) -> str:

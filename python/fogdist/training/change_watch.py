@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from fogdist.shards import local_of
 from fogdist.training.buckets import FlatBuckets
 from fogdist.warn import warn_user
 
@@ -18,7 +17,7 @@ class ChangeWatch:
 
     def begin(self, buckets: FlatBuckets) -> None:
         """Call it when the values of the buckets' tensors are sent."""
-        self._versions = [_version(tensor) for tensor in buckets.tensors]
+        self._versions = buckets.versions()
 
     def end(self, buckets: FlatBuckets) -> None:
         """Call it before an average replaces the values. Without `begin` before it, it does nothing.
@@ -27,29 +26,19 @@ class ChangeWatch:
             buckets: As in `begin`.
         """
         versions, self._versions = self._versions, None
-        if versions is None:
+        if versions is None or versions == (now := buckets.versions()) or self._has_warned:
             return
-        changed = [
-            tensor
-            for tensor, version in zip(buckets.tensors, versions, strict=True)
-            if _version(tensor) != version
-        ]
-        if changed and not self._has_warned:
-            self._has_warned = True
-            warn_user(
-                f"{buckets.label_of(changed[0])} was changed between the forward pass and step(); the average of the "
-                "values that it had before replaces them. Change parameters after step()."
-            )
+        self._has_warned = True
+        tensors = [each for number in range(len(buckets.flats)) for each in buckets.tensors_of(number)]
+        changed = next(t for t, old, new in zip(tensors, versions, now, strict=True) if old != new)
+        warn_user(
+            f"{buckets.label_of(changed)} was changed between the forward pass and step(); the average of the values "
+            "that it had before replaces them. Change parameters after step()."
+        )
 
     def forget(self) -> None:
         """Accepts the changes since `begin`."""
         self._versions = None
-
-
-def _version(tensor: Tensor) -> tuple[int, int]:
-    """Returns what changes with the tensor's values, or if its `data` is replaced."""
-    local = local_of(tensor)
-    return local._version, local.data_ptr()
 
 
 def forward_changes_parameters(model: nn.Module) -> bool:

@@ -14,8 +14,8 @@ from fogdist.training.mixing import Finish, Mixing, Round
 class Mixer:
     """Successive exchanges of flat buckets.
 
-    Neighbors read the buckets in place, so these must not change between `begin` and `finish`. The tensors get the average
-    in `finish`.
+    Neighbors read buckets on the CPU in place, so these must not change between `begin` and `finish`; buckets on a device
+    become the averages. The tensors get the average in `finish`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,8 @@ class Mixer:
         """Begins the exchange of one bucket, as `begin` does for all of them. The order of the buckets is free."""
         if mixing.exchanges:
             buckets.load(number)
-            self._in_flight[number] = mixing.begin([buckets.flats[number]], round.part(number))
+            flat = buckets.flats[number]
+            self._in_flight[number] = mixing.begin([flat], round.part(number), in_place=not flat.is_cpu)
         self._buckets, self._round = buckets, round
 
     @shown_as("end of an exchange")
@@ -62,7 +63,7 @@ class Mixer:
         """Waits for the exchange in flight and writes the average into the tensors.
 
         Raises:
-            torch.distributed.DistBackendError: The exchange failed; the buckets keep their values.
+            torch.distributed.DistBackendError: The exchange failed; the tensors keep their values.
         """
         buckets = self._buckets
         averages = self._arrive()

@@ -16,7 +16,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.collectives import wait
 from fogdist.compression import Codec, check_for_windows
 from fogdist.context import handles
-from fogdist.packing import BUCKET_CAP_MB, signature_of
+from fogdist.packing import signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import OnLoss, Watch
@@ -106,7 +106,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         *,
         local_steps: int = 1,
         window_prefix: str | None = None,
-        bucket_cap_mb: float = BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
         max_staleness: int | None = MAX_STALENESS,
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
