@@ -24,7 +24,8 @@ from fog_pg._store import connections
 # Appended at the end, so modules of the tests come before modules of the benchmarks with the same name.
 sys.path.append(str(ROOT / "benchmarks"))
 
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip, move_to_host
+from emulated_hosts import ACROSS as ACROSS
+from emulated_hosts import INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import emulated_hosts as unskipped_hosts
 
 # A constant of <netinet/tcp.h>.
@@ -148,7 +149,6 @@ def run_on_hosts(
     timeout: float = 60.0,
     killed: Sequence[int] = (),
     mortal: Sequence[int] = (),
-    netmod: str = "UCX",
     environment: Mapping[str, str] | None = None,
     finalizing: int | None = 1,
 ) -> list[list[Any]]:
@@ -164,7 +164,6 @@ def run_on_hosts(
         timeout: The timeout of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         mortal: Ranks that MPI may then end by a signal.
-        netmod: MPICH's netmod, a key of `ACROSS`.
         environment: More environment variables of the ranks.
         finalizing: As for `World`.
 
@@ -175,7 +174,7 @@ def run_on_hosts(
         RankFailures: A rank did not end in time, or not as it should.
     """
     # fog's own default, unless the test has set something else
-    variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
+    variables = {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
         world = world_on_hosts(names, placement, folder, variables, timeout=timeout, finalizing=finalizing)

@@ -57,12 +57,12 @@ def test_exchanges_without_mpi(world: World) -> None:
 
 
 def test_between_hosts(tmp_path: Path) -> None:
-    environment = {**TCP, VARIABLE: str(PER_MACHINE)}
-    placement = [0, 0, 1, 1]
-    found = run_on_hosts(
-        tmp_path, placement, __name__, [("exchange_and_check", [SIZES])], environment=environment
-    )
-    for rank, (ways,) in enumerate(found):
+    """By default, and without MPI where nothing tells of a fabric."""
+    placement, environment = [0, 0, 1, 1], {VARIABLE: str(PER_MACHINE)}
+    calls = [("exchange_and_check", [SIZES]), ("mapped", ["libmpi"])]
+    found = run_on_hosts(tmp_path, placement, __name__, calls, environment=environment)
+    for rank, (ways, libraries) in enumerate(found):
+        assert libraries == [], libraries
         others = [host for peer, host in enumerate(placement) if peer != rank]
         assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
 

@@ -82,8 +82,7 @@ std::vector<std::string> VirtualWorld::connect(const Options& options) {
     auto& engine = *engines_->engines[rank];
     engine.use(
         std::make_unique<ProcessTransport>(
-            Runtime::instance(), rank, engine, engine.watchdog(), std::make_unique<PeerMonitor>(), std::move(links[rank]),
-            std::move(connections[rank]), nullptr));
+            rank, engine, std::make_unique<PeerMonitor>(), std::move(links[rank]), std::move(connections[rank]), nullptr));
   }
   return addresses;
 }

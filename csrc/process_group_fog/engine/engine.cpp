@@ -252,7 +252,7 @@ bool Engine::make_progress(Lock& lock) {
     }
   }
   must_poll_ = transport_ && transport_->must_poll();
-  flow_ = transport_ ? transport_->flow() : Transport::Flow::kNone;
+  data_moves_ = transport_ && transport_->data_moves();
   service_busy_ = service_->busy();
   if (progressed) {
     last_news_ = now;
@@ -263,7 +263,7 @@ bool Engine::make_progress(Lock& lock) {
 bool Engine::take_messages() {
   try {
     return transport_->poll();
-  } catch (const c10::DistBackendError& error) { // MPI itself failed: no operation can continue
+  } catch (const c10::DistBackendError& error) { // the transport itself failed: no operation can continue
     unhealthy_ = true;
     fail_everything(message_of(error), false);
     return false;

@@ -167,9 +167,6 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       tell_all_closed(*group); // also to the ranks that have closed the group: they can now forget it
     }
     group->closed = true;
-    if (group->sums) {
-      group->sums->close(!group->failure.reason.empty());
-    }
     for (const auto& message : group->unexpected) {
       transport_->ignore(group->members[message.source].peer_id, message.header);
     }

@@ -14,7 +14,6 @@
 #include "job/introduction.hpp"
 #include "job/peer_monitor.hpp"
 #include "job/rendezvous.hpp"
-#include "transport/network_sums.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
 
@@ -29,9 +28,7 @@ class Meeting {
   Meeting& operator=(const Meeting&) = delete;
 
   // Exchanges the ranks' introductions. The first groups also create the world.
-  void meet(const std::string& name, SumsBy sums);
-  // MPI's own sums; null unless all ranks want them, MPI runs, and some ranks are not reached through shared memory.
-  std::shared_ptr<NetworkSums> network_sums(const std::string& name);
+  void meet(const std::string& name);
 
   uint64_t id() const {
     return ranks_[0].random;
@@ -52,13 +49,17 @@ class Meeting {
   void check_secret() const;
   // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
   void find_places();
-  // Creates the transport, and starts MPI if not all ranks share memory.
+  // Returns whether all ranks share one host and its memory.
+  bool all_linked() const;
+  // Returns whether MPI is to move large data, if it can; the same on all ranks.
+  bool wants_rma() const;
+  // Creates the transport, and starts MPI if it is to move data.
   void make_transport();
   // The third step, if the world has several hosts: the first rank of each says whether it reaches the next host.
   void watch_other_hosts(const ReachProbe* probe);
   std::unique_ptr<ReachProbe> probe_next_host();
   std::string listen();
-  // The same for messages over TCP; empty if the job does not use that.
+  // The same for messages; empty without a secret, as nobody could connect.
   std::string listen_for_messages();
   // Returns whether all ranks of the world take part.
   bool is_world() const;

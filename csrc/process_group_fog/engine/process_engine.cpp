@@ -71,8 +71,8 @@ void make_process_transport(
   auto& engine = process_engine();
   use_sockets(its_monitor.get(), its_connections.get());
   auto made = std::make_unique<ProcessTransport>(
-      Runtime::instance(), Runtime::instance().rank(), engine, engine.watchdog(), std::move(its_monitor), std::move(links),
-      std::move(its_connections), std::move(remote_memory));
+      Runtime::instance().rank(), engine, std::move(its_monitor), std::move(links), std::move(its_connections),
+      std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }
@@ -141,7 +141,6 @@ std::shared_ptr<Group> connect(
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums,
     const Acquaintance& known) {
   auto& engine = process_engine();
   read_settings();
@@ -164,12 +163,9 @@ std::shared_ptr<Group> connect(
   }
   Meeting meeting(store, rank, size, timeout, std::move(gone));
   engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile
-  meeting.meet(name, sums);
-  auto network_sums = meeting.network_sums(name);
+  meeting.meet(name);
   meeting.finish();
-  auto group = engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
-  group->sums = std::move(network_sums);
-  return group;
+  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
 }
 
 void leave_job() {

@@ -1,4 +1,4 @@
-// The engine of this process, over MPI and shared memory, for all its groups.
+// The engine of this process, over shared memory, TCP and MPI, for all its groups.
 #pragma once
 
 #include <chrono>
@@ -44,16 +44,15 @@ void make_process_transport(
 // Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.
 void read_settings();
 
-// Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
+// Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is to move data. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known
-// to be gone. `sums`: whether MPI or fog does allreduce, reduce and reduce_scatter between hosts.
+// to be gone.
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums,
     const Acquaintance& known);
 
 // Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the

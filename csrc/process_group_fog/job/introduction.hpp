@@ -16,12 +16,11 @@ std::string random_job_name();
 struct Introduction {
   std::string protocol;
   std::string between_hosts; // the setting of the process
-  std::string reduce; // the setting of the group, see SumsBy
+  std::string fabric; // see fabric_hint()
   std::string secret_mark; // shows whether two processes know the same secret; empty if it knows none yet
   std::string offered_secret; // of a process that knows none; rank 0's becomes the job's
   int max_ranks = 0; // its FOG_MAX_RANKS, or that of the job that it has joined; 0 if that is not set
   bool links = true; // false if it has no local links
-  bool launched = false; // whether a launcher has started it with this group as its world
   std::string job; // its world, and its rank there; empty if this is its first group
   int world_rank = -1;
   int pid = 0;

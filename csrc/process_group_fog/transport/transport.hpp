@@ -181,9 +181,9 @@ class Transport {
   virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
-  // Returns how large data is sent there: "shared memory", "rma", "messages" or "tcp".
+  // Returns how large data is sent there: "shared memory", "rma" or "tcp".
   virtual const char* way_to(PeerId peer) const {
-    return "messages";
+    return "shared memory";
   }
   // A process that has ended receives no more messages, and one that has destroyed its group no more of that group.
   virtual void forget(PeerId peer) = 0;
@@ -194,7 +194,6 @@ class Transport {
     PeerId peer;
     double scale = 1.0; // the sender's weight for this receiver
     bool wants_confirm = false;
-    bool data_waits = false; // large data by messages waits for go()
   };
   enum class Memory {
     kStays, // the data does not change until the transfer is done
@@ -206,8 +205,8 @@ class Transport {
     std::shared_ptr<Outgoing> outgoing; // null if everything was copied, and the memory may be reused at once
     std::vector<PeerId> answered; // peers for which taking the data counts as confirmation
   };
-  // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError for errors of MPI. `owner`
-  // is kept alive until the transfer is done.
+  // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError if an address is not
+  // known. `owner` is kept alive until the transfer is done.
   virtual Sent send(
       c10::ArrayRef<Destination> destinations,
       const Header& header,
@@ -223,8 +222,6 @@ class Transport {
   virtual std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) = 0;
 
-  // Starts the data of `owner` to `destination` that has waited.
-  virtual void go(PeerId destination, const TransferOwner& owner) {}
   // Data for `peer` stays here from now on (or no longer) until an operation there takes it, because `peer` has asked
   // for that.
   virtual void hold_back(PeerId peer, bool hold) = 0;
@@ -241,28 +238,18 @@ class Transport {
     return nullptr;
   }
 
-  // Returns whether the network's own sums are in flight, including those of groups that have failed.
-  virtual bool has_sums_in_flight() const {
-    return false;
-  }
-
   // --- progress ---
   // Checks for news once. Returns true if data arrived or a transfer completed.
   virtual bool poll() = 0;
   // Returns whether news may come that does not ring the doorbell.
   virtual bool must_poll() = 0;
-  // The state of large data that does not ring the doorbell.
-  enum class Flow {
-    kNone, // none is on its way
-    kStill, // no data moved at the last look
-    kMoves, // some data moved: more will come before any sleep would end
-  };
-  virtual Flow flow() const {
-    return Flow::kNone;
+  // Returns whether large data that does not ring the doorbell has moved lately: more will come before any sleep would end.
+  virtual bool data_moves() const {
+    return false;
   }
   // Returns whether messages of this process may still be on their way out of it.
   virtual bool sending() const = 0;
-  // Ends all communication between hosts. Returns false if this was known.
+  // Ends the use of MPI, which cannot be called any more. Returns false if this was known.
   virtual bool give_up() = 0;
   // Returns owners whose last transfer has ended. Their memory must be released without the lock.
   virtual std::vector<std::shared_ptr<TransferOwner>> take_released() = 0;

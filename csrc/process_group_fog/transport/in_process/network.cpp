@@ -308,7 +308,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   const auto* bytes = static_cast<const char*>(data);
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
-  for (const auto& [peer, scale, wants_confirm, data_waits] : destinations) {
+  for (const auto& [peer, scale, wants_confirm] : destinations) {
     if (handler_.has_ended(peer)) {
       throw Unreachable(peer);
     }

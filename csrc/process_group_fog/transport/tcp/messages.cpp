@@ -31,7 +31,7 @@ const std::shared_ptr<Messages::Link>& Messages::shared_link(PeerId peer) {
 }
 
 void Messages::check_reachable(PeerId peer) const {
-  // Other than with MPI, it does no harm to send to a process that has just ended: its loss ends what waits for it.
+  // It does no harm to send to a process that has just ended: its loss ends what waits for it.
   if (engine_.has_ended(peer)) {
     throw Unreachable(peer);
   }
@@ -46,14 +46,7 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
 }
 
 void Messages::send_data(
-    PeerId destination,
-    uint32_t tag,
-    const void* data,
-    size_t bytes,
-    bool held,
-    bool waits,
-    const std::shared_ptr<TransferOwner>& owner,
-    Sent sent) {
+    PeerId destination, uint32_t tag, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner, Sent sent) {
   check_reachable(destination);
   auto outgoing = std::make_shared<OutgoingData>();
   outgoing->tag = tag;
