@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ALL, World, WorldPool, on_ranks
-from hosts import address, await_silences, emulated_hosts, ip, move_to_host, namespace_names, silences
+from hosts import address, count_connections, emulated_hosts, ip, move_to_host, namespace_names
 from reference import Checks
 from scripts import Job, launcher_command
 from window_interfaces import WAYS
@@ -497,7 +497,7 @@ def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
     # The host has two interfaces. Other ranks connect to the job's one, when they have something to send.
     port, *addresses, _ = line.split()
     assert addresses == [address(placement[my_rank()])]
-    assert silences() == []
+    assert count_connections() == 0
     # Connections of other programs are closed.
     with socket.create_connection((addresses[0], int(port)), timeout=10) as stranger:
         stranger.sendall(bytes(48))  # the length of a hello
@@ -522,8 +522,7 @@ def check_hosts(placement: list[int]) -> None:
         expected = 0.5 * rank + sum(0.25 * peer for peer, _ in peers)
         torch.testing.assert_close(work.result()[0], torch.full((numel,), expected))
     dist.barrier()
-    # The connections detect the end of ranks of the other host: silence of this many seconds counts as an end.
-    await_silences([HOST_TIMEOUT] * placement.count(1 - placement[rank]))
+    assert count_connections() == placement.count(1 - placement[rank])
 
 
 @pytest.mark.parametrize(

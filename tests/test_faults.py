@@ -299,7 +299,7 @@ def lose_a_host(victim: int) -> str:
 
 
 def test_a_host_that_vanishes(tmp_path: Path) -> None:
-    # The shortest silence that is allowed; test_peer_monitor tests that the setting holds.
+    # The shortest silence that is allowed; test_bootstrap tests that the setting holds.
     setting = {"FOG_HOST_TIMEOUT": "4"}
     calls = [("lose_a_host", [2])]
     found = run_on_hosts(tmp_path, [0, 1, 2], "test_faults", calls, timeout=LONG_TIMEOUT, environment=setting)

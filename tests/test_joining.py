@@ -433,9 +433,13 @@ def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> No
     np.testing.assert_allclose(after, before, rtol=0.0, atol=1e-2)
 
 
-def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job]) -> None:
-    """Beside living ranks, alone, on a new host, and on the host of others; at last in place of the lowest rank."""
-    job = new_job("hosts")
+@pytest.mark.parametrize("way", ["tcp", "rma"])
+def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job], way: str) -> None:
+    """Beside living ranks, alone, on a new host, and on the host of others; at last in place of the lowest rank.
+
+    Where data goes by RMA, it goes by TCP between these and the others.
+    """
+    job = new_job("hosts", {**ON_HOSTS, "FOG_BETWEEN_HOSTS": way, "UCX_TLS": "shm,self"})
     for rank, host in [(1, 0), (2, 1), (3, FREE), (0, FREE)]:
         job.lose(rank)
         job.take_in(rank, host=host, fresh=rank == 0)

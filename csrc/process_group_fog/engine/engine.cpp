@@ -66,7 +66,10 @@ bool Engine::progress() {
 }
 
 void Engine::look_for_ended_peers() {
+  constexpr int kLooks = 16; // enough to read what peers have sent while this process was stopped
   auto lock = locked();
+  for (int looks = 0; transport_ && looks < kLooks && take_messages(); ++looks) {
+  }
   check_peers(lock);
   unlock_and_deliver(lock);
 }

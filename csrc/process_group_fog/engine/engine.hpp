@@ -266,8 +266,7 @@ class Engine final : public Driver, public MessageHandler {
   void step_ready(Lock& lock);
   bool step_service(Lock& lock);
   void check_peers(Lock& lock);
-  struct DrainingPeer;
-  void on_process_end(Lock& lock, const DrainingPeer& ended);
+  void on_process_end(Lock& lock, const Transport::Ended& ended);
   void check_deadlines();
   // Declares the watched peers lost that show no sign of life for too long.
   void judge_peers(Deadline now);
@@ -405,15 +404,6 @@ class Engine final : public Driver, public MessageHandler {
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
-  // Processes of other hosts that have ended. Until `end`, messages that they sent before may still arrive.
-  struct DrainingPeer {
-    int peer;
-    bool departed;
-    const char* how;
-    bool may_run; // its end is not certain
-    std::chrono::steady_clock::time_point end;
-  };
-  std::vector<DrainingPeer> draining_;
 };
 
 } // namespace fog

@@ -16,7 +16,6 @@
 #include "job/introduction.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
-#include "job/peer_monitor.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/process_watch.hpp"
 #include "job/secret.hpp"
@@ -112,21 +111,9 @@ std::string own_entry() {
   mine.max_ranks = runtime.max_ranks();
   mine.address = transport->address();
   process_engine().with_lock([&] {
-    auto& monitor = *process_monitor();
-    mine.tcp = process_connections()->line();
-    std::vector<std::string> addresses;
-    for (const auto& address : read_listener(mine.tcp, {})) {
-      addresses.push_back(address.text);
-    }
+    auto& connections = *process_connections();
     // In a job on one host nobody has listened: a process of another host may join now.
-    if (mine.tcp.empty() && !job_secret().empty()) {
-      addresses = addresses_towards("");
-      mine.tcp = process_connections()->listen(addresses);
-    }
-    if (!addresses.empty() && monitor.line().empty() && !monitor.listen(addresses).empty()) {
-      monitor.meet(runtime.rank(), runtime.size(), {}, {});
-    }
-    mine.listener = monitor.line();
+    mine.tcp = job_secret().empty() ? connections.line() : connections.listen(addresses_towards(""));
   });
   return to_text(mine);
 }
@@ -179,20 +166,17 @@ void prepare_to_join(
   TORCH_CHECK_WITH(
       DistBackendError, uses_tcp || !links->address(true).empty(),
       "fog: this process cannot join the job: the system gives it no shared memory");
-  auto monitor = std::make_unique<PeerMonitor>();
   auto connections = std::make_unique<tcp::Connections>();
   if (uses_tcp) {
     const auto own = addresses_towards(store_host);
     TORCH_CHECK_WITH(
         DistBackendError, !connections->listen(own).empty(),
         "fog: this process cannot join the job: the system forbids to listen at a TCP port");
-    monitor->listen(own);
-    monitor->meet(rank, size, {}, {});
   }
   engine.start_threads(timeout);
   runtime.settle(host, static_cast<int>(neighbors) + 1, std::vector<int>(static_cast<size_t>(size), 0));
   runtime.join(members.front().job, rank, size, max_ranks);
-  make_process_transport(std::move(monitor), std::move(links), std::move(connections), nullptr);
+  make_process_transport(std::move(links), std::move(connections), nullptr);
 }
 
 std::shared_ptr<Group> add_whole(

@@ -19,26 +19,18 @@
 #include "transport/shared_memory/arena.hpp"
 
 namespace fog {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// How long the first rank of a host waits for the probe of the next host, which runs beside other work.
-constexpr auto kProbeLimit = std::chrono::milliseconds(250);
-
-} // namespace
+namespace {} // namespace
 
 // The second message of a rank, after it knows the others' introductions; its text has a line for each member.
 struct Meeting::Place {
   std::string host;
   bool linked = false; // the rank shares memory with all others
   std::string address; // as in Introduction, with its arena
-  std::string listener; // address for connections of other hosts' ranks, if the host names show that there are any
   std::string tcp; // address for messages over TCP, unless all ranks share a host
 };
 
 std::string Meeting::to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.tcp + '\n' + place.listener + '\n';
+  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.tcp + '\n';
 }
 
 Meeting::Place Meeting::read_place(const std::string& text) {
@@ -50,7 +42,6 @@ Meeting::Place Meeting::read_place(const std::string& text) {
   place.linked = linked == "1";
   std::getline(lines, place.address);
   std::getline(lines, place.tcp);
-  std::getline(lines, place.listener);
   return place;
 }
 
@@ -59,18 +50,14 @@ Meeting::Meeting(
     : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout, std::move(gone))), timeout_(timeout) {}
 
 Meeting::~Meeting() {
-  if (monitor_) { // no transport was created
-    use_sockets(nullptr, nullptr);
+  if (connections_) { // no transport was created
+    use_sockets(nullptr);
     forget_job_secret();
   }
 }
 
 bool Meeting::is_world() const {
   return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
-}
-
-bool Meeting::names_differ() const {
-  return std::any_of(ranks_.begin(), ranks_.end(), [&](const Introduction& rank) { return rank.host_id != ranks_[0].host_id; });
 }
 
 bool Meeting::has_several_hosts() const {
@@ -94,9 +81,8 @@ void Meeting::meet(const std::string& name) {
         joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), mine.max_ranks,
         has_local_links());
     mine.address = links_->address(false);
-    monitor_ = std::make_unique<PeerMonitor>();
     connections_ = std::make_unique<tcp::Connections>();
-    use_sockets(monitor_.get(), connections_.get());
+    use_sockets(connections_.get());
   }
   if (rendezvous_->is_in_file()) {
     mine.offered_secret.clear();
@@ -109,20 +95,15 @@ void Meeting::meet(const std::string& name) {
   check_one_world(name);
   settle_secret(ranks_);
   for (const auto& rank : ranks_) {
-    places_.push_back({rank.host, false, rank.address, "", ""});
+    places_.push_back({rank.host, false, rank.address, ""});
   }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
     return;
   }
   find_places();
   check_secret();
-  const bool apart = is_world() && has_several_hosts();
-  const auto probe = apart ? probe_next_host() : nullptr;
   if (links_) {
     make_transport();
-  }
-  if (apart) {
-    watch_other_hosts(probe.get());
   }
 }
 
@@ -165,9 +146,9 @@ void Meeting::find_places() {
     }
   }
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
-  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, is_world() && names_differ() ? listen() : "", ""};
+  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, ""};
   if (!alone || std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return !each.links; })) {
-    mine.tcp = listen_for_messages();
+    mine.tcp = listen();
   }
   if (links_) {
     if (!alone) { // other ranks of the world may come later, or another process in the place of one
@@ -192,7 +173,7 @@ void Meeting::find_places() {
   }
   const bool told = std::any_of(places_.begin(), places_.end(), [](const Place& place) { return !place.tcp.empty(); });
   if (!all_linked() && !told) { // as the names did not show
-    const auto listeners = rendezvous_->allgather("tcp", listen_for_messages());
+    const auto listeners = rendezvous_->allgather("tcp", listen());
     for (size_t peer = 0; peer < places_.size(); ++peer) {
       places_[peer].tcp = listeners[peer];
     }
@@ -262,15 +243,10 @@ void Meeting::make_transport() {
       throw;
     }
   }
-  make_process_transport(std::move(monitor_), std::move(links_), std::move(connections_), std::move(remote_memory));
+  make_process_transport(std::move(links_), std::move(connections_), std::move(remote_memory));
 }
 
 std::string Meeting::listen() {
-  const auto own = addresses_towards(rendezvous_->store_host());
-  return process_engine().with_lock([&] { return process_monitor()->listen(own); });
-}
-
-std::string Meeting::listen_for_messages() {
   if (job_secret().empty()) {
     return "";
   }
@@ -278,40 +254,6 @@ std::string Meeting::listen_for_messages() {
   const auto line = process_engine().with_lock([&] { return process_connections()->listen(own); });
   TORCH_CHECK_WITH(DistBackendError, !line.empty(), "fog: the system forbids to listen at a TCP port");
   return line;
-}
-
-std::unique_ptr<ReachProbe> Meeting::probe_next_host() {
-  if (!names_differ()) {
-    const auto told = rendezvous_->allgather("listener", listen());
-    for (size_t rank = 0; rank < places_.size(); ++rank) {
-      places_[rank].listener = told[rank];
-    }
-  }
-  std::vector<size_t> firsts; // the first rank of each host
-  std::set<std::string> hosts;
-  for (size_t rank = 0; rank < places_.size(); ++rank) {
-    if (hosts.insert(places_[rank].host).second) {
-      firsts.push_back(rank);
-    }
-  }
-  const auto mine = std::find(firsts.begin(), firsts.end(), static_cast<size_t>(rendezvous_->rank()));
-  if (mine == firsts.end()) {
-    return nullptr;
-  }
-  const auto next = mine + 1 == firsts.end() ? firsts.begin() : mine + 1;
-  return std::make_unique<ReachProbe>(places_[*next].listener);
-}
-
-void Meeting::watch_other_hosts(const ReachProbe* probe) {
-  const auto& runtime = Runtime::instance();
-  const auto reached = rendezvous_->allgather("reached", probe != nullptr ? probe->reached(Clock::now() + kProbeLimit) : "");
-  std::map<int, std::string> others;
-  for (size_t member = 0; member < places_.size(); ++member) {
-    if (places_[member].host != places_[rendezvous_->rank()].host) {
-      others.emplace(ranks_[member].world_rank, places_[member].listener);
-    }
-  }
-  process_engine().with_lock([&] { process_monitor()->meet(runtime.rank(), runtime.size(), std::move(others), reached); });
 }
 
 std::vector<Member> Meeting::members() const {

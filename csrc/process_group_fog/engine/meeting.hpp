@@ -12,7 +12,6 @@
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
-#include "job/peer_monitor.hpp"
 #include "job/rendezvous.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
@@ -55,16 +54,10 @@ class Meeting {
   bool wants_rma() const;
   // Creates the transport, and starts MPI if it is to move data.
   void make_transport();
-  // The third step, if the world has several hosts: the first rank of each says whether it reaches the next host.
-  void watch_other_hosts(const ReachProbe* probe);
-  std::unique_ptr<ReachProbe> probe_next_host();
+  // Listens for messages; returns where, or nothing without a secret, as nobody could connect.
   std::string listen();
-  // The same for messages; empty without a secret, as nobody could connect.
-  std::string listen_for_messages();
   // Returns whether all ranks of the world take part.
   bool is_world() const;
-  // Returns whether the names tell the hosts apart. Only clones of a virtual machine have equal names.
-  bool names_differ() const;
   bool is_new_world() const;
   bool has_several_hosts() const;
 
@@ -72,7 +65,6 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   const Beacon beacon_; // until all ranks have looked for it
   std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
-  std::unique_ptr<PeerMonitor> monitor_; // for the transport to be created
   std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;

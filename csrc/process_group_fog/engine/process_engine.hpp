@@ -14,7 +14,6 @@
 namespace fog {
 
 class ProcessTransport;
-class PeerMonitor;
 namespace shared_memory {
 class Links;
 }
@@ -29,14 +28,12 @@ class Connections;
 Engine& process_engine();
 // The engine's transport; null before the first group of several ranks.
 ProcessTransport* process_transport();
-// The monitor and the TCP connections of the transport, or of the one that is being created; null without. A forked child
-// closes their sockets.
-PeerMonitor* process_monitor();
+// The TCP connections of the transport, or of the one that is being created; null without. A forked child closes their
+// sockets.
 tcp::Connections* process_connections();
-void use_sockets(PeerMonitor* its_monitor, tcp::Connections* its_connections);
+void use_sockets(tcp::Connections* its_connections);
 // Makes it. `remote_memory` may be null.
 void make_process_transport(
-    std::unique_ptr<PeerMonitor> its_monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory);

@@ -85,7 +85,6 @@ std::string to_text(const Introduction& rank) {
        << rank.host << '\n'
        << rank.address << '\n'
        << rank.tcp << '\n'
-       << rank.listener << '\n'
        << rank.random << '\n';
   return text.str();
 }
@@ -115,7 +114,6 @@ Introduction read_introduction(const std::string& text) {
   rank.host = next();
   rank.address = next();
   rank.tcp = next();
-  rank.listener = next();
   rank.random = number();
   return rank;
 }

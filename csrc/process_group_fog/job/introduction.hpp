@@ -29,8 +29,7 @@ struct Introduction {
   std::string beacon;
   std::string host; // see meet_on_hosts(); empty if it is not known
   std::string address; // the address for the other ranks of its host
-  std::string tcp; // where it listens for messages, if the job uses TCP; told to processes that join
-  std::string listener; // where it listens for connections that show its end; likewise
+  std::string tcp; // where it listens for messages; told to processes that join
   uint64_t random = 0; // rank 0's number names the objects that ranks create
 };
 

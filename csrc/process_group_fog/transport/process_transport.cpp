@@ -7,9 +7,6 @@
 namespace fog {
 namespace {
 
-// Messages that a process of another host sent over MPI may arrive after the news of its end, which has its own
-// connection.
-constexpr auto kDrainTime = std::chrono::milliseconds(50);
 // Data counts as moving by RMA for this time after a chunk has moved; a chunk takes less even on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
@@ -66,32 +63,32 @@ class ProcessTransport::Mapped final : public Incoming {
 ProcessTransport::ProcessTransport(
     PeerId self,
     MessageHandler& handler,
-    std::unique_ptr<PeerMonitor> monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(self),
       max_ranks_(links->max_ranks()),
       handler_(handler),
-      monitor_(std::move(monitor)),
       owned_links_(std::move(links)),
       links_(*owned_links_),
       streams_(links_),
       copies_(streams_, links_, released_),
-      wire_(std::move(connections), static_cast<MessageHandler&>(*this), handler),
+      wire_(std::move(connections), static_cast<MessageHandler&>(*this), handler, links_.pulse()),
       remote_memory_(std::move(remote_memory)) {
-  monitor_->show(links_.pulse());
   wire_.connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
   if (remote_memory_) {
     remote_memory_->ask(
-        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); }, [this](PeerId peer) { return may_send(peer); });
+        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); },
+        [this](PeerId peer) {
+          wire_.watch(peer);
+          return wire_.connections().fd(peer) >= 0;
+        });
     puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, wire_);
     arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, wire_);
   }
 }
 
-void ProcessTransport::meet(PeerId peer, const std::string& tcp, const std::string& listener) {
-  monitor_->renew(peer, listener);
+void ProcessTransport::meet(PeerId peer, const std::string& tcp) {
   wire_.renew(peer, tcp);
   if (!links_.reaches(peer)) {
     wire_.connections().want(peer);
@@ -118,14 +115,10 @@ std::vector<PeerId> ProcessTransport::spoken_with() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, false, links_.has_departed(peer), std::chrono::milliseconds(0)});
+    ended.push_back({peer, kLost, false, links_.has_departed(peer)});
   }
-  for (const auto& [peer, silent, departed] : monitor_->poll()) {
-    ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
-  }
-  for (const auto& [peer, why] : wire_.cut_off()) {
-    ended.push_back({peer, false, false, std::chrono::milliseconds(0), why});
-  }
+  const auto others = wire_.connections().take_ended();
+  ended.insert(ended.end(), others.begin(), others.end());
   return ended;
 }
 

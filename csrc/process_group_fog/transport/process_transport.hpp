@@ -13,7 +13,6 @@
 #include <unordered_set>
 #include <vector>
 
-#include "job/peer_monitor.hpp"
 #include "job/process_watch.hpp"
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
@@ -32,7 +31,6 @@ class ProcessTransport final : public Transport, private MessageHandler {
   ProcessTransport(
       PeerId self,
       MessageHandler& handler,
-      std::unique_ptr<PeerMonitor> monitor,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<tcp::Connections> connections,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
@@ -44,7 +42,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
     processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
-  void meet(PeerId peer, const std::string& tcp, const std::string& listener) override;
+  void meet(PeerId peer, const std::string& tcp) override;
   bool is_connected_with(PeerId peer) const override {
     return links_.attached_by(peer) || wire_.connections().fd(peer) >= 0;
   }
@@ -69,7 +67,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   void depart() override {
     links_.depart();
-    monitor_->say_goodbye();
+    wire_.depart();
   }
   std::vector<Ended> ended() override;
   Pulse& pulse() override {
@@ -77,20 +75,22 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   std::optional<Signs> signs_of(PeerId peer) override {
     const auto signs = links_.signs_of(peer);
-    return signs ? signs : monitor_->ask(peer);
+    return signs ? signs : wire_.signs_of(peer);
   }
   void expel(PeerId peer) override {
     links_.expel(peer);
-    monitor_->expel(peer);
+    wire_.expel(peer);
   }
   std::vector<PeerId> expelled_by() override {
     auto peers = links_.expelled_by();
-    const auto others = monitor_->expelled_by();
+    const auto others = wire_.expelled_by();
     peers.insert(peers.end(), others.begin(), others.end());
     return peers;
   }
   void watch(PeerId peer) override {
-    monitor_->begin(peer);
+    if (!links_.reaches(peer)) {
+      wire_.watch(peer);
+    }
   }
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
@@ -172,17 +172,13 @@ class ProcessTransport final : public Transport, private MessageHandler {
 
   void on_message(PeerId source, const Header& header, const char* data) override;
   bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_->has_ended(peer);
-  }
-  bool may_send(PeerId peer) override {
-    return monitor_->may_send(peer);
+    return handler_.has_ended(peer) || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
   }
 
   const PeerId self_;
   const int max_ranks_;
   MessageHandler& handler_;
   ProcessWatch processes_;
-  const std::unique_ptr<PeerMonitor> monitor_;
   const std::unique_ptr<shared_memory::Links> owned_links_;
   shared_memory::Links& links_;
   shared_memory::Streams streams_;

@@ -103,11 +103,6 @@ class MessageHandler {
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
   // Returns whether a process is known to have ended. Messages must not be sent to it.
   virtual bool has_ended(PeerId peer) = 0;
-  // Returns whether a message may be sent there now. If not, it is not known yet whether that process still runs, but
-  // soon will be.
-  virtual bool may_send(PeerId peer) {
-    return true;
-  }
   // Returns whether it has said goodbye: it reads messages that have arrived, but its memory may disappear at any time.
   virtual bool is_leaving(PeerId peer) {
     return false;
@@ -132,15 +127,13 @@ class Transport {
   virtual bool waits_for_space(PeerId peer) const {
     return false;
   }
-  // Announces that this process ends in good order. Processes without any message from it notice this at its end,
-  // without a message.
+  // Announces that this process ends in good order to those without any message from it.
   virtual void depart() {}
   struct Ended {
     PeerId peer;
-    bool silent; // its host does not answer; otherwise the system has reported its end
-    bool departed; // it had announced its end
-    std::chrono::milliseconds drain; // messages that it sent before may still arrive for this time
-    const char* cut = nullptr; // why it counts as lost if its process may still run: there is no connection to it
+    const char* how; // what to say about its end, unless it had announced it
+    bool may_run = false; // its end is not certain
+    bool departed = false; // it had announced its end
   };
   // Returns the processes whose end has been noticed since the last call.
   virtual std::vector<Ended> ended() = 0;
@@ -168,7 +161,7 @@ class Transport {
   // can be mapped.
   virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
   // `peer` is to be reached at these addresses over TCP, except for what goes through shared memory: connects with it.
-  virtual void meet(PeerId peer, const std::string& tcp, const std::string& listener) {}
+  virtual void meet(PeerId peer, const std::string& tcp) {}
   // Returns whether `peer` knows this process by attach() or meet(), so that messages of both sides arrive.
   virtual bool is_connected_with(PeerId peer) const {
     return false;

@@ -282,7 +282,7 @@ std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   const std::lock_guard<std::mutex> lock(network_->mutex_);
   for (const PeerId peer : network_->noticed_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
-      ended.push_back({peer, false, false, std::chrono::milliseconds(0)});
+      ended.push_back({peer, kLost});
     }
   }
   return ended;

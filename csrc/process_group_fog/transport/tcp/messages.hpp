@@ -6,10 +6,12 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "core/pulse.hpp"
 #include "transport/tcp/channel.hpp"
 #include "transport/tcp/connections.hpp"
 
@@ -18,8 +20,9 @@ namespace fog::tcp {
 // Every call needs the engine's lock unless its comment says otherwise.
 class Messages final : private Connections::User, private Channel::User {
  public:
-  // `engine` counts a process as ended only once it has told all that depend on it. `handler` may know sooner.
-  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine);
+  // `engine` counts a process as ended only once it has told all that depend on it. `pulse` has this process's signs of
+  // life.
+  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine, const Pulse& pulse);
   ~Messages() override;
 
   // Sends a header with a copy of the data, or without data. Throws Unreachable.
@@ -56,12 +59,19 @@ class Messages final : private Connections::User, private Channel::User {
     return released_;
   }
 
-  struct CutOff {
-    PeerId peer;
-    const char* why;
-  };
-  // Returns the peers whose connection has broken, or that could not be reached, and whose end is not known.
-  std::vector<CutOff> cut_off();
+  // Begins to watch for the end of that peer, unless it shares memory with this process.
+  void watch(PeerId peer);
+  // Processes that connect from now on are told that this one has ended in good order.
+  void depart() {
+    departed_ = true;
+  }
+  // Asks a connected peer for its signs of life, unless it was asked lately. Returns the last ones, or zeros if it has not
+  // answered yet; null if there is no connection.
+  std::optional<Signs> signs_of(PeerId peer);
+  // Tells a connected peer that this process counts it as lost.
+  void expel(PeerId peer);
+  // Returns the peers that count this process as lost, and have not been returned before.
+  std::vector<PeerId> expelled_by();
   // Closes the connection to that peer.
   void forget(PeerId peer);
   // Another process, which listens at `line`, has that number from now on. The one before was forgotten, if there was one.
@@ -77,16 +87,25 @@ class Messages final : private Connections::User, private Channel::User {
     Channel channel;
     bool watches_writes = false;
     bool closed = false;
-  };
-  struct Broken {
-    CutOff cut;
-    Clock::time_point report;
+    bool departed = false; // the peer has said goodbye
+    bool expelled = false; // it has said that it counts this process as lost
+    Clock::time_point asked; // for its signs of life
+    bool answers = false; // it is expected to answer
+    Signs signs;
   };
 
   void on_open(PeerId peer) override;
   void on_readable(PeerId peer) override;
   void on_writable(PeerId peer) override;
   void on_message(PeerId source, const char* record, size_t length) override;
+  void on_ask(PeerId source) override {
+    link(source).channel.tell(read_signs(pulse_, Clock::now()));
+  }
+  void on_signs(PeerId source, const Signs& signs) override;
+  void on_expelled(PeerId source) override {
+    link(source).expelled = true;
+    expelled_by_.push_back(source);
+  }
   void release(std::shared_ptr<TransferOwner> owner) override {
     released_.push_back(std::move(owner));
   }
@@ -107,7 +126,9 @@ class Messages final : private Connections::User, private Channel::User {
   MessageHandler& engine_;
   std::unordered_map<PeerId, std::shared_ptr<Link>> links_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
-  std::vector<Broken> broken_;
+  const Pulse& pulse_;
+  std::vector<PeerId> expelled_by_;
+  bool departed_ = false;
   std::unique_ptr<char[]> spare_buffer_;
   bool progressed_ = false; // in this poll
 };
