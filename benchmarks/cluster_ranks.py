@@ -18,7 +18,7 @@ import fogdist
 import program
 import torch
 import torch.distributed as dist
-from emulated_hosts import ACROSS, address, move_to_host
+from emulated_hosts import address, move_to_host
 from fogdist import algorithms, topology
 from fogdist.packing import cap_bytes
 from fogdist.training.buckets import FlatBuckets
@@ -429,7 +429,6 @@ def serve(
     """The life of a forked rank; the parent calls the methods of `kind`."""
     die_with_parent()
     move_to_host(host)
-    os.environ.update(ACROSS["UCX"])
     prefer()
     torch.set_num_threads(1)
     obey(connection, rank, kind(rank, size, job))

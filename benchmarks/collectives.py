@@ -330,7 +330,12 @@ def parse_arguments() -> argparse.Namespace:
 def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
     """Runs `side_by_side.run_ranks` on emulated hosts: the first ranks on the first host, and so on."""
     # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
-    environment = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "GLOO_SOCKET_IFNAME": INTERFACE}
+    environment = {
+        **ACROSS["UCX"],
+        "MPIR_CVAR_NOLOCAL": "1",
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "FOG_BETWEEN_HOSTS": "tcp",
+    }
     try:
         with emulated_hosts(number, rate) as names:
             hosts = [names[rank * number // ranks] for rank in range(ranks)]

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import program
-from emulated_hosts import ACROSS, Unavailable, address, emulated_hosts, inside, traffic
+from emulated_hosts import Unavailable, address, emulated_hosts, inside, traffic
 from report import parse_size, size_text, write_results
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def measure_exchanges(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         file = Path(folder) / "rows.json"
         command = [sys.executable, str(Path(__file__).resolve()), "--rows", str(file)]
         command += ["--size", str(arguments.size), "--repetitions", str(arguments.repetitions)]
-        variables = os.environ | ACROSS["UCX"] | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+        variables = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
         ranks = [
             subprocess.Popen(
                 [*inside(host), *command], env=variables | {"RANK": str(rank)}, stdin=subprocess.DEVNULL

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import sys
 import time
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from cluster_ranks import PORT, prefer
-from emulated_hosts import ACROSS, address, move_to_host
+from emulated_hosts import address, move_to_host
 from fogdist import algorithms
 from fogdist.algorithms import Neighbors
 from fogdist.compression import Codec, Int8, Moniqua, TopK
@@ -423,7 +422,6 @@ def serve(
     """The life of a forked rank."""
     die_with_parent()
     move_to_host(host)
-    os.environ.update(ACROSS["UCX"])
     prefer()
     torch.set_num_threads(1)
     obey(connection, rank, TrainingRank(rank, size, tasks, timeout))

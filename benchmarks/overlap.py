@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts
 from fogdist.testing.faults.links import parse_rate
 from interleaved import Times, take_turns
 from report import Row, write_json
@@ -330,7 +330,7 @@ def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
 
 def run_on_hosts(rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
     """Runs a script on one rank of each emulated host; ends the program where hosts cannot be emulated."""
-    environment = {**ACROSS["UCX"], "GLOO_SOCKET_IFNAME": INTERFACE}
+    environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
     try:
         with emulated_hosts(ranks, rate) as hosts:
             side_by_side.run_ranks(ranks, script, arguments, hosts, environment)

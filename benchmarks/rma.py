@@ -1,4 +1,4 @@
-"""Compares fog's one-sided transfers between hosts (MPI RMA) with raw MPI and fog's own messages, in one run.
+"""Compares fog's one-sided transfers between hosts (MPI RMA) with raw MPI and fog's TCP, in one run.
 
     python benchmarks/rma.py                                   # both fabrics, about five minutes
     python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M --plot rma.png
@@ -8,7 +8,7 @@ Run it without a launcher: it starts its ranks itself, under mpiexec (see side_b
 as a separate node, which is checked, and uses its fabric to reach the others:
 
     shm    UCX over shared memory. Like RDMA, which it represents, it moves data without help of the target
-    tcp    UCX over TCP. Every transfer needs the target, so fog uses messages there
+    tcp    UCX over TCP. Every transfer needs the target, so fog uses its own TCP there
 
 The operations are of 2 ranks:
 
@@ -23,8 +23,8 @@ The operations are of 2 ranks:
 All except the last are over shm. The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog rma        fog with FOG_BETWEEN_HOSTS=rma
-    fog messages   fog with FOG_BETWEEN_HOSTS=messages; over TCP with auto, which must choose messages
-    fog tcp        fog with FOG_BETWEEN_HOSTS=tcp: its own connections, without MPI; over TCP only
+    fog tcp        fog with FOG_BETWEEN_HOSTS=tcp: its own connections, without MPI; over TCP with auto, which must choose
+                   it
     raw MPI        mpi4py on the same MPICH and the same fabric. put: MPI_Put and MPI_Win_flush. exchange: MPI_Put in
                    pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver polls the version without
                    sleep, then a sum of numpy; two buffers in turn. exchange over TCP: Irecv, Isend, Waitall, then the sum
@@ -90,19 +90,19 @@ class Fabric:
 FABRICS = {
     "shm": Fabric(
         {"UCX_TLS": "shm,self"},
-        ["rma", "messages"],
-        ["rma", "messages"],
+        ["rma", "tcp"],
+        ["rma", "tcp"],
         ["put, stopped", "put, computing", "exchange", "exchange, computing", "one-way, computing"],
     ),
-    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto", "tcp"], ["messages", "tcp"], ["exchange, tcp"]),
+    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["tcp"], ["exchange, tcp"]),
 }
 # MPI and fog treat every rank as a separate node.
 APART = {"MPIR_CVAR_NOLOCAL": "1", "FOG_LOCAL_LINKS": "0"}
 OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
 RANKS = 2
-SYSTEMS = {"rma": "fog rma", "messages": "fog messages", "tcp": "fog tcp", "raw": "raw MPI"}
-TABLE = Table(SYSTEMS, [("rma", "raw"), ("messages", "rma"), ("messages", "raw"), ("tcp", "messages")])
+SYSTEMS = {"rma": "fog rma", "tcp": "fog tcp", "raw": "raw MPI"}
+TABLE = Table(SYSTEMS, [("rma", "raw"), ("tcp", "rma"), ("tcp", "raw")])
 COMPUTE = "compute"
 # The size of the pieces in which raw MPI puts.
 PIECE = 1 << 20
@@ -123,11 +123,11 @@ GOALS = [
         for size in (1 << 20, 16 << 20)
     ),
     *(
-        Goal(operation, RANKS, size, "rma", "messages", 1 / 1.5)
+        Goal(operation, RANKS, size, "rma", "tcp", 1 / 1.5)
         for operation in ("exchange, computing", "one-way, computing")
         for size in (1 << 20, 16 << 20)
     ),
-    *(Goal("exchange, tcp", RANKS, size, "messages", "raw", 1.1) for size in (1 << 20, 16 << 20)),
+    *(Goal("exchange, tcp", RANKS, size, "tcp", "raw", 1.1) for size in (1 << 20, 16 << 20)),
 ]
 
 Array = NDArray[np.float32]

@@ -150,19 +150,14 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: The transport between hosts: "auto", "rma", "messages" or "tcp"; "" (default) uses
-                FOG_BETWEEN_HOSTS. The choice of the first group holds for the process, and must be the same on
+            between_hosts: The transport between hosts: "auto", "tcp" or "rma"; "" (default) uses FOG_BETWEEN_HOSTS.
+                The choice of the first group holds for the process, and must be the same on
                 all ranks.
-            reduce: The implementation of allreduce, reduce and reduce_scatter_tensor in a group on several hosts:
-                "fog", or "mpi" for MPI's own nonblocking reductions; "" (default) uses FOG_REDUCE, or otherwise
-                "fog". It must be the same on all ranks of the group. With "mpi", the loss of a rank during a sum
-                may end the other ranks, or leave them without MPI: see docs/launchers.md.
             group_name: The name of the group in error messages.
         """
 
         confirm: bool
         between_hosts: str
-        reduce: str
         group_name: str  # type: ignore[assignment]  # torch declares a subtype of str
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -176,7 +171,7 @@ class ProcessGroupFog(Backend):
         known: ProcessGroupFog | None = None,
         known_ranks: Sequence[int] = [],
     ) -> None:
-        """Blocks until all ranks have come to `store`; the first group of a process starts MPI if it is needed.
+        """Blocks until all ranks have come to `store`; the first group of a process starts MPI if it is to move data.
 
         Args:
             store: The group's.
@@ -189,10 +184,10 @@ class ProcessGroupFog(Backend):
 
         Raises:
             ValueError: `known_ranks` are not different ranks of `known`, one for each rank; `options.between_hosts`,
-                `options.reduce`, FOG_BETWEEN_HOSTS, FOG_REDUCE or FOG_RMA_BYTES has an invalid value, or the first
-                group has chosen another transport between hosts, or "mpi" is to reduce where "tcp" is the transport.
+                FOG_BETWEEN_HOSTS or FOG_RMA_BYTES has an invalid value, or the first group has chosen another transport
+                between hosts.
             torch.distributed.DistBackendError: Some ranks did not come within the timeout, or will not come because they
-                are gone; ranks have different values of `between_hosts` or `reduce` (the error names the ranks), or RMA
+                are gone; ranks have different values of `between_hosts` (the error names the ranks), or RMA
                 was requested and is not available.
         """
 
@@ -460,7 +455,7 @@ class ProcessGroupFog(Backend):
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
     def transport(self, rank: int) -> str:
-        """How large data travels to another rank: "shared memory", "rma", "messages" or "tcp".
+        """How large data travels to another rank: "shared memory", "rma" or "tcp".
 
         Raises:
             ValueError: `rank` is not another rank of the group.

@@ -33,9 +33,9 @@ class Kind(Generic[T]):
     parse: Callable[[str], T | object]
 
 
-def choice(*values: str) -> Kind[str]:
-    """One of several words."""
-    listed = ", ".join(values[:-1]) + f" and {values[-1]}"
+def choice(*values: str, note: str = "") -> Kind[str]:
+    """One of several words; errors add the note to them."""
+    listed = ", ".join(values[:-1]) + f" and {values[-1]}{note}"
     return Kind(" or ".join(values), listed, lambda text: text if text in values else _REFUSED)
 
 
@@ -119,18 +119,19 @@ LOCAL_LINKS = Variable(
     FLAG,
     True,
     "C++",
-    "With 0, ranks of one host also send their messages over MPI, or by TCP with FOG_BETWEEN_HOSTS=tcp, instead of "
-    "shared memory. With FOG_BETWEEN_HOSTS=rma each rank is then a separate node for MPI.",
+    "With 0, ranks of one host also send their messages by TCP instead of shared memory. With FOG_BETWEEN_HOSTS=rma each "
+    "rank is then a separate node for MPI.",
 )
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
-    choice("auto", "rma", "messages", "tcp"),
+    choice("auto", "tcp", "rma", note=" (tcp has replaced MPI's messages)"),
     "auto",
     "C++",
-    "The transport of large data between hosts. rma: MPI RMA, the sender puts the data into the receiver's memory. "
-    "messages: MPI messages. auto: RMA if a put at the start shows that the fabric moves data while the target is "
-    "outside of MPI, otherwise messages. tcp: connections of fog's own, for headers too; MPI is neither loaded nor "
-    "started. It must be the same on all ranks.",
+    "The transport of large data between hosts; headers and small data always go by connections of fog's own. tcp: "
+    "these connections; MPI is neither loaded nor started. rma: MPI RMA, the sender puts the data into the receiver's "
+    "memory. auto: TCP, unless each host has a device for RDMA, or a variable that chooses MPI's fabric (UCX_TLS, "
+    "FI_PROVIDER, MPICH_CH4_NETMOD), and a put at the start shows that the fabric moves data while the target is outside of "
+    "MPI; then RMA. It must be the same on all ranks.",
 )
 RMA_BYTES = Variable(
     "FOG_RMA_BYTES",
@@ -138,33 +139,24 @@ RMA_BYTES = Variable(
     256 << 20,
     "C++",
     "The size of a rank's memory into which ranks of other hosts can put data. Data for which there is no room goes by "
-    "messages, and so waits for its receiver. Each rank that sends in exchanges is lent 32 MiB, or a quarter of the "
+    "TCP. Each rank that sends in exchanges is lent 32 MiB, or a quarter of the "
     "free memory if that is less; a window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
-)
-REDUCE = Variable(
-    "FOG_REDUCE",
-    choice("fog", "mpi"),
-    "fog",
-    "C++",
-    "The implementation of allreduce, reduce and reduce_scatter between hosts: fog, or MPI's own nonblocking "
-    "reductions. If a rank dies in one of MPI's, the others may die too, or can no longer use MPI: docs/launchers.md. "
-    "It must be the same on all ranks.",
 )
 HOST_TIMEOUT = Variable(
     "FOG_HOST_TIMEOUT",
     whole(4, 32767, "seconds"),
     11,
     "Python, C++",
-    "After this time without a sign of life on the job's network, a host and its ranks count as lost. With a longer "
-    "time, MPI's own connections may break first, which can crash a rank. Requests to a Store on such a host raise.",
+    "After this time without a sign of life on the job's network, a host and its ranks count as lost. Requests to a Store "
+    "on such a host raise.",
 )
 INTERFACE = Variable(
     "FOG_INTERFACE",
     TEXT,
     "",
     "C++",
-    "Name of the network interface for the connections by which ranks of different hosts notice each other's end, and for "
-    "messages by TCP. By default it is the interface that reaches the job's store.",
+    "Name of the network interface for the connections between ranks of different hosts. By default it is the interface "
+    "that reaches the job's store.",
 )
 CONFIRM = Variable(
     "FOG_CONFIRM",
@@ -383,6 +375,14 @@ GPU_SUPPORT = Variable(
     "C++",
     "MPICH's own handling of GPU memory. Unless it is set, fog sets it to 0, because fog copies GPU memory itself.",
     owner="MPICH",
+)
+_FABRIC = "If it is set, FOG_BETWEEN_HOSTS=auto starts MPI to try RMA, as where there is a device for RDMA."
+UCX_TRANSPORTS = Variable("UCX_TLS", TEXT, "", "C++", f"The transports of UCX. {_FABRIC}", owner="UCX")
+OFI_PROVIDER = Variable(
+    "FI_PROVIDER", TEXT, "", "C++", f"The provider of libfabric. {_FABRIC}", owner="libfabric"
+)
+MPICH_NETMOD = Variable(
+    "MPICH_CH4_NETMOD", TEXT, "", "C++", f"MPICH's network, ucx or ofi. {_FABRIC}", owner="MPICH"
 )
 BLUEFOG_NODES_PER_MACHINE = Variable(
     "BLUEFOG_NODES_PER_MACHINE",

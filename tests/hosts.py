@@ -8,7 +8,6 @@ import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +23,8 @@ from fog_pg._store import connections
 # Appended at the end, so modules of the tests come before modules of the benchmarks with the same name.
 sys.path.append(str(ROOT / "benchmarks"))
 
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, ip, move_to_host
+from emulated_hosts import ACROSS as ACROSS
+from emulated_hosts import INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import emulated_hosts as unskipped_hosts
 
 # A constant of <netinet/tcp.h>.
@@ -57,36 +57,33 @@ def emulated_hosts(
         yield names
 
 
-def silences() -> list[float]:
-    """Returns, for each TCP connection of this process with a limit of silence, this limit in seconds.
+def data_connections() -> list[socket.socket]:
+    """Returns duplicates of this process's open connections to other ranks; those to the Store are left out.
 
-    Those to the Store are left out.
+    Each of them has the limit of silence that FOG_HOST_TIMEOUT sets, or 11 seconds.
     """
+    store = dist.distributed_c10d._get_default_store()
+    of_store = {each.getsockname() for each in connections(store)}
     found = []
-    store = dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
-    of_store = set() if store is None else {each.getsockname() for each in connections(store)}
     for name in os.listdir("/proc/self/fd"):
-        connection = None
-        with contextlib.suppress(OSError):  # it is not a TCP connection, or was closed by now
-            connection = socket.socket(fileno=int(name))
-            limit = connection.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) / 1000
-            if limit > 0 and connection.getsockname() not in of_store:
-                connection.getpeername()  # fails if the connection is not established yet
+        # not a connection, or closed by now
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
+            each.getpeername()
+            own = each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname() not in of_store
+            endless = own and each.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 0
+            if endless and each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
-                idle, interval, count = (connection.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
-                assert idle + interval * count == limit and min(idle, interval) > 0
-                found.append(limit)
-        if connection is not None:
-            connection.detach()  # the descriptor does not belong to this function
+                idle, interval, count = (each.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
+                assert idle + interval * count == int(os.environ.get("FOG_HOST_TIMEOUT", "11"))
+                found.append(each.dup())
     return found
 
 
-def await_silences(expected: list[float], patience: float = 25.0) -> None:
-    """Waits until exactly these connections exist; connections that are being made come and go."""
-    deadline = time.monotonic() + patience
-    while (found := silences()) != expected and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert found == expected
+def count_connections() -> int:
+    found = data_connections()
+    for each in found:
+        each.close()
+    return len(found)
 
 
 def _join_on_host(name: str, folder: str, timeout: float) -> None:
@@ -148,7 +145,6 @@ def run_on_hosts(
     timeout: float = 60.0,
     killed: Sequence[int] = (),
     mortal: Sequence[int] = (),
-    netmod: str = "UCX",
     environment: Mapping[str, str] | None = None,
     finalizing: int | None = 1,
 ) -> list[list[Any]]:
@@ -164,7 +160,6 @@ def run_on_hosts(
         timeout: The timeout of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         mortal: Ranks that MPI may then end by a signal.
-        netmod: MPICH's netmod, a key of `ACROSS`.
         environment: More environment variables of the ranks.
         finalizing: As for `World`.
 
@@ -175,7 +170,7 @@ def run_on_hosts(
         RankFailures: A rank did not end in time, or not as it should.
     """
     # fog's own default, unless the test has set something else
-    variables = ACROSS[netmod] | {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
+    variables = {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
         world = world_on_hosts(names, placement, folder, variables, timeout=timeout, finalizing=finalizing)

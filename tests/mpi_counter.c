@@ -5,7 +5,6 @@
 
 enum {
   kPut, kGet, kFlush, kIsend, kIssend, kIrecv,
-  kIallreduce, kIreduce, kIreduceScatter, kCreateGroup, kFree,
   // Functions that fog must not call.
   kRput, kRget, kRaccumulate, kRgetAccumulate, kAccumulate, kGetAccumulate, kFetchAndOp, kCompareAndSwap, kCreateDynamic,
   kCount
@@ -13,8 +12,7 @@ enum {
 
 static const char* const names[kCount] = {
     "MPI_Put",         "MPI_Get",        "MPI_Win_flush",      "MPI_Isend",        "MPI_Issend",
-    "MPI_Irecv",       "MPI_Iallreduce", "MPI_Ireduce",        "MPI_Ireduce_scatter_block",
-    "MPI_Comm_create_group", "MPI_Comm_free", "MPI_Rput",       "MPI_Rget",           "MPI_Raccumulate",  "MPI_Rget_accumulate",
+    "MPI_Irecv",       "MPI_Rput",       "MPI_Rget",           "MPI_Raccumulate",  "MPI_Rget_accumulate",
     "MPI_Accumulate",  "MPI_Get_accumulate", "MPI_Fetch_and_op", "MPI_Compare_and_swap", "MPI_Win_create_dynamic"};
 
 static volatile long long calls[kCount], bytes[kCount], largest[kCount];
@@ -89,34 +87,6 @@ int MPI_Issend(const void* data, int count, MPI_Datatype type, int rank, int tag
 int MPI_Irecv(void* data, int count, MPI_Datatype type, int rank, int tag, MPI_Comm comm, MPI_Request* request) {
   note(kIrecv, count, type);
   return PMPI_Irecv(data, count, type, rank, tag, comm, request);
-}
-
-int MPI_Iallreduce(
-    const void* data, void* result, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm, MPI_Request* request) {
-  note(kIallreduce, count, type);
-  return PMPI_Iallreduce(data, result, count, type, op, comm, request);
-}
-
-int MPI_Ireduce(
-    const void* data, void* result, int count, MPI_Datatype type, MPI_Op op, int root, MPI_Comm comm, MPI_Request* request) {
-  note(kIreduce, count, type);
-  return PMPI_Ireduce(data, result, count, type, op, root, comm, request);
-}
-
-int MPI_Ireduce_scatter_block(
-    const void* data, void* result, int count, MPI_Datatype type, MPI_Op op, MPI_Comm comm, MPI_Request* request) {
-  note(kIreduceScatter, count, type);
-  return PMPI_Ireduce_scatter_block(data, result, count, type, op, comm, request);
-}
-
-int MPI_Comm_create_group(MPI_Comm comm, MPI_Group group, int tag, MPI_Comm* made) {
-  note(kCreateGroup, 0, MPI_BYTE);
-  return PMPI_Comm_create_group(comm, group, tag, made);
-}
-
-int MPI_Comm_free(MPI_Comm* comm) {
-  note(kFree, 0, MPI_BYTE);
-  return PMPI_Comm_free(comm);
 }
 
 int MPI_Rput(const void* data, int count, MPI_Datatype type, TARGET, MPI_Win window, MPI_Request* request) {

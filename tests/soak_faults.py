@@ -198,7 +198,7 @@ class Soak:
             names: list[str] | None = None
             if self._on_hosts:
                 names = stack.enter_context(hosts.unskipped_hosts(RANKS + 1))  # the last one has the Store
-                environment |= hosts.ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT)}
+                environment |= {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT)}
             board = Board(Path(folder, "board"))
             board.seed[0] = seed
             try:

@@ -23,14 +23,9 @@ int MPI_Comm_dup(MPI_Comm comm, MPI_Comm* copy) {
   return PMPI_Comm_dup(comm, copy);
 }
 
-int MPI_Isend(const void* data, int count, MPI_Datatype type, int peer, int tag, MPI_Comm comm, MPI_Request* request) {
-  hang("MPI_Isend");
-  return PMPI_Isend(data, count, type, peer, tag, comm, request);
-}
-
-int MPI_Improbe(int peer, int tag, MPI_Comm comm, int* found, MPI_Message* message, MPI_Status* status) {
-  hang("MPI_Improbe");
-  return PMPI_Improbe(peer, tag, comm, found, message, status);
+int MPI_Iprobe(int peer, int tag, MPI_Comm comm, int* found, MPI_Status* status) {
+  hang("MPI_Iprobe");
+  return PMPI_Iprobe(peer, tag, comm, found, status);
 }
 
 int MPI_Put(const void* data, int count, MPI_Datatype type, int peer, MPI_Aint to, int there, MPI_Datatype type_there, MPI_Win window) {

@@ -305,7 +305,6 @@ run --keep-going -np 2 -H a,b --node-rank 2 train.py | --node-rank: got 2; the r
 run --keep-going -np 2 --extra-mpi-flags=-v train.py | uses no launcher of MPI
 run --keep-going -np 2 --max-ranks 1 train.py | --max-ranks: got 1; allowed are numbers from -np on, 2
 run --keep-going -np 2 -H a,b --max-ranks 3 train.py | from -np on, 2, and no larger one on several hosts
-run --keep-going -np 2 -x FOG_BETWEEN_HOSTS=tcp --max-ranks 3 train.py | --max-ranks: got 3; allowed with FOG_BETWEEN_HOSTS=tcp is -np, 2
 run --keep-going -np 2 --log-dir train.py/logs train.py | Not a directory
 run --keep-going -np 2 -H a,b --node-rank 0 -x MASTER_PORT=many train.py | MASTER_PORT: got 'many'; allowed are 0 to 65535
 advise -np 1 | -np: got 1
@@ -572,13 +571,13 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     assert {"descriptors", "shared memory", "network", "unknown variables"} <= notes
     assert {"torch", "fog", "extension", "loopback", "ranks share memory"} <= set(found) - notes
     for name in ("start", "collectives", "neighbors", "windows"):
-        assert found[f"one host, {name}"] == "ok", output
+        assert found[f"one host, {name}"] == found[f"TCP, {name}"] == "ok", output
     advice = {finding["name"]: finding["advice"] for finding in report["findings"]}
     assert "ulimit -n" in advice["descriptors"] and "--shm-size" in advice["shared memory"]
     (unknown,) = (finding for finding in report["findings"] if finding["name"] == "unknown variables")
     assert unknown["text"] == "FOG_CONFIRMED"
     # MPI itself needs /dev/shm, and without it ends by SIGBUS.
-    assert found["MPI messages, start"] == "note" and "shared memory" in advice["MPI messages, start"], output
+    assert found["MPI RMA, start"] == "note" and "shared memory" in advice["MPI RMA, start"], output
 
 
 def another_torch() -> None:
@@ -625,8 +624,8 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
     (found_one,) = doctor.tried([well, crashed], "one host", ["memory"])
     assert found_one.state == "bad" and found_one.text == "rank 1: signal SIGSEGV: in MPI_Init"
     assert "memory" in found_one.advice
-    (optional,) = doctor.tried([well, crashed], "over MPI", needed=False)
-    assert optional.state == "note" and "FOG_MPI_LIBRARY" in optional.advice
+    (optional,) = doctor.tried([well, crashed], "TCP", optional="nothing to do")
+    assert optional.state == "note" and optional.advice == "nothing to do"
     (silent,) = doctor.tried([Ended(1, [], "no torch")] * 2, "one host")
     assert silent.state == "bad" and "no torch" in silent.text
 

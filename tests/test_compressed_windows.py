@@ -24,7 +24,7 @@ from test_window_guarantees import check_order
 from torch import Tensor
 from window_interfaces import INTERFACES, AnyWindow, WorldsByWay, create, pids, slot, stopped
 
-WAYS = ["memory", "tcp", "rma", pytest.param("messages", marks=pytest.mark.long)]
+WAYS = ["memory", "tcp", "rma"]
 CODECS: list[Codec] = [
     Float16(),
     BFloat16(),

@@ -1010,7 +1010,7 @@ def end_early() -> None:
     assert wrapper.staleness() == {1: None}
 
 
-@pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "messages"])
+@pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "tcp"])
 def test_a_rank_ends_early(new_world, local_links):
     new_world(2, environment={"FOG_LOCAL_LINKS": local_links}, finalizing=None).run(end_early)
 

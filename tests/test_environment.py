@@ -142,7 +142,7 @@ def test_values() -> None:
     [
         ("FOG_CONFIRM", "yes", "0 and 1"),
         ("FOG_LOCAL_LINKS", "off", "0 and 1"),
-        ("FOG_BETWEEN_HOSTS", "RMA", "auto, rma, messages and tcp"),
+        ("FOG_BETWEEN_HOSTS", "RMA", "auto, tcp and rma (tcp has replaced MPI's messages)"),
         ("FOG_EARLY_BYTES", "16M", "whole bytes from 0 on"),
         ("FOG_RMA_BYTES", "1024", "whole bytes from 1048576 on"),
         ("FOG_HOST_TIMEOUT", "3", "whole seconds from 4 to 32767"),

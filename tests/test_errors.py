@@ -244,11 +244,10 @@ def disagree(calls: list[str]) -> None:
 WAYS = {
     "memory": {},
     "tcp": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
-    "messages": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"},
 }
 
 
-@pytest.mark.parametrize("way", ["memory", "tcp", pytest.param("messages", marks=pytest.mark.long)])
+@pytest.mark.parametrize("way", WAYS)
 def test_ranks_that_disagree(new_world: Callable[..., World], way: str) -> None:
     world = new_world(2, timeout=LONG_TIMEOUT, environment=WAYS[way])
     world.run(disagree, [*DISAGREEMENTS, *MESSAGES])

@@ -24,7 +24,7 @@ from fogdist.testing import faults
 from fogdist.testing.faults import Fault, Schedule
 from fogdist.testing.faults.__main__ import main
 from harness import World, WorldPool, case, error_of
-from hosts import ACROSS, INTERFACE, address, emulated_hosts, ip, move_to_host
+from hosts import INTERFACE, address, emulated_hosts, ip, move_to_host
 
 PAUSE = 0.4
 # A gap that a busy machine does not make by itself in a thread that sleeps for a millisecond at a time is not known, so
@@ -208,7 +208,7 @@ def join_and_ask(host: str, is_server: bool) -> str:
 
 def test_a_store_that_is_cut_off_raises(new_world: Callable[..., World]) -> None:
     with emulated_hosts(2) as names:
-        world = new_world(2, initialize=False, environment=ACROSS["UCX"] | {"FOG_HOST_TIMEOUT": "4"})
+        world = new_world(2, initialize=False, environment={"FOG_HOST_TIMEOUT": "4"})
         outcomes = world.run_by_rank(join_and_ask, [(names[0], True), (names[1], False)], timeout=40)
         assert [outcome.state for outcome in outcomes] == ["returned"] * 2, list(map(str, outcomes))
         assert outcomes[0].value == "" and "timed out" in outcomes[1].value

@@ -232,20 +232,17 @@ def lose_a_rank(victim: int, moment: str, way: str, folder: str, kinds: list[str
 
 
 # For each way: the host of each rank, and the options of `run_on_hosts`; one host with shared memory has none.
-TCP = {"FOG_BETWEEN_HOSTS": "tcp", "FOG_CONFIRM": "1"}
+TCP = {"FOG_CONFIRM": "1"}
 RMA = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "FOG_CONFIRM": "1"}
 WAYS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "memory": ([0, 0, 0], {}),
     "tcp, with a witness": ([0, 1, 1], {"environment": TCP, "rate": "1gbit"}),
     "tcp, alone": ([0, 0, 1], {"environment": TCP}),
-    "messages, with a witness": ([0, 1, 1], {"environment": {"FOG_CONFIRM": "1"}}),
-    "messages, alone": ([0, 0, 1], {"environment": {"FOG_CONFIRM": "1"}}),
-    "OFI, alone": ([0, 0, 1], {"environment": {"FOG_CONFIRM": "1"}, "netmod": "OFI"}),
     "rma, alone": ([0, 0, 1], {"environment": RMA}),
 }
 MOMENTS = ["before", "during", "earlier"]
 KILLS = [("memory", 0, "before"), ("memory", 1, "during"), ("memory", 2, "earlier"), ("memory", 2, "before")]
-KILLS += [("tcp, with a witness", 2, "during"), ("tcp, alone", 2, "before"), ("messages, alone", 2, "before")]
+KILLS += [("tcp, with a witness", 2, "during"), ("tcp, alone", 2, "before")]
 MORE_KILLS = [
     (way, 2, moment)
     for way in WAYS
@@ -301,10 +298,9 @@ def lose_a_host(victim: int) -> str:
     return error_of(lambda: dist.all_reduce(torch.zeros(LARGE)))
 
 
-@pytest.mark.parametrize("way", ["tcp", pytest.param("messages", marks=pytest.mark.long)])
-def test_a_host_that_vanishes(tmp_path: Path, way: str) -> None:
-    # The shortest silence that is allowed; test_peer_monitor tests that the setting holds.
-    setting = {"FOG_HOST_TIMEOUT": "4", "FOG_BETWEEN_HOSTS": way}
+def test_a_host_that_vanishes(tmp_path: Path) -> None:
+    # The shortest silence that is allowed; test_bootstrap tests that the setting holds.
+    setting = {"FOG_HOST_TIMEOUT": "4"}
     calls = [("lose_a_host", [2])]
     found = run_on_hosts(tmp_path, [0, 1, 2], "test_faults", calls, timeout=LONG_TIMEOUT, environment=setting)
     for (error,), expected in zip(

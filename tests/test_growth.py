@@ -184,7 +184,7 @@ def run_ahead(kind: str) -> tuple[int, int]:
     return seen, dist.get_rank()
 
 
-@pytest.mark.parametrize("links", ["1", "0"], ids=["shared memory", "MPI"])
+@pytest.mark.parametrize("links", ["1", "0"], ids=["shared memory", "TCP"])
 def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: str) -> None:
     """This includes the root of a broadcast and senders of small messages, which otherwise never wait."""
     environment = {"FOG_CONFIRM": "0", "FOG_EARLY_BYTES": str(LIMIT), "FOG_LOCAL_LINKS": links}
@@ -195,7 +195,7 @@ def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: st
         assert early < LIMIT + ROOM, f"{kind}: rank 1 has {early} bytes of early messages"
 
 
-def large_over_mpi(rounds: int) -> int:
+def large_over_tcp(rounds: int) -> int:
     """Returns the growth of memory while data comes in parts, as results, for reductions, and through windows."""
     other = 1 - dist.get_rank()
     x, y = torch.ones(1 << 18), torch.empty(1 << 18)
@@ -219,10 +219,10 @@ def large_over_mpi(rounds: int) -> int:
     return grown
 
 
-def test_data_that_came_over_mpi_is_released(new_world: Callable[..., World]) -> None:
+def test_data_that_came_over_tcp_is_released(new_world: Callable[..., World]) -> None:
     """Regression: the receiver and the transfer kept each other alive."""
     world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
-    assert max(world.run(large_over_mpi, 150)) < 30 << 20  # before, more than one MiB per round was kept
+    assert max(world.run(large_over_tcp, 150)) < 30 << 20  # before, more than one MiB per round was kept
 
 
 # Windows

@@ -36,7 +36,7 @@ from fogdist.state_transfer import read_file
 from fogdist.testing.faults import cut_link
 from fogdist.topology import mixing_matrix
 from harness import ALL, World
-from hosts import ACROSS, INTERFACE, address, connections, emulated_hosts, move_to_host
+from hosts import INTERFACE, address, connections, emulated_hosts, move_to_host
 from numpy.typing import NDArray
 from scripts import ROOT
 
@@ -48,7 +48,7 @@ RANKS = 4
 PLACEMENT, HOSTS, FREE = (0, 0, 1, 2), 4, 3
 # Steps of mixing alone, after which the ranks of every kind are as close as `end_alike` checks.
 COOL_STEPS = 100
-TCP = {"FOG_BETWEEN_HOSTS": "tcp", "FOG_HOST_TIMEOUT": "4"}
+ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
 # The options of each kind of training; the name up to the slash is that of its class.
 IN_STEP: dict[str, dict[str, Any]] = {
@@ -387,7 +387,7 @@ def new_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             **options: Any,
         ) -> Job:
             names = stack.enter_context(emulated_hosts(HOSTS)) if at == "hosts" else []
-            common = (TCP if names else {}) if environment is None else environment
+            common = (ON_HOSTS if names else {}) if environment is None else environment
             job = Job(tmp_path, names, common, **options)
             stack.callback(job.close)
             job.start_all(first)
@@ -433,9 +433,13 @@ def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> No
     np.testing.assert_allclose(after, before, rtol=0.0, atol=1e-2)
 
 
-def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job]) -> None:
-    """Beside living ranks, alone, on a new host, and on the host of others; at last in place of the lowest rank."""
-    job = new_job("hosts")
+@pytest.mark.parametrize("way", ["tcp", "rma"])
+def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job], way: str) -> None:
+    """Beside living ranks, alone, on a new host, and on the host of others; at last in place of the lowest rank.
+
+    Where data goes by RMA, it goes by TCP between these and the others.
+    """
+    job = new_job("hosts", {**ON_HOSTS, "FOG_BETWEEN_HOSTS": way, "UCX_TLS": "shm,self"})
     for rank, host in [(1, 0), (2, 1), (3, FREE), (0, FREE)]:
         job.lose(rank)
         job.take_in(rank, host=host, fresh=rank == 0)
@@ -686,8 +690,8 @@ def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     job.refused(3, f"rank 3 {STILL_RUNS}")
     job.lose(2)
     job.refused(2, "it does not know the job's secret (FOG_JOB_SECRET)", environment=ANOTHER_SECRET)
-    way = "FOG_BETWEEN_HOSTS (or the option between_hosts) is 'auto' here, and 'tcp' on the job's ranks"
-    job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "auto"})
+    way = "FOG_BETWEEN_HOSTS (or the option between_hosts) is 'tcp' here, and 'auto' on the job's ranks"
+    job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})
     job.refused(2, f"model {DIFFERS}", width=7)
     with cut_link(INTERFACE, peer=address(2), namespace=job.names[FREE]):
         job.refused(2, "it does not reach rank 3 on host", host=FREE)
@@ -695,21 +699,9 @@ def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     job.end()
 
 
-@pytest.mark.parametrize(
-    ("at", "settings", "reason"),
-    [
-        (
-            "one host",
-            {"on_loss": "raise"},
-            "was started to join a running job as rank 2, but the job cannot be joined",
-        ),
-        ("hosts", {"environment": ACROSS["UCX"]}, "can be joined with FOG_BETWEEN_HOSTS=tcp"),
-    ],
-)
-def test_jobs_that_cannot_be_joined(
-    new_job: Callable[..., Job], at: str, settings: dict[str, Any], reason: str
-) -> None:
-    new_job(at, **settings).refused(2, reason)
+def test_a_job_that_cannot_be_joined(new_job: Callable[..., Job]) -> None:
+    reason = "was started to join a running job as rank 2, but the job cannot be joined"
+    new_job("one host", on_loss="raise").refused(2, reason)
 
 
 # --- the rank that answers, without ranks -----------------------------------------------------------------------

@@ -331,8 +331,6 @@ print("sum", x.item(), flush=True)
 
 # --- several hosts --------------------------------------------------------------------------------------------
 
-ACROSS = {"UCX_TLS": "tcp", "UCX_LOG_LEVEL": "error"}
-
 
 @contextlib.contextmanager
 def hosts(folder: Path, count: int) -> Iterator[tuple[list[str], Mapping[str, str]]]:
@@ -340,7 +338,7 @@ def hosts(folder: Path, count: int) -> Iterator[tuple[list[str], Mapping[str, st
     with emulated_hosts(count) as names:
         (folder / "ssh").symlink_to("/bin/false")  # never called, but looked for
         own = {HOSTS: json.dumps({address(number): name for number, name in enumerate(names)})}
-        yield names, ACROSS | own | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        yield names, own | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 def test_two_hosts_by_ssh(tmp_path: Path) -> None:
@@ -396,11 +394,10 @@ while optimizer.steps < end:
 
 
 def test_a_lost_rank_joins_again_on_its_host(tmp_path: Path) -> None:
-    """Over TCP, with an agent on each of two hosts."""
+    """With an agent on each of two hosts."""
     with hosts(tmp_path, 2) as (_, variables):
         words = ["-np", "4", "-H", f"{address(0)}:2,{address(1)}:2", "-p", "22", "--max-restarts", "1"]
-        tcp = {"FOG_BETWEEN_HOSTS": "tcp"}
-        running = job(tmp_path, JOINS_AGAIN, words, **(dict(variables) | tcp))
+        running = job(tmp_path, JOINS_AGAIN, words, **variables)
         with started([running]):
             assert running.wait(TIMEOUT) == 0, running.output
     mixing = re.findall(r"^\[(\d)\] mixes with 4 (\w+)$", running.output, re.MULTILINE)

@@ -46,13 +46,13 @@ MORE = {
     "engine/operation_transfers": {"transport/shared_memory"},
     # Other processes read it as an anonymous file.
     "engine/flight_record": {"transport/shared_memory"},
-    # Calls of MPI need the engine's lock; received parts are in the arena.
-    "transport/mpi/messages": {"transport/shared_memory"},
     # Received parts are in the arena.
     "transport/tcp/data": {"transport/shared_memory"},
     # The pool for RMA is a block of the arena, so that neighbors on the host can map it too; copies are there as well.
     "transport/mpi/remote_memory": {"transport/shared_memory"},
-    "transport/mpi/notified_puts": {"transport/shared_memory"},
+    "transport/mpi/notified_puts": {"transport/shared_memory", "transport/tcp"},
+    # Its headers, and data for which there are no slots, go by the wire.
+    "transport/mpi/put_arrivals": {"transport/tcp"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
     # Tensors of lists and results are in the arena; tests make worlds of virtual ranks.

@@ -1,7 +1,7 @@
-"""MPI below fog: a library of another version, calls that do not return, another user of MPI, and MPI's own reductions.
+"""MPI below fog: a library of another version, calls that do not return, and another user of MPI.
 
-Ranks of one host communicate over MPI here, as ranks of several hosts do, by libraries that wrap the real one
-(another_mpi.c, stuck_mpi.c, mpi_counter.c).
+Ranks of one host use MPI RMA here, as ranks of several hosts do on a fabric, by libraries that wrap the real one
+(another_mpi.c, stuck_mpi.c).
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RUN_TIMEOUT, World, error_of, exception_of, init_process_group
-from operations import REDUCING, prepare
-from reference import Checks
 from test_bootstrap import join, launcher_store, my_rank
-from test_collectives import sweep
-from test_shared_memory import leave_first
 from wrapped_mpi import compile_wrapper
 
 pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
-APART = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"}
+TCP = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
 RMA = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
 # The timeout of the stuck operations, in seconds; calls are ended half a second later at the earliest.
 TIMEOUT = 0.5
@@ -49,7 +45,7 @@ def wrapper() -> ctypes.CDLL:
     return ctypes.CDLL(os.environ["FOG_MPI_LIBRARY"])
 
 
-# --- versions, and messages at the end ----------------------------------------------------------------------
+# --- versions ---------------------------------------------------------------------------------------------------
 
 
 def join_with_another_mpi(library: str, rank: int) -> str:
@@ -62,32 +58,11 @@ def test_another_version_of_mpi_is_an_error(
     new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
 ) -> None:
     """All ranks get an error that names both versions."""
-    world = new_world(3, initialize=False, environment=APART)
+    world = new_world(3, initialize=False, environment=RMA)
     for text in world.run(join_with_another_mpi, *library("another_mpi.c").values(), 2):
         zero, other = text.split("different versions in one job: ")[1].split("; ")
         assert zero.startswith("rank 0 has fog ") and ", MPI MPICH " in zero, text
         assert other.startswith("rank 2 has fog ") and ", MPI AnotherMPI 7.8.9." in other, text
-
-
-def calls(*names: str) -> int:
-    """Returns how often this rank has called functions of MPI."""
-    function = wrapper().fog_test_calls
-    function.restype, function.argtypes = ctypes.c_longlong, [ctypes.c_char_p]
-    found = [int(function(name.encode())) for name in names]
-    assert min(found) >= 0, f"one of {names} is not counted"
-    return sum(found)
-
-
-def messages() -> int:
-    return calls("MPI_Isend", "MPI_Issend")
-
-
-def test_goodbyes_go_to_those_that_were_messaged(
-    new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
-) -> None:
-    """Rank 0 says goodbye to rank 1, which answers; the others get no message."""
-    world = new_world(4, environment=APART | library("mpi_counter.c") | {"FOG_CONFIRM": "0"})
-    assert [after - before for before, after in world.run(leave_first, messages)] == [1, 1, 0, 0]
 
 
 # --- calls that do not return -------------------------------------------------------------------------------
@@ -98,39 +73,36 @@ def hang(call: str, sleeps: bool = False) -> None:
     wrapper().fog_test_hang(call.encode(), int(sleeps))
 
 
-def stuck_in_its_own_call() -> tuple[str, str]:
-    """The sending thread itself makes the call that hangs."""
-    hang("MPI_Isend")
-    error = error_of(lambda: dist.send(torch.ones(3), 1))
-    return error, r"send/recv #\d+ .*MPI_Isend with rank 1 of MPI's world"
+def another() -> int:
+    return (dist.get_rank() + 1) % dist.get_world_size()
 
 
 def stuck_while_it_waits() -> tuple[str, str]:
     """The call sleeps, in the thread that makes progress first; the user waits for a Work."""
-    work = dist.irecv(torch.ones(3), 0)
-    hang("MPI_Improbe", sleeps=True)
-    return error_of(work.wait), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+    work = dist.irecv(torch.ones(3), another())
+    hang("MPI_Iprobe", sleeps=True)
+    return error_of(work.wait), r"send/recv #\d+ .*MPI_Iprobe .*not there: rank \d"
 
 
 def stuck_in_the_background() -> tuple[str, str]:
     """Only a callback of a Future waits."""
-    work = dist.irecv(torch.ones(3), 0)
+    work = dist.irecv(torch.ones(3), another())
     seen: list[str] = []
     work.get_future().add_done_callback(lambda done: seen.append("called"))
-    hang("MPI_Improbe")
+    hang("MPI_Iprobe")
     while not (work.is_completed() and seen):
         time.sleep(0.01)
-    return str(exception_of(work)), r"send/recv #\d+ .*MPI_Improbe .*not there: rank 0"
+    return str(exception_of(work)), r"send/recv #\d+ .*MPI_Iprobe .*not there: rank \d"
 
 
 def stuck_before_anything() -> tuple[str, str]:
     """The background thread is in the call while nothing is in flight; then an operation comes."""
-    hang("MPI_Improbe")
+    hang("MPI_Iprobe")
     time.sleep(0.1)
-    return error_of(lambda: dist.send(torch.ones(3), 0)), "MPI_Improbe"
+    return error_of(lambda: dist.send(torch.ones(3), another())), "MPI_Iprobe"
 
 
-PARTS = [stuck_in_its_own_call, stuck_while_it_waits, stuck_in_the_background, stuck_before_anything]
+PARTS = [stuck_while_it_waits, stuck_in_the_background, stuck_before_anything]
 
 
 def get_stuck() -> tuple[list[str], str, str]:
@@ -154,7 +126,7 @@ def test_a_call_that_does_not_return(
     new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
 ) -> None:
     """The operation fails and names the call; later ones fail at once; the process ends normally."""
-    world = new_world(len(PARTS), timeout=4 * RUN_TIMEOUT, environment=APART | library("stuck_mpi.c"))
+    world = new_world(len(PARTS), timeout=4 * RUN_TIMEOUT, environment=RMA | library("stuck_mpi.c"))
     for rank, (errors, message, pattern) in enumerate(world.run(get_stuck)):
         assert re.search(pattern, message), f"rank {rank}: {message}"
         assert [error for error in errors if "cannot be used any more" not in error] == [], rank
@@ -215,7 +187,7 @@ def start_with_a_stuck_rank() -> tuple[str, str]:
 def test_a_start_that_does_not_return(
     new_world: Callable[..., World], library: Callable[[str], dict[str, str]]
 ) -> None:
-    world = new_world(2, initialize=False, environment=APART | library("stuck_mpi.c"))
+    world = new_world(2, initialize=False, environment=RMA | library("stuck_mpi.c"))
     for first, second in world.run(start_with_a_stuck_rank):
         assert "did not start within 3000 ms: MPI_Comm_dup does not return" in first
         assert "cannot be started a second time" in second and "MPI_Comm_dup" in second
@@ -239,7 +211,7 @@ def mpi_of_another(level: int) -> str:
 @pytest.mark.parametrize(("name", "level"), [("FUNNELED", 1024), ("SERIALIZED", 2048), ("MULTIPLE", 4096)])
 def test_mpi_that_another_user_has_started(new_world: Callable[..., World], name: str, level: int) -> None:
     """In MPI's world each rank is alone, which is an error at level MULTIPLE."""
-    world = new_world(2, initialize=False, environment=APART)
+    world = new_world(2, initialize=False, environment=RMA)
     for message in world.run(mpi_of_another, level):
         if name == "MULTIPLE":
             assert "MPI started as rank 0 of 1" in message
@@ -264,37 +236,31 @@ def start(of_ranks: list[Mapping[str, str]]) -> tuple[str, str]:
 TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 SETTINGS: dict[str, tuple[list[Mapping[str, str]], str, list[str]]] = {
     "no such way": (
-        [APART | {"FOG_BETWEEN_HOSTS": "xyz"}] * 2,
+        [TCP | {"FOG_BETWEEN_HOSTS": "xyz"}] * 2,
         "ValueError",
-        ["xyz", "auto.*rma.*messages.*tcp"],
+        ["xyz", "auto.*tcp.*rma"],
+    ),
+    "a way of old": (
+        [TCP | {"FOG_BETWEEN_HOSTS": "messages"}] * 2,
+        "ValueError",
+        ["messages.*tcp has replaced MPI's messages"],
     ),
     "no number": ([RMA | {"FOG_RMA_BYTES": "abc"}] * 2, "ValueError", ["FOG_RMA_BYTES", "abc", "bytes"]),
     "negative": ([RMA | {"FOG_RMA_BYTES": "-5"}] * 2, "ValueError", ["FOG_RMA_BYTES", "-5", "bytes"]),
-    "no such reduction": ([{"FOG_REDUCE": "xyz"}] * 2, "ValueError", ["FOG_REDUCE", "xyz", "fog", "mpi"]),
     "no RMA": (  # a transfer needs its target
         [RMA | TCP_ONLY] * 2,
         "DistBackendError",
         ["FOG_BETWEEN_HOSTS=rma", "not complete within .* while that rank was outside of MPI"],
     ),
     "different ways": (
-        [RMA, APART, RMA],
+        [RMA, TCP, RMA],
         "DistBackendError",
-        ["FOG_BETWEEN_HOSTS", "rma", "messages", r"ranks? .*\b1\b"],
+        ["FOG_BETWEEN_HOSTS", "rma", "tcp", r"ranks? .*\b1\b"],
     ),
     "auto and rma": (
         [RMA | {"FOG_BETWEEN_HOSTS": "auto"}, RMA],
         "DistBackendError",
         ["FOG_BETWEEN_HOSTS", "auto", "rma", r"ranks? .*\b1\b"],
-    ),
-    "different reductions": (  # even if MPI would not be used
-        [{"FOG_REDUCE": "fog"}, {"FOG_REDUCE": "mpi"}],
-        "DistBackendError",
-        ["FOG_REDUCE", "rank 0 has 'fog'", "rank 1 has 'mpi'"],
-    ),
-    "reductions over TCP": (
-        [{"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp", "FOG_REDUCE": "mpi"}] * 2,
-        "ValueError",
-        ["FOG_REDUCE", "tcp"],
     ),
 }
 
@@ -306,36 +272,3 @@ def test_settings_that_cannot_work(new_world: Callable[..., World], name: str) -
     for found, text in new_world(len(of_ranks), initialize=False).run(start, of_ranks):
         assert found == kind, text
         assert all(re.search(pattern, text) for pattern in patterns), text
-
-
-# --- MPI's own reductions -----------------------------------------------------------------------------------
-
-REDUCTIONS = ("MPI_Iallreduce", "MPI_Ireduce", "MPI_Ireduce_scatter_block")
-
-
-def who_reduces() -> None:
-    """An operation is one call of MPI if MPI does it, and none otherwise; a group may choose it for itself."""
-    from fog_pg import _C
-
-    with Checks() as checks:
-        for operation in REDUCING:
-            for dtype in (torch.float32, torch.int8, torch.complex64, torch.bool, torch.bfloat16):
-                before = calls(*REDUCTIONS)
-                prepare(operation, dtype, (1000,)).start(False)
-                by_mpi = operation != "reduce_scatter" and dtype not in (torch.bool, torch.bfloat16)
-                checks.equal(f"{operation} {dtype}", calls(*REDUCTIONS) - before, int(by_mpi))
-        made = _C.ProcessGroupFog.Options()
-        made.reduce = "fog"
-        group, before = dist.new_group(pg_options=made), calls(*REDUCTIONS)
-        dist.all_reduce(torch.ones(3), group=group)
-        checks.equal("of a group that has chosen fog", calls(*REDUCTIONS) - before, 0)
-    # Ranks that disagree hear of it before MPI is called.
-    group = dist.new_group()
-    error = error_of(lambda: dist.all_reduce(torch.ones(3 + dist.get_rank() % 2), group=group))
-    assert "disagree" in error and "float32[3]" in error and "float32[4]" in error, error
-
-
-def test_reductions_by_mpi(new_world: Callable[..., World], library: Callable[[str], dict[str, str]]) -> None:
-    world = new_world(3, environment=APART | {"FOG_REDUCE": "mpi"} | library("mpi_counter.c"))
-    world.run(sweep, REDUCING, timeout=2 * RUN_TIMEOUT)
-    world.run(who_reduces)

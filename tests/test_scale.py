@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_bootstrap import join, launcher_store
+from window_interfaces import WAYS
 
 from fog_pg._C import NeighborPlan, ProcessGroupFog, Rendezvous, VirtualWorld
 
@@ -233,17 +234,15 @@ def count_requests() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    ("links", "limits"),
-    [("1", MOST_REQUESTS), ("0", MOST_REQUESTS_WITH_MPI)],
-    ids=["without MPI", "with MPI"],
+    ("way", "limits"), [("memory", MOST_REQUESTS), ("tcp", MOST_REQUESTS), ("rma", MOST_REQUESTS_WITH_MPI)]
 )
 def test_store_requests_of_real_ranks(
-    new_world: Callable[..., harness.World], links: str, limits: tuple[int, int]
+    new_world: Callable[..., harness.World], way: str, limits: tuple[int, int]
 ) -> None:
     """The requests of all ranks grow by the same number with each rank."""
     totals = {}
     for size in (3, 5, 9):
-        world = new_world(size, initialize=False, environment={"FOG_LOCAL_LINKS": links})
+        world = new_world(size, initialize=False, environment=WAYS[way])
         totals[size] = [sum(each) for each in zip(*world.run(count_requests), strict=True)]
     for few, more, many, most in zip(*totals.values(), limits, strict=True):
         a_rank = (many - more) / 4

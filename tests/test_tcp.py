@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import signal
 import socket
 import struct
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -20,13 +24,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RUN_TIMEOUT, World, error_of
-from hosts import TCP_USER_TIMEOUT, run_on_hosts
+from hosts import address, count_connections, data_connections, run_on_hosts
 from test_bootstrap import mapped
 from test_machines import VARIABLE
 from test_rma import PER_MACHINE, exchange_and_check
 
 from fog_pg import _C
-from fog_pg._store import connections
 
 pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
@@ -57,12 +60,12 @@ def test_exchanges_without_mpi(world: World) -> None:
 
 
 def test_between_hosts(tmp_path: Path) -> None:
-    environment = {**TCP, VARIABLE: str(PER_MACHINE)}
-    placement = [0, 0, 1, 1]
-    found = run_on_hosts(
-        tmp_path, placement, __name__, [("exchange_and_check", [SIZES])], environment=environment
-    )
-    for rank, (ways,) in enumerate(found):
+    """By default, and without MPI where nothing tells of a fabric."""
+    placement, environment = [0, 0, 1, 1], {VARIABLE: str(PER_MACHINE)}
+    calls = [("exchange_and_check", [SIZES]), ("mapped", ["libmpi"])]
+    found = run_on_hosts(tmp_path, placement, __name__, calls, environment=environment)
+    for rank, (ways, libraries) in enumerate(found):
+        assert libraries == [], libraries
         others = [host for peer, host in enumerate(placement) if peer != rank]
         assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
 
@@ -94,32 +97,6 @@ def send_long_before() -> None:
 
 
 # --- connections --------------------------------------------------------------------------------------------
-
-
-def data_connections() -> list[socket.socket]:
-    """Returns duplicates of this process's open connections for messages.
-
-    Those that show the end of a process have a limit of silence; those to the Store are left out.
-    """
-    store = dist.distributed_c10d._get_default_store()
-    of_store = {each.getsockname() for each in connections(store)}
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        # not a connection, or closed by now
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
-            each.getpeername()
-            own = each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname() not in of_store
-            endless = own and each.getsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT) == 0
-            if endless and each.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
-                found.append(each.dup())
-    return found
-
-
-def count_connections() -> int:
-    found = data_connections()
-    for each in found:
-        each.close()
-    return len(found)
 
 
 def exchange_along_ring() -> None:
@@ -207,7 +184,7 @@ def bother(victim: int) -> list[int]:
     """Visits a rank as strangers do; returns the bytes that each of them got before it was dropped."""
     ports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ports, listening_ports())
-    assert all(len(each) == 1 for each in ports), ports  # on one host there is no peer monitor
+    assert all(len(each) == 1 for each in ports), ports
     (port,) = ports[victim]
     marks: list[Any] = [None] * dist.get_world_size()
     (mark,) = (line.rpartition("=")[2] for line in _C.own_entry().splitlines() if " mark=" in line)
@@ -320,3 +297,144 @@ def test_data_that_is_withdrawn_within_a_part_does_not_change(tmp_path: Path) ->
     ((sent, _),), ((received, values),) = found
     assert "send" in sent and "1000 ms" in sent, sent
     assert received or values == [1.0], (received, values)
+
+
+# --- ends, limits and strangers ------------------------------------------------------------------------------
+
+
+def lose_a_stranger(victim: int, moment: str) -> tuple[str, str]:
+    """The victim dies before it has communicated with any rank.
+
+    Rank 0 waits for it, rank 1 sends it a large message, and the others exchange with it repeatedly.
+
+    Args:
+        victim: The rank that dies.
+        moment: "before" these calls, or "during" them.
+
+    Returns:
+        The error, and that of an operation among the survivors.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    living = dist.new_group([r for r in range(size) if r != victim])
+    if rank == victim:
+        time.sleep(0.2 if moment == "before" else 1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(1.0 if moment == "before" else 0.0)
+
+    def speak() -> None:
+        if rank == 0:
+            dist.recv(torch.zeros(3), victim)
+        elif rank == 1:
+            dist.isend(torch.ones(1_000_000), victim).wait()  # type: ignore[union-attr]
+        else:
+            while True:
+                dist.send(torch.ones(3), victim)
+                time.sleep(0.01)
+
+    return error_of(speak), error_of(lambda: dist.all_reduce(torch.ones(3), group=living))
+
+
+@pytest.mark.parametrize("moment", ["before", "during"])
+@pytest.mark.parametrize("placement", [[0, 1, 2, 3], [0, 1, 1, 0]], ids=["alone", "with others"])
+def test_a_stranger_that_is_lost(tmp_path: Path, moment: str, placement: list[int]) -> None:
+    calls, options = [("lose_a_stranger", [3, moment])], {"timeout": 4 * RUN_TIMEOUT}
+    found = run_on_hosts(tmp_path, placement, __name__, calls, killed=[3], **options)
+    for ((error, later),) in found[:3]:
+        assert "rank 3 " in error and "was lost: its process ended" in error, error
+        assert later == "", later
+
+
+@contextlib.contextmanager
+def stderr_in_file() -> Iterator[Path]:
+    """Redirects descriptor 2 to a file in this block."""
+    with tempfile.NamedTemporaryFile() as file:
+        kept = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
+def reach_the_limit(folder: str) -> str:
+    """Rank 0 cannot open more descriptors when the two ranks first communicate; returns its log."""
+    ready, limited = Path(folder, "ready"), Path(folder, "limited")
+    if dist.get_rank() != 0:
+        while not limited.exists():
+            time.sleep(0.01)
+        exchange_with_all()
+        return ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with stderr_in_file() as log:
+        ready.touch()
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free // 2, hard))  # other threads may close descriptors
+        ready.rename(limited)
+        exchange = threading.Thread(target=exchange_with_all)
+        exchange.start()
+        try:
+            # No file can be opened here, so this reads by descriptor 2.
+            while b"ulimit -n" not in os.pread(2, 1 << 16, 0):
+                time.sleep(0.01)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        exchange.join()
+        return log.read_text()
+
+
+def test_the_limit_of_descriptors(tmp_path: Path) -> None:
+    """One line of the log says so, and the connection is made once there are descriptors."""
+    calls = [("reach_the_limit", [str(tmp_path)]), ("exchange_with_all", [])]
+    (text, _), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
+    (line,) = [line for line in text.splitlines() if "ulimit -n" in line]
+    assert "world rank 0" in line and "a connection to world rank 1" in line, line
+
+
+def watch_beside_strangers(folder: str, descriptors: int) -> str:
+    """Before rank 0 watches rank 1, strangers on that host connect with it and say nothing; returns rank 0's log."""
+    told, connected = Path(folder, "told"), Path(folder, "connected")
+    if dist.get_rank() == 1:
+        while not told.exists():
+            time.sleep(0.01)
+        place = address(0), int(told.read_text())
+        strangers = [socket.create_connection(place) for _ in range(descriptors // 2 + 10)]
+        connected.touch()
+        dist.barrier()
+        for stranger in strangers:
+            stranger.close()
+        return ""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+    with stderr_in_file() as log:
+        (listener,) = (line for line in _C.own_entry().splitlines() if " mark=" in line)
+        Path(folder, "port").write_text(listener.split()[0])
+        before = len(os.listdir("/proc/self/fd"))
+        Path(folder, "port").rename(told)
+        while not connected.exists() or len(os.listdir("/proc/self/fd")) < before + descriptors // 8:
+            time.sleep(0.01)
+        backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
+        backend.watch([1])
+        dist.barrier()
+        return log.read_text()
+
+
+def test_strangers_keep_no_rank_from_its_peers(tmp_path: Path) -> None:
+    """Regression: their connections counted, and the rank gave up those to its peers for ever."""
+    calls = [("watch_beside_strangers", [str(tmp_path), 256])]
+    (text,), _ = run_on_hosts(tmp_path, [0, 1], __name__, calls)
+    assert "ulimit -n" not in text, text
+
+
+def barrier_error() -> str:
+    return error_of(dist.barrier)
+
+
+def test_where_connections_are_refused(tmp_path: Path) -> None:
+    """Nobody listens where the others look for a rank, for example because its interface is not the job's."""
+    setting = {"FOG_INTERFACE": "lo"}
+    found = run_on_hosts(tmp_path, [0, 1], __name__, [("barrier_error", [])], environment=setting)
+    for rank, (error,) in enumerate(found):
+        assert f"rank {1 - rank} " in error and "its process ended (its port refuses connections)" in error, (
+            error
+        )

@@ -30,7 +30,6 @@ from harness import ALL, World, error_of
 from window_interfaces import (
     INTERFACES,
     LIMIT,
-    MOST_WAYS,
     SHORT,
     SIZE,
     SOON,
@@ -54,10 +53,10 @@ RACE_SECONDS = 0.5 if ALL else 0.1
 # The share of a core that an idle rank may use: 1% is promised, the rest is for other load on the machine.
 IDLE_SECONDS, MOST_IDLE = 1.0, 0.05
 # The interface of tests that need a new world.
-INTERFACE_OF = {"memory": "name", "tcp": "object", "rma": "_C", "hosts": "object", "messages": "_C"}
+INTERFACE_OF = {"memory": "name", "tcp": "object", "rma": "_C", "hosts": "object"}
 
 
-@pytest.fixture(params=MOST_WAYS)
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -807,7 +806,7 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
 
 
 @pytest.mark.usefixtures("no_shared_memory_left")
-@pytest.mark.parametrize("way", [*MOST_WAYS, "alone on its host"])
+@pytest.mark.parametrize("way", [*WAYS, "alone on its host"])
 def test_a_lost_neighbor(world_of: WorldsByWay, new_world: Callable[..., World], way: str) -> None:
     """On hosts, another rank is on the host of the lost one, or none."""
     # UCX terminates a process that writes by RMA to a process of this machine that has just been killed; see

@@ -17,13 +17,12 @@ from typing import Any
 
 import fogdist
 import networkx as nx
-import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.context import current
 from harness import World, WorldPool
-from hosts import ACROSS, emulated_hosts, world_on_hosts
+from hosts import emulated_hosts, world_on_hosts
 from torch import Tensor
 
 INTERFACES = ["_C", "object", "name"]
@@ -34,10 +33,7 @@ WAYS = {
     "tcp": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
     "rma": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"},
     "hosts": {"FOG_CONFIRM": "1", "FOG_BETWEEN_HOSTS": "tcp"},
-    "messages": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "messages"},
 }
-# MPI's messages carry the headers of "rma" too, so only a sample of the promises is tested by them in `make test`.
-MOST_WAYS = [*list(WAYS)[:-1], pytest.param("messages", marks=pytest.mark.long)]
 SIZE = 3
 # Limits of hangs.
 LIMIT = 20.0
@@ -68,7 +64,7 @@ class WorldsByWay:
             self._on_hosts.close()
             self._on_hosts = None
         self._names = self._names or self._ends.enter_context(emulated_hosts(2))
-        return world_on_hosts(self._names, placement, self._folder, ACROSS["UCX"] | WAYS["hosts"], **options)
+        return world_on_hosts(self._names, placement, self._folder, WAYS["hosts"], **options)
 
     def close(self) -> None:
         """Ends all shared worlds and the hosts."""

@@ -88,7 +88,7 @@ def anonymous_files() -> Finding:
             "ranks share memory",
             "note",
             f"a process cannot open another one's memory by /proc: {last[0]}",
-            "ranks of this host then exchange messages over MPI, which is slower; "
+            "ranks of this host then exchange messages over TCP, which is slower; "
             "look at hidepid of /proc and at the container's user",
         )
     return _finding("ranks share memory", "ok", "memfd, opened by /proc")

@@ -8,7 +8,7 @@ objects and trains on, while the newcomer reads that (`fogdist.state_transfer`).
 says that it is ready. Only then do the ranks meet, as after a loss (`fogdist.membership`), and all that they do for it
 is to agree.
 
-Between hosts (FOG_BETWEEN_HOSTS=tcp), the newcomer calls each rank at the port where that one listens for messages, and
+Between hosts, the newcomer calls each rank at the port where that one listens for messages, and
 proves that it knows the secret; then the rank counts the call by itself. The newcomer is ready only when all ranks have
 heard it, so a link that is cut keeps it away, and delays nobody.
 """

@@ -55,8 +55,7 @@ _LAST_PAUSE = 50e-3
 _CONNECT_TIMEOUT = timedelta(seconds=5)
 # A rank of another host that is gone is known to be so after FOG_HOST_TIMEOUT and this time, in seconds.
 _DOUBT = 2.0
-# Why nobody can join a job whose processes use MPI.
-_BY_MPI = "its ranks use MPI, whose world cannot grow; a job on several hosts can be joined with FOG_BETWEEN_HOSTS=tcp"
+# Why nobody can join a job.
 _NO_SECRET = (
     "its ranks know no secret, because their Store is a file: set FOG_JOB_SECRET, the same on all ranks"
 )
@@ -489,10 +488,9 @@ class Members:
             return
         extension, first = _extension.load(), self._whole()
         store = self._joining_store()
-        reason = _BY_MPI if not extension.own_entry() else _NO_SECRET if not extension.job_secret() else ""
-        if reason:
+        if not extension.job_secret():
             if self.context.rank == 0:
-                _joining.close(store, reason)
+                _joining.close(store, _NO_SECRET)
             return
         self._door = Door(store, first.backend.id)
         if self.context.rank == 0:

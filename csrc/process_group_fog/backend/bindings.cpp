@@ -167,7 +167,6 @@ PYBIND11_MODULE(_C, module) {
       .def(py::init<>())
       .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
       .def_readwrite("between_hosts", &ProcessGroupFog::Options::between_hosts)
-      .def_readwrite("reduce", &ProcessGroupFog::Options::reduce)
       .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
       .def(
           "__deepcopy__",

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "core/failure.hpp"
 #include "core/timeline.hpp"
 #include "engine/flight_record.hpp"
 #include "engine/process_engine.hpp"
@@ -16,8 +17,8 @@ namespace {
 using Seconds = std::chrono::duration<double>;
 
 // A long name is cut, possibly within a character.
-py::str readable(const std::string& text) {
-  return py::reinterpret_steal<py::str>(PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace"));
+std::string readable(const std::string& text) {
+  return text_from_peer(text.data(), text.size());
 }
 
 py::dict to_dict(const FlightRecord::Operation& operation) {

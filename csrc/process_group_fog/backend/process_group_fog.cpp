@@ -57,7 +57,7 @@ ProcessGroupFog::ProcessGroupFog(
     known->check_ranks("known_ranks", known_ranks, known->size_);
     acquaintance = {known->group_, std::move(known_ranks)};
   }
-  group_ = connect(store, rank, size, options_->timeout, name, sums_by(options_->reduce), acquaintance);
+  group_ = connect(store, rank, size, options_->timeout, name, acquaintance);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   if (options_->enable_reconfigure) {
     await_reconfiguration();

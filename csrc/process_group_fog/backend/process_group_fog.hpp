@@ -35,7 +35,7 @@ class Neighbors;
 struct Encoding;
 } // namespace device
 
-// Serves every collective of c10d for CPU tensors over MPI, and neighbor collectives beside them. It checks arguments,
+// Serves every collective of c10d for CPU tensors, and neighbor collectives beside them. It checks arguments,
 // stages non-contiguous tensors, and passes operations to the engine, which keeps them as long as it or their Work
 // needs them. It has no threads of its own. Delegates serve the collectives of tensors on other devices: see
 // DeviceBackends.
@@ -56,12 +56,9 @@ class ProcessGroupFog : public c10d::Backend {
     // Whether ranks that only send in an operation (for example the root of a broadcast) wait until the receivers have
     // accepted their messages. Without it they do not wait, and learn of a disagreement only at their next operation.
     bool confirm = false;
-    // The transport between hosts: "auto", "rma", "messages" or "tcp"; "" uses FOG_BETWEEN_HOSTS. The value of the first
-    // group holds for the process.
+    // The transport between hosts: "auto", "tcp" or "rma"; "" uses FOG_BETWEEN_HOSTS. The value of the first group holds
+    // for the process.
     std::string between_hosts;
-    // The implementation of allreduce, reduce and reduce_scatter between hosts: "fog" or "mpi". With MPI's own, the
-    // death of a rank during the operation may end the other ranks, or leave them without MPI. "" uses FOG_REDUCE.
-    std::string reduce;
   };
 
   // Blocks until all `size` ranks have come to `store`. `known`: an older group of this process that contains them, if

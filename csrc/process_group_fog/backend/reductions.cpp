@@ -10,7 +10,6 @@
 #include "device/neighbors.hpp"
 #include "collectives/allreduce.hpp"
 #include "collectives/cutovers.hpp"
-#include "collectives/network_sum.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/reduce_scatter.hpp"
 #include "core/overlap.hpp"
@@ -65,41 +64,13 @@ void end_with(Operation& operation, const at::Tensor& tensor, const at::Tensor& 
   });
 }
 
-// The sum of all ranks by the network's library. Null if fog has to do it: the library has no such sum, or the
-// operation has a name, so that the ranks may not all begin it at the same place of their programs.
-std::shared_ptr<Operation> make_network_sum(
-    const Group& group,
-    const Signature& signature,
-    const at::Tensor& in,
-    const std::optional<at::Tensor>& out,
-    const std::string& name) {
-  const auto op = static_cast<c10d::ReduceOp::RedOpType>(signature.reduce_op);
-  const auto numel = static_cast<size_t>(out.value_or(in).numel());
-  if (!group.sums || !name.empty() || !group.sums->has(signature.kind, op, in.scalar_type(), numel)) {
-    return nullptr;
-  }
-  const NetworkSums::Terms terms{signature.kind, op, in.scalar_type(), part_of(in).data, out ? part_of(*out).data : nullptr, numel,
-                                 signature.root};
-  auto operation = std::make_shared<NetworkSum>(signature, *group.sums, terms);
-  operation->keep(in);
-  return operation;
-}
-
 // For a contiguous tensor.
 std::shared_ptr<Operation> make_allreduce(
-    const Group& group,
     const Signature& signature,
     const at::Tensor& tensor,
     const c10d::ReduceOp& op,
     const Layout& layout,
-    const std::string& name,
     std::function<void()> epilogue) {
-  if (signature.kind == OpKind::kAllreduce) { // otherwise it is internal, or not over all ranks
-    if (auto operation = make_network_sum(group, signature, tensor, tensor, name)) {
-      end_with(*operation, tensor, tensor, std::move(epilogue));
-      return operation;
-    }
-  }
   const bool once = cutovers::of_allreduce(tensor.nbytes(), layout).sums_once(layout.hosts);
   const auto sums = sums_of(tensor, cutovers::partial_dtype(tensor.scalar_type(), op.op_, tensor.nbytes(), once));
   auto operation = std::make_shared<Allreduce>(
@@ -138,7 +109,7 @@ WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d:
         local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
         static_cast<size_t>(reduced.numel()));
   }
-  const auto operation = make_allreduce(*group_, signature, reduced, options.reduceOp, group_->layout, "", [reduced, tensors] {
+  const auto operation = make_allreduce(signature, reduced, options.reduceOp, group_->layout, [reduced, tensors] {
     for (const auto& tensor : tensors) {
       unflatten(reduced, {tensor});
     }
@@ -171,7 +142,7 @@ WorkPtr ProcessGroupFog::allreduce_among(
     const CallOptions& options) {
   Staging staging;
   const auto staged = staging.in_place(tensor);
-  const auto operation = make_allreduce(*group_, signature, staged, op, layout, options.name, staging.copy_back());
+  const auto operation = make_allreduce(signature, staged, op, layout, staging.copy_back());
   return submit(operation, {OpType::ALLREDUCE, title, {tensor}, {tensor}}, options);
 }
 
@@ -188,7 +159,7 @@ WorkPtr ProcessGroupFog::allreduce_coalesced(std::vector<at::Tensor>& tensors, c
   const auto flat = flatten(tensors); // one exchange
   const auto signature = reduction_signature(OpKind::kAllreduce, flat, options.reduceOp);
   const auto operation =
-      make_allreduce(*group_, signature, flat, options.reduceOp, group_->layout, "", [flat, tensors] { unflatten(flat, tensors); });
+      make_allreduce(signature, flat, options.reduceOp, group_->layout, [flat, tensors] { unflatten(flat, tensors); });
   return submit(operation, {OpType::ALLREDUCE_COALESCED, "fog:all_reduce_coalesced", tensors, tensors}, call_options(options));
 }
 
@@ -205,11 +176,6 @@ WorkPtr ProcessGroupFog::reduce(std::vector<at::Tensor>& tensors, const c10d::Re
   const bool is_root = rank_ == options.rootRank;
   const auto staged = is_root ? staging.in_place(tensor) : staging.input(tensor);
   const Call call{OpType::REDUCE, "fog:reduce", tensors, tensors};
-  const auto result = is_root ? std::make_optional(staged) : std::nullopt;
-  if (const auto operation = make_network_sum(*group_, signature, staged, result, "")) {
-    end_with(*operation, staged, staged, staging.copy_back());
-    return submit(operation, call, call_options(options));
-  }
   const auto& layout = group_->layout;
   const bool once = cutovers::of_reduce(staged.nbytes(), layout).sums_once(layout.hosts);
   const auto sums = sums_of(staged, cutovers::partial_dtype(staged.scalar_type(), options.reduceOp.op_, staged.nbytes(), once));
@@ -316,13 +282,6 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   const auto staged_output = staging.output(output);
   const auto signature = reduction_signature(OpKind::kReduceScatter, input, options.reduceOp);
   const Call call{OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", at::TensorList(input), {output}};
-  const auto result =
-      // MPI allows no overlap
-      share_memory(staged_output, staged_input) ? at::empty_like(staged_output) : staged_output;
-  if (const auto operation = make_network_sum(*group_, signature, staged_input, result, "")) {
-    end_with(*operation, staged_output, result, staging.copy_back());
-    return submit(operation, call, call_options(options));
-  }
   return reduce_scatter_parts(
       signature, parts_of(staged_input, size_), {staged_input}, staged_output, options.reduceOp, staging.copy_back(), call,
       call_options(options));

@@ -80,10 +80,7 @@ std::vector<std::string> VirtualWorld::connect(const Options& options) {
       }
     }
     auto& engine = *engines_->engines[rank];
-    engine.use(
-        std::make_unique<ProcessTransport>(
-            Runtime::instance(), rank, engine, engine.watchdog(), std::make_unique<PeerMonitor>(), std::move(links[rank]),
-            std::move(connections[rank]), nullptr));
+    engine.use(std::make_unique<ProcessTransport>(rank, engine, std::move(links[rank]), std::move(connections[rank]), nullptr));
   }
   return addresses;
 }

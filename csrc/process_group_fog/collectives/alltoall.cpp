@@ -12,7 +12,7 @@ void Alltoall::launch() {
   }
   for (int distance = 1; distance < size(); ++distance) {
     const int to = (rank() + distance) % size();
-    send_after_theirs({{to}}, 0, inputs_[to].data, inputs_[to].bytes);
+    send(to, 0, inputs_[to].data, inputs_[to].bytes);
   }
 }
 

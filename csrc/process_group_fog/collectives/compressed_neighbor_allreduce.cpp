@@ -55,7 +55,7 @@ Operation::Action CompressedNeighborAllreduce::advance() {
       }
       const auto& piece = pieces_[sent_];
       const auto step = static_cast<uint16_t>(sent_);
-      send(destinations, step, message_ + piece.place, piece.sum.bytes(), sent_ == 0, Memory::kStays, Order::kAfterTheirs);
+      send(destinations, step, message_ + piece.place, piece.sum.bytes(), sent_ == 0);
     }
     if (encoded_ < pieces_.size()) {
       return Action::kCompute; // outside of the engine's lock

@@ -80,7 +80,7 @@ void HierarchicalNeighborAllreduce::start_mixing() {
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({machines_.rank(destination.rank, machines_.place()), destination.weight});
   }
-  send(destinations, kMix, sum_ ? message_ : mean_, mixed_bytes(), true, Memory::kStays, Order::kAfterTheirs);
+  send(destinations, kMix, sum_ ? message_ : mean_, mixed_bytes(), true);
 }
 
 // Each rank of a machine mixes its own slice: with different plans the slices would not fit together.

@@ -16,7 +16,7 @@ void NeighborAllreduce::launch() {
   for (const auto& destination : plan_.destinations()) {
     destinations.push_back({destination.rank, destination.weight});
   }
-  send(destinations, 0, in_, bytes_, true, in_ == out_ ? Memory::kOverwritten : Memory::kStays, Order::kAfterTheirs);
+  send(destinations, 0, in_, bytes_, true, in_ == out_ ? Memory::kOverwritten : Memory::kStays);
 }
 
 Operation::Action NeighborAllreduce::advance() {

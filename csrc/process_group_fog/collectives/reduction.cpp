@@ -73,7 +73,7 @@ void Reduction::send_step(const Step& step) {
     destinations.push_back({peer, step.given ? scale_ : 1.0});
   }
   const size_t begin = step.elements.begin;
-  send_after_theirs(destinations, step.message, step.given ? given(begin) : place(begin), step.elements.numel * item_);
+  send(destinations, step.message, step.given ? given(begin) : place(begin), step.elements.numel * item_);
 }
 
 Slice Reduction::changed() const {

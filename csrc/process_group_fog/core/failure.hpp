@@ -17,6 +17,7 @@ struct Failure {
 // The states of a process that is gone, as error messages word them.
 inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
+inline constexpr const char* kRefused = "was lost: its process ended (its port refuses connections)";
 inline constexpr const char* kNoSign = "was lost: it shows no sign of life";
 inline constexpr const char* kCut = "was lost: the connection to it has broken";
 inline constexpr const char* kNotReached = "was lost: no connection to it could be made";

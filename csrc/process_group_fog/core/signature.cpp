@@ -4,6 +4,7 @@
 #include <cstring>
 #include <sstream>
 
+#include "core/failure.hpp"
 #include "core/names.hpp"
 
 namespace fog {
@@ -115,10 +116,7 @@ std::string Signature::describe() const {
     text << ", " << machines << (machines == 1 ? " machine" : " machines");
   }
   if (codec[0] != 0) {
-    std::string shown(codec.data(), strnlen(codec.data(), codec.size()));
-    const auto is_odd = [](char each) { return each < ' ' || each > '~'; }; // of damaged memory: Python could not show it
-    std::replace_if(shown.begin(), shown.end(), is_odd, '?');
-    text << ", compression " << shown;
+    text << ", compression " << text_from_peer(codec.data(), strnlen(codec.data(), codec.size()));
   }
   if (layout != 0) { // shows a difference that no other field shows
     text << ", layout " << std::hex << layout;

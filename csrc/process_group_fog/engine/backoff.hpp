@@ -89,34 +89,4 @@ class Backoff {
   std::chrono::nanoseconds sleep_ = kFirstSleep;
 };
 
-// Chooses how long a thread sleeps between checks of large data that rings no bell. Each sleep is a fraction of the
-// time since the last news, so news is noticed with little delay, and the data that a link brings meanwhile is handled
-// at once. Sleeps become shorter if they are too long for the link, that is, if several checks in a row after a sleep
-// found data.
-class FlowPace {
- public:
-  using Duration = std::chrono::nanoseconds;
-
-  // Call after a check that found data.
-  void moved() {
-    ++looks_;
-  }
-  // Call after a check that found nothing, with the time since the last news: returns how long to sleep.
-  Duration nap(Duration quiet) {
-    longest_ = looks_ >= kManyLooks ? longest_ / 2 : longest_ * 2;
-    longest_ = std::clamp(longest_, kShortest, kLongest);
-    looks_ = 0;
-    return std::clamp(quiet / kPart, kShortest, longest_);
-  }
-
- private:
-  static constexpr int kManyLooks = 4;
-  static constexpr int kPart = 8;
-  static constexpr Duration kShortest = std::chrono::microseconds(20);
-  static constexpr Duration kLongest = std::chrono::milliseconds(1);
-
-  int looks_ = 0; // checks with data since the last sleep
-  Duration longest_ = kLongest;
-};
-
 } // namespace fog

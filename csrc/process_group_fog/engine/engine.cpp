@@ -66,7 +66,10 @@ bool Engine::progress() {
 }
 
 void Engine::look_for_ended_peers() {
+  constexpr int kLooks = 16; // enough to read what peers have sent while this process was stopped
   auto lock = locked();
+  for (int looks = 0; transport_ && looks < kLooks && take_messages(); ++looks) {
+  }
   check_peers(lock);
   unlock_and_deliver(lock);
 }
@@ -252,7 +255,7 @@ bool Engine::make_progress(Lock& lock) {
     }
   }
   must_poll_ = transport_ && transport_->must_poll();
-  flow_ = transport_ ? transport_->flow() : Transport::Flow::kNone;
+  data_moves_ = transport_ && transport_->data_moves();
   service_busy_ = service_->busy();
   if (progressed) {
     last_news_ = now;
@@ -263,7 +266,7 @@ bool Engine::make_progress(Lock& lock) {
 bool Engine::take_messages() {
   try {
     return transport_->poll();
-  } catch (const c10::DistBackendError& error) { // MPI itself failed: no operation can continue
+  } catch (const c10::DistBackendError& error) { // the transport itself failed: no operation can continue
     unhealthy_ = true;
     fail_everything(message_of(error), false);
     return false;

@@ -3,7 +3,7 @@
 //
 // Progress is cooperative. A thread that waits for a Work drives all operations in flight; a background thread drives
 // them only while operations are in flight and no thread waits. Threads without work sleep until a message of this host
-// rings their bell; if messages may come over MPI, they poll from time to time. One lock guards MPI and all state.
+// rings their bell; if data may come by MPI RMA, they poll from time to time. One lock guards MPI and all state.
 // Completions (which may run Python callbacks) and arithmetic happen outside of it.
 #pragma once
 
@@ -266,8 +266,7 @@ class Engine final : public Driver, public MessageHandler {
   void step_ready(Lock& lock);
   bool step_service(Lock& lock);
   void check_peers(Lock& lock);
-  struct DrainingPeer;
-  void on_process_end(Lock& lock, const DrainingPeer& ended);
+  void on_process_end(Lock& lock, const Transport::Ended& ended);
   void check_deadlines();
   // Declares the watched peers lost that show no sign of life for too long.
   void judge_peers(Deadline now);
@@ -391,7 +390,7 @@ class Engine final : public Driver, public MessageHandler {
   std::atomic<std::chrono::milliseconds> longest_sleep_{std::chrono::milliseconds(20)};
   std::atomic<int> sleepers_{0}; // waiting threads that sleep or are about to
   std::atomic<bool> must_poll_{false};
-  std::atomic<Transport::Flow> flow_{Transport::Flow::kNone};
+  std::atomic<bool> data_moves_{false};
   std::atomic<bool> service_busy_{false};
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
@@ -405,15 +404,6 @@ class Engine final : public Driver, public MessageHandler {
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
-  // Processes of other hosts that have ended. Until `end`, messages that they sent before may still arrive.
-  struct DrainingPeer {
-    int peer;
-    bool departed;
-    const char* how;
-    bool may_run; // its end is not certain
-    std::chrono::steady_clock::time_point end;
-  };
-  std::vector<DrainingPeer> draining_;
 };
 
 } // namespace fog

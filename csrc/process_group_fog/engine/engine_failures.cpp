@@ -190,34 +190,23 @@ void Engine::fail_awaiting(const std::shared_ptr<Group>& group, int peer, const 
 }
 
 void Engine::check_peers(Lock& lock) {
-  const auto now = Clock::now();
   if (transport_) {
-    for (const auto& [peer, silent, departed, drain, cut] : transport_->ended()) {
-      released_by_.insert(peer);
-      const char* how = cut != nullptr ? cut : silent ? kSilent : kLost;
-      draining_.push_back({peer, departed, how, silent || cut != nullptr, now + drain});
-    }
+    const auto all = transport_->ended();
     look_for_expulsions();
-  }
-  for (size_t i = 0; i < draining_.size();) {
-    const auto ended = draining_[i];
-    if (now < ended.end) {
-      ++i;
-      continue;
+    for (const auto& ended : all) {
+      on_process_end(lock, ended);
     }
-    draining_.erase(draining_.begin() + static_cast<ptrdiff_t>(i));
-    on_process_end(lock, ended);
   }
 }
 
-void Engine::on_process_end(Lock& lock, const DrainingPeer& ended) {
+void Engine::on_process_end(Lock& lock, const Transport::Ended& ended) {
   const int peer = ended.peer;
   released_by_.insert(peer);
   if (silent_.erase(peer) > 0) {
     on_end_of_lost(peer);
     return;
   }
-  if (departed_.count(peer) > 0) {
+  if (departed_.count(peer) > 0 || lost_.count(peer) > 0) { // the system and a connection may both tell of it
     return;
   }
   // Take the messages that it sent before its end: it may have said goodbye, or sent all the awaited data.

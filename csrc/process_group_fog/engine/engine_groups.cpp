@@ -98,8 +98,6 @@ void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
     if (silent_.erase(peer_id) > 0) {
       on_end_of_lost(peer_id);
     }
-    const auto is_of_peer = [&](const DrainingPeer& draining) { return draining.peer == peer_id; };
-    draining_.erase(std::remove_if(draining_.begin(), draining_.end(), is_of_peer), draining_.end());
     transport_->renew(peer_id);
     lost_.erase(peer_id);
     departed_.erase(peer_id);
@@ -112,7 +110,7 @@ void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
     transport_->attach(peer_id, peer.pid, peer.address);
   }
   if (!peer.tcp.empty()) {
-    transport_->meet(peer_id, peer.tcp, is_here ? "" : peer.listener);
+    transport_->meet(peer_id, peer.tcp);
   }
   unlock_and_deliver(lock);
 }
@@ -167,9 +165,6 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       tell_all_closed(*group); // also to the ranks that have closed the group: they can now forget it
     }
     group->closed = true;
-    if (group->sums) {
-      group->sums->close(!group->failure.reason.empty());
-    }
     for (const auto& message : group->unexpected) {
       transport_->ignore(group->members[message.source].peer_id, message.header);
     }

@@ -16,7 +16,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr auto kInterruptInterval = std::chrono::milliseconds(50);
 constexpr auto kBackgroundInterval = std::chrono::microseconds(100); // between polls while operations are in flight
-constexpr auto kFlowSpin = std::chrono::microseconds(50); // after news of large data, before the first sleep
 constexpr auto kIdleInterval = std::chrono::milliseconds(10); // between polls while no operations are in flight
 constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 // The time between polls while ranks of other hosts may use this process's windows: a fraction of the time since the
@@ -136,8 +135,6 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
   Remains remains(*this);
   WaiterGuard guard(*this);
   Backoff backoff(oversubscribed_);
-  FlowPace pace;
-  Clock::time_point news;
   Clock::time_point next_interrupt_check;
   for (bool first = true; !done.load(std::memory_order_acquire); first = false) {
     if (!must_poll_.load()) {
@@ -160,7 +157,6 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     }
     if (first) {
       guard.sleeps();
-      news = now;
       next_interrupt_check = now + kInterruptInterval;
     } else if (now >= next_interrupt_check) {
       next_interrupt_check = now + kInterruptInterval;
@@ -171,21 +167,10 @@ bool Engine::drive_until(const std::atomic<bool>& done, Clock::time_point deadli
     }
     if (progressed) {
       backoff.reset();
-      news = now;
       continue;
     }
-    const auto flow = flow_.load();
-    if (flow == Transport::Flow::kMoves) {
-      pace.moved();
+    if (data_moves_.load()) {
       sched_yield();
-      continue;
-    }
-    if (flow == Transport::Flow::kStill) {
-      if (now - news < kFlowSpin) {
-        sched_yield();
-      } else {
-        sleep_until_news(done, std::min<std::chrono::nanoseconds>(pace.nap(now - news), deadline - now));
-      }
       continue;
     }
     if (backoff.spins(now)) {
@@ -276,7 +261,6 @@ void Engine::background() {
   c10::setThreadName("fog_progress");
   Remains remains(*this);
   Backoff backoff(true);
-  FlowPace pace;
   while (!stopping_.load()) {
     const auto ticket = bell().listen(Doorbell::kBackground);
     pulse_.load()->beats.fetch_add(1, std::memory_order_relaxed);
@@ -301,9 +285,8 @@ void Engine::background() {
         continue;
       }
       if (!more) {
-        // Nothing of this process is in flight. But other ranks may send over MPI, and MPI may still hold messages that
-        // it reports as sent; polling every few milliseconds costs next to nothing. Ranks on this host ring the bell if
-        // they need this process.
+        // Nothing of this process is in flight. But MPI may have to answer other ranks; polling every few milliseconds costs
+        // next to nothing. Messages ring the bell.
         if (!listening) {
           bell().stop_listening(Doorbell::kBackground);
         }
@@ -315,12 +298,9 @@ void Engine::background() {
           pause = std::clamp<std::chrono::nanoseconds>(quiet / kListeningPart, kListeningShortest, kListeningLongest);
         }
         backoff.reset();
-      } else if (const auto flow = flow_.load(); flow == Transport::Flow::kMoves) {
-        pace.moved();
-        sched_yield(); // a thread that computes can use the core while no data moves
+      } else if (data_moves_.load()) {
+        sched_yield();
         continue;
-      } else if (flow == Transport::Flow::kStill) {
-        pause = std::max<std::chrono::nanoseconds>(pace.nap(quiet), kBackgroundInterval);
       } else if (poll) {
         pause = std::max<std::chrono::nanoseconds>(backoff.pause(false), kBackgroundInterval);
       }
@@ -384,8 +364,8 @@ std::optional<bool> Engine::shutdown() {
     }
   }
   transport_->depart();
-  // MPI may report a message as sent while this process still holds it. So wait until each peer that received the
-  // goodbye by MPI has confirmed it or has ended; after a failure, wait only for a moment. Messages to peers on this
+  // The system drops what it has not sent when a process ends with messages that it has not read. So wait until each peer
+  // of another host has confirmed the goodbye or has ended; after a failure, only for a moment. Messages to peers on this
   // host stay in their memory.
   auto everyone_knows = [&] {
     return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
@@ -413,7 +393,7 @@ std::optional<bool> Engine::shutdown() {
     sleep_until_message(std::chrono::milliseconds(1));
     lock.lock();
   }
-  const bool healthy = !unhealthy_ && !transport_->has_sums_in_flight(); // MPI's end might wait for sums in flight
+  const bool healthy = !unhealthy_;
   lock.unlock();
   watchdog_.stop();
   return healthy;

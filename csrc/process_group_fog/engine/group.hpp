@@ -14,7 +14,6 @@
 #include "engine/early_messages.hpp"
 #include "core/failure.hpp"
 #include "core/machines.hpp"
-#include "transport/network_sums.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
 #include "engine/operation.hpp"
@@ -54,7 +53,6 @@ class Group {
   void check_present(int rank) const;
 
   Transport* transport = nullptr;
-  std::shared_ptr<NetworkSums> sums; // null if fog computes all sums itself; constant after the group's creation
   // Operations that the engine has to step.
   std::deque<std::shared_ptr<Operation>>* ready = nullptr;
 

@@ -16,9 +16,9 @@
 #include "job/introduction.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
-#include "job/peer_monitor.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/process_watch.hpp"
+#include "job/secret.hpp"
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/arena.hpp"
 #include "transport/shared_memory/inbox.hpp"
@@ -68,29 +68,22 @@ void take_in(Engine& engine, int rank, const Introduction& peer, Deadline deadli
   }
 }
 
-// Throws DistBackendError if this process cannot reach the ranks of the job, or they cannot reach it.
-void check_ways(const Introduction& mine, const std::vector<Introduction>& members) {
-  const auto& first = members.front();
+// Throws DistBackendError if this process has another version or setting than a rank of the job.
+void check_alike(const Introduction& mine, const Introduction& first) {
   TORCH_CHECK_WITH(
       DistBackendError, mine.protocol == first.protocol,
       "fog: this process cannot join the job, which has another version: the job's is ", first.protocol, "; this one's is ",
       mine.protocol);
-  if (!first.tcp.empty() || between_hosts() == BetweenHosts::kTcp) {
-    TORCH_CHECK_WITH(
-        DistBackendError, mine.between_hosts == first.between_hosts,
-        "fog: this process cannot join the job: FOG_BETWEEN_HOSTS (or the option between_hosts) is '", mine.between_hosts,
-        "' here, and '", first.between_hosts, "' on the job's ranks");
-    TORCH_CHECK_WITH(
-        DistBackendError, mine.secret_mark == first.secret_mark,
-        "fog: this process cannot join the job: it does not know the job's secret (FOG_JOB_SECRET)"); // no rank would hear it
-    return;
-  }
-  for (const auto& member : members) {
-    TORCH_CHECK_WITH(
-        DistBackendError, member.host_id == mine.host_id, "fog: this process on host ", mine.host_name, " cannot join the job: rank ",
-        member.world_rank, " is on host ", member.host_name,
-        ", and the job's ranks share memory only. A job with FOG_BETWEEN_HOSTS=tcp can be joined from other hosts");
-  }
+  TORCH_CHECK_WITH(
+      DistBackendError, mine.between_hosts == first.between_hosts,
+      "fog: this process cannot join the job: FOG_BETWEEN_HOSTS (or the option between_hosts) is '", mine.between_hosts,
+      "' here, and '", first.between_hosts, "' on the job's ranks");
+}
+
+// Returns whether this process and all members are on one host, and share its memory.
+bool share_memory(const Introduction& mine, const std::vector<Introduction>& members) {
+  return mine.links &&
+      std::all_of(members.begin(), members.end(), [&](const Introduction& member) { return is_visible(member) && member.links; });
 }
 
 // The name of this process's host: that which the members there have for it, or a new one if none is left.
@@ -108,7 +101,7 @@ std::string host_among(const std::vector<Introduction>& members) {
 std::string own_entry() {
   const auto& runtime = Runtime::instance();
   const auto* transport = process_transport();
-  if (transport == nullptr || !runtime.joined() || runtime.started()) {
+  if (transport == nullptr || !runtime.joined()) {
     return {};
   }
   auto mine = introduce();
@@ -118,17 +111,9 @@ std::string own_entry() {
   mine.max_ranks = runtime.max_ranks();
   mine.address = transport->address();
   process_engine().with_lock([&] {
-    auto& monitor = *process_monitor();
-    mine.tcp = process_connections()->line();
-    std::vector<std::string> addresses;
-    for (const auto& address : read_listener(mine.tcp, {})) {
-      addresses.push_back(address.text);
-    }
+    auto& connections = *process_connections();
     // In a job on one host nobody has listened: a process of another host may join now.
-    if (!addresses.empty() && monitor.line().empty() && !monitor.listen(addresses).empty()) {
-      monitor.meet(runtime.rank(), runtime.size(), {}, {});
-    }
-    mine.listener = monitor.line();
+    mine.tcp = job_secret().empty() ? connections.line() : connections.listen(addresses_towards(""));
   });
   return to_text(mine);
 }
@@ -158,18 +143,22 @@ void prepare_to_join(
   for (const auto& entry : entries) {
     members.push_back(read_introduction(entry));
   }
-  check_ways(introduce(), members);
-  const bool uses_tcp = between_hosts() == BetweenHosts::kTcp;
+  const auto mine = introduce();
+  check_alike(mine, members.front());
+  const bool uses_tcp = !share_memory(mine, members);
+  TORCH_CHECK_WITH(
+      DistBackendError, !uses_tcp || mine.secret_mark == members.front().secret_mark,
+      "fog: this process cannot join the job: it does not know the job's secret (FOG_JOB_SECRET)"); // no rank would hear it
   const auto host = uses_tcp ? host_among(members) : members.front().host;
   const auto neighbors = std::count_if(members.begin(), members.end(), [&](const Introduction& each) { return each.host == host; });
   const int max_ranks = members.front().max_ranks;
-  auto links = std::make_unique<shared_memory::Links>(rank, size, max_ranks, !uses_tcp || has_local_links());
+  auto links = std::make_unique<shared_memory::Links>(rank, size, max_ranks, mine.links);
   TORCH_CHECK_VALUE(
       rank < links->max_ranks(), "prepare_to_join: rank: got ", rank, "; allowed are ranks below ", links->max_ranks(),
       ", the most that the job can have (FOG_MAX_RANKS)");
   TORCH_CHECK_VALUE(
-      !uses_tcp || rank < size, "prepare_to_join: rank: got ", rank, "; allowed with FOG_BETWEEN_HOSTS=tcp are ranks below ", size,
-      ", with which the job began: a process takes the number of a rank that is gone");
+      !uses_tcp || rank < size, "prepare_to_join: rank: got ", rank, "; allowed are ranks below ", size,
+      ", with which the job began, unless all its ranks share one host: a process takes the number of a rank that is gone");
   std::vector<int> local(static_cast<size_t>(links->max_ranks()));
   std::iota(local.begin(), local.end(), 0);
   shared_memory::Arena::expect_ranks(uses_tcp ? static_cast<int>(neighbors) + 1 : links->max_ranks());
@@ -177,20 +166,17 @@ void prepare_to_join(
   TORCH_CHECK_WITH(
       DistBackendError, uses_tcp || !links->address(true).empty(),
       "fog: this process cannot join the job: the system gives it no shared memory");
-  auto monitor = std::make_unique<PeerMonitor>();
   auto connections = std::make_unique<tcp::Connections>();
   if (uses_tcp) {
     const auto own = addresses_towards(store_host);
     TORCH_CHECK_WITH(
         DistBackendError, !connections->listen(own).empty(),
         "fog: this process cannot join the job: the system forbids to listen at a TCP port");
-    monitor->listen(own);
-    monitor->meet(rank, size, {}, {});
   }
   engine.start_threads(timeout);
   runtime.settle(host, static_cast<int>(neighbors) + 1, std::vector<int>(static_cast<size_t>(size), 0));
   runtime.join(members.front().job, rank, size, max_ranks);
-  make_process_transport(std::move(monitor), std::move(links), std::move(connections), nullptr);
+  make_process_transport(std::move(links), std::move(connections), nullptr);
 }
 
 std::shared_ptr<Group> add_whole(

@@ -20,7 +20,7 @@
 namespace fog {
 
 // What a process tells others about itself, so that they can connect: the text of an Introduction. Empty if no process
-// can join this one's world: it has none yet, or MPI runs, whose world cannot grow.
+// can join this one's world: it has none yet.
 std::string own_entry();
 
 // Draws the attention of the process with this entry. Returns false if it has ended, or does not answer; that of a process

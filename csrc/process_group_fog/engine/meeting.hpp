@@ -12,9 +12,7 @@
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
-#include "job/peer_monitor.hpp"
 #include "job/rendezvous.hpp"
-#include "transport/network_sums.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
 
@@ -29,9 +27,7 @@ class Meeting {
   Meeting& operator=(const Meeting&) = delete;
 
   // Exchanges the ranks' introductions. The first groups also create the world.
-  void meet(const std::string& name, SumsBy sums);
-  // MPI's own sums; null unless all ranks want them, MPI runs, and some ranks are not reached through shared memory.
-  std::shared_ptr<NetworkSums> network_sums(const std::string& name);
+  void meet(const std::string& name);
 
   uint64_t id() const {
     return ranks_[0].random;
@@ -52,18 +48,16 @@ class Meeting {
   void check_secret() const;
   // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
   void find_places();
-  // Creates the transport, and starts MPI if not all ranks share memory.
+  // Returns whether all ranks share one host and its memory.
+  bool all_linked() const;
+  // Returns whether MPI is to move large data, if it can; the same on all ranks.
+  bool wants_rma() const;
+  // Creates the transport, and starts MPI if it is to move data.
   void make_transport();
-  // The third step, if the world has several hosts: the first rank of each says whether it reaches the next host.
-  void watch_other_hosts(const ReachProbe* probe);
-  std::unique_ptr<ReachProbe> probe_next_host();
+  // Listens for messages; returns where, or nothing without a secret, as nobody could connect.
   std::string listen();
-  // The same for messages over TCP; empty if the job does not use that.
-  std::string listen_for_messages();
   // Returns whether all ranks of the world take part.
   bool is_world() const;
-  // Returns whether the names tell the hosts apart. Only clones of a virtual machine have equal names.
-  bool names_differ() const;
   bool is_new_world() const;
   bool has_several_hosts() const;
 
@@ -71,7 +65,6 @@ class Meeting {
   const std::chrono::milliseconds timeout_;
   const Beacon beacon_; // until all ranks have looked for it
   std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
-  std::unique_ptr<PeerMonitor> monitor_; // for the transport to be created
   std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
   std::vector<Introduction> ranks_;
   std::vector<Place> places_;

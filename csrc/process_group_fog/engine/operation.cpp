@@ -68,12 +68,6 @@ bool Operation::expects(int peer) const {
       receives_.begin(), receives_.end(), [peer](const Receive& receive) { return !receive.arrived && receive.peer == peer; });
 }
 
-bool Operation::expects(int peer, uint16_t step) const {
-  return std::any_of(receives_.begin(), receives_.end(), [&](const Receive& receive) {
-    return !receive.arrived && receive.peer == peer && receive.step == step;
-  });
-}
-
 bool Operation::owns(int source, const Header& header) const {
   return (header.key & kNamedKey) == 0 ||
       group_->names.is_of_latest(header.key, source, {header.use, header.generation}, expects(source));
@@ -185,11 +179,6 @@ void Operation::on_message(int source, const Header& header, const char* data) {
   if (times) {
     note_arrival(source, header.bytes);
   }
-  // Before asking for its data: MPI's announcements of outgoing data then precede the answer that makes incoming data
-  // start.
-  if (data_waits_) {
-    group_->transport->go(group_->members[source].peer_id, *this);
-  }
   if (header.wants_confirm != 0) {
     confirm_to(source);
   }
@@ -286,7 +275,7 @@ void Operation::finish(std::exception_ptr error) {
   if (!error && has_outputs_) {
     work_->set_outputs(std::move(outputs_));
   }
-  // The tensors are released with the operation: after a failure MPI may still read or write them, and the last
+  // The tensors are released with the operation: after a failure the transport may still read or write them, and the last
   // reference to a tensor that Python knows takes Python's lock.
   work_->complete(std::move(error));
 }

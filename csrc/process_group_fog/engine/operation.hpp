@@ -135,9 +135,8 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool heard_from(int peer) const;
   // Returns whether a message belongs to this operation, and not to a later one with the same name.
   bool owns(int source, const Header& header) const;
-  // Returns whether any message from `peer`, or its message `step`, is still to come.
+  // Returns whether any message from `peer` is still to come.
   bool expects(int peer) const;
-  bool expects(int peer, uint16_t step) const;
   // "allreduce #12 [allreduce(SUM, float32[3])] of group '0' on rank 1"
   std::string describe() const;
   // "; not there: rank 1; waiting for rank 2", for example if rank 2 has come but cannot continue without rank 1. Uses
@@ -173,13 +172,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     double scale = 1.0;
   };
   using Memory = Transport::Memory;
-  enum class Order {
-    kAtOnce,
-    // If the receiver's own message `step` to this rank is still to come, large data waits for its header. The receiver
-    // must send that message independently of this rank. Otherwise data in one direction would delay MPI's control
-    // messages for data in the other direction, which use the same connection.
-    kAfterTheirs,
-  };
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(
       c10::ArrayRef<Destination> destinations,
@@ -187,22 +179,16 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
       const void* data,
       size_t bytes,
       bool confirm = false,
-      Memory memory = Memory::kStays,
-      Order order = Order::kAtOnce);
-  void send_after_theirs(c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes) {
-    send(destinations, step, data, bytes, false, Memory::kStays, Order::kAfterTheirs);
-  }
+      Memory memory = Memory::kStays);
   void send(int peer, uint16_t step, const void* data, size_t bytes, double scale = 1.0, bool confirm = false) {
     send(Destination{peer, scale}, step, data, bytes, confirm);
   }
-  // Adds an exchange that the transport does with all other ranks of the group. The operation does not end before it.
-  void follow(std::shared_ptr<Outgoing> exchange);
   // The number of bytes, of the first `bytes`, that have been sent in all transfers and may be overwritten.
   size_t sent(size_t bytes) const;
   // All other ranks, beginning with the next one, so that not all ranks send to rank 0 first.
   std::vector<Destination> others() const;
   // Expects exactly `bytes` from `peer` as message `step`, into `data`. The operation may also be sending this memory,
-  // if its receivers have all of it when `peer` sends the message. But MPI may not have reported the sends as complete,
+  // if its receivers have all of it when `peer` sends the message. But the sends may not be known as complete,
   // and must not write to memory that it still reads: the message then waits.
   size_t receive(int peer, uint16_t step, void* data, size_t bytes);
   // Expects exactly `bytes` from `peer`, which are read in place: compute() accesses them with input().
@@ -332,7 +318,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   std::vector<size_t> to_move_; // receives whose data has to be copied to its destination
   std::vector<Move> moves_; // for run()
   int waiting_ = 0; // receives that wait until the memory that they overwrite has been sent
-  bool data_waits_ = false; // for headers of its receivers, see Order::kAfterTheirs
   bool moved_ = false; // a transfer has made progress
   Task task_ = Task::kNone;
   uint16_t input_step_ = 0;

@@ -21,16 +21,14 @@ std::vector<Operation::Destination> Operation::others() const {
 }
 
 void Operation::send(
-    c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory, Order order) {
+    c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
   if (destinations.empty()) {
     return;
   }
   c10::SmallVector<Transport::Destination, 8> peers;
   for (const auto& [peer, scale] : destinations) {
     group_->check_present(peer);
-    const bool waits = order == Order::kAfterTheirs && expects(peer, step);
-    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_, waits});
-    data_waits_ = data_waits_ || waits;
+    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
   }
   Transport::Sent sent;
   try {
@@ -64,14 +62,6 @@ void Operation::send(
     going_.push_back(std::move(going));
     make_ready(shared_from_this());
   }
-}
-
-void Operation::follow(std::shared_ptr<Outgoing> exchange) {
-  Going going{std::move(exchange), {}, nullptr, 0};
-  for (const auto& other : others()) {
-    going.peers.push_back(other.peer);
-  }
-  going_.push_back(std::move(going));
 }
 
 size_t Operation::sent(size_t bytes) const {
@@ -156,7 +146,7 @@ void Operation::take(size_t index, const char* data) {
     complete_receive(receive);
     return;
   }
-  // MPI must not write to memory that it still reads: on_progress() continues later.
+  // Nothing may be received into memory that is still being sent: on_progress() continues later.
   const bool waited = std::exchange(
       receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
   waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
@@ -194,7 +184,6 @@ void Operation::check_transfers() const {
     if (!going.data->error.empty()) {
       const auto lost = std::find_if(
           going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
-      TORCH_CHECK_WITH(DistBackendError, lost != going.peers.end(), "MPI failed in its own reduction: ", going.data->error);
       C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }

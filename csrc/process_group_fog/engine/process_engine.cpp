@@ -15,6 +15,7 @@
 #include "job/hosts.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
+#include "job/peer_sockets.hpp"
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
@@ -24,8 +25,7 @@ namespace {
 
 // The engine's transport; null before the first group of several ranks.
 std::atomic<ProcessTransport*> transport{nullptr};
-// The monitor and the TCP connections of the transport, or of the transport that is being created.
-std::atomic<PeerMonitor*> monitor{nullptr};
+// The TCP connections of the transport, or of the transport that is being created.
 std::atomic<tcp::Connections*> connections{nullptr};
 
 // Suspends the judgement on this process's program.
@@ -50,29 +50,22 @@ ProcessTransport* process_transport() {
   return transport.load();
 }
 
-PeerMonitor* process_monitor() {
-  return monitor.load();
-}
-
 tcp::Connections* process_connections() {
   return connections.load();
 }
 
-void use_sockets(PeerMonitor* its_monitor, tcp::Connections* its_connections) {
-  monitor = its_monitor;
+void use_sockets(tcp::Connections* its_connections) {
   connections = its_connections;
 }
 
 void make_process_transport(
-    std::unique_ptr<PeerMonitor> its_monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory) {
   auto& engine = process_engine();
-  use_sockets(its_monitor.get(), its_connections.get());
+  use_sockets(its_connections.get());
   auto made = std::make_unique<ProcessTransport>(
-      Runtime::instance(), Runtime::instance().rank(), engine, engine.watchdog(), std::move(its_monitor), std::move(links),
-      std::move(its_connections), std::move(remote_memory));
+      Runtime::instance().rank(), engine, std::move(links), std::move(its_connections), std::move(remote_memory));
   transport = made.get();
   engine.use(std::move(made));
 }
@@ -112,9 +105,6 @@ Engine& process_engine() {
       process_engine().set_forked();
       Timeline::forget_in_child();
       FlightRecord::forget_in_child();
-      if (auto* inherited = monitor.load()) {
-        inherited->close_all();
-      }
       if (auto* inherited = connections.load()) {
         inherited->close_all();
       }
@@ -127,7 +117,7 @@ Engine& process_engine() {
 void read_settings() {
   auto& engine = process_engine();
   engine.check_not_forked();
-  PeerMonitor::host_timeout(); // these throw if an environment variable is invalid
+  host_timeout(); // these throw if an environment variable is invalid
   check_interface();
   rma_bytes();
   long_wait();
@@ -141,7 +131,6 @@ std::shared_ptr<Group> connect(
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums,
     const Acquaintance& known) {
   auto& engine = process_engine();
   read_settings();
@@ -164,12 +153,9 @@ std::shared_ptr<Group> connect(
   }
   Meeting meeting(store, rank, size, timeout, std::move(gone));
   engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile
-  meeting.meet(name, sums);
-  auto network_sums = meeting.network_sums(name);
+  meeting.meet(name);
   meeting.finish();
-  auto group = engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
-  group->sums = std::move(network_sums);
-  return group;
+  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
 }
 
 void leave_job() {

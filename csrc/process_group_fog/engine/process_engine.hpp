@@ -1,4 +1,4 @@
-// The engine of this process, over MPI and shared memory, for all its groups.
+// The engine of this process, over shared memory, TCP and MPI, for all its groups.
 #pragma once
 
 #include <chrono>
@@ -14,7 +14,6 @@
 namespace fog {
 
 class ProcessTransport;
-class PeerMonitor;
 namespace shared_memory {
 class Links;
 }
@@ -29,14 +28,12 @@ class Connections;
 Engine& process_engine();
 // The engine's transport; null before the first group of several ranks.
 ProcessTransport* process_transport();
-// The monitor and the TCP connections of the transport, or of the one that is being created; null without. A forked child
-// closes their sockets.
-PeerMonitor* process_monitor();
+// The TCP connections of the transport, or of the one that is being created; null without. A forked child closes their
+// sockets.
 tcp::Connections* process_connections();
-void use_sockets(PeerMonitor* its_monitor, tcp::Connections* its_connections);
+void use_sockets(tcp::Connections* its_connections);
 // Makes it. `remote_memory` may be null.
 void make_process_transport(
-    std::unique_ptr<PeerMonitor> its_monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory);
@@ -44,16 +41,15 @@ void make_process_transport(
 // Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.
 void read_settings();
 
-// Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is needed. Blocks until
+// Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is to move data. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known
-// to be gone. `sums`: whether MPI or fog does allreduce, reduce and reduce_scatter between hosts.
+// to be gone.
 std::shared_ptr<Group> connect(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    SumsBy sums,
     const Acquaintance& known);
 
 // Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the

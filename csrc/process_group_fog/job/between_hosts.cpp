@@ -3,16 +3,17 @@
 #include <array>
 #include <cerrno>
 #include <cstdlib>
+#include <filesystem>
 #include <mutex>
 #include <optional>
-#include <string_view>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 
 namespace fog {
 namespace {
 
-constexpr std::array<BetweenHosts, 4> kWays = {BetweenHosts::kAuto, BetweenHosts::kRma, BetweenHosts::kMessages, BetweenHosts::kTcp};
+constexpr std::array<BetweenHosts, 3> kWays = {BetweenHosts::kAuto, BetweenHosts::kTcp, BetweenHosts::kRma};
 
 std::mutex choosing;
 std::optional<BetweenHosts> chosen;
@@ -28,7 +29,7 @@ BetweenHosts parse(const char* argument, const std::string& name) {
       return way;
     }
   }
-  TORCH_CHECK_VALUE(false, argument, ": got '", name, "'; allowed are 'auto', 'rma', 'messages' and 'tcp'");
+  TORCH_CHECK_VALUE(false, argument, ": got '", name, "'; allowed are 'auto', 'tcp' and 'rma' (tcp has replaced MPI's messages)");
 }
 
 BetweenHosts of_environment() {
@@ -42,14 +43,12 @@ const char* name_of(BetweenHosts way) {
   switch (way) {
     case BetweenHosts::kAuto:
       return "auto";
-    case BetweenHosts::kRma:
-      return "rma";
-    case BetweenHosts::kMessages:
-      return "messages";
     case BetweenHosts::kTcp:
+      return "tcp";
+    case BetweenHosts::kRma:
       break;
   }
-  return "tcp";
+  return "rma";
 }
 
 void choose_between_hosts(const std::string& option) {
@@ -68,24 +67,17 @@ BetweenHosts between_hosts() {
   return chosen ? *chosen : of_environment();
 }
 
-const char* name_of(SumsBy sums) {
-  return sums == SumsBy::kFog ? "fog" : "mpi";
-}
-
-SumsBy sums_by(const std::string& option) {
-  const auto value = environment("FOG_REDUCE");
-  const bool given = !option.empty();
-  const auto& name = given ? option : value;
-  for (const auto sums : {SumsBy::kFog, SumsBy::kMpi}) {
-    if (name == name_of(sums)) {
-      TORCH_CHECK_VALUE(
-          sums != SumsBy::kMpi || between_hosts() != BetweenHosts::kTcp, given ? "reduce" : "FOG_REDUCE",
-          ": got 'mpi', but with between_hosts='tcp' (or FOG_BETWEEN_HOSTS=tcp) MPI is not used; allowed is 'fog'");
-      return sums;
+std::string fabric_hint() {
+  for (const char* variable : {"UCX_TLS", "FI_PROVIDER", "MPICH_CH4_NETMOD"}) {
+    if (!environment(variable).empty()) {
+      return std::string(variable) + " is set";
     }
   }
-  TORCH_CHECK_VALUE(name.empty(), given ? "reduce" : "FOG_REDUCE", ": got '", name, "'; allowed are 'fog' and 'mpi'");
-  return SumsBy::kFog;
+  std::error_code none;
+  for (const auto& device : std::filesystem::directory_iterator("/sys/class/infiniband", none)) {
+    return "there is the device " + device.path().filename().string();
+  }
+  return "";
 }
 
 size_t rma_bytes() {

@@ -1,4 +1,4 @@
-// The user's choice of how data moves between hosts, and of the library that computes sums there.
+// The user's choice of how data moves between hosts.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +7,12 @@
 namespace fog {
 
 enum class BetweenHosts {
-  kAuto, // one-sidedly if the fabric moves data without the target's help, otherwise by messages
-  kRma,
-  kMessages,
+  kAuto, // by TCP, and large data by MPI RMA if a fabric moves it without the target's help
   kTcp, // by fog's own connections, without MPI
+  kRma, // large data by MPI RMA, or an error
 };
 
-// Returns "auto", "rma", "messages" or "tcp".
+// Returns "auto", "tcp" or "rma".
 const char* name_of(BetweenHosts way);
 
 // Takes the option of a group, or FOG_BETWEEN_HOSTS if the option is empty, or kAuto if both are. The first group
@@ -24,18 +23,9 @@ void choose_between_hosts(const std::string& option);
 // Returns the choice of the first group, or that of the environment if there is no group yet.
 BetweenHosts between_hosts();
 
-// The library that computes allreduce, reduce and reduce_scatter of a group with ranks on several hosts.
-enum class SumsBy {
-  kFog,
-  kMpi, // MPI's nonblocking reductions, if MPI supports the dtype and the reduction
-};
-
-// Returns "fog" or "mpi".
-const char* name_of(SumsBy sums);
-
-// Returns the option of a group, or FOG_REDUCE if the option is empty, or kFog if both are. Throws ValueError for an
-// unknown name, and for kMpi if this process does not use MPI.
-SumsBy sums_by(const std::string& option);
+// Returns why this host may have a fabric that does RMA: a device for it, or a variable by which the user tells MPI which
+// one to use. Empty if nothing says so.
+std::string fabric_hint();
 
 // Returns the number of bytes of this process that others can access one-sidedly: FOG_RMA_BYTES, or 256 MiB. Throws
 // ValueError if the variable is not such a number.

@@ -50,6 +50,7 @@ Introduction introduce() {
   Introduction mine;
   mine.protocol = own_protocol;
   mine.between_hosts = name_of(between_hosts());
+  mine.fabric = fabric_hint();
   const char* max_ranks = std::getenv("FOG_MAX_RANKS"); // checked in Python
   mine.max_ranks = max_ranks == nullptr ? 0 : static_cast<int>(std::strtol(max_ranks, nullptr, 10));
   mine.links = has_local_links();
@@ -72,12 +73,11 @@ std::string to_text(const Introduction& rank) {
        << rank.host_id << '\n'
        << rank.beacon << '\n'
        << rank.between_hosts << '\n'
-       << rank.reduce << '\n'
+       << rank.fabric << '\n'
        << rank.secret_mark << '\n'
        << rank.offered_secret << '\n'
        << rank.max_ranks << '\n'
        << rank.links << '\n'
-       << rank.launched << '\n'
        << rank.job << '\n'
        << rank.world_rank << '\n'
        << rank.pid << '\n'
@@ -85,7 +85,6 @@ std::string to_text(const Introduction& rank) {
        << rank.host << '\n'
        << rank.address << '\n'
        << rank.tcp << '\n'
-       << rank.listener << '\n'
        << rank.random << '\n';
   return text.str();
 }
@@ -103,12 +102,11 @@ Introduction read_introduction(const std::string& text) {
   rank.host_id = next();
   rank.beacon = next();
   rank.between_hosts = next();
-  rank.reduce = next();
+  rank.fabric = next();
   rank.secret_mark = next();
   rank.offered_secret = next();
   rank.max_ranks = static_cast<int>(std::strtol(next().c_str(), nullptr, 10));
   rank.links = next() == "1";
-  rank.launched = next() == "1";
   rank.job = next();
   rank.world_rank = static_cast<int>(std::strtol(next().c_str(), nullptr, 10));
   rank.pid = static_cast<int>(number());
@@ -116,7 +114,6 @@ Introduction read_introduction(const std::string& text) {
   rank.host = next();
   rank.address = next();
   rank.tcp = next();
-  rank.listener = next();
   rank.random = number();
   return rank;
 }
@@ -152,7 +149,6 @@ void check_alike(const std::vector<Introduction>& ranks) {
     }
   };
   check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &Introduction::between_hosts);
-  check_setting("FOG_REDUCE (or the option reduce)", &Introduction::reduce);
   check_setting("FOG_MAX_RANKS", &Introduction::max_ranks);
 }
 

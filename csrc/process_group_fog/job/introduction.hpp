@@ -16,12 +16,11 @@ std::string random_job_name();
 struct Introduction {
   std::string protocol;
   std::string between_hosts; // the setting of the process
-  std::string reduce; // the setting of the group, see SumsBy
+  std::string fabric; // see fabric_hint()
   std::string secret_mark; // shows whether two processes know the same secret; empty if it knows none yet
   std::string offered_secret; // of a process that knows none; rank 0's becomes the job's
   int max_ranks = 0; // its FOG_MAX_RANKS, or that of the job that it has joined; 0 if that is not set
   bool links = true; // false if it has no local links
-  bool launched = false; // whether a launcher has started it with this group as its world
   std::string job; // its world, and its rank there; empty if this is its first group
   int world_rank = -1;
   int pid = 0;
@@ -30,8 +29,7 @@ struct Introduction {
   std::string beacon;
   std::string host; // see meet_on_hosts(); empty if it is not known
   std::string address; // the address for the other ranks of its host
-  std::string tcp; // where it listens for messages, if the job uses TCP; told to processes that join
-  std::string listener; // where it listens for connections that show its end; likewise
+  std::string tcp; // where it listens for messages; told to processes that join
   uint64_t random = 0; // rank 0's number names the objects that ranks create
 };
 

@@ -25,26 +25,9 @@ namespace fog {
   X(Comm_rank)               \
   X(Comm_size)               \
   X(Comm_dup)                \
-  X(Comm_group)              \
-  X(Comm_create_group)       \
-  X(Comm_free)               \
-  X(Group_incl)              \
-  X(Group_free)              \
   X(Comm_set_errhandler)     \
-  X(Comm_get_attr)           \
-  X(Isend)                   \
-  X(Issend)                  \
-  X(Irecv)                   \
-  X(Improbe)                 \
-  X(Imrecv)                  \
-  X(Get_count)               \
-  X(Test)                    \
-  X(Testsome)                \
   X(Iprobe)                  \
   X(Bcast)                   \
-  X(Iallreduce)              \
-  X(Ireduce)                 \
-  X(Ireduce_scatter_block)   \
   X(Win_create)              \
   X(Win_set_errhandler)      \
   X(Win_get_attr)            \

@@ -149,10 +149,6 @@ void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, 
   check(api().Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check(api().Comm_rank(communicator_, &rank_), "MPI_Comm_rank");
   check(api().Comm_size(communicator_, &size_), "MPI_Comm_size");
-  void* value = nullptr;
-  int found = 0;
-  check(api().Comm_get_attr(MPI_COMM_WORLD, MPI_TAG_UB, &value, &found), "MPI_Comm_get_attr");
-  max_tag_ = found != 0 ? *static_cast<int*>(value) : 32767; // the minimum of the standard
 }
 
 bool Runtime::launched(int rank, int size) {

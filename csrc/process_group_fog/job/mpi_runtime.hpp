@@ -24,7 +24,7 @@ struct LauncherWorld {
 LauncherWorld launcher_world();
 
 // The ranks of the first group are the process's world; later groups are subsets of it. MPI is started on all ranks of
-// the world if it is needed; ranks that share one host and its memory work without it. The thread level is
+// the world if a fabric between their hosts may do RMA, and otherwise not at all. The thread level is
 // MPI_THREAD_SERIALIZED because every call of MPI holds the engine's lock. If another part of the program has started
 // MPI, the level must be MPI_THREAD_MULTIPLE because that part does not hold the engine's lock.
 class Runtime {
@@ -87,9 +87,6 @@ class Runtime {
   MPI_Comm communicator() const {
     return communicator_;
   }
-  int max_tag() const {
-    return max_tag_;
-  }
 
   // Returns rank 0's text on every rank of the world. Only for the bootstrap under a launcher. Throws DistBackendError
   // if the text has not arrived within `timeout`; MPI cannot be used any more then.
@@ -124,7 +121,6 @@ class Runtime {
   int rank_ = 0;
   int size_ = 0;
   int max_ranks_ = 0;
-  int max_tag_ = 0;
   std::atomic<int> local_ranks_{0};
   std::vector<int> nodes_;
   MPI_Comm communicator_ = MPI_COMM_NULL;

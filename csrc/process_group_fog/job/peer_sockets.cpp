@@ -4,19 +4,17 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
-#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <sstream>
 
+#include "core/whole_seconds.hpp"
 #include "job/network_interface.hpp"
 
 namespace fog {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 // A machine with more addresses tells only the first ones.
 constexpr size_t kMostAddresses = 8;
@@ -45,6 +43,13 @@ bool parse_address(const std::string& text, uint16_t port, PeerAddress* result) 
 }
 
 } // namespace
+
+int host_timeout() {
+  constexpr int kHostTimeout = 11;
+  constexpr int kLeast = 4;
+  constexpr int kMost = 32767; // limit of the system's keep-alive probes
+  return static_cast<int>(whole_seconds("FOG_HOST_TIMEOUT", kHostTimeout, kLeast, kMost).count());
+}
 
 int listen_at(const std::vector<std::string>& addresses) {
   for (const char* all : {"::", "0.0.0.0"}) { // the first one serves both
@@ -141,45 +146,14 @@ void send_at_once(int fd) {
   setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
 }
 
-ReachProbe::ReachProbe(const std::string& line) {
-  for (const auto& to : read_listener(line, own_addresses())) {
-    if (const int fd = begin_to_connect(to); fd >= 0) {
-      tries_.push_back({fd, to.text});
-    }
-  }
-}
-
-ReachProbe::~ReachProbe() {
-  for (const auto& each : tries_) {
-    close(each.fd);
-  }
-}
-
-std::string ReachProbe::reached(Clock::time_point limit) const {
-  auto open = tries_;
-  while (!open.empty()) {
-    std::vector<pollfd> polled;
-    for (const auto& each : open) {
-      polled.push_back({each.fd, POLLOUT, 0});
-    }
-    const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - Clock::now()).count();
-    const int settled = ::poll(polled.data(), polled.size(), static_cast<int>(std::max<decltype(left)>(0, left)));
-    if (settled < 0 && errno == EINTR) {
-      continue;
-    }
-    if (settled <= 0) {
-      break;
-    }
-    for (size_t i = polled.size(); i-- > 0;) {
-      if (polled[i].revents != 0) {
-        if (error_of_socket(open[i].fd) == 0) {
-          return open[i].text;
-        }
-        open.erase(open.begin() + static_cast<ptrdiff_t>(i));
-      }
-    }
-  }
-  return "";
+bool is_silent(int fd, int seconds) {
+  // The host answers each segment and each probe of a receiver's closed window, also for a process that is stopped.
+  constexpr int kUnanswered = 2;
+  tcp_info info = {};
+  socklen_t length = sizeof(info);
+  return getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &length) == 0 &&
+      std::max(info.tcpi_retransmits, info.tcpi_probes) >= kUnanswered &&
+      info.tcpi_last_ack_recv >= 1000U * static_cast<unsigned>(seconds);
 }
 
 } // namespace fog

@@ -4,11 +4,14 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
-#include <chrono>
 #include <string>
 #include <vector>
 
 namespace fog {
+
+// Returns the number of seconds without a sign of life after which a host counts as lost: FOG_HOST_TIMEOUT. Throws
+// ValueError if the variable is not such a number.
+int host_timeout();
 
 struct PeerAddress {
   sockaddr_storage address = {};
@@ -38,31 +41,13 @@ rlim_t most_descriptors();
 // from the highest down (observed with Linux 6), so other processes learn of its end before MPI's connections break.
 int moved_up(int fd, int size);
 
-// Makes the system break the connection after this many seconds without a sign of life.
+// Makes the system break an idle connection after this many seconds without a sign of life; see is_silent() for others.
 void keep_alive(int fd, int seconds);
 
 // Lets small messages be sent at once, and not only when the ones before are acknowledged.
 void send_at_once(int fd);
 
-// Tests whether connections to the address of a process are answered. Otherwise a port that a firewall blocks could be
-// mistaken for the end of a process.
-class ReachProbe {
- public:
-  // Begins the test.
-  explicit ReachProbe(const std::string& line);
-  ~ReachProbe();
-  ReachProbe(const ReachProbe&) = delete;
-  ReachProbe& operator=(const ReachProbe&) = delete;
-
-  // Returns the first address that has answered before `limit`, in digits; empty if none has.
-  std::string reached(std::chrono::steady_clock::time_point limit) const;
-
- private:
-  struct Try {
-    int fd;
-    std::string text;
-  };
-  std::vector<Try> tries_;
-};
+// Returns whether nothing has come from the other side's host for so long, although something should have.
+bool is_silent(int fd, int seconds);
 
 } // namespace fog

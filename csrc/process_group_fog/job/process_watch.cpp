@@ -62,12 +62,6 @@ bool ProcessWatch::has_ended(int peer) const {
   return state.fd >= 0 && poll(&state, 1, 0) > 0;
 }
 
-size_t ProcessWatch::ends() const {
-  std::array<epoll_event, 16> events; // the events stay pending for ended()
-  const int count = pidfds_.empty() ? 0 : epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
-  return known_.size() + static_cast<size_t>(std::max(count, 0));
-}
-
 std::vector<int> ProcessWatch::ended() {
   auto peers = std::exchange(ended_already_, {});
   if (pidfds_.empty()) {

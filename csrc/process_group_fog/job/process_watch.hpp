@@ -25,9 +25,6 @@ class ProcessWatch {
   // Returns whether that process is watched and known to have ended. Costs a system call.
   bool has_ended(int peer) const;
 
-  // Returns the number of watched processes that have ended so far. Costs a system call.
-  size_t ends() const;
-
   // Returns the numbers of the watched processes that have ended since the last call.
   std::vector<int> ended();
 

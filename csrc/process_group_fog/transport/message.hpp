@@ -39,7 +39,7 @@ enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kWrite, kSignal, kLock
 // The place of a message's data.
 enum class Delivery : uint8_t {
   kInline, // behind the header
-  kPayload, // in MPI messages with the tag `payload_tag`, received directly into their place
+  kPayload, // by TCP with the tag `payload_tag`, received directly into their place
   kStream, // in chunks of shared memory; the sender is on this host and fills them as its readers empty them
   kRemote, // in the receiver's memory, into whose slots the sender puts it
   kMapped, // at `address` in the arena of the sender, which is on this host; the receiver has mapped that arena

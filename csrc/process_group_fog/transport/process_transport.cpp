@@ -7,9 +7,6 @@
 namespace fog {
 namespace {
 
-// Messages that a process of another host sent over MPI may arrive after the news of its end, which has its own
-// connection.
-constexpr auto kDrainTime = std::chrono::milliseconds(50);
 // Data counts as moving by RMA for this time after a chunk has moved; a chunk takes less even on a slow link.
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
@@ -64,42 +61,37 @@ class ProcessTransport::Mapped final : public Incoming {
 };
 
 ProcessTransport::ProcessTransport(
-    Runtime& runtime,
     PeerId self,
     MessageHandler& handler,
-    Watchdog& watchdog,
-    std::unique_ptr<PeerMonitor> monitor,
     std::unique_ptr<shared_memory::Links> links,
     std::unique_ptr<tcp::Connections> connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory)
     : self_(self),
       max_ranks_(links->max_ranks()),
       handler_(handler),
-      monitor_(std::move(monitor)),
       owned_links_(std::move(links)),
       links_(*owned_links_),
       streams_(links_),
       copies_(streams_, links_, released_),
-      mpi_(runtime.started() ? std::make_unique<mpi::Messages>(runtime, static_cast<MessageHandler&>(*this), watchdog) : nullptr),
-      tcp_(std::make_unique<tcp::Messages>(std::move(connections), static_cast<MessageHandler&>(*this), handler)),
-      reductions_(
-          mpi_ ? std::make_unique<mpi::Reductions>(runtime, *mpi_, watchdog, static_cast<mpi::Reductions::Losses&>(*this)) : nullptr),
+      wire_(std::move(connections), static_cast<MessageHandler&>(*this), handler, links_.pulse()),
       remote_memory_(std::move(remote_memory)) {
-  monitor_->show(links_.pulse());
-  tcp_->connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
+  wire_.connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
   if (remote_memory_) {
     remote_memory_->ask(
-        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); }, [this](PeerId peer) { return may_send(peer); });
-    puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, *mpi_);
-    arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, *mpi_);
+        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); },
+        [this](PeerId peer) {
+          wire_.watch(peer);
+          return wire_.connections().fd(peer) >= 0;
+        });
+    puts_ = std::make_unique<mpi::NotifiedPuts>(*remote_memory_, wire_);
+    arrivals_ = std::make_unique<mpi::PutArrivals>(*remote_memory_, wire_);
   }
 }
 
-void ProcessTransport::meet(PeerId peer, const std::string& tcp, const std::string& listener) {
-  monitor_->renew(peer, listener);
-  tcp_->renew(peer, tcp);
+void ProcessTransport::meet(PeerId peer, const std::string& tcp) {
+  wire_.renew(peer, tcp);
   if (!links_.reaches(peer)) {
-    tcp_->connections().want(peer);
+    wire_.connections().want(peer);
   }
 }
 
@@ -107,7 +99,7 @@ const char* ProcessTransport::way_to(PeerId peer) const {
   if (links_.reaches(peer)) {
     return "shared memory";
   }
-  return &wire_to(peer) == tcp_.get() ? "tcp" : puts_ && puts_->reaches(peer) ? "rma" : "messages";
+  return puts_ && puts_->reaches(peer) ? "rma" : "tcp";
 }
 
 std::vector<PeerId> ProcessTransport::spoken_with() const {
@@ -123,14 +115,10 @@ std::vector<PeerId> ProcessTransport::spoken_with() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, false, links_.has_departed(peer), std::chrono::milliseconds(0)});
+    ended.push_back({peer, kLost, false, links_.has_departed(peer)});
   }
-  for (const auto& [peer, silent, departed] : monitor_->poll()) {
-    ended.push_back({peer, silent, departed, silent ? std::chrono::milliseconds(0) : kDrainTime});
-  }
-  for (const auto& [peer, why] : tcp_->cut_off()) {
-    ended.push_back({peer, false, false, std::chrono::milliseconds(0), why});
-  }
+  const auto others = wire_.connections().take_ended();
+  ended.insert(ended.end(), others.begin(), others.end());
   return ended;
 }
 
@@ -142,7 +130,7 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     case Delivery::kMapped:
       return std::make_shared<Mapped>(*this, source, header);
     case Delivery::kPayload:
-      return wire_to(source).receive(source, header, place, owner);
+      return wire_.receive(source, header, place, owner);
     case Delivery::kRemote:
       return arrivals_->receive(source, header, owner);
     case Delivery::kInline:
@@ -234,10 +222,7 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
     puts_->withdraw(owner);
     arrivals_->abandon(owner);
   }
-  if (mpi_) {
-    mpi_->abandon(owner);
-  }
-  tcp_->abandon(owner);
+  wire_.abandon(owner);
 }
 
 void ProcessTransport::ignore(PeerId source, const Header& header) {
@@ -264,7 +249,7 @@ void ProcessTransport::forget(PeerId peer) {
   links_.forget(peer);
   drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // it reads no more data
   forget(peer, 0);
-  tcp_->forget(peer);
+  wire_.forget(peer);
   if (puts_) {
     puts_->forget(peer);
     arrivals_->forget(peer);
@@ -276,11 +261,11 @@ bool ProcessTransport::poll() {
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
   progressed = copies_.poll() || progressed;
-  progressed = tcp_->poll() || progressed;
-  if (must_poll_mpi()) {
-    progressed = mpi_->poll() || progressed;
-    const bool come = arrivals_ && arrivals_->poll();
-    const bool put = (puts_ && puts_->poll()) || come;
+  progressed = wire_.poll() || progressed;
+  if (uses_mpi()) {
+    remote_memory_->answer();
+    const bool come = arrivals_->poll();
+    const bool put = puts_->poll() || come;
     if (put) {
       put_ = std::chrono::steady_clock::now();
     }
@@ -289,23 +274,18 @@ bool ProcessTransport::poll() {
   return progressed;
 }
 
-Transport::Flow ProcessTransport::flow() const {
-  if (given_up_ || !mpi_) { // news of TCP ring the bell
-    return Flow::kNone;
-  }
-  if (puts_ && (puts_->sending() || arrivals_->must_poll()) && std::chrono::steady_clock::now() < put_ + kFlowTime) {
-    return Flow::kMoves;
-  }
-  return !mpi_->in_parts() ? Flow::kNone : mpi_->moved() ? Flow::kMoves : Flow::kStill;
+bool ProcessTransport::data_moves() const {
+  return uses_mpi() && (puts_->sending() || arrivals_->must_poll()) && std::chrono::steady_clock::now() < put_ + kFlowTime;
 }
 
 bool ProcessTransport::give_up() {
-  given_up_ = true;
-  if (puts_) {
-    puts_->give_up();
-    arrivals_->give_up();
+  if (!uses_mpi()) {
+    return false;
   }
-  return mpi_ && mpi_->give_up();
+  given_up_ = true;
+  puts_->give_up();
+  arrivals_->give_up();
+  return true;
 }
 
 std::vector<std::shared_ptr<TransferOwner>> ProcessTransport::take_released() {
@@ -314,10 +294,7 @@ std::vector<std::shared_ptr<TransferOwner>> ProcessTransport::take_released() {
     std::move(others.begin(), others.end(), std::back_inserter(released));
     others.clear();
   };
-  if (mpi_) {
-    add(mpi_->released());
-  }
-  add(tcp_->released());
+  add(wire_.released());
   if (puts_) {
     add(puts_->released());
   }

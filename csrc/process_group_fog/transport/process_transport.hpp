@@ -1,9 +1,9 @@
-// The transport between the processes of a job: shared memory on one host, and between hosts MPI, by RMA if the fabric
-// moves data by itself, otherwise by messages; or TCP, if the user asks for that.
+// The transport between the processes of a job: shared memory on one host, and TCP between hosts; large data goes by MPI
+// RMA if the fabric moves it by itself.
 //
 // On one host data is in the sender's arena and is read there, or it streams through chunks. If the system supports
-// neither, and for windows, the data goes as the payload of MPI or TCP, but its header takes the usual way, so that the
-// order of messages between two ranks is kept.
+// neither, the data goes by TCP, but its header takes the usual way, so that the order of messages between two ranks is
+// kept.
 #pragma once
 
 #include <chrono>
@@ -13,12 +13,9 @@
 #include <unordered_set>
 #include <vector>
 
-#include "job/peer_monitor.hpp"
 #include "job/process_watch.hpp"
-#include "transport/mpi/messages.hpp"
 #include "transport/mpi/notified_puts.hpp"
 #include "transport/mpi/put_arrivals.hpp"
-#include "transport/mpi/reductions.hpp"
 #include "transport/mpi/remote_memory.hpp"
 #include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
@@ -28,16 +25,12 @@
 
 namespace fog {
 
-class ProcessTransport final : public Transport, private MessageHandler, private mpi::Reductions::Losses {
+class ProcessTransport final : public Transport, private MessageHandler {
  public:
-  // `links` are settled. `remote_memory` is null if no data goes by RMA. If MPI does not run, `links` or `connections`
-  // must know each process.
+  // `links` are settled. `remote_memory` is null if no data goes by RMA. `links` or `connections` must know each process.
   ProcessTransport(
-      Runtime& runtime,
       PeerId self,
       MessageHandler& handler,
-      Watchdog& watchdog,
-      std::unique_ptr<PeerMonitor> monitor,
       std::unique_ptr<shared_memory::Links> links,
       std::unique_ptr<tcp::Connections> connections,
       std::unique_ptr<mpi::RemoteMemory> remote_memory);
@@ -49,29 +42,32 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
-  void meet(PeerId peer, const std::string& tcp, const std::string& listener) override;
+  void meet(PeerId peer, const std::string& tcp) override;
   bool is_connected_with(PeerId peer) const override {
-    return links_.attached_by(peer) || tcp_->connections().fd(peer) >= 0;
+    return links_.attached_by(peer) || wire_.connections().fd(peer) >= 0;
   }
   bool knows(PeerId peer) const override {
-    return links_.reaches(peer) || tcp_->connections().knows(peer);
+    return links_.reaches(peer) || wire_.connections().knows(peer);
   }
   void renew(PeerId peer) override {
     forget(peer);
     processes_.forget(peer);
     links_.renew(peer);
     held_.erase(peer);
+    if (remote_memory_) {
+      remote_memory_->leave(peer);
+    }
   }
   std::vector<PeerId> spoken_with() const override;
   bool has_spoken_with(PeerId peer) const override {
-    return links_.has_spoken_with(peer) || tcp_->has_spoken_with(peer) || (mpi_ && mpi_->has_spoken_with(peer));
+    return links_.has_spoken_with(peer) || wire_.has_spoken_with(peer);
   }
   bool waits_for_space(PeerId peer) const override {
     return links_.unsent(peer) > 0;
   }
   void depart() override {
     links_.depart();
-    monitor_->say_goodbye();
+    wire_.depart();
   }
   std::vector<Ended> ended() override;
   Pulse& pulse() override {
@@ -79,20 +75,22 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   }
   std::optional<Signs> signs_of(PeerId peer) override {
     const auto signs = links_.signs_of(peer);
-    return signs ? signs : monitor_->ask(peer);
+    return signs ? signs : wire_.signs_of(peer);
   }
   void expel(PeerId peer) override {
     links_.expel(peer);
-    monitor_->expel(peer);
+    wire_.expel(peer);
   }
   std::vector<PeerId> expelled_by() override {
     auto peers = links_.expelled_by();
-    const auto others = monitor_->expelled_by();
+    const auto others = wire_.expelled_by();
     peers.insert(peers.end(), others.begin(), others.end());
     return peers;
   }
   void watch(PeerId peer) override {
-    monitor_->begin(peer);
+    if (!links_.reaches(peer)) {
+      wire_.watch(peer);
+    }
   }
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
@@ -110,9 +108,6 @@ class ProcessTransport final : public Transport, private MessageHandler, private
       const std::shared_ptr<TransferOwner>& owner) override;
   std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
-  void go(PeerId destination, const TransferOwner& owner) override {
-    wire_to(destination).go(owner, destination);
-  }
   void hold_back(PeerId peer, bool hold) override {
     if (hold) {
       held_.insert(peer);
@@ -130,35 +125,26 @@ class ProcessTransport final : public Transport, private MessageHandler, private
 
   bool poll() override;
   bool must_poll() override {
-    return tcp_->must_poll() || must_poll_mpi();
+    return wire_.must_poll() || uses_mpi();
   }
-  Flow flow() const override;
+  bool data_moves() const override;
   bool sending() const override {
-    return (mpi_ && mpi_->sending()) || tcp_->sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() ||
-        links_.waiting_for_space();
+    return wire_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() || links_.waiting_for_space();
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
-
-  bool has_sums_in_flight() const override {
-    return reductions_ && reductions_->in_flight();
-  }
-  // MPI's own sums, see Reductions::among(). Requires MPI.
-  mpi::Reductions& reductions() {
-    return *reductions_;
-  }
 
   Doorbell& bell() override {
     return links_.doorbell();
   }
   bool news() const override {
-    return links_.news() || tcp_->connections().news();
+    return links_.news() || wire_.connections().news();
   }
   bool waiting_for_space() const override {
     return links_.waiting_for_space();
   }
   void before_sleep() override {
-    tcp_->connections().before_sleep();
+    wire_.connections().before_sleep();
   }
 
  private:
@@ -171,16 +157,8 @@ class ProcessTransport final : public Transport, private MessageHandler, private
     PeerId peer;
   };
 
-  Wire& wire_to(PeerId peer) const {
-    return mpi_ && !tcp_->connections().knows(peer) ? static_cast<Wire&>(*mpi_) : *tcp_;
-  }
-  bool must_poll_mpi() const {
-    return mpi_ && !given_up_ &&
-        (mpi_->must_poll() || (arrivals_ && (arrivals_->must_poll() || puts_->sending())) || !links_.attached_by_all());
-  }
-  // Returns the limit of data that comes with its header.
-  size_t inline_bytes(PeerId peer) const {
-    return links_.reaches(peer) || &wire_to(peer) == tcp_.get() ? kLocalInlineBytes : kInlineBytes;
+  bool uses_mpi() const {
+    return remote_memory_ && !given_up_;
   }
   // Returns whether data for `destination` must stay here, because the peer has asked for that or too much data waits
   // for it already.
@@ -193,33 +171,19 @@ class ProcessTransport final : public Transport, private MessageHandler, private
   void drop_mapped(bool withdraw, Which&& which);
 
   void on_message(PeerId source, const Header& header, const char* data) override;
-  // MPI must not send to a process that has ended, see PeerMonitor.
   bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || monitor_->has_ended(peer);
-  }
-  bool may_send(PeerId peer) override {
-    return monitor_->may_send(peer);
-  }
-  size_t ends() override {
-    return processes_.ends() + monitor_->ends();
-  }
-  bool is_lost(PeerId peer) override {
-    // A process of this host ends without waiting until its goodbye has been read.
-    return !handler_.is_leaving(peer) && has_ended(peer) && !links_.has_departed(peer);
+    return handler_.has_ended(peer) || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
   }
 
   const PeerId self_;
   const int max_ranks_;
   MessageHandler& handler_;
   ProcessWatch processes_;
-  const std::unique_ptr<PeerMonitor> monitor_;
   const std::unique_ptr<shared_memory::Links> owned_links_;
   shared_memory::Links& links_;
   shared_memory::Streams streams_;
   shared_memory::Copies copies_;
-  const std::unique_ptr<mpi::Messages> mpi_; // null if MPI does not run
-  const std::unique_ptr<tcp::Messages> tcp_;
-  const std::unique_ptr<mpi::Reductions> reductions_; // null without MPI
+  tcp::Messages wire_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // null without remote memory

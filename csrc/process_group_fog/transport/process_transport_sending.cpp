@@ -8,22 +8,15 @@
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
-namespace {
-
-// Data that may wait for go() does so from this size on. Smaller data delays MPI's own messages only briefly.
-constexpr size_t kLeastWaiting = size_t(1) << 20;
-
-} // namespace
-
 bool ProcessTransport::holds_back(PeerId destination) const {
   constexpr size_t kMostUnsent = size_t(4) << 20;
-  return held_.count(destination) > 0 || links_.unsent(destination) + wire_to(destination).unsent(destination) > kMostUnsent;
+  return held_.count(destination) > 0 || links_.unsent(destination) + wire_.unsent(destination) > kMostUnsent;
 }
 
 ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header& header, const void* data, Memory memory) const {
   const bool hold = is_in_order(header) && header.bytes > 0 && holds_back(destination);
   const bool local = links_.reaches(destination);
-  if (header.bytes <= inline_bytes(destination) && !hold) {
+  if (header.bytes <= kLocalInlineBytes && !hold) {
     return Way::kInline;
   }
   if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ &&
@@ -40,7 +33,7 @@ void ProcessTransport::send_inline(PeerId peer, const Header& header, const void
   if (links_.reaches(peer)) {
     links_.send(peer, header, data, header.bytes);
   } else {
-    wire_to(peer).send(peer, header, data, header.bytes);
+    wire_.send(peer, header, data, header.bytes);
   }
 }
 
@@ -51,7 +44,7 @@ Transport::Sent ProcessTransport::send(
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
   if (destinations.size() == 1 && message.bytes <= kLocalInlineBytes) { // most messages
-    const auto& [peer, scale, wants_confirm, data_waits] = destinations[0];
+    const auto& [peer, scale, wants_confirm] = destinations[0];
     if (way_of(peer, message, data, memory) == Way::kInline) {
       auto header = message;
       header.scale = scale;
@@ -93,7 +86,7 @@ Transport::Sent ProcessTransport::send(
     needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const auto& [peer, scale, wants_confirm, data_waits] = destinations[i];
+    const auto& [peer, scale, wants_confirm] = destinations[i];
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     header.delivery = Delivery::kInline;
@@ -149,20 +142,14 @@ Transport::Sent ProcessTransport::send(
           std::memcpy(outgoing->copy.get(), data, header.bytes);
         }
         const void* payload = outgoing->copy ? outgoing->copy.get() : data;
-        const bool hold = is_in_order(header) && holds_back(peer);
         header.delivery = Delivery::kPayload;
-        auto& wire = wire_to(peer);
-        header.payload_tag = wire.next_tag(peer);
+        header.payload_tag = wire_.next_tag(peer);
         if (local) {
           links_.send(peer, header, nullptr, 0);
-          if (mpi_) {
-            mpi_->look_further();
-          }
         } else {
-          wire.send(peer, header, nullptr, 0);
+          wire_.send(peer, header, nullptr, 0);
         }
-        wire.send_data(
-            peer, header.payload_tag, payload, header.bytes, hold, data_waits && !local && header.bytes >= kLeastWaiting, owner, ended);
+        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended);
         break;
       }
     }

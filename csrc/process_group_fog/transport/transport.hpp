@@ -103,11 +103,6 @@ class MessageHandler {
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
   // Returns whether a process is known to have ended. Messages must not be sent to it.
   virtual bool has_ended(PeerId peer) = 0;
-  // Returns whether a message may be sent there now. If not, it is not known yet whether that process still runs, but
-  // soon will be.
-  virtual bool may_send(PeerId peer) {
-    return true;
-  }
   // Returns whether it has said goodbye: it reads messages that have arrived, but its memory may disappear at any time.
   virtual bool is_leaving(PeerId peer) {
     return false;
@@ -132,15 +127,13 @@ class Transport {
   virtual bool waits_for_space(PeerId peer) const {
     return false;
   }
-  // Announces that this process ends in good order. Processes without any message from it notice this at its end,
-  // without a message.
+  // Announces that this process ends in good order to those without any message from it.
   virtual void depart() {}
   struct Ended {
     PeerId peer;
-    bool silent; // its host does not answer; otherwise the system has reported its end
-    bool departed; // it had announced its end
-    std::chrono::milliseconds drain; // messages that it sent before may still arrive for this time
-    const char* cut = nullptr; // why it counts as lost if its process may still run: there is no connection to it
+    const char* how; // what to say about its end, unless it had announced it
+    bool may_run = false; // its end is not certain
+    bool departed = false; // it had announced its end
   };
   // Returns the processes whose end has been noticed since the last call.
   virtual std::vector<Ended> ended() = 0;
@@ -168,7 +161,7 @@ class Transport {
   // can be mapped.
   virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
   // `peer` is to be reached at these addresses over TCP, except for what goes through shared memory: connects with it.
-  virtual void meet(PeerId peer, const std::string& tcp, const std::string& listener) {}
+  virtual void meet(PeerId peer, const std::string& tcp) {}
   // Returns whether `peer` knows this process by attach() or meet(), so that messages of both sides arrive.
   virtual bool is_connected_with(PeerId peer) const {
     return false;
@@ -181,9 +174,9 @@ class Transport {
   virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
-  // Returns how large data is sent there: "shared memory", "rma", "messages" or "tcp".
+  // Returns how large data is sent there: "shared memory", "rma" or "tcp".
   virtual const char* way_to(PeerId peer) const {
-    return "messages";
+    return "shared memory";
   }
   // A process that has ended receives no more messages, and one that has destroyed its group no more of that group.
   virtual void forget(PeerId peer) = 0;
@@ -194,7 +187,6 @@ class Transport {
     PeerId peer;
     double scale = 1.0; // the sender's weight for this receiver
     bool wants_confirm = false;
-    bool data_waits = false; // large data by messages waits for go()
   };
   enum class Memory {
     kStays, // the data does not change until the transfer is done
@@ -206,8 +198,8 @@ class Transport {
     std::shared_ptr<Outgoing> outgoing; // null if everything was copied, and the memory may be reused at once
     std::vector<PeerId> answered; // peers for which taking the data counts as confirmation
   };
-  // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError for errors of MPI. `owner`
-  // is kept alive until the transfer is done.
+  // Sends the same header and data to several peers. Throws Unreachable, or DistBackendError if an address is not
+  // known. `owner` is kept alive until the transfer is done.
   virtual Sent send(
       c10::ArrayRef<Destination> destinations,
       const Header& header,
@@ -223,8 +215,6 @@ class Transport {
   virtual std::shared_ptr<Incoming> receive(
       PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) = 0;
 
-  // Starts the data of `owner` to `destination` that has waited.
-  virtual void go(PeerId destination, const TransferOwner& owner) {}
   // Data for `peer` stays here from now on (or no longer) until an operation there takes it, because `peer` has asked
   // for that.
   virtual void hold_back(PeerId peer, bool hold) = 0;
@@ -241,28 +231,18 @@ class Transport {
     return nullptr;
   }
 
-  // Returns whether the network's own sums are in flight, including those of groups that have failed.
-  virtual bool has_sums_in_flight() const {
-    return false;
-  }
-
   // --- progress ---
   // Checks for news once. Returns true if data arrived or a transfer completed.
   virtual bool poll() = 0;
   // Returns whether news may come that does not ring the doorbell.
   virtual bool must_poll() = 0;
-  // The state of large data that does not ring the doorbell.
-  enum class Flow {
-    kNone, // none is on its way
-    kStill, // no data moved at the last look
-    kMoves, // some data moved: more will come before any sleep would end
-  };
-  virtual Flow flow() const {
-    return Flow::kNone;
+  // Returns whether large data that does not ring the doorbell has moved lately: more will come before any sleep would end.
+  virtual bool data_moves() const {
+    return false;
   }
   // Returns whether messages of this process may still be on their way out of it.
   virtual bool sending() const = 0;
-  // Ends all communication between hosts. Returns false if this was known.
+  // Ends the use of MPI, which cannot be called any more. Returns false if this was known.
   virtual bool give_up() = 0;
   // Returns owners whose last transfer has ended. Their memory must be released without the lock.
   virtual std::vector<std::shared_ptr<TransferOwner>> take_released() = 0;

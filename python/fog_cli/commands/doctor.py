@@ -26,9 +26,13 @@ host works, else 1.
 _REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
 _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
-    "Ranks of one host under torchrun do without MPI"
+    "Only RMA between hosts needs MPI, and mpiexec without a Store's address"
 )
-_RMA_ADVICE = "between hosts data then goes by messages; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md"
+_TCP_ADVICE = "several hosts, and FOG_LOCAL_LINKS=0, need it: docs/howto/several_hosts.md"
+_RMA_ADVICE = (
+    "data between hosts then goes by TCP; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md. If there "
+    f"is a fabric for RMA: {_MPI_ADVICE}"
+)
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
     "fog": _REBUILD,
@@ -113,25 +117,11 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
     yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
-    # FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts, so all data goes over MPI: by RMA if it
-    # works, otherwise by messages.
-    variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
-    by_rma = list(
-        tried(run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables), "MPI RMA", needed=False)
-    )
-    if all(finding.state == "ok" for finding in by_rma):
-        yield from by_rma
-        return
-    variables["FOG_BETWEEN_HOSTS"] = "messages"
-    ended = run_ranks("self_test", 2, ["mpi"], limit=limit, variables=variables)
-    by_messages = list(tried(ended, "MPI messages", suspects, needed=False))
-    yield from by_messages
-    if all(
-        finding.state == "ok" for finding in by_messages
-    ):  # otherwise the failure of the messages is reported alone
-        yield from (
-            dataclasses.replace(finding, advice=_RMA_ADVICE) for finding in by_rma if finding.state != "ok"
-        )
+    # FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts.
+    for way, where, advice in (("tcp", "TCP", _TCP_ADVICE), ("rma", "MPI RMA", _RMA_ADVICE)):
+        variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": way}
+        ended = run_ranks("self_test", 2, ["hosts"], limit=limit, variables=variables)
+        yield from tried(ended, where, suspects, advice)
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
@@ -168,7 +158,7 @@ def loaded(ended: Ended) -> Iterator[Finding]:
 
 
 def tried(
-    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), needed: bool = True
+    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), optional: str = ""
 ) -> Iterator[Finding]:
     """Yields the findings that the ranks of a self-test reported.
 
@@ -176,12 +166,12 @@ def tried(
         ended: The results of the ranks' processes.
         where: The beginning of the names of the findings.
         suspects: Names of findings about the machine that may be the cause of a failure.
-        needed: Whether ranks of a single host need these steps.
+        optional: The advice about a failure, if ranks of a single host do not need these steps.
     """
-    advice = {
-        True: "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says",
-        False: f"several hosts, mpiexec and FOG_LOCAL_LINKS=0 need it: {_MPI_ADVICE}",
-    }[needed]
+    advice = (
+        optional
+        or "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
+    )
     if suspects:
         advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
     for name, text, error in _steps(ended):
@@ -190,7 +180,7 @@ def tried(
         if error is None:
             yield Finding("self-test", f"{where}, {name}", "ok", text)
         else:
-            yield Finding("self-test", f"{where}, {name}", "bad" if needed else "note", error, advice)
+            yield Finding("self-test", f"{where}, {name}", "note" if optional else "bad", error, advice)
 
 
 def _steps(ended: Sequence[Ended]) -> Iterator[tuple[str, str, str | None]]:

@@ -249,11 +249,6 @@ def prepare_to_keep_going(arguments: argparse.Namespace, environment: Mapping[st
             + (", and no larger one on several hosts" if len(job.hosts) > 1 else "")
         )
     if most > job.ranks:
-        if job.environment.get("FOG_BETWEEN_HOSTS") == "tcp":
-            raise UsageError(
-                f"--max-ranks: got {most}; allowed with FOG_BETWEEN_HOSTS=tcp is -np, {job.ranks}, because a process takes "
-                "the number of a rank that is gone there"
-            )
         job = replace(job, environment={**job.environment, "FOG_MAX_RANKS": str(most)})
     if node is not None and not 0 <= node < len(job.hosts):
         raise UsageError(f"--node-rank: got {node}; the ranks fill {len(job.hosts)} hosts, from 0 on")

@@ -1,4 +1,4 @@
-"""One of two ranks of the self-test of `fog doctor`, in torchrun's environment. Its argument is "host" or "mpi"."""
+"""One of two ranks of the self-test of `fog doctor`, in torchrun's environment. Its argument is "host" or "hosts"."""
 
 from __future__ import annotations
 

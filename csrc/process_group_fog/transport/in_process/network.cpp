@@ -282,7 +282,7 @@ std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   const std::lock_guard<std::mutex> lock(network_->mutex_);
   for (const PeerId peer : network_->noticed_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
-      ended.push_back({peer, false, false, std::chrono::milliseconds(0)});
+      ended.push_back({peer, kLost});
     }
   }
   return ended;
@@ -308,7 +308,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   const auto* bytes = static_cast<const char*>(data);
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
-  for (const auto& [peer, scale, wants_confirm, data_waits] : destinations) {
+  for (const auto& [peer, scale, wants_confirm] : destinations) {
     if (handler_.has_ended(peer)) {
       throw Unreachable(peer);
     }

@@ -22,7 +22,7 @@ size_t OutgoingPut::sent() const {
   return copy_ || done_ ? bytes_ : std::min(bytes_, chunks_put_ * kChunkBytes);
 }
 
-NotifiedPuts::NotifiedPuts(RemoteMemory& memory, Messages& messages) : memory_(memory), messages_(messages) {
+NotifiedPuts::NotifiedPuts(RemoteMemory& memory, tcp::Messages& wire) : memory_(memory), wire_(wire) {
   credits_ = static_cast<char*>(memory.allocate(kCredits * kLine));
   for (size_t i = 0; credits_ != nullptr && i < kCredits; ++i) {
     new (&credit(i)) std::atomic<uint64_t>(0);
@@ -41,7 +41,7 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
     const void* data,
     bool may_be_overwritten,
     const std::shared_ptr<TransferOwner>& owner,
-    Messages::Sent ended) {
+    tcp::Sent ended) {
   auto& granted = granted_[peer];
   if (free_credits_.empty() || chunks_of(header.bytes) >= kAll || granted.state == Granted::State::kRefused) {
     return nullptr;
@@ -59,7 +59,7 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
   free_credits_.pop_back();
   put->owner_ = owner;
   put->ended_ = std::move(ended);
-  put->tag_ = messages_.next_tag(peer);
+  put->tag_ = wire_.next_tag(peer);
   header.delivery = Delivery::kRemote;
   header.transfer = put->transfer_;
   header.address = *memory_.address_of(&credit(put->credit_), sizeof(uint64_t));
@@ -73,7 +73,7 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
     granted.waiting.push_back(put);
   }
   try {
-    messages_.send(peer, header, nullptr, 0);
+    wire_.send(peer, header, nullptr, 0);
   } catch (...) { // the receiver does not know of it
     put->ended_ = nullptr;
     put->owner_ = nullptr;
@@ -117,10 +117,10 @@ void NotifiedPuts::say_placed(const OutgoingPut& put) {
   header.transfer = put.transfer_;
   header.chunk = static_cast<uint32_t>(put.first_slot_);
   header.flags = static_cast<uint32_t>(put.slots_);
-  messages_.send(put.peer_, header, nullptr, 0);
+  wire_.send(put.peer_, header, nullptr, 0);
 }
 
-void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
+void NotifiedPuts::go_by_wire(const std::shared_ptr<OutgoingPut>& put) {
   say_placed(*put);
   const void* data = put->data_;
   if (put->may_be_overwritten_) {
@@ -133,7 +133,7 @@ void NotifiedPuts::go_by_message(const std::shared_ptr<OutgoingPut>& put) {
     put->done_ = true;
     ended(error);
   };
-  messages_.send_data(put->peer_, put->tag_, data, put->bytes_, false, false, put->owner_, ended);
+  wire_.send_data(put->peer_, put->tag_, data, put->bytes_, put->owner_, ended);
   put->ended_ = nullptr; // it holds the sender, which holds the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
@@ -148,7 +148,7 @@ void NotifiedPuts::attempt(OutgoingPut& put, Act&& act) {
   } catch (const Unreachable&) { // the waiting operation is told of the loss
     end(put, std::nullopt);
   } catch (const std::exception& failure) {
-    if (messages_.broken()) {
+    if (memory_.broken()) {
       throw;
     }
     end(put, message_of(failure));
@@ -175,7 +175,7 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
         say_placed(*put);
         going_.push_back(put);
       } else {
-        go_by_message(put);
+        go_by_wire(put);
       }
     });
   }

@@ -6,7 +6,7 @@
 // When the receiver sees the version of a chunk in its slot, it also sees the chunk. It reads chunks in place and puts
 // a credit, the number of chunks that it has taken, into the sender's memory; their slots may then be filled again. So
 // a change of peers needs no collective call, data reaches a receiver that computes, and the slots bound the data on
-// its way. Data without slots goes by messages.
+// its way. Data without slots goes by the wire.
 #pragma once
 
 #include <atomic>
@@ -20,8 +20,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "transport/mpi/messages.hpp"
 #include "transport/mpi/remote_memory.hpp"
+#include "transport/tcp/messages.hpp"
 #include "transport/transport.hpp"
 
 namespace fog::mpi {
@@ -49,27 +49,27 @@ class OutgoingPut {
   bool done_ = false;
   bool may_be_overwritten_ = false; // up to sent()
   c10::DataPtr copy_;
-  uint32_t tag_ = 0; // used if it has to go by messages
+  uint32_t tag_ = 0; // used if it has to go by the wire
   std::shared_ptr<TransferOwner> owner_;
-  Messages::Sent ended_;
+  tcp::Sent ended_;
 };
 
 // All notified puts of a process. Every call needs the engine's lock.
 class NotifiedPuts {
  public:
-  NotifiedPuts(RemoteMemory& memory, Messages& messages);
+  NotifiedPuts(RemoteMemory& memory, tcp::Messages& wire);
 
   // Returns whether data for that peer can use puts: the peer has granted slots, or has not refused them so far.
   bool reaches(PeerId peer) const;
-  // Sends `header` and the data. `ended` is called when the data is not read any more, as in Messages::send_data().
-  // Returns null if no credit is free; the data then has to go by messages.
+  // Sends `header` and the data. `ended` is called when the data is not read any more, as in tcp::Messages::send_data().
+  // Returns null if no credit is free; the data then has to go by the wire.
   std::shared_ptr<OutgoingPut> send(
       PeerId peer,
       Header header,
       const void* data,
       bool may_be_overwritten,
       const std::shared_ptr<TransferOwner>& owner,
-      Messages::Sent ended);
+      tcp::Sent ended);
   // The memory of `owner` may change from now on.
   void withdraw(const TransferOwner& owner);
   // Handles the end of `peer`.
@@ -104,7 +104,7 @@ class NotifiedPuts {
   // Finds slots for that put. Returns false if none are free.
   bool place(OutgoingPut& put, Granted& granted);
   void say_placed(const OutgoingPut& put);
-  void go_by_message(const std::shared_ptr<OutgoingPut>& put);
+  void go_by_wire(const std::shared_ptr<OutgoingPut>& put);
   // Runs act(). Errors become failures of this transfer.
   template <typename Act>
   void attempt(OutgoingPut& put, Act&& act);
@@ -118,7 +118,7 @@ class NotifiedPuts {
   static constexpr size_t kLine = 64;
 
   RemoteMemory& memory_;
-  Messages& messages_;
+  tcp::Messages& wire_;
   char* credits_ = nullptr;
   std::vector<size_t> free_credits_;
   uint64_t next_transfer_ = 1;

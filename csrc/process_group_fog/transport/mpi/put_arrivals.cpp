@@ -82,8 +82,8 @@ class PutArrivals::Arrival final : public Incoming {
 
   const PeerId source;
   const Header header;
-  std::shared_ptr<Incoming> payload; // set if its data comes by messages after all
-  bool goes_by_message = false;
+  std::shared_ptr<Incoming> payload; // set if its data comes by the wire after all
+  bool goes_by_wire = false;
   bool listens = false; // an operation receives it
   std::weak_ptr<TransferOwner> listener;
 
@@ -124,11 +124,11 @@ void PutArrivals::grant(PeerId source) {
     header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
   } else if (!std::exchange(warned_, true)) {
     TORCH_WARN(
-        "fog: the pool for RMA has no room for the data of world rank ", source, ", which goes by messages: ", memory_.free_bytes(),
+        "fog: the pool for RMA has no room for the data of world rank ", source, ", which goes by TCP: ", memory_.free_bytes(),
         " bytes are free. FOG_RMA_BYTES sets its size.");
   }
   try {
-    messages_.send(source, header, nullptr, 0);
+    wire_.send(source, header, nullptr, 0);
   } catch (const Unreachable&) { // a peer that has ended needs no answer
   }
 }
@@ -153,9 +153,9 @@ void PutArrivals::on_placed(PeerId source, const Header& header) {
   }
   auto& arrival = *found->second;
   if (header.flags == 0) {
-    arrival.goes_by_message = true;
+    arrival.goes_by_wire = true;
     if (const auto listener = arrival.listener.lock()) {
-      take_by_message(arrival, listener);
+      take_by_wire(arrival, listener);
     }
     return;
   }
@@ -166,10 +166,10 @@ void PutArrivals::on_placed(PeerId source, const Header& header) {
   arrival.place(lent->second, header.chunk, header.flags);
 }
 
-void PutArrivals::take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
+void PutArrivals::take_by_wire(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
   auto header = arrival.header;
   header.delivery = Delivery::kPayload;
-  arrival.payload = messages_.receive(arrival.source, header, nullptr, owner);
+  arrival.payload = wire_.receive(arrival.source, header, nullptr, owner);
 }
 
 std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
@@ -181,8 +181,8 @@ std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& head
   arrival->listener = owner;
   arrival->listens = true;
   ++waiting_;
-  if (arrival->goes_by_message) {
-    take_by_message(*arrival, owner);
+  if (arrival->goes_by_wire) {
+    take_by_wire(*arrival, owner);
   }
   arrival->look();
   return arrival;

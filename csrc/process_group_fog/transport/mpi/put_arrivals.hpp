@@ -9,8 +9,8 @@
 #include <unordered_map>
 #include <utility>
 
-#include "transport/mpi/messages.hpp"
 #include "transport/mpi/remote_memory.hpp"
+#include "transport/tcp/messages.hpp"
 #include "transport/transport.hpp"
 
 namespace fog::mpi {
@@ -18,7 +18,7 @@ namespace fog::mpi {
 // All transfers to a process. Every call needs the engine's lock.
 class PutArrivals {
  public:
-  PutArrivals(RemoteMemory& memory, Messages& messages) : memory_(memory), messages_(messages) {}
+  PutArrivals(RemoteMemory& memory, tcp::Messages& wire) : memory_(memory), wire_(wire) {}
 
   // --- messages of peers; they throw DistBackendError if these are not valid ---
   void on_announcement(PeerId source, const Header& header);
@@ -52,7 +52,7 @@ class PutArrivals {
   };
 
   void grant(PeerId source);
-  void take_by_message(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner);
+  void take_by_wire(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner);
   // Tells the sender that `taken` chunks were taken, or kAll.
   void say_taken(Arrival& arrival, size_t taken);
   void close(Arrival& arrival);
@@ -60,7 +60,7 @@ class PutArrivals {
   void close_all(Which&& which);
 
   RemoteMemory& memory_;
-  Messages& messages_;
+  tcp::Messages& wire_;
   std::unordered_map<PeerId, Lent> lent_;
   std::map<std::pair<PeerId, uint64_t>, std::shared_ptr<Arrival>> arrivals_; // by source and its transfer
   size_t waiting_ = 0; // number of arrivals that an operation waits for

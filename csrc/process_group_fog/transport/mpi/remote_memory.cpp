@@ -75,9 +75,6 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
   const auto wanted = between_hosts();
   const auto& nodes = runtime.nodes();
   const size_t bytes = rma_bytes();
-  if (wanted == BetweenHosts::kMessages) {
-    return nullptr;
-  }
   if (rendezvous.size() != runtime.size() || rendezvous.rank() != runtime.rank()) {
     TORCH_CHECK_WITH(
         DistBackendError, wanted != BetweenHosts::kRma,
@@ -95,9 +92,9 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
   TORCH_CHECK_WITH(
       DistBackendError, !fault || wanted != BetweenHosts::kRma,
       "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) is not available here: ", *fault,
-      ". With 'auto' or 'messages' data goes by messages.");
+      ". With 'auto' or 'tcp' data goes by TCP.");
   if (runtime.rank() == 0) {
-    LOG(INFO) << "fog: between hosts data goes by " << (fault ? "messages: " + *fault : std::string("RMA"));
+    LOG(INFO) << "fog: between hosts data goes by " << (fault ? "TCP: " + *fault : std::string("RMA"));
   }
   if (fault) {
     static_cast<void>(made.release()); // MPI's window refers to it as long as MPI runs
@@ -271,6 +268,12 @@ void RemoteMemory::check_reachable(PeerId peer) const {
   if (has_ended_(peer)) {
     throw Unreachable(peer);
   }
+}
+
+void RemoteMemory::answer() {
+  int waiting = 0;
+  const auto look = [&] { return api().Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, runtime_.communicator(), &waiting, MPI_STATUS_IGNORE); };
+  check(watchdog_.call("MPI_Iprobe", -1, look), "MPI_Iprobe");
 }
 
 void RemoteMemory::put(PeerId peer, Address to, const void* data, size_t bytes) {

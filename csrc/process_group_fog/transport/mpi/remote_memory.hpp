@@ -15,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "core/deadline.hpp"
 #include "job/between_hosts.hpp"
@@ -28,9 +29,8 @@ namespace fog::mpi {
 
 class RemoteMemory final : public OneSided {
  public:
-  // All ranks of the world call this at their start, before any other use of MPI. Returns null if data goes by
-  // messages: the user has asked for that, or there is only one node, or kAuto has found that a put here waits for its
-  // target. Throws DistBackendError on all ranks if kRma was asked for and is not possible, or if the window is not
+  // All ranks of the world call this at their start, before any other use of MPI. Returns null if all data goes by TCP:
+  // there is only one node, or kAuto has found that a put here waits for its target. Throws DistBackendError on all ranks if kRma was asked for and is not possible, or if the window is not
   // created within `timeout`.
   static std::unique_ptr<RemoteMemory> open(
       Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout);
@@ -59,7 +59,18 @@ class RemoteMemory final : public OneSided {
   // not tested.
   bool reaches(PeerId peer) const {
     const auto& nodes = runtime_.nodes();
-    return nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(runtime_.rank())];
+    return static_cast<size_t>(peer) < nodes.size() && strangers_.count(peer) == 0 &&
+        nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(runtime_.rank())];
+  }
+  // Another process, which is not in MPI's world, has that number from now on.
+  void leave(PeerId peer) {
+    strangers_.insert(peer);
+  }
+  // Calls MPI, which may have to answer other processes: some fabrics connect two processes at the first put between them.
+  void answer();
+  // Returns whether a call of MPI has not returned, so that no other call can follow.
+  bool broken() const {
+    return watchdog_.broken();
   }
   size_t bytes() const {
     return bytes_;
@@ -81,7 +92,7 @@ class RemoteMemory final : public OneSided {
   void probe_as_target(Rendezvous& rendezvous, Deadline deadline);
   void check_reachable(PeerId peer) const;
   int mpi_rank(PeerId peer) const {
-    return peer; // as in Messages
+    return peer; // processes that have not started as MPI's world are not reached
   }
 
   Watchdog& watchdog_;
@@ -91,6 +102,7 @@ class RemoteMemory final : public OneSided {
   MPI_Win window_ = MPI_WIN_NULL;
   std::function<bool(PeerId peer)> has_ended_;
   std::function<bool(PeerId peer)> may_reach_;
+  std::unordered_set<PeerId> strangers_; // see leave()
 
   mutable std::mutex mutex_; // guards the members below
   std::map<size_t, size_t> free_; // free parts of the pool, offset to size; adjacent parts are merged

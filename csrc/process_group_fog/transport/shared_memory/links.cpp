@@ -99,22 +99,6 @@ bool Links::mapped_by(int peer, const void* data, size_t bytes) const {
   return arena != nullptr && maps_arena(peer) && arena->contains(data, bytes);
 }
 
-bool Links::attached_by_all() {
-  if (attached_by_all_ || !inbox_) {
-    return attached_by_all_;
-  }
-  if (static_cast<int>(links_.size()) < size_) { // the other ranks are on other hosts
-    return false;
-  }
-  for (int peer = 0; peer < size_; ++peer) {
-    if (peer != rank_ && (!reaches(peer) || !attached_by(peer))) {
-      return false;
-    }
-  }
-  attached_by_all_ = true;
-  return true;
-}
-
 bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes, bool loud) {
   auto& ring = link.inbox->ring(places_[rank_]);
   if (ring.write(first, first_bytes, second, second_bytes)) {

@@ -19,7 +19,7 @@ namespace fog::shared_memory {
 // doorbell().
 class Links {
  public:
-  // FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to MPI. The setting may differ between ranks: a rank without an
+  // FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to TCP. The setting may differ between ranks: a rank without an
   // inbox neither attaches to others nor is attached by them. Ranks from `size` to below `max_ranks` may come later.
   Links(int rank, int size, int max_ranks, bool on);
   // Sets the ranks that may share this host, including this one; the list is the same on all of them. Each has a ring
@@ -50,9 +50,6 @@ class Links {
   bool attached_by(int peer) const {
     return has_said(peer, Inbox::kAttached);
   }
-  // Returns whether all other ranks with which the world began send to this one through its inbox. Then no unexpected
-  // message comes over MPI.
-  bool attached_by_all();
 
   // Never fails: messages for which the ring has no space wait here.
   void send(int peer, const Header& header, const void* data, size_t bytes);
@@ -184,7 +181,6 @@ class Links {
   std::vector<int> sources_; // peers that may write to the inbox; news() reads the first source_count_ without the lock
   std::atomic<int> source_count_{0};
   std::atomic<size_t> queued_{0};
-  bool attached_by_all_ = false;
   std::vector<int> expelled_by_; // peers that expelled_by() has returned
 };
 

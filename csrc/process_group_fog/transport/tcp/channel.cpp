@@ -190,6 +190,7 @@ Channel::Result Channel::write(int fd) {
     const auto sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (!is_for_later(errno)) { // what has come before the end is still to be read
+        error_ = errno;
         small_.clear();
         small_sent_ = 0;
         going_.clear();
@@ -256,6 +257,7 @@ Channel::Result Channel::read(int fd) {
     }
     const auto bytes = readv(fd, pieces.data(), static_cast<int>(count));
     if (bytes == 0 || (bytes < 0 && !is_for_later(errno))) {
+      error_ = bytes < 0 ? errno : error_;
       return Result::kEnd;
     }
     if (bytes < 0) {
@@ -299,12 +301,14 @@ void Channel::parse() {
       break;
     }
     std::memcpy(&frame, buffer_.get() + begin_, sizeof(frame));
-    if (frame.kind != Kind::kMessage) {
+    const bool is_message = frame.kind == Kind::kMessage;
+    if (!is_message && frame.kind != Kind::kSigns) {
       begin_ += sizeof(frame);
       on_frame(frame);
       continue;
     }
-    if (frame.bytes < sizeof(Header) || frame.bytes > sizeof(Header) + Transport::kLocalInlineBytes) {
+    const size_t least = is_message ? sizeof(Header) : sizeof(Signs);
+    if (frame.bytes < least || frame.bytes > least + (is_message ? Transport::kLocalInlineBytes : 0)) {
       refuse_message(peer_, frame.bytes, "it has another length than any");
     }
     if (end_ - begin_ < sizeof(frame) + frame.bytes) {
@@ -312,7 +316,13 @@ void Channel::parse() {
     }
     const char* record = buffer_.get() + begin_ + sizeof(frame);
     begin_ += sizeof(frame) + frame.bytes;
-    user_.on_message(peer_, record, frame.bytes);
+    if (is_message) {
+      user_.on_message(peer_, record, frame.bytes);
+    } else {
+      Signs signs;
+      std::memcpy(&signs, record, sizeof(signs));
+      user_.on_signs(peer_, signs);
+    }
   }
   if (begin_ > 0) { // the beginning of a frame
     std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
@@ -370,6 +380,13 @@ void Channel::on_frame(const Frame& frame) {
       }
       return;
     }
+    case Kind::kAskForSigns:
+      user_.on_ask(peer_);
+      return;
+    case Kind::kExpelled:
+      user_.on_expelled(peer_);
+      return;
+    case Kind::kSigns:
     case Kind::kMessage:
       break;
   }

@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/pulse.hpp"
 #include "transport/tcp/data.hpp"
 
 namespace fog::tcp {
@@ -21,6 +22,10 @@ class Channel {
     virtual ~User() = default;
     // A message has come: a header, with data behind it.
     virtual void on_message(PeerId source, const char* record, size_t length) = 0;
+    // The peer asks for this process's signs of life, has told its own, or counts this process as lost.
+    virtual void on_ask(PeerId source) = 0;
+    virtual void on_signs(PeerId source, const Signs& signs) = 0;
+    virtual void on_expelled(PeerId source) = 0;
     // Memory of that owner is not used any more; it must be released without the lock.
     virtual void release(std::shared_ptr<TransferOwner> owner) = 0;
     // A buffer that channels lend each other: only one that has read a part of a message keeps it.
@@ -42,6 +47,17 @@ class Channel {
   uint32_t next_tag() {
     next_tag_ += next_tag_ == UINT32_MAX ? 2 : 1;
     return next_tag_;
+  }
+  // These go before data, as messages do.
+  void ask_for_signs() {
+    put({Kind::kAskForSigns, 0, 0});
+  }
+  void tell(const Signs& signs) {
+    put({Kind::kSigns, 0, sizeof(signs)});
+    append(&signs, sizeof(signs));
+  }
+  void expel() {
+    put({Kind::kExpelled, 0, 0});
   }
   // Withdraws the data of that owner, in both directions.
   void abandon(const TransferOwner& owner);
@@ -66,6 +82,10 @@ class Channel {
   void ask(uint32_t tag, size_t room);
   // Reads what has come, within limits. Throws DistBackendError if that is not a message.
   Result read(int fd);
+  // Returns the error with which the connection has ended; 0 if the other side has closed it.
+  int error() const {
+    return error_;
+  }
 
  private:
   enum class Kind : uint32_t {
@@ -74,6 +94,9 @@ class Channel {
     kAsk, // the receiver has room for the data with that tag up to byte `bytes`
     kStop, // the receiver takes no more of that data
     kWithdrawn, // the sender has withdrawn that data
+    kAskForSigns, // see ask_for_signs()
+    kSigns, // with Signs
+    kExpelled, // the sender counts the receiver as lost
   };
   struct Frame {
     Kind kind;
@@ -108,6 +131,7 @@ class Channel {
   const PeerId peer_;
   User& user_;
   bool closed_ = false;
+  int error_ = 0;
 
   std::string small_; // frames in order, the first small_sent_ bytes of which have been sent
   size_t small_sent_ = 0;

@@ -1,13 +1,16 @@
 #include "transport/tcp/connections.hpp"
 
+#include <poll.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 
+#include <c10/util/Logging.h>
+
+#include "core/failure.hpp"
 #include "job/network_interface.hpp"
-#include "job/peer_monitor.hpp"
 
 namespace fog::tcp {
 namespace {
@@ -20,8 +23,18 @@ constexpr size_t kLongestRound = 3;
 // Between an attempt that has failed and the next one.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
-// The visitors that have not proved who they are; the oldest gives way to a new one.
-constexpr size_t kMostVisitors = 256;
+// The visitors that have not proved who they are, and at most an eighth of the descriptors; the oldest gives way.
+constexpr rlim_t kMostVisitors = 256;
+// How long it may take to find out why a connection has ended. Then its process may still run, but messages may be lost,
+// so it counts as lost.
+constexpr auto kDoubt = std::chrono::milliseconds(500);
+// Between two looks for hosts that are silent.
+constexpr auto kSilenceInterval = std::chrono::milliseconds(250);
+
+// The error of a connection on which nothing has come for too long.
+bool is_silence(int error) {
+  return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
+}
 
 } // namespace
 
@@ -55,7 +68,7 @@ std::string Connections::listen(const std::vector<std::string>& addresses) {
 void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_guest) {
   on_guest_ = std::move(on_guest);
   self_ = self;
-  host_timeout_ = PeerMonitor::host_timeout();
+  host_timeout_ = fog::host_timeout();
   bell_ = &bell;
   if (listener_ >= 0 || !peers_.empty()) {
     use();
@@ -85,9 +98,11 @@ void Connections::add(PeerId number, const std::string& line) {
 
 void Connections::renew(PeerId number, const std::string& line) {
   close(number);
-  for (auto* numbers : {&trying_, &failed_}) {
+  for (auto* numbers : {&trying_, &refused_}) {
     numbers->erase(std::remove(numbers->begin(), numbers->end(), number), numbers->end());
   }
+  const auto is_of_peer = [&](const Transport::Ended& ended) { return ended.peer == number; };
+  ended_.erase(std::remove_if(ended_.begin(), ended_.end(), is_of_peer), ended_.end());
   Peer renewed;
   if (const auto found = peers_.find(number); found != peers_.end()) {
     renewed.past = std::move(found->second.past);
@@ -136,9 +151,39 @@ void Connections::close(PeerId number) {
   }
 }
 
-void Connections::fail(PeerId number) {
-  failed_.push_back(number);
-  close(number);
+void Connections::end(const Transport::Ended& ended) {
+  ended_.push_back(ended);
+  close(ended.peer);
+}
+
+void Connections::on_end(PeerId number, int error, bool departed, bool expelled) {
+  auto& peer = peers_.at(number);
+  if (departed || expelled || is_silence(error)) {
+    end({number, expelled ? kCut : kSilent, true, departed});
+    return;
+  }
+  if (peer.open != nullptr) {
+    drop(*peer.open);
+  }
+  peer.broken = true;
+  want(number);
+}
+
+bool Connections::is_closed_by(PeerId number) const {
+  pollfd polled = {fd(number), POLLRDHUP, 0};
+  return polled.fd >= 0 && ::poll(&polled, 1, 0) == 1;
+}
+
+std::vector<Transport::Ended> Connections::take_ended() {
+  if (const auto now = Clock::now(); proven_ > 0 && now >= next_look_at_silence_) {
+    next_look_at_silence_ = now + kSilenceInterval;
+    for (const auto& [number, peer] : peers_) {
+      if (peer.open != nullptr && is_silent(peer.open->fd, host_timeout_)) {
+        end({number, kSilent, true});
+      }
+    }
+  }
+  return std::exchange(ended_, {});
 }
 
 void Connections::close_all() {
@@ -212,10 +257,11 @@ void Connections::look_at_time() {
   for (size_t i = 0; i < trying_.size();) {
     const PeerId number = trying_[i];
     auto& peer = peers_.at(number);
-    const bool late = !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
+    const bool late =
+        peer.broken ? now > peer.began + kDoubt : !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
     if (peer.open != nullptr || peer.over || late) {
       if (peer.open == nullptr && !peer.over) {
-        fail(number);
+        end({number, peer.broken ? kCut : kNotReached, true});
       }
       peer.trying = false;
       trying_[i] = trying_.back();
@@ -251,7 +297,7 @@ void Connections::accept_all() {
       }
       return;
     }
-    if (visitors_.size() >= kMostVisitors) {
+    if (visitors_.size() >= std::min(kMostVisitors, most_descriptors() / 8)) {
       drop(*visitors_.front());
     }
     auto* visitor = take(fd, State::kVisitor, -1);
@@ -268,7 +314,14 @@ void Connections::try_next(PeerId number, Peer& peer) {
   }
   const int fd = begin_to_connect(peer.places[peer.place]);
   if (fd < 0) {
+    const int error = errno;
     try_later(peer);
+    if (error == ECONNREFUSED) {
+      on_refused(number, peer);
+    } else if (error == EMFILE && !std::exchange(told_of_limit_, true)) {
+      LOG(WARNING) << "fog: world rank " << self_ << ": the limit of open files (ulimit -n: " << most_descriptors()
+                   << ") forbids a connection to world rank " << number << ", which is tried again. Further cases are not reported.";
+    }
     return;
   }
   keep_alive(fd, host_timeout_);
@@ -276,6 +329,12 @@ void Connections::try_next(PeerId number, Peer& peer) {
   peer.own->hello = hello(self_, mark_, number, peer.mark);
   peer.own->limit = Clock::now() + kFirstPatience * (1 << (2 * std::min(peer.rounds, kLongestRound)));
   watch(*peer.own, EPOLLOUT);
+}
+
+void Connections::on_refused(PeerId number, Peer& peer) {
+  if (++peer.refusals >= peer.places.size()) {
+    end({number, peer.broken ? kLost : kRefused});
+  }
 }
 
 void Connections::try_later(Peer& peer) {

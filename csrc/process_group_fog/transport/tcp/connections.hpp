@@ -18,9 +18,9 @@
 #include <vector>
 
 #include "job/peer_sockets.hpp"
-#include "transport/one_sided.hpp"
 #include "transport/tcp/handshake.hpp"
 #include "transport/tcp/ringer.hpp"
+#include "transport/transport.hpp"
 
 namespace fog::tcp {
 
@@ -59,7 +59,7 @@ class Connections {
     return peers_.count(peer) > 0;
   }
 
-  // Begins to connect, unless there is a connection or an attempt. on_open() follows, or take_failed() names the peer.
+  // Begins to connect, unless there is a connection or an attempt. on_open() follows, or take_ended() names the peer.
   void want(PeerId peer);
   // Returns the socket of an open connection; -1 if there is none.
   int fd(PeerId peer) const;
@@ -67,9 +67,17 @@ class Connections {
   void watch_writes(PeerId peer, bool on);
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
-  // Returns the peers that could not be reached for FOG_HOST_TIMEOUT, or that have done with this process.
-  std::vector<PeerId> take_failed() {
-    return std::exchange(failed_, {});
+  // The connection has ended, with that error or because the other side has closed it, and everything was read. If the
+  // peer has neither said goodbye nor that it counts this process as lost, finds out whether its process has ended:
+  // nobody listens there then. take_ended() follows.
+  void on_end(PeerId peer, int error, bool departed, bool expelled);
+  // Returns whether the other side has closed the connection, even if not everything was read. Costs a system call.
+  bool is_closed_by(PeerId peer) const;
+  // Returns the peers that have ended, whose host is silent, or that cannot be reached; each once.
+  std::vector<Transport::Ended> take_ended();
+  // Returns the peers that have refused a connection because they count this process as lost.
+  std::vector<PeerId> take_refused() {
+    return std::exchange(refused_, {});
   }
 
   void poll(User& user);
@@ -128,6 +136,7 @@ class Connections {
     std::vector<uint64_t> past; // marks of the processes that have had its number
     size_t place = 0;
     size_t rounds = 0;
+    size_t refusals = 0; // of attempts one after the other: nobody listens there
     Socket* own = nullptr; // an attempt from here
     Socket* visitor = nullptr; // one from there that is welcome
     Socket* open = nullptr;
@@ -135,6 +144,7 @@ class Connections {
     Clock::time_point again; // time of the next attempt
     bool trying = false; // is in trying_
     bool answered = false; // one of its addresses has
+    bool broken = false; // its connection has ended; whether its process has is to be found out
     bool over = false;
   };
 
@@ -153,8 +163,10 @@ class Connections {
   void try_next(PeerId number, Peer& peer);
   void try_later(Peer& peer);
   void look_at_time();
-  // take_failed() names that peer.
-  void fail(PeerId number);
+  // Nobody listens at the address that was tried: the process has ended if that is so at all of them.
+  void on_refused(PeerId number, Peer& peer);
+  // take_ended() names that peer.
+  void end(const Transport::Ended& ended);
   // Returns whether anybody can be reached, or can reach this process. Without that, nothing costs anything.
   bool is_used() const {
     return ringer_.load(std::memory_order_relaxed) != nullptr;
@@ -182,9 +194,12 @@ class Connections {
   std::atomic<Socket*> sockets_{nullptr}; // all sockets
   std::vector<Socket*> free_;
   std::vector<Socket*> visitors_; // that have not proved who they are, by age
-  std::vector<PeerId> failed_;
+  std::vector<Transport::Ended> ended_;
+  std::vector<PeerId> refused_;
   bool told_of_stranger_ = false;
+  bool told_of_limit_ = false;
   Clock::time_point next_look_;
+  Clock::time_point next_look_at_silence_;
   size_t proven_ = 0; // sockets that are open or welcome
 };
 

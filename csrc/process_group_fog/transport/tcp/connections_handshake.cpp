@@ -20,7 +20,7 @@ constexpr int kMostNotSent = 256 << 10;
 
 void prepare(int fd, int host_timeout) {
   keep_alive(fd, host_timeout);
-  // A receiver that is stopped, or busy, does not read for a while; that is no silence. PeerMonitor sees silent hosts.
+  // A receiver that is stopped, or busy, does not read for a while; that is no silence. is_silent() sees silent hosts.
   const unsigned never = 0;
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof(never));
   send_at_once(fd);
@@ -82,14 +82,21 @@ bool Connections::put(Socket& socket, const void* data, size_t bytes) { // so fe
 }
 
 void Connections::on_connected(Socket& socket) {
-  const bool connected = error_of_socket(socket.fd) == 0;
+  const int error = error_of_socket(socket.fd);
+  const bool connected = error == 0;
   const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
   if (sent) {
     peers_.at(socket.peer).answered = true;
+    peers_.at(socket.peer).refusals = 0;
     socket.state = State::kGreeting;
     watch(socket, EPOLLIN);
   } else if (!connected || !is_for_later(errno)) { // otherwise the event was that of an earlier socket
+    const PeerId number = socket.peer;
+    auto& peer = peers_.at(number);
     drop(socket);
+    if (error == ECONNREFUSED && !peer.over) {
+      on_refused(number, peer);
+    }
   }
 }
 
@@ -112,8 +119,9 @@ void Connections::on_verdict(Socket& socket, User& user) {
   std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
   const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
   if (proven && verdict.word == kNever) {
-    fail(socket.peer);
-  } else if (!proven || verdict.word != kWelcome) {
+    refused_.push_back(socket.peer);
+    end({socket.peer, kCut, true});
+  } else if (!proven || verdict.word != kWelcome || peers_.at(socket.peer).broken) {
     drop(socket);
   } else if (put(socket, &kReady, 1)) {
     open(socket, user);
@@ -163,7 +171,9 @@ void Connections::on_proof(Socket& socket) {
     verdict.word = kNever;
   } else if (from == kGuest) {
     verdict.word = kWelcome;
-  } else if (found == peers_.end() || found->second.mark != mark || found->second.open != nullptr || is_under_way(found->second)) {
+  } else if (
+      found == peers_.end() || found->second.mark != mark || found->second.open != nullptr || found->second.broken ||
+      is_under_way(found->second)) {
     verdict.word = kLater;
   } else {
     verdict.word = found->second.over ? kNever : kWelcome;
@@ -214,6 +224,7 @@ void Connections::open(Socket& socket, User& user) {
   peer.open = &socket;
   socket.state = State::kOpen;
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, socket.fd, nullptr);
+  socket.fd = moved_up(socket.fd, static_cast<int>(peers_.size()));
   prepare(socket.fd, host_timeout_);
   watch(socket, EPOLLIN);
   user.on_open(socket.peer);

@@ -5,18 +5,22 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
-#include "transport/wire.hpp"
+#include "transport/transport.hpp"
 
 namespace fog::tcp {
+
+// Called when a peer no longer reads the memory. An empty text means success.
+using Sent = std::function<void(const std::string& error)>;
 
 struct OutgoingData {
   uint32_t tag = 0;
   const char* data = nullptr;
   size_t bytes = 0;
   std::shared_ptr<TransferOwner> owner; // keeps the data alive
-  Wire::Sent sent;
+  Sent sent;
   size_t room = 0; // the receiver has room up to this byte
   size_t begun = 0; // the bytes up to this one are sent, or in the part that is being sent
   bool going = false; // is in the queue of its channel

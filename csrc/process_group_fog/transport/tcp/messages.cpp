@@ -10,14 +10,13 @@
 namespace fog::tcp {
 namespace {
 
-// After the end of a connection, the end of its process is usually known within this time, from the system or from the
-// peer monitor. Otherwise the process may still run, but messages may be lost, so it counts as lost.
-constexpr auto kPatience = std::chrono::milliseconds(500);
+// Between two questions to a peer for its signs of life.
+constexpr auto kAskInterval = std::chrono::milliseconds(250);
 
 } // namespace
 
-Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine)
-    : connections_(std::move(connections)), handler_(handler), engine_(engine) {}
+Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine, const Pulse& pulse)
+    : connections_(std::move(connections)), handler_(handler), engine_(engine), pulse_(pulse) {}
 
 Messages::~Messages() = default;
 
@@ -25,13 +24,12 @@ const std::shared_ptr<Messages::Link>& Messages::shared_link(PeerId peer) {
   auto& link = links_[peer];
   if (!link) {
     link = std::make_shared<Link>(peer, static_cast<Channel::User&>(*this));
-    handler_.may_send(peer); // begins to watch for its end
   }
   return link;
 }
 
 void Messages::check_reachable(PeerId peer) const {
-  // Other than with MPI, it does no harm to send to a process that has just ended: its loss ends what waits for it.
+  // It does no harm to send to a process that has just ended: its loss ends what waits for it.
   if (engine_.has_ended(peer)) {
     throw Unreachable(peer);
   }
@@ -46,14 +44,7 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
 }
 
 void Messages::send_data(
-    PeerId destination,
-    uint32_t tag,
-    const void* data,
-    size_t bytes,
-    bool held,
-    bool waits,
-    const std::shared_ptr<TransferOwner>& owner,
-    Sent sent) {
+    PeerId destination, uint32_t tag, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner, Sent sent) {
   check_reachable(destination);
   auto outgoing = std::make_shared<OutgoingData>();
   outgoing->tag = tag;
@@ -112,6 +103,11 @@ void Messages::flush(PeerId peer, Link& its) {
 void Messages::on_open(PeerId peer) {
   auto& its = link(peer);
   its.watches_writes = false;
+  if (departed_) {
+    Header goodbye;
+    goodbye.kind = MessageKind::kGoodbye;
+    its.channel.queue(goodbye, nullptr, 0);
+  }
   flush(peer, its);
 }
 
@@ -145,6 +141,7 @@ void Messages::on_readable(PeerId peer) {
 
 void Messages::on_message(PeerId source, const char* record, size_t length) {
   const auto header = checked_header(source, record, length, false);
+  link(source).departed = link(source).departed || header.kind == MessageKind::kGoodbye;
   handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
 }
 
@@ -152,9 +149,50 @@ void Messages::break_off(PeerId peer, Link& its) {
   if (std::exchange(its.closed, true)) {
     return;
   }
-  connections_->close(peer);
   its.channel.close();
-  broken_.push_back({{peer, kCut}, Clock::now() + kPatience});
+  connections_->on_end(peer, its.channel.error(), its.departed, its.expelled);
+}
+
+void Messages::watch(PeerId peer) {
+  if (connections_->knows(peer)) {
+    connections_->want(peer);
+  }
+}
+
+std::optional<Signs> Messages::signs_of(PeerId peer) {
+  const auto found = links_.find(peer);
+  if (found == links_.end() || connections_->fd(peer) < 0) {
+    return std::nullopt;
+  }
+  auto& its = *found->second;
+  if (const auto now = Clock::now(); !its.answers && now >= its.asked + kAskInterval) {
+    its.asked = now;
+    its.answers = true;
+    its.channel.ask_for_signs();
+    flush(peer, its);
+  }
+  return its.signs;
+}
+
+void Messages::on_signs(PeerId source, const Signs& signs) {
+  auto& its = link(source);
+  its.signs = signs;
+  its.answers = false;
+}
+
+void Messages::expel(PeerId peer) {
+  if (connections_->fd(peer) >= 0) {
+    auto& its = link(peer);
+    its.channel.expel();
+    flush(peer, its);
+  }
+}
+
+std::vector<PeerId> Messages::expelled_by() {
+  auto peers = std::exchange(expelled_by_, {});
+  const auto refused = connections_->take_refused();
+  peers.insert(peers.end(), refused.begin(), refused.end());
+  return peers;
 }
 
 void Messages::forget(PeerId peer) {
@@ -168,34 +206,8 @@ void Messages::forget(PeerId peer) {
 void Messages::renew(PeerId peer, const std::string& line) {
   forget(peer);
   links_.erase(peer);
-  const auto is_of_peer = [&](const Broken& broken) { return broken.cut.peer == peer; };
-  broken_.erase(std::remove_if(broken_.begin(), broken_.end(), is_of_peer), broken_.end());
+  expelled_by_.erase(std::remove(expelled_by_.begin(), expelled_by_.end(), peer), expelled_by_.end());
   connections_->renew(peer, line);
-}
-
-std::vector<Messages::CutOff> Messages::cut_off() {
-  for (const PeerId peer : connections_->take_failed()) {
-    auto& its = link(peer);
-    if (!std::exchange(its.closed, true)) {
-      its.channel.close();
-      broken_.push_back({{peer, kNotReached}, Clock::now()});
-    }
-  }
-  std::vector<CutOff> lost;
-  for (size_t i = 0; i < broken_.size();) {
-    const auto [cut, report] = broken_[i];
-    const bool known = handler_.has_ended(cut.peer) || handler_.is_leaving(cut.peer);
-    if (!known && Clock::now() < report) {
-      ++i;
-      continue;
-    }
-    if (!known) {
-      lost.push_back(cut);
-    }
-    broken_[i] = broken_.back();
-    broken_.pop_back();
-  }
-  return lost;
 }
 
 bool Messages::poll() {
@@ -205,9 +217,9 @@ bool Messages::poll() {
 }
 
 bool Messages::sending() const {
-  return !broken_.empty() || connections_->is_connecting() || std::any_of(links_.begin(), links_.end(), [](const auto& each) {
-    return !each.second->closed && each.second->channel.wants_to_write();
-  });
+  return connections_->is_connecting() || std::any_of(links_.begin(), links_.end(), [](const auto& each) {
+           return !each.second->closed && each.second->channel.wants_to_write();
+         });
 }
 
 } // namespace fog::tcp

@@ -1,4 +1,4 @@
-// Messages over TCP: to processes of other hosts, and to those with which memory cannot be shared.
+// The wire: messages over TCP, to processes of other hosts and to those with which memory cannot be shared.
 //
 // A connection carries messages in order, and parts of large data between them. Data leaves its sender when its receiver
 // has a place for it, so data that nobody takes delays no message, and takes no memory.
@@ -6,69 +6,77 @@
 
 #include <chrono>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "core/pulse.hpp"
 #include "transport/tcp/channel.hpp"
 #include "transport/tcp/connections.hpp"
-#include "transport/wire.hpp"
 
 namespace fog::tcp {
 
 // Every call needs the engine's lock unless its comment says otherwise.
-class Messages final : public Wire, private Connections::User, private Channel::User {
+class Messages final : private Connections::User, private Channel::User {
  public:
-  // `engine` counts a process as ended only once it has told all that depend on it. `handler` may know sooner.
-  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine);
+  // `engine` counts a process as ended only once it has told all that depend on it. `pulse` has this process's signs of
+  // life.
+  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine, const Pulse& pulse);
   ~Messages() override;
 
-  void send(PeerId destination, const Header& header, const void* data, size_t bytes) override;
-  uint32_t next_tag(PeerId destination) override {
+  // Sends a header with a copy of the data, or without data. Throws Unreachable.
+  void send(PeerId destination, const Header& header, const void* data, size_t bytes);
+  // Returns the next tag for the data of a message, so that a receiver may take the data of one sender in any order.
+  uint32_t next_tag(PeerId destination) {
     return link(destination).channel.next_tag();
   }
+  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more.
   void send_data(
-      PeerId destination,
-      uint32_t tag,
-      const void* data,
-      size_t bytes,
-      bool held,
-      bool waits,
-      const std::shared_ptr<TransferOwner>& owner,
-      Sent sent) override;
-  // No data waits for it: it travels in both directions at once, and delays no message.
-  void go(const TransferOwner& owner, std::optional<PeerId> destination) override {}
-  std::shared_ptr<Incoming> receive(
-      PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) override;
-  void abandon(const TransferOwner& owner) override;
+      PeerId destination, uint32_t tag, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner, Sent sent);
+  std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  // Tells that `owner` reads no more data, and that its data may change.
+  void abandon(const TransferOwner& owner);
 
-  bool poll() override;
-  bool must_poll() const override {
+  bool poll();
+  // Returns whether news may come that does not ring the doorbell.
+  bool must_poll() const {
     return connections_->must_poll();
   }
-  bool sending() const override;
-  bool has_spoken_with(PeerId peer) const override {
+  // Returns whether messages may still be on their way out of this process.
+  bool sending() const;
+  // Returns whether any message has gone to that peer or come from it.
+  bool has_spoken_with(PeerId peer) const {
     return links_.count(peer) > 0;
   }
-  size_t unsent(PeerId destination) const override {
+  // Returns the bytes of small messages to a peer that have not left.
+  size_t unsent(PeerId destination) const {
     const auto found = links_.find(destination);
     return found == links_.end() ? 0 : found->second->channel.unsent();
   }
-  std::vector<std::shared_ptr<TransferOwner>>& released() override {
+  // Owners whose last transfer has ended.
+  std::vector<std::shared_ptr<TransferOwner>>& released() {
     return released_;
   }
 
-  struct CutOff {
-    PeerId peer;
-    const char* why;
-  };
-  // Returns the peers whose connection has broken, or that could not be reached, and whose end is not known.
-  std::vector<CutOff> cut_off();
+  // Begins to watch for the end of that peer, unless it shares memory with this process.
+  void watch(PeerId peer);
+  // Processes that connect from now on are told that this one has ended in good order.
+  void depart() {
+    departed_ = true;
+  }
+  // Asks a connected peer for its signs of life, unless it was asked lately. Returns the last ones, or zeros if it has not
+  // answered yet; null if there is no connection.
+  std::optional<Signs> signs_of(PeerId peer);
+  // Tells a connected peer that this process counts it as lost.
+  void expel(PeerId peer);
+  // Returns the peers that count this process as lost, and have not been returned before.
+  std::vector<PeerId> expelled_by();
   // Closes the connection to that peer.
   void forget(PeerId peer);
   // Another process, which listens at `line`, has that number from now on. The one before was forgotten, if there was one.
   void renew(PeerId peer, const std::string& line);
-  Connections& connections() {
+  Connections& connections() const {
     return *connections_;
   }
 
@@ -79,16 +87,25 @@ class Messages final : public Wire, private Connections::User, private Channel::
     Channel channel;
     bool watches_writes = false;
     bool closed = false;
-  };
-  struct Broken {
-    CutOff cut;
-    Clock::time_point report;
+    bool departed = false; // the peer has said goodbye
+    bool expelled = false; // it has said that it counts this process as lost
+    Clock::time_point asked; // for its signs of life
+    bool answers = false; // it is expected to answer
+    Signs signs;
   };
 
   void on_open(PeerId peer) override;
   void on_readable(PeerId peer) override;
   void on_writable(PeerId peer) override;
   void on_message(PeerId source, const char* record, size_t length) override;
+  void on_ask(PeerId source) override {
+    link(source).channel.tell(read_signs(pulse_, Clock::now()));
+  }
+  void on_signs(PeerId source, const Signs& signs) override;
+  void on_expelled(PeerId source) override {
+    link(source).expelled = true;
+    expelled_by_.push_back(source);
+  }
   void release(std::shared_ptr<TransferOwner> owner) override {
     released_.push_back(std::move(owner));
   }
@@ -109,7 +126,9 @@ class Messages final : public Wire, private Connections::User, private Channel::
   MessageHandler& engine_;
   std::unordered_map<PeerId, std::shared_ptr<Link>> links_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
-  std::vector<Broken> broken_;
+  const Pulse& pulse_;
+  std::vector<PeerId> expelled_by_;
+  bool departed_ = false;
   std::unique_ptr<char[]> spare_buffer_;
   bool progressed_ = false; // in this poll
 };
