@@ -166,7 +166,7 @@ class LinkRank(ClusterRank):
                 size = sum(FLOAT_BYTES * each.numel() for each in data)
                 self._by_sockets(list(peers["dst_weights"]), list(peers["src_weights"]), size, "asked" in way)
             else:
-                handles = [fogdist.neighbor_allreduce_nonblocking_(each, **peers) for each in data]
+                handles = [fogdist.neighbor_allreduce_nonblocking_(each, enable_topo_check=False, **peers) for each in data]
                 for handle in handles:
                     fogdist.wait(handle)
             return

@@ -1,6 +1,9 @@
 #include "transport/tcp/connections.hpp"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,6 +25,28 @@ constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
 // The visitors that have not proved who they are; the oldest gives way to a new one.
 constexpr size_t kMostVisitors = 256;
+// Round trips up to this time, in microseconds, are those of one site.
+constexpr uint32_t kNear = 5000;
+
+// Data goes to one peer and then to another, so a connection pauses, and shares its link for some of the time. BBR, which
+// some systems use, sends at the rate that it has seen last, and takes tens of round trips to find a higher one: on slow
+// links a quarter of the time was lost. It is for paths that are long and lose packets, so only these keep it. Reno is the
+// one that no system forbids; on short paths it is as good as Cubic. Returns false if the path's length is not known yet,
+// as other traffic makes round trips long at first.
+bool leave_bbr(int fd) {
+  std::array<char, 16> name = {};
+  socklen_t bytes = name.size();
+  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), &bytes) != 0 || std::string(name.data()).compare(0, 3, "bbr") != 0) {
+    return true;
+  }
+  tcp_info info = {};
+  bytes = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 || info.tcpi_min_rtt > kNear) {
+    return false;
+  }
+  setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  return true;
+}
 
 } // namespace
 
@@ -118,6 +143,7 @@ int Connections::fd(PeerId number) const {
 
 void Connections::watch_writes(PeerId number, bool on) {
   if (auto* socket = peers_.at(number).open) {
+    socket->steady = socket->steady || (on && leave_bbr(socket->fd));
     watch(*socket, EPOLLIN | (on ? EPOLLOUT : 0U));
   }
 }
@@ -299,6 +325,7 @@ Connections::Socket* Connections::take(int fd, State state, PeerId peer) {
   socket->state = state;
   socket->peer = peer;
   socket->count = 0;
+  socket->steady = false;
   socket->fd = fd;
   return socket;
 }

@@ -121,6 +121,7 @@ class Connections {
     Hello hello; // of the side that connects
     Nonce nonce; // of the side that accepts
     Clock::time_point limit;
+    bool steady = false; // its congestion control is the one to keep
   };
   struct Peer {
     std::vector<PeerAddress> places; // to try in turn
