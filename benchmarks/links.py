@@ -166,7 +166,10 @@ class LinkRank(ClusterRank):
                 size = sum(FLOAT_BYTES * each.numel() for each in data)
                 self._by_sockets(list(peers["dst_weights"]), list(peers["src_weights"]), size, "asked" in way)
             else:
-                handles = [fogdist.neighbor_allreduce_nonblocking_(each, enable_topo_check=False, **peers) for each in data]
+                handles = [
+                    fogdist.neighbor_allreduce_nonblocking_(each, enable_topo_check=False, **peers)
+                    for each in data
+                ]
                 for handle in handles:
                     fogdist.wait(handle)
             return
@@ -353,7 +356,13 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--world", nargs="+", action="append", metavar="WORD", help="hosts, rate and tensors, instead of the default's")
+    add(
+        "--world",
+        nargs="+",
+        action="append",
+        metavar="WORD",
+        help="hosts, rate and tensors, instead of the default's",
+    )
     add("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS, metavar="NAME", help=", ".join(WAYS))
     add("--turns", type=int, default=7, help="of each way")
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")

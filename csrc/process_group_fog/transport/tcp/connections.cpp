@@ -148,6 +148,11 @@ void Connections::watch_writes(PeerId number, bool on) {
   }
 }
 
+void Connections::limit_unsent(PeerId number, size_t bytes) {
+  const int most = static_cast<int>(bytes);
+  setsockopt(fd(number), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
+}
+
 void Connections::close(PeerId number) {
   const auto found = peers_.find(number);
   if (found == peers_.end()) {

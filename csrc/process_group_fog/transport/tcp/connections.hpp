@@ -65,6 +65,8 @@ class Connections {
   int fd(PeerId peer) const;
   // on_writable() is called from now on, or no longer.
   void watch_writes(PeerId peer, bool on);
+  // The system's buffer of an open connection takes at most so many bytes that are not on their way.
+  void limit_unsent(PeerId peer, size_t bytes);
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
   // Returns the peers that could not be reached for FOG_HOST_TIMEOUT, or that have done with this process.

@@ -79,6 +79,9 @@ class Messages final : public Wire, private Connections::User, private Channel::
     Channel channel;
     bool watches_writes = false;
     bool closed = false;
+    size_t most_unsent = 0;
+    uint64_t written = 0; // at `measured`
+    Clock::time_point measured;
   };
   struct Broken {
     CutOff cut;
@@ -103,6 +106,9 @@ class Messages final : public Wire, private Connections::User, private Channel::
   // Writes what waits, or begins to connect.
   void flush(PeerId peer, Link& link);
   void break_off(PeerId peer, Link& link);
+  // Measures the rate of a connection whose socket is full, and limits what waits in it.
+  void measure(PeerId peer, Link& link);
+  void limit_unsent(PeerId peer, Link& link, size_t bytes);
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;
