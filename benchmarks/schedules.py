@@ -246,7 +246,7 @@ def renumbered(schedule: Schedule, numbers: Sequence[int]) -> Schedule:
 
 
 def by_place(schedule: Schedule) -> Schedule:
-    """A schedule of fog's sums with hosts numbered by their places in `near_first`, where they are alike."""
+    """A schedule of fog's sums with hosts without a ring, numbered by their places in `near_first`, where they are alike."""
     places = {host: place for place, host in enumerate(near_first(len(schedule.hosts)))}
     return renumbered(schedule, [places[host] for host in range(len(places))])
 
@@ -342,7 +342,7 @@ def gloo_ring(size: int, count: int, ranks: int | None = None, most_rounds: int 
 
 
 def circulant(size: int, count: int) -> Schedule:
-    """fog's allreduce of large tensors between more than 8 hosts, by its formula; one place that stands for all.
+    """fog's allreduce of large tensors between many hosts, without a ring, by its formula; one place that stands for all.
 
     Of collectives/circulant.cpp, in rounds: with `left` slices left a rank sends those from half of them on. A test
     compares it with recordings.

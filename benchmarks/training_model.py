@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import schedules
-from fog_cli.advice import near_first
+from fog_cli.advice import in_ring, near_first
 from loggops import NOWHERE, Graph, Parameters, replay, step_seconds
 from schedules import Schedule
 
@@ -96,20 +96,18 @@ class Cluster:
 
 @lru_cache(maxsize=64)
 def _recorded(ranks: int) -> Schedule:
-    """fog's allreduce of RECORDED_BYTES; one place that stands for all."""
-    if ranks > MOST_RECORDED:
-        return schedules.circulant(ranks, RECORDED_BYTES)
-    one = schedules.rotated(schedules.by_place(schedules.allreduce(ranks, RECORDED_BYTES)))
+    """fog's allreduce of RECORDED_BYTES around a ring; one host that stands for all."""
+    one = schedules.rotated(schedules.allreduce(ranks, RECORDED_BYTES))
     if one is None:
         raise RuntimeError(f"allreduce by {ranks} ranks: hosts are not alike")
     return one
 
 
 def _allreduce(ranks: int, size: float, alike: bool) -> Schedule:
-    if size <= WHOLE_BYTES:
-        one = schedules.doubling(ranks, round(size))
-    else:
+    if size > WHOLE_BYTES and in_ring(ranks, size):
         one = _recorded(ranks).scaled(size / RECORDED_BYTES)
+        return one if alike else schedules.spread(one, ranks)
+    one = (schedules.doubling if size <= WHOLE_BYTES else schedules.circulant)(ranks, round(size))
     return one if alike else schedules.renumbered(schedules.spread(one, ranks), near_first(ranks))
 
 
@@ -308,7 +306,7 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
     """What the line between two data centers needs for the bytes of a step, each way; 0 in one center.
 
     Of many hosts only one is simulated, so the line is counted apart. A ring crosses it once each way, with 2 (n - 1)/n
-    tensors; of fog's allreduce the messages between places of different centers cross it. Of an exchange with the rank
+    tensors; of fog's allreduce of many hosts the messages between places of different centers cross it. Of an exchange with the rank
     that is `hop` further `hop` messages cross it, at most those of half of the ranks.
     """
     n = cluster.ranks
@@ -316,7 +314,7 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
         return 0.0
     size = sum(workload.buckets)
     local = workload.local_steps if way in ("local_sgd", "gossip_diloco") else 1
-    if way == "ddp_gloo":
+    if way == "ddp_gloo" or (way in ("ddp_fog", "local_sgd") and in_ring(n, size / len(workload.buckets))):
         crossing = 2 * (n - 1) / n
     elif way in ("ddp_fog", "local_sgd"):
         center = [host * cluster.centers // n for host in near_first(n)]

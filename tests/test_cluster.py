@@ -1,4 +1,4 @@
-"""The emulated clusters of benchmarks/cluster.py: their hosts, their dilation, and short runs on 2 and 4 hosts."""
+"""The emulated clusters of benchmarks/cluster.py and links.py: hosts, dilation, and short runs on 2 to 4 hosts."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ emulation, workloads = (importlib.import_module(name) for name in ("emulated_hos
 
 BENCHMARKS = ROOT / "benchmarks"
 SHORT = ["--rounds", "1", "--steps", "1", "--compute", "0.1"]
+WAYS = ["one-peer", "ring", "allreduce", "reduce_scatter", "allgather", "gloo", "gloo reduce_scatter"]
+WAYS += ["gloo allgather", "sockets one-peer", "sockets one-peer, asked", "sockets ring"]
 RECEIVE = """
 import socket
 server = socket.create_server(("{address}", 5000))
@@ -114,6 +116,21 @@ def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
     # The slow link needs more than the compute for one exchange, and all wait for it.
     link = 8 * sum(point["bucket_bytes"]) / (0.1 * point["rate_bits_per_s"])
     assert link > point["compute_s"] and point["step_s"]["median"] > 0.9 * link
+
+
+def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass
+    numbers, picture = tmp_path / "links.json", tmp_path / "links.png"
+    options = ["--world", "3", "1gbit", "2x96K", "--turns", "2", "--seconds", "0.02", "--ways", *WAYS]
+    command = [BENCHMARKS / "links.py", *options, "--json", numbers, "--plot", picture]
+    printed = run_script(command, 1, tmp_path / "log", [sys.executable])
+    points = {point["way"]: point for point in json.loads(numbers.read_text())["points"]}
+    assert list(points) == WAYS and picture.stat().st_size > 1000
+    for way, point in points.items():
+        # Frames have headers, and TCP acknowledges; Gloo's reduce_scatter sends more than it must.
+        assert 1 < point["sent"] < (1.3 if way != "gloo reduce_scatter" else 3), point
+    assert "one peer a step / best allreduce" in printed and printed.count("fog / Gloo") == 3
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:

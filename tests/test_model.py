@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -51,20 +50,16 @@ def test_a_recording_has_each_message_and_what_had_come_before_it() -> None:
         world.progress()
         assert all(work.is_completed() for work in works)
     messages, arrivals = world.recorded()
-    # Each rank sends a slice to each other one, and then the sum of its own.
-    assert sorted((sender, to) for sender, to, *_ in messages) == sorted(
-        2 * list(itertools.permutations(range(4), 2))
-    )
+    # Around a ring: each rank sends three partial sums of slices, and then three sums.
+    assert sorted((sender, to) for sender, to, *_ in messages) == sorted(6 * [(0, 1), (1, 2), (2, 3), (3, 0)])
     assert {size for _, _, size, *_ in messages} == {30_000}
     for rank in range(4):
-        assert sorted(messages[place][0] for place in arrivals[rank]) == sorted(
-            2 * [r for r in range(4) if r != rank]
-        )
+        assert [messages[place][0] for place in arrivals[rank]] == 6 * [(rank - 1) % 4]
         before = [arrived for sender, _, _, _, _, arrived in messages if sender == rank]
-        assert before[:3] == [0, 0, 0] and min(before[3:]) >= 3
+        assert all(came >= number for number, came in enumerate(before)) and before[0] == 0
 
 
-@pytest.mark.parametrize("size", [9, 12, 16, 32])
+@pytest.mark.parametrize("size", [31, 32, 48])
 def test_the_formula_of_fogs_sums_is_what_virtual_ranks_send(size: int) -> None:
     recorded = schedules.rotated(schedules.by_place(schedules.allreduce(size, 360_000)))
     assert recorded is not None
@@ -74,14 +69,16 @@ def test_the_formula_of_fogs_sums_is_what_virtual_ranks_send(size: int) -> None:
         assert one.size == pytest.approx(other.size, rel=1e-3)
 
 
-def test_fogs_sums_cross_the_line_between_two_halves_once() -> None:
-    size, count = 16, 360_000
+@pytest.mark.parametrize(("size", "tensors"), [(16, 2 * 15 / 16), (32, 1)])
+def test_fogs_sums_cross_the_line_between_two_halves_twice_or_once(size: int, tensors: float) -> None:
+    count = 360_000
     crossing = sum(m.size for m in schedules.allreduce(size, count).messages if m.rank < size // 2 <= m.to)
-    # The last round of the sums, and the first one of the results: a slice of each rank, 8 of 16 one way.
-    assert crossing == pytest.approx(count, rel=1e-3)
+    # In a ring the slices of all ranks, as sums and as results. With more ranks the last round of the sums, and the first
+    # one of the results: a slice of each rank, half of which go one way.
+    assert crossing == pytest.approx(tensors * count, rel=1e-3)
 
 
-@pytest.mark.parametrize("size", [4, 9, 12, 16])
+@pytest.mark.parametrize("size", [2, 4, 9, 16, 31])
 def test_advice_counts_what_virtual_ranks_send(size: int) -> None:
     count = 360_000
     sent: dict[tuple[int, int], float] = {}
@@ -171,8 +168,9 @@ def test_more_of_anything_takes_no_less(way: str) -> None:
     assert seconds_of(way, here, larger, P) >= least
     assert seconds_of(way, here, replace(WORK, host_s=0.1), P) >= least
     if way in ("ddp_gloo", "ddp_fog", "static_exp"):
-        times = [seconds_of(way, cluster(way, hosts), WORK, P) for hosts in (2, 4, 8, 16, 32, 64, 128)]
-        assert times == sorted(times)
+        for some in ((2, 4, 8), (32, 64, 128)):  # fog's sums change between them
+            times = [seconds_of(way, cluster(way, hosts), WORK, P) for hosts in some]
+            assert times == sorted(times)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "base_k"])

@@ -45,8 +45,9 @@ LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 # Of a sequence that never repeats, the rounds whose traffic is looked at.
 _ENDLESS_ROUNDS = 16
-# Up to so many hosts fog's sums go from each to each: collectives/cutovers.hpp.
-_FEW_HOSTS = 8
+# Fog's sums go around a ring up to so many hosts, and up to so many more if slices have so many bytes:
+# collectives/cutovers.hpp.
+_FEW_HOSTS, _MOST_IN_RING, _LEAST_IN_RING = 8, 30, 8192
 
 
 @dataclass(frozen=True)
@@ -313,22 +314,27 @@ def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
     return Way(topology.name, code, rounds, traffic)
 
 
+def in_ring(hosts: int, size: float) -> bool:
+    """Returns whether fog's allreduce of so many bytes goes around a ring of the hosts."""
+    return hosts <= _FEW_HOSTS or (hosts <= _MOST_IN_RING and size / hosts >= _LEAST_IN_RING)
+
+
 def near_first(hosts: int) -> list[int]:
-    """Returns the hosts in the order in which fog's sums take them: collectives/two_level.hpp."""
+    """Returns the hosts in the order in which fog's sums take them without a ring: collectives/two_level.hpp."""
     bits = (hosts - 1).bit_length()
     return sorted(range(hosts), key=lambda host: int(f"{host:0{bits}b}"[::-1], 2))
 
 
 def _all_reduce(network: Network) -> Way:
-    """Between up to 8 hosts each sends each other one a slice and a sum, between more they go half way around first."""
+    """Of large buckets: around a ring, or between many hosts half way around first."""
     hosts = network.hosts
     counts = [list(network.host_of).count(host) for host in range(hosts)]
     within = {host: 2.0 * (count - 1) for host, count in enumerate(counts) if count > 1}
     pairs: dict[tuple[int, int], float] = {}
     levels = 0
-    if hosts <= _FEW_HOSTS:
-        pairs = {(a, b): 2 / hosts for a in range(hosts) for b in range(hosts) if a != b}
-        levels = 2 * (hosts > 1)
+    if in_ring(hosts, math.inf):
+        levels = 2 * (hosts - 1)
+        pairs = {(host, (host + 1) % hosts): levels / hosts for host in range(hosts) if hosts > 1}
     else:
         order, left = near_first(hosts), hosts
         while left > 1:

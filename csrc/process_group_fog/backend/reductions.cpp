@@ -266,7 +266,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_parts(
   for (size_t i = 0; i < places.size(); ++i) {
     copy_tensor(places[i], ordered[i]);
   }
-  const auto operation = std::make_shared<ReduceScatter>(terms, part_of(sums).data, order, numels);
+  const auto operation = std::make_shared<ReduceScatter>(terms, part_of(sums).data, order, numels, bytes);
   const auto own = static_cast<size_t>(std::find(order.begin(), order.end(), rank_) - order.begin());
   end_with(*operation, output, places[own].view(output.sizes()), epilogue);
   return submit(operation, call, options);

@@ -45,21 +45,23 @@ void Allgather::launch_direct() {
   const int count = static_cast<int>(local.size());
   const auto own = static_cast<uint16_t>(rank());
   std::vector<Destination> destinations;
+  const int before = (hosts().machine() - 1 + hosts().count()) % hosts().count();
   for (int distance = 1; distance < hosts().count(); ++distance) {
     const int from = (hosts().machine() - distance + hosts().count()) % hosts().count();
-    const int to = (hosts().machine() + distance) % hosts().count();
     const auto& there = hosts().ranks(from);
     for (size_t place = 0; place < there.size(); ++place) {
       const int source = there[place];
       const int bringer = local[place % local.size()];
       const bool is_own = bringer == rank();
-      receive(is_own ? source : bringer, static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
-      if (is_own && count > 1) {
+      const int sender = !is_own ? bringer : in_ring() ? carrier(before, source) : source;
+      receive(sender, static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
+      if (is_own) {
         to_pass_on_.push_back(source);
       }
     }
-    const auto& others = hosts().ranks(to);
-    destinations.push_back({others[static_cast<size_t>(hosts().place()) % others.size()]});
+    if (!in_ring() || distance == 1) {
+      destinations.push_back({carrier((hosts().machine() + distance) % hosts().count(), rank())});
+    }
   }
   for (int distance = 1; distance < count; ++distance) {
     const int from = local[(hosts().place() - distance + count) % count];
@@ -68,6 +70,24 @@ void Allgather::launch_direct() {
   const auto beside = local_others();
   destinations.insert(destinations.end(), beside.begin(), beside.end());
   send(destinations, own, input_.data, input_.bytes);
+}
+
+bool Allgather::in_ring() const {
+  return cutovers::gathers_in_ring(input_.bytes);
+}
+
+int Allgather::carrier(int host, int source) const {
+  const auto& ranks = hosts().ranks(host);
+  return ranks[static_cast<size_t>(hosts().place_of(source)) % ranks.size()];
+}
+
+std::vector<Operation::Destination> Allgather::receivers_of(int source) const {
+  auto receivers = local_others();
+  const int next = (hosts().machine() + 1) % hosts().count();
+  if (in_ring() && next != hosts().machine_of(source)) {
+    receivers.insert(receivers.begin(), {carrier(next, source)});
+  }
+  return receivers;
 }
 
 std::vector<Operation::Destination> Allgather::local_others() const {
@@ -99,7 +119,7 @@ Operation::Action Allgather::advance() {
           [&](int source) {
             const bool is_here = received(static_cast<uint16_t>(source));
             if (is_here) {
-              send(local_others(), static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
+              send(receivers_of(source), static_cast<uint16_t>(source), outputs_[source].data, outputs_[source].bytes);
             }
             return is_here;
           }),

@@ -10,7 +10,8 @@ namespace fog {
 // Every rank gets every rank's input: outputs[i] is rank i's.
 //
 // Large inputs go once to each other host, to the rank with the sender's place there, which passes them on to the other
-// ranks of its host. On one host, each rank sends its input directly to all others. For small inputs, a rank sends all
+// ranks of its host, and, the largest ones, to the next host: around a ring, for the reason that collectives/ring.hpp has.
+// On one host, each rank sends its input directly to all others. For small inputs, a rank sends all
 // inputs that it has, in ceil(log2(n)) steps, and puts them in order at the end (J. Bruck et al., "Efficient algorithms
 // for all-to-all communications in multiport message-passing systems", IEEE TPDS 8(11), 1997, doi:10.1109/71.642949).
 class Allgather : public Operation {
@@ -26,6 +27,11 @@ class Allgather : public Operation {
   void launch_steps();
   void launch_direct();
   void send_step();
+  bool in_ring() const;
+  // The rank of a host to which a rank's input goes.
+  int carrier(int host, int source) const;
+  // To whom this rank passes on what has come to it from another host.
+  std::vector<Destination> receivers_of(int source) const;
   std::vector<Destination> local_others() const;
 
   const Part input_;

@@ -11,12 +11,12 @@ namespace fog {
 namespace {
 
 void between_hosts(Schedule& schedule, const Machines& hosts, const Cut& lanes, const cutovers::Path& path) {
-  const two_level::Lane lane(hosts);
+  const two_level::Lane lane(hosts, path.ring);
   const auto all = lanes.part(hosts.place());
   if (!path.whole) {
     const auto slices = cut(all, hosts.count());
-    two_level::scatter_between(schedule, lane, slices, path.few_hosts);
-    two_level::gather_between(schedule, lane, slices, path.few_hosts);
+    two_level::scatter_between(schedule, lane, slices);
+    two_level::gather_between(schedule, lane, slices);
   } else if (path.few_hosts) {
     direct::exchange(schedule, lane.ranks, lane.place, two_level::kBetween, all, Terms::kPartial);
   } else {

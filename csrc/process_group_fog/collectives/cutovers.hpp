@@ -24,6 +24,10 @@ constexpr size_t kWholeToRoot = size_t(64) << 10;
 constexpr int kFewOnHost = 8;
 constexpr int kFewApart = 4;
 constexpr int kFewHosts = 8;
+// The largest number of hosts in a ring, which has as many message numbers as an operation, and the smallest slice that
+// goes around a ring of many hosts: its hops take longer than the fewer rounds of larger messages otherwise.
+constexpr int kMostInRing = 30;
+constexpr size_t kLeastInRing = Transport::kInlineBytes;
 // The smallest part of a tensor for a rank: within its host, and between hosts.
 constexpr size_t kLeastSlice = size_t(4) << 10;
 constexpr size_t kLeastLane = size_t(16) << 10;
@@ -35,7 +39,8 @@ struct Path {
   bool direct; // all ranks send to all, or to the root, for one sum; otherwise by hosts:
   bool whole; // uncut between hosts
   bool trees; // uncut within a host
-  bool few_hosts; // each host sends to each other host
+  bool few_hosts; // whole tensors go from each host to each other host
+  bool ring; // slices go around a ring of hosts
   int lanes; // ranks per host that send to other hosts; on one host: ranks that sum
 
   // Returns whether each element is summed once, so that a 16-bit type is rounded once.
@@ -48,6 +53,10 @@ inline bool are_few(const Layout& layout) {
   return static_cast<int>(layout.ranks.size()) <= (layout.hosts.count() == 1 ? kFewOnHost : kFewApart);
 }
 
+inline bool in_ring(size_t bytes, const Machines& hosts) {
+  return hosts.count() <= kFewHosts || (hosts.count() <= kMostInRing && bytes / static_cast<size_t>(hosts.count()) >= kLeastInRing);
+}
+
 inline Path path_of(size_t bytes, size_t most_whole, const Layout& layout) {
   const auto& hosts = layout.hosts;
   const auto most = static_cast<size_t>(hosts.most());
@@ -56,6 +65,7 @@ inline Path path_of(size_t bytes, size_t most_whole, const Layout& layout) {
   path.direct = path.whole && are_few(layout);
   path.trees = path.whole || (most > kFewOnHost && bytes / most < kLeastSlice);
   path.few_hosts = hosts.count() <= kFewHosts;
+  path.ring = !path.whole && in_ring(bytes, hosts);
   if (path.trees) {
     path.lanes = 1;
   } else if (hosts.count() == 1) {
@@ -87,7 +97,7 @@ inline bool scatters_directly(size_t bytes, const Layout& layout) {
   if (hosts.count() == 1) {
     return are_few(layout) || bytes / layout.ranks.size() >= kLeastSlice;
   }
-  return hosts.most() == 1 ? hosts.count() <= kFewHosts : are_few(layout) && bytes <= kWholeToRoot;
+  return are_few(layout) && bytes <= kWholeToRoot;
 }
 
 // Returns the dtype of partial sums. Sums of 16-bit types are rounded to the type, because links are limited by bytes.
@@ -118,6 +128,11 @@ inline bool in_slices(size_t bytes, const Machines& hosts) {
 inline bool sent_on(size_t bytes, int ranks, const Machines& hosts) {
   const bool few = ranks <= (hosts.count() == 1 ? kFewOnHost : 2);
   return !few && bytes > 0 && (bytes * static_cast<size_t>(ranks) <= kTree || bytes <= kBlock);
+}
+
+// For allgather: returns whether inputs of that size go from host to host around a ring.
+inline bool gathers_in_ring(size_t bytes) {
+  return bytes >= kLeastInRing;
 }
 
 } // namespace fog::cutovers

@@ -22,24 +22,13 @@ void exchange(Schedule& schedule, const std::vector<int>& ranks, int place, uint
   schedule.combine(ranks, message, elements, given, true);
 }
 
-void scatter(
-    Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices, Terms terms, bool last) {
-  const bool given = terms == Terms::kGiven;
+void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices) {
   const int count = static_cast<int>(ranks.size());
   for (int distance = 1; distance < count; ++distance) {
     const int other = (place + distance) % count;
-    schedule.send({ranks[other]}, message, slices.part(other), given);
+    schedule.send({ranks[other]}, message, slices.part(other), true);
   }
-  schedule.combine(ranks, message, slices.part(place), given, last);
-}
-
-void gather(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices) {
-  schedule.send(others(ranks, place), message, slices.part(place));
-  for (int other = 0; other < static_cast<int>(ranks.size()); ++other) {
-    if (other != place) {
-      schedule.await(ranks[other], message, slices.part(other));
-    }
-  }
+  schedule.combine(ranks, message, slices.part(place), true, true);
 }
 
 } // namespace fog::direct

@@ -12,10 +12,7 @@ namespace fog::direct {
 // All ranks get the sum of `elements`, in place. There must be so few elements that a send copies them at once.
 void exchange(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, Slice elements, Terms terms);
 
-// The rank with place k gets the sum of the k-th slice.
-void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices, Terms terms, bool last);
-
-// All ranks get the k-th slice from the rank with place k.
-void gather(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices);
+// The rank with place k gets the sum of the k-th slice of the tensors as they were given.
+void scatter(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, const Cut& slices);
 
 } // namespace fog::direct

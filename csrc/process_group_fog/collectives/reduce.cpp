@@ -58,9 +58,9 @@ void by_slices(Schedule& schedule, const Layout& layout, Slice all, int root, co
   const auto lanes = cut(all, path.lanes);
   two_level::scatter_in_host(schedule, hosts, lanes, hosts.count() == 1);
   if (hosts.count() > 1 && hosts.place() < path.lanes) {
-    const two_level::Lane lane(hosts);
+    const two_level::Lane lane(hosts, path.ring);
     const auto slices = cut(lanes.part(hosts.place()), hosts.count());
-    two_level::scatter_between(schedule, lane, slices, path.few_hosts);
+    two_level::scatter_between(schedule, lane, slices);
     const int destination = lane.place_of(home);
     if (lane.place != destination) {
       schedule.send({lane.ranks[destination]}, kToHost, slices.part(lane.place));

@@ -39,11 +39,11 @@ Machines hosts_of(const Layout& layout) {
 
 // Orders the ranks by lane: all ranks of the first lane by the place of their host, then of the second lane, and so on.
 // On a host with more ranks than lanes, several ranks share a lane.
-std::vector<int> order_by(const Machines& hosts) {
-  const auto near_first = two_level::near_first(hosts.count());
+std::vector<int> order_by(const Machines& hosts, bool ring) {
+  const auto by_place = two_level::order_of(hosts.count(), ring);
   std::vector<int> order;
   for (int lane = 0; lane < hosts.least(); ++lane) {
-    for (const int host : near_first) {
+    for (const int host : by_place) {
       for (int place = lane; place < hosts.size(host); place += hosts.least()) {
         order.push_back(hosts.rank(host, place));
       }
@@ -56,14 +56,15 @@ Slice slice_for(int rank, const std::vector<int>& order, const Cut& slices) {
   return slices.part(static_cast<int>(std::find(order.begin(), order.end(), rank) - order.begin()));
 }
 
-Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cut& slices) {
+Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cut& slices, size_t bytes) {
+  const bool ring = cutovers::in_ring(bytes, hosts);
   const int count = hosts.least();
   Cut lanes{{0}};
   Cut own{{}}; // the bounds of each place's part in this rank's lane
   int next = 0; // position in the order
-  const auto near_first = two_level::near_first(hosts.count());
+  const auto by_place = two_level::order_of(hosts.count(), ring);
   for (int lane = 0; lane < count; ++lane) {
-    for (const int host : near_first) {
+    for (const int host : by_place) {
       if (lane == hosts.place()) {
         own.bounds.push_back(slices.bounds[next]);
       }
@@ -82,7 +83,7 @@ Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cu
     schedule.await(local[place % count], two_level::kDown, slice_for(local[place], order, slices));
     return schedule;
   }
-  two_level::scatter_between(schedule, two_level::Lane(hosts), own, hosts.count() <= cutovers::kFewHosts);
+  two_level::scatter_between(schedule, two_level::Lane(hosts, ring), own);
   for (int other = place + count; other < static_cast<int>(local.size()); other += count) {
     schedule.send({local[other]}, two_level::kDown, slice_for(local[other], order, slices));
   }
@@ -91,14 +92,15 @@ Schedule by_hosts(const Machines& hosts, const std::vector<int>& order, const Cu
 
 Schedule directly(const Layout& layout, const Cut& slices) {
   Schedule schedule;
-  direct::scatter(schedule, layout.ranks, layout.place, 0, slices, Terms::kGiven, true);
+  direct::scatter(schedule, layout.ranks, layout.place, 0, slices);
   return schedule;
 }
 
 } // namespace
 
 std::vector<int> ReduceScatter::order(const Layout& layout, size_t bytes) {
-  return cutovers::scatters_directly(bytes, layout) ? std::vector<int>() : order_by(hosts_of(layout));
+  const auto hosts = hosts_of(layout);
+  return cutovers::scatters_directly(bytes, layout) ? std::vector<int>() : order_by(hosts, cutovers::in_ring(bytes, hosts));
 }
 
 ReduceScatter::ReduceScatter(const Terms& terms, std::vector<const void*> inputs, const std::vector<size_t>& numels, void* out)
@@ -108,8 +110,9 @@ ReduceScatter::ReduceScatter(const Terms& terms, std::vector<const void*> inputs
       data_(static_cast<char*>(out)),
       first_(slices_.bounds[static_cast<size_t>(terms.layout.place)]) {}
 
-ReduceScatter::ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels)
-    : Reduction(terms, {by_hosts(hosts_of(terms.layout), order, cut_in(order, numels))}),
+ReduceScatter::ReduceScatter(
+    const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels, size_t bytes)
+    : Reduction(terms, {by_hosts(hosts_of(terms.layout), order, cut_in(order, numels), bytes)}),
       slices_(cut_in(order, numels)),
       data_(static_cast<char*>(data)) {}
 

@@ -16,7 +16,8 @@ class ReduceScatter : public Reduction {
   // inputs[i] has numels[i] elements and goes to rank i; `out` has numels[rank] elements and may be inputs[rank].
   ReduceScatter(const Terms& terms, std::vector<const void*> inputs, const std::vector<size_t>& numels, void* out);
   // The same for inputs that lie in order() at `data`. They are overwritten; the result replaces this rank's own input.
-  ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels);
+  // `bytes` is what order() was given.
+  ReduceScatter(const Terms& terms, void* data, const std::vector<int>& order, const std::vector<size_t>& numels, size_t bytes);
 
  protected:
   const char* given(size_t begin) const override;

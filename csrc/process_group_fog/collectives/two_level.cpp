@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "collectives/circulant.hpp"
-#include "collectives/direct.hpp"
+#include "collectives/ring.hpp"
 
 namespace fog::two_level {
 namespace {
@@ -71,7 +71,16 @@ std::vector<int> near_first(int hosts) {
   return order;
 }
 
-Lane::Lane(const Machines& machines) : hosts(near_first(machines.count())), place(place_of(machines.machine())) {
+std::vector<int> order_of(int hosts, bool ring) {
+  auto order = near_first(hosts);
+  if (ring) {
+    std::sort(order.begin(), order.end());
+  }
+  return order;
+}
+
+Lane::Lane(const Machines& machines, bool ring)
+    : ring(ring), hosts(order_of(machines.count(), ring)), place(place_of(machines.machine())) {
   for (const int host : hosts) {
     ranks.push_back(machines.rank(host, machines.place()));
   }
@@ -81,21 +90,14 @@ int Lane::place_of(int host) const {
   return static_cast<int>(std::find(hosts.begin(), hosts.end(), host) - hosts.begin());
 }
 
-void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few) {
-  if (few) {
-    direct::scatter(schedule, lane.ranks, lane.place, kBetween, slices, Terms::kPartial, true);
-  } else {
-    circulant::scatter(schedule, lane.ranks, lane.place, kBetween, slices);
-  }
+void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices) {
+  (lane.ring ? ring::scatter : circulant::scatter)(schedule, lane.ranks, lane.place, kBetween, slices);
 }
 
-void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few) {
-  const auto first = static_cast<uint16_t>(kBetween + circulant::messages(static_cast<int>(lane.ranks.size())));
-  if (few) {
-    direct::gather(schedule, lane.ranks, lane.place, first, slices);
-  } else {
-    circulant::gather(schedule, lane.ranks, lane.place, first, slices);
-  }
+void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices) {
+  const int count = static_cast<int>(lane.ranks.size());
+  const auto first = static_cast<uint16_t>(kBetween + (lane.ring ? count - 1 : circulant::messages(count)));
+  (lane.ring ? ring::gather : circulant::gather)(schedule, lane.ranks, lane.place, first, slices);
 }
 
 } // namespace fog::two_level

@@ -31,11 +31,14 @@ void gather_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes)
 // numbers, which are often close in the network, exchange the most: if the first half of 16 hosts is in one data center
 // and the second half in another, a tensor crosses the line between them once each way instead of eight times.
 std::vector<int> near_first(int hosts);
+// The order for a ring, in which each host sends to the next one, is that of their numbers.
+std::vector<int> order_of(int hosts, bool ring);
 
 // The ranks of this rank's lane, one a host, in that order.
 struct Lane {
-  explicit Lane(const Machines& machines);
+  Lane(const Machines& machines, bool ring);
 
+  bool ring; // sums go around a ring, see `ring`, or else as in `circulant`
   std::vector<int> hosts; // by place
   std::vector<int> ranks; // by place
   int place; // this rank's
@@ -45,7 +48,7 @@ struct Lane {
 
 // Among the ranks of a lane: scatter_between() gives the rank with place k the sum of the k-th slice; gather_between()
 // gives all ranks the k-th slice from the rank with place k.
-void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few);
-void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices, bool few);
+void scatter_between(Schedule& schedule, const Lane& lane, const Cut& slices);
+void gather_between(Schedule& schedule, const Lane& lane, const Cut& slices);
 
 } // namespace fog::two_level

@@ -14,8 +14,6 @@
 namespace fog::tcp {
 namespace {
 
-// A header waits for at most one part, and for what is in the system's buffer.
-constexpr size_t kPartBytes = size_t(256) << 10;
 // The bytes that one call writes or reads, so that other peers come in between.
 constexpr size_t kMostAtOnce = size_t(1) << 20;
 // A longer queue moves to the front of its memory when half of it has been sent, and keeps no memory when it is empty.
@@ -127,7 +125,7 @@ void Channel::next_part() {
     return;
   }
   const auto data = going_.front();
-  const size_t bytes = std::min(kPartBytes, data->room - data->begun);
+  const size_t bytes = std::min(most_of_part_, data->room - data->begun);
   part_ = std::make_unique<Part>(Part{{Kind::kPart, data->tag, bytes}, data, data->data + data->begun, 0, nullptr});
   data->begun += bytes;
   if (data->begun == data->room) {
@@ -201,6 +199,7 @@ Channel::Result Channel::write(int fd) {
     }
     auto left = static_cast<size_t>(sent);
     written += left;
+    written_ += left;
     if (!part_first) {
       const size_t small = std::min(left, unsent());
       small_sent_ += small;

@@ -71,6 +71,14 @@ class Channel {
   bool wants_to_write() const {
     return !closed_ && (unsent() > 0 || part_ || !going_.empty());
   }
+  // A part that begins from now on has at most so many bytes.
+  void limit_parts(size_t bytes) {
+    most_of_part_ = bytes;
+  }
+  // Returns the bytes that the socket has taken.
+  uint64_t written() const {
+    return written_;
+  }
   // Writes as much as the socket takes, within limits. A failure shows in read().
   Result write(int fd);
 
@@ -139,6 +147,8 @@ class Channel {
   std::unordered_map<uint32_t, std::shared_ptr<OutgoingData>> offered_;
   std::deque<std::shared_ptr<OutgoingData>> going_; // data for which the peer has room
   uint32_t next_tag_ = 0;
+  size_t most_of_part_ = SIZE_MAX;
+  uint64_t written_ = 0;
 
   std::unique_ptr<char[]> buffer_;
   size_t begin_ = 0; // of the bytes in the buffer

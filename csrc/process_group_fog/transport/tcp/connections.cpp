@@ -1,7 +1,10 @@
 #include "transport/tcp/connections.hpp"
 
+#include <linux/tcp.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <sys/epoll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -34,6 +37,29 @@ constexpr auto kSilenceInterval = std::chrono::milliseconds(250);
 // The error of a connection on which nothing has come for too long.
 bool is_silence(int error) {
   return error == ETIMEDOUT || error == EHOSTUNREACH || error == ENETUNREACH;
+}
+
+// Round trips up to this time, in microseconds, are those of one site.
+constexpr uint32_t kNear = 5000;
+
+// Data goes to one peer and then to another, so a connection pauses, and shares its link for some of the time. BBR, which
+// some systems use, sends at the rate that it has seen last, and takes tens of round trips to find a higher one: on slow
+// links a quarter of the time was lost. It is for paths that are long and lose packets, so only these keep it. Reno is the
+// one that no system forbids; on short paths it is as good as Cubic. Returns false if the path's length is not known yet,
+// as other traffic makes round trips long at first.
+bool leave_bbr(int fd) {
+  std::array<char, 16> name = {};
+  socklen_t bytes = name.size();
+  if (getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name.data(), &bytes) != 0 || std::string(name.data()).compare(0, 3, "bbr") != 0) {
+    return true;
+  }
+  tcp_info info = {};
+  bytes = sizeof(info);
+  if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 || info.tcpi_min_rtt > kNear) {
+    return false;
+  }
+  setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, "reno", 4);
+  return true;
 }
 
 } // namespace
@@ -133,8 +159,14 @@ int Connections::fd(PeerId number) const {
 
 void Connections::watch_writes(PeerId number, bool on) {
   if (auto* socket = peers_.at(number).open) {
+    socket->steady = socket->steady || (on && leave_bbr(socket->fd));
     watch(*socket, EPOLLIN | (on ? EPOLLOUT : 0U));
   }
+}
+
+void Connections::limit_unsent(PeerId number, size_t bytes) {
+  const int most = static_cast<int>(bytes);
+  setsockopt(fd(number), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
 }
 
 void Connections::close(PeerId number) {
@@ -358,6 +390,7 @@ Connections::Socket* Connections::take(int fd, State state, PeerId peer) {
   socket->state = state;
   socket->peer = peer;
   socket->count = 0;
+  socket->steady = false;
   socket->fd = fd;
   return socket;
 }

@@ -65,6 +65,8 @@ class Connections {
   int fd(PeerId peer) const;
   // on_writable() is called from now on, or no longer.
   void watch_writes(PeerId peer, bool on);
+  // The system's buffer of an open connection takes at most so many bytes that are not on their way.
+  void limit_unsent(PeerId peer, size_t bytes);
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
   // The connection has ended, with that error or because the other side has closed it, and everything was read. If the
@@ -129,6 +131,7 @@ class Connections {
     Hello hello; // of the side that connects
     Nonce nonce; // of the side that accepts
     Clock::time_point limit;
+    bool steady = false; // its congestion control is the one to keep
   };
   struct Peer {
     std::vector<PeerAddress> places; // to try in turn

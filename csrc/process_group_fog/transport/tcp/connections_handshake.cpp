@@ -15,16 +15,12 @@
 namespace fog::tcp {
 namespace {
 
-// Data that waits in the system's buffer and is not on its way yet delays messages behind it.
-constexpr int kMostNotSent = 256 << 10;
-
 void prepare(int fd, int host_timeout) {
   keep_alive(fd, host_timeout);
   // A receiver that is stopped, or busy, does not read for a while; that is no silence. is_silent() sees silent hosts.
   const unsigned never = 0;
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof(never));
   send_at_once(fd);
-  setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &kMostNotSent, sizeof(kMostNotSent));
 }
 
 bool is_for_later(int error) {

@@ -12,6 +12,13 @@ namespace {
 
 // Between two questions to a peer for its signs of life.
 constexpr auto kAskInterval = std::chrono::milliseconds(250);
+// A message waits for the part of large data that has begun, and for what is in the system's buffer but not on its way.
+// Each of the two is what the connection carries in kDelay, within these limits, measured over kMeasured at least: on a
+// slow link a fixed amount would let every answer wait, and on a fast one less would cost the processor's time.
+constexpr size_t kLeastUnsent = size_t(32) << 10;
+constexpr size_t kMostUnsent = size_t(256) << 10;
+constexpr auto kDelay = std::chrono::milliseconds(5);
+constexpr auto kMeasured = std::chrono::milliseconds(10);
 
 } // namespace
 
@@ -96,13 +103,35 @@ void Messages::flush(PeerId peer, Link& its) {
   progressed_ = its.channel.write(fd) == Channel::Result::kProgress || progressed_;
   if (its.channel.wants_to_write() != its.watches_writes) {
     its.watches_writes = !its.watches_writes;
+    its.written = its.channel.written();
+    its.measured = Clock::now();
     connections_->watch_writes(peer, its.watches_writes);
+  }
+}
+
+void Messages::measure(PeerId peer, Link& its) {
+  const auto time = Clock::now() - its.measured;
+  if (!its.watches_writes || time < kMeasured) {
+    return;
+  }
+  const auto written = its.channel.written() - std::exchange(its.written, its.channel.written());
+  its.measured += time;
+  const auto bytes = static_cast<size_t>(static_cast<double>(written) * (std::chrono::duration<double>(kDelay) / time));
+  limit_unsent(peer, its, std::clamp(bytes, kLeastUnsent, kMostUnsent));
+}
+
+void Messages::limit_unsent(PeerId peer, Link& its, size_t bytes) {
+  if (bytes > its.most_unsent + its.most_unsent / 4 || bytes < its.most_unsent - its.most_unsent / 4) {
+    its.most_unsent = bytes;
+    its.channel.limit_parts(bytes);
+    connections_->limit_unsent(peer, bytes);
   }
 }
 
 void Messages::on_open(PeerId peer) {
   auto& its = link(peer);
   its.watches_writes = false;
+  limit_unsent(peer, its, kMostUnsent);
   if (departed_) {
     Header goodbye;
     goodbye.kind = MessageKind::kGoodbye;
@@ -112,6 +141,7 @@ void Messages::on_open(PeerId peer) {
 }
 
 void Messages::on_writable(PeerId peer) {
+  measure(peer, link(peer));
   flush(peer, link(peer));
   auto& its = link(peer);
   if (!its.closed && its.watches_writes && !its.channel.wants_to_write()) { // another call has written the rest

@@ -92,6 +92,9 @@ class Messages final : private Connections::User, private Channel::User {
     Clock::time_point asked; // for its signs of life
     bool answers = false; // it is expected to answer
     Signs signs;
+    size_t most_unsent = 0;
+    uint64_t written = 0; // at `measured`
+    Clock::time_point measured;
   };
 
   void on_open(PeerId peer) override;
@@ -120,6 +123,9 @@ class Messages final : private Connections::User, private Channel::User {
   // Writes what waits, or begins to connect.
   void flush(PeerId peer, Link& link);
   void break_off(PeerId peer, Link& link);
+  // Measures the rate of a connection whose socket is full, and limits what waits in it.
+  void measure(PeerId peer, Link& link);
+  void limit_unsent(PeerId peer, Link& link, size_t bytes);
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;

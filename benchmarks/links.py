@@ -1,0 +1,402 @@
+"""Exchanges where links are slow: which share of a link's rate they use, and how many steps they make.
+
+    python benchmarks/links.py                                        # as root, some minutes
+    python benchmarks/links.py --world 8 100mbit 16x128K 1x4M --ways one-peer gloo --turns 5
+
+Run it as root on Linux. Each host is a network namespace with one rank, and tc limits what its link carries, both ways
+(emulated_hosts.py). A step exchanges some tensors, all in flight at the same time, as the buckets of a training are.
+All ways of a world take turns in a random order; a turn begins with one step that does not count, and the others follow
+without a barrier, so ranks may drift apart as in a training. Kept are the median and the quartiles, over the turns, of
+the time of a step, from when the first rank begins until the last one ends.
+
+"used" is the number of bytes that an exchange must send from each host, over those that its link could carry in that
+time. That is the tensors once for one peer a step, twice for the ring, and 2 (n - 1) / n times for an allreduce of n
+hosts: so one peer a step can make at most 2 (n - 1) / n as many steps as an allreduce. Headers take 4 to 5 % of a link.
+
+Plain sockets show what the network itself allows in the same pattern: they send when they like, or once the receiver
+has said that it has come to this step ("asked").
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+
+import fogdist
+import torch
+import torch.distributed as dist
+from cluster import prepare
+from cluster_ranks import PORT, ClusterRank, Job, keep_store, serve
+from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts, traffic
+from fogdist import topology
+from fogdist.testing.faults.links import parse_rate
+from forked_ranks import ForkedWorld
+from report import parse_size, size_text, write_results
+from torch import Tensor
+from workloads import Dilation
+
+PHASE_SECONDS = 60.0
+TURN_SECONDS = 2.0
+LEAST_STEPS, MOST_STEPS = 3, 200
+# Of plain sockets: the largest piece that is sent or received at once.
+PIECE = 256 << 10
+FLOAT_BYTES = 4
+# Goals: the least share of the link, and by how much one peer a step is ahead of the best allreduce at so many hosts.
+LEAST_USED = {"one-peer": 0.88, "ring": 0.88}
+AHEAD, AHEAD_HOSTS = 1.7, (8, 16)
+ALLREDUCES = ["allreduce", "gloo"]
+# By name: the heading.
+WAYS = {
+    "one-peer": "fog, one peer a step",
+    "ring": "fog, ring",
+    "allreduce": "fog, allreduce",
+    "reduce_scatter": "fog, reduce_scatter",
+    "allgather": "fog, allgather",
+    "gloo": "Gloo, allreduce",
+    "gloo reduce_scatter": "Gloo, reduce_scatter",
+    "gloo allgather": "Gloo, allgather",
+    "sockets one-peer": "sockets, one peer a step",
+    "sockets one-peer, asked": "sockets, one peer, asked",
+    "sockets ring": "sockets, ring",
+}
+DEFAULT_WAYS = [way for way in WAYS if "gather" not in way and "scatter" not in way]
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a step exchanges: so many tensors of so many bytes."""
+
+    count: int
+    bytes: int
+
+    @classmethod
+    def parse(cls, text: str) -> Tensors:
+        """Reads "16x128K"."""
+        count, _, size = text.partition("x")
+        return cls(int(count), parse_size(size))
+
+    def __str__(self) -> str:
+        return f"{self.count} x {size_text(self.bytes)}"
+
+
+@dataclass(frozen=True)
+class World:
+    """Hosts, the rate of their links, and what they exchange."""
+
+    hosts: int
+    rate: str
+    tensors: tuple[Tensors, ...]
+
+
+WORLDS = [
+    World(4, "200mbit", (Tensors(8, 1 << 20),)),
+    World(8, "100mbit", (Tensors(16, 128 << 10),)),
+    World(8, "34mbit", (Tensors(32, 128 << 10),)),
+    World(16, "50mbit", (Tensors(16, 128 << 10),)),
+]
+
+
+def volume(way: str, hosts: int) -> float:
+    """How many times the tensors leave each host in a step."""
+    if "one-peer" in way:
+        return 1.0
+    if "ring" in way:
+        return min(2, hosts - 1)
+    return (hosts - 1) / hosts * (1 if "gather" in way or "scatter" in way else 2)
+
+
+class LinkRank(ClusterRank):
+    """A rank; the parent calls its methods by name."""
+
+    def connect(self) -> None:
+        """Connects plain sockets with all other ranks: one to send to each, and one to receive from each."""
+        self.to: dict[int, socket.socket] = {}
+        self.source: dict[int, socket.socket] = {}
+        others = [other for other in range(self.size) if other != self.rank]
+        with socket.create_server((address(self.rank), PORT + 2), backlog=self.size) as server:
+            dist.barrier()
+            for other in others:
+                self.to[other] = socket.create_connection((address(other), PORT + 2), timeout=PHASE_SECONDS)
+                self.to[other].sendall(bytes([self.rank]))
+            for _ in others:
+                connection, _ = server.accept()
+                self.source[connection.recv(1)[0]] = connection
+        for each in [*self.to.values(), *self.source.values()]:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            each.setblocking(False)
+        self.graphs = {
+            "one-peer": topology.one_peer_exponential(self.size),
+            "ring": topology.Topology.from_graph("ring", topology.by_name("ring", self.size)),
+        }
+        self.buffer = bytearray(PIECE)
+
+    def turn(self, way: str, tensors: Tensors, steps: int) -> tuple[float, float]:
+        """Makes one step, and then so many more; returns when these began, and when they ended."""
+        numel = tensors.bytes // FLOAT_BYTES
+        data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
+        slices = [torch.empty(-(-numel // self.size)) for _ in data]
+        fogdist.barrier()
+        self._step(way, data, slices, 0)
+        begin = time.perf_counter()
+        for step in range(1, steps + 1):
+            self._step(way, data, slices, step)
+        end = time.perf_counter()
+        mean = (self.size - 1) / 2
+        if way in ALLREDUCES and not all(torch.allclose(each, torch.tensor(mean)) for each in data):
+            raise AssertionError(f"{way}: a wrong average")
+        return begin, end
+
+    def _step(self, way: str, data: list[Tensor], slices: list[Tensor], step: int) -> None:
+        system, _, name = way.removesuffix(", asked").rpartition(" ")
+        if name in self.graphs:
+            peers = self.graphs[name].peers(self.rank, step)
+            if system == "sockets":
+                size = sum(FLOAT_BYTES * each.numel() for each in data)
+                self._by_sockets(list(peers["dst_weights"]), list(peers["src_weights"]), size, "asked" in way)
+            else:
+                handles = [
+                    fogdist.neighbor_allreduce_nonblocking_(each, enable_topo_check=False, **peers)
+                    for each in data
+                ]
+                for handle in handles:
+                    fogdist.wait(handle)
+            return
+        group = self.gloo if "gloo" in way else None
+        if "gather" in way or "scatter" in way:
+            whole = [torch.empty(self.size * each.numel()) for each in slices]
+            start = dist.all_gather_into_tensor if "gather" in way else dist.reduce_scatter_tensor
+            pairs = zip(whole, slices, strict=True) if "gather" in way else zip(slices, whole, strict=True)
+            works = [start(output, given, group=group, async_op=True) for output, given in pairs]
+        else:
+            works = [dist.all_reduce(each, group=group, async_op=True) for each in data]
+        for work in works:
+            work.wait()
+        if way in ALLREDUCES:
+            for each in data:
+                each.div_(self.size)
+
+    def _by_sockets(self, to: Sequence[int], source: Sequence[int], size: int, asked: bool) -> None:
+        sending = {self.to[other]: size for other in to}
+        coming = {self.source[other]: size for other in source}
+        unasked = set(sending) if asked else set()
+        for each in coming if asked else ():
+            each.send(b"!")
+        piece = memoryview(self.buffer)
+        while sending or coming:
+            readable, writable, _ = select.select(
+                [*coming, *unasked], [each for each in sending if each not in unasked], [], PHASE_SECONDS
+            )
+            for each in readable:
+                if each in unasked:
+                    each.recv(1)
+                    unasked.discard(each)
+                    continue
+                coming[each] -= each.recv_into(piece[: min(PIECE, coming[each])])
+                if coming[each] == 0:
+                    del coming[each]
+            for each in writable:
+                sending[each] -= each.send(piece[: min(PIECE, sending[each])])
+                if sending[each] == 0:
+                    del sending[each]
+
+
+def measure(world: World, ways: Sequence[str], turns: int, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """Returns the points of one world."""
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
+    points = []
+    with emulated_hosts(world.hosts, world.rate) as hosts:
+        ranks = ForkedWorld(f"{world.hosts} hosts, {world.rate}", world.hosts, PHASE_SECONDS)
+        try:
+            ranks.fork(keep_store, hosts[0])
+            ranks.port()
+            for rank, host in enumerate(hosts):
+                ranks.fork(serve, host, rank, world.hosts, job, LinkRank)
+            ranks.ask("start")
+            ranks.ask("connect")
+            for tensors in world.tensors:
+                points += measure_tensors(world, tensors, ways, turns, seconds, seed, ranks, hosts)
+            ranks.ask("leave")
+            ranks.end()
+        finally:
+            ranks.close()
+    return points
+
+
+def measure_tensors(
+    world: World,
+    tensors: Tensors,
+    ways: Sequence[str],
+    turns: int,
+    seconds: float,
+    seed: int,
+    ranks: ForkedWorld,
+    hosts: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Returns the points of one world and some tensors, by way."""
+    link = parse_rate(world.rate) / 8
+    least = {way: volume(way, world.hosts) * tensors.count * tensors.bytes for way in ways}
+    steps = {way: min(max(round(seconds * link / least[way]), LEAST_STEPS), MOST_STEPS) for way in ways}
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    sent: dict[str, float] = {}
+    draw = random.Random(seed)
+    for _ in range(turns):
+        for way in draw.sample(list(ways), len(ways)):
+            before = traffic(hosts)
+            ended = ranks.ask("turn", way, tensors, steps[way])[1]
+            begins, ends = zip(*ended, strict=True)
+            times[way].append((max(ends) - min(begins)) / steps[way])
+            after = traffic(hosts)
+            carried = statistics.fmean(a[0] - b[0] for a, b in zip(after, before, strict=True))
+            sent[way] = carried / (steps[way] + 1)
+    points = []
+    for way in ways:
+        lower, median, upper = statistics.quantiles(times[way], n=4) if turns > 1 else times[way] * 3
+        points.append(
+            {
+                "hosts": world.hosts,
+                "bits_per_s": 8 * link,
+                "tensors": tensors.count,
+                "bytes": tensors.bytes,
+                "way": way,
+                "steps": steps[way],
+                "step_s": {"median": statistics.median(times[way]), "lower": lower, "upper": upper},
+                "used": least[way] / link / median,
+                "sent": sent[way] / least[way],
+            }
+        )
+    return points
+
+
+def print_points(points: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the points of one world and some tensors, and which goals they meet."""
+    first = points[0]
+    tensors, hosts = Tensors(first["tensors"], first["bytes"]), first["hosts"]
+    print(f"\n{hosts} hosts, {first['bits_per_s'] / 1e6:g} Mbit/s, {tensors}")
+    print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'steps/s':>9}{'used':>7}{'sent':>7}")
+    for point in points:
+        step = point["step_s"]
+        quartiles = f"{1e3 * step['lower']:.1f} - {1e3 * step['upper']:.1f}"
+        print(
+            f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.1f}{quartiles:>18}{1 / step['median']:>9.2f}"
+            f"{point['used']:>7.1%}{point['sent']:>7.2f}"
+        )
+    used = {point["way"]: point["used"] for point in points}
+    for way, least in LEAST_USED.items():
+        if way in used:
+            verdict = "met" if used[way] >= least else "missed"
+            print(f"goal: {WAYS[way]}, at least {least:.0%} of the link: {used[way]:.1%}, {verdict}")
+    medians = {point["way"]: point["step_s"]["median"] for point in points}
+    sums = [medians[way] for way in ALLREDUCES if way in medians]
+    if "one-peer" in medians and sums:
+        ahead = min(sums) / medians["one-peer"]
+        verdict = "" if hosts not in AHEAD_HOSTS else ", met" if ahead >= AHEAD else ", missed"
+        aim = f" (goal {AHEAD})" if verdict else ""
+        bound = volume("allreduce", hosts)
+        print(f"one peer a step / best allreduce: {ahead:.2f} steps{aim}, bound {bound:.2f}{verdict}")
+    for name in ("allreduce", "reduce_scatter", "allgather"):
+        of_gloo = "gloo" if name == "allreduce" else f"gloo {name}"
+        if name in medians and of_gloo in medians:
+            ratio = medians[name] / medians[of_gloo]
+            print(f"{name}, fog / Gloo: {ratio:.2f} (goal: at most 1), {'met' if ratio <= 1 else 'missed'}")
+    sys.stdout.flush()
+
+
+def draw(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
+    """Draws what each way used of the link, a group of bars for each world and its tensors."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    places = list(dict.fromkeys((p["hosts"], p["bits_per_s"], p["tensors"], p["bytes"]) for p in points))
+    ways = [way for way in WAYS if any(point["way"] == way for point in points)]
+    figure, axes = plt.subplots(figsize=(2 + 2.2 * len(places), 3.6), layout="constrained")
+    for number, way in enumerate(ways):
+        found = {
+            places.index((p["hosts"], p["bits_per_s"], p["tensors"], p["bytes"])): p["used"]
+            for p in points
+            if p["way"] == way
+        }
+        offsets = [place + (number + 0.5) / (len(ways) + 1) - 0.5 for place in found]
+        axes.bar(offsets, list(found.values()), 1 / (len(ways) + 1), label=WAYS[way])
+    labels = [f"{h} hosts, {r / 1e6:g} Mbit/s\n{Tensors(c, b)}" for h, r, c, b in places]
+    axes.set_xticks(range(len(places)), labels)
+    axes.set_ylabel("share of the link")
+    axes.set_ylim(0, 1)
+    axes.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3)
+    figure.savefig(path, dpi=120)
+
+
+def parse_world(words: Sequence[str]) -> World:
+    """Returns the world of "8 100mbit 16x128K 1x4M"."""
+    hosts, rate, *tensors = words
+    parse_rate(rate)
+    if not 2 <= int(hosts) <= 32 or not tensors:
+        raise ValueError("it needs 2 to 32 hosts, a rate and tensors, such as 16x128K")
+    return World(int(hosts), rate, tuple(map(Tensors.parse, tensors)))
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the checked command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add(
+        "--world",
+        nargs="+",
+        action="append",
+        metavar="WORD",
+        help="hosts, rate and tensors, instead of the default's",
+    )
+    add("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS, metavar="NAME", help=", ".join(WAYS))
+    add("--turns", type=int, default=7, help="of each way")
+    add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
+    add("--seed", type=int, default=0, help="of the order of the turns")
+    add("--json", type=Path, help="file for the points")
+    add("--plot", type=Path, help="file for a picture")
+    arguments = parser.parse_args()
+    try:
+        arguments.worlds = [parse_world(words) for words in arguments.world or ()] or WORLDS
+    except ValueError as error:
+        parser.error(f"--world: {error}")
+    if arguments.turns < 1 or not arguments.seconds > 0:
+        parser.error("--turns and --seconds must be positive")
+    return arguments
+
+
+def main() -> None:
+    """Measures one world after the other, and writes the points after each."""
+    arguments = parse_arguments()
+    about = prepare(arguments.seed, arguments.turns)
+    points: list[dict[str, Any]] = []
+    for world in arguments.worlds:
+        try:
+            found = measure(world, arguments.ways, arguments.turns, arguments.seconds, arguments.seed)
+        except Unavailable as error:
+            sys.exit(f"emulated hosts: {error}")
+        for tensors in world.tensors:
+            print_points([p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)])
+        points += found
+        if arguments.json:
+            write_results(arguments.json, about, [], points=points)
+    if arguments.plot:
+        draw(arguments.plot, points)
+
+
+if __name__ == "__main__":
+    main()
