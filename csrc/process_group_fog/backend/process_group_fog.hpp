@@ -318,7 +318,7 @@ class ProcessGroupFog : public c10d::Backend {
   std::pair<uint64_t, uint64_t> sent() const;
   // The traffic with each rank while there was an observer, see Engine::observe().
   std::unordered_map<int, PeerTraffic> traffic() const;
-  // How large data travels to that rank: "shared memory", "rma", "messages" or "tcp". Throws ValueError unless it is
+  // How large data travels to that rank: "shared memory", "rma" or "tcp". Throws ValueError unless it is
   // another rank.
   std::string transport(int rank) const;
 

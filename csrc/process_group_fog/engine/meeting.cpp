@@ -19,8 +19,6 @@
 #include "transport/shared_memory/arena.hpp"
 
 namespace fog {
-namespace {} // namespace
-
 // The second message of a rank, after it knows the others' introductions; its text has a line for each member.
 struct Meeting::Place {
   std::string host;
@@ -228,7 +226,11 @@ void Meeting::make_transport() {
   if (uses_mpi) {
     engine.watchdog().start();
     if (!runtime.started()) {
-      runtime.start(rendezvous_, job, timeout_);
+      try {
+        runtime.start(rendezvous_, job, timeout_);
+      } catch (const std::exception& error) {
+        C10_THROW_ERROR(DistBackendError, message_of(error) + ". With FOG_BETWEEN_HOSTS=tcp the job does without MPI");
+      }
     }
   }
   if (!runtime.joined()) {

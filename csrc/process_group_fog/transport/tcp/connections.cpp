@@ -119,6 +119,7 @@ void Connections::add(PeerId number, const std::string& line) {
     std::stable_partition(peer.places.begin(), peer.places.end(), [&](const PeerAddress& place) {
       return std::find(own.begin(), own.end(), place.text) == own.end();
     });
+    peer.refused.assign(peer.places.size(), false);
   }
 }
 
@@ -198,12 +199,19 @@ void Connections::on_end(PeerId number, int error, bool departed, bool expelled)
     drop(*peer.open);
   }
   peer.broken = true;
+  peer.place = peer.rounds = 0;
+  peer.refused.assign(peer.places.size(), false);
+  peer.began = peer.again = Clock::now(); // the attempts that led to the connection may still count as going on
   want(number);
 }
 
 bool Connections::is_closed_by(PeerId number) const {
+  const auto found = peers_.find(number);
+  if (found == peers_.end()) {
+    return false;
+  }
   pollfd polled = {fd(number), POLLRDHUP, 0};
-  return polled.fd >= 0 && ::poll(&polled, 1, 0) == 1;
+  return found->second.broken || found->second.over || (polled.fd >= 0 && ::poll(&polled, 1, 0) == 1);
 }
 
 std::vector<Transport::Ended> Connections::take_ended() {
@@ -303,6 +311,9 @@ void Connections::look_at_time() {
     // Once it is connected, only the choice of another address justifies leaving it: a process that does not answer may
     // be stopped.
     if (peer.own != nullptr && now > peer.own->limit && (peer.own->state == State::kConnecting || peer.places.size() > 1)) {
+      if (peer.own->state == State::kConnecting) {
+        on_failed(number, peer, ETIMEDOUT);
+      }
       drop(*peer.own);
     }
     if (peer.own == nullptr && peer.visitor == nullptr && now >= peer.again) {
@@ -332,6 +343,7 @@ void Connections::accept_all() {
     if (visitors_.size() >= std::min(kMostVisitors, most_descriptors() / 8)) {
       drop(*visitors_.front());
     }
+    keep_alive(fd, host_timeout_);
     auto* visitor = take(fd, State::kVisitor, -1);
     visitor->limit = Clock::now() + kPatience;
     visitors_.push_back(visitor);
@@ -347,13 +359,13 @@ void Connections::try_next(PeerId number, Peer& peer) {
   const int fd = begin_to_connect(peer.places[peer.place]);
   if (fd < 0) {
     const int error = errno;
-    try_later(peer);
-    if (error == ECONNREFUSED) {
-      on_refused(number, peer);
-    } else if (error == EMFILE && !std::exchange(told_of_limit_, true)) {
+    if (error != EMFILE && error != ENFILE) {
+      on_failed(number, peer, error);
+    } else if (!std::exchange(told_of_limit_, true)) {
       LOG(WARNING) << "fog: world rank " << self_ << ": the limit of open files (ulimit -n: " << most_descriptors()
                    << ") forbids a connection to world rank " << number << ", which is tried again. Further cases are not reported.";
     }
+    try_later(peer);
     return;
   }
   keep_alive(fd, host_timeout_);
@@ -363,8 +375,12 @@ void Connections::try_next(PeerId number, Peer& peer) {
   watch(*peer.own, EPOLLOUT);
 }
 
-void Connections::on_refused(PeerId number, Peer& peer) {
-  if (++peer.refusals >= peer.places.size()) {
+void Connections::on_failed(PeerId number, Peer& peer, int error) {
+  peer.refused[peer.place] = error == ECONNREFUSED;
+  if (peer.answered == peer.place && error != ECONNREFUSED) {
+    peer.answered.reset();
+  }
+  if (std::all_of(peer.refused.begin(), peer.refused.end(), [](bool refused) { return refused; })) {
     end({number, peer.broken ? kLost : kRefused});
   }
 }

@@ -12,6 +12,7 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -139,14 +140,14 @@ class Connections {
     std::vector<uint64_t> past; // marks of the processes that have had its number
     size_t place = 0;
     size_t rounds = 0;
-    size_t refusals = 0; // of attempts one after the other: nobody listens there
+    std::vector<bool> refused; // by place: nobody listens there, as the last attempt showed
     Socket* own = nullptr; // an attempt from here
     Socket* visitor = nullptr; // one from there that is welcome
     Socket* open = nullptr;
     Clock::time_point began; // of the attempts
     Clock::time_point again; // time of the next attempt
     bool trying = false; // is in trying_
-    bool answered = false; // one of its addresses has
+    std::optional<size_t> answered; // the place where something has, and did so in the last attempt there
     bool broken = false; // its connection has ended; whether its process has is to be found out
     bool over = false;
   };
@@ -166,8 +167,8 @@ class Connections {
   void try_next(PeerId number, Peer& peer);
   void try_later(Peer& peer);
   void look_at_time();
-  // Nobody listens at the address that was tried: the process has ended if that is so at all of them.
-  void on_refused(PeerId number, Peer& peer);
+  // An attempt at the present address has failed. If nobody listens at any of them, the process has ended.
+  void on_failed(PeerId number, Peer& peer, int error);
   // take_ended() names that peer.
   void end(const Transport::Ended& ended);
   // Returns whether anybody can be reached, or can reach this process. Without that, nothing costs anything.

@@ -82,16 +82,21 @@ void Connections::on_connected(Socket& socket) {
   const bool connected = error == 0;
   const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
   if (sent) {
-    peers_.at(socket.peer).answered = true;
-    peers_.at(socket.peer).refusals = 0;
+    auto& peer = peers_.at(socket.peer);
+    peer.answered = peer.place;
+    peer.refused[peer.place] = false;
+    if (!peer.broken) {
+      peer.began = Clock::now(); // if the host falls silent before the connection is open, that counts from here
+    }
     socket.state = State::kGreeting;
     watch(socket, EPOLLIN);
   } else if (!connected || !is_for_later(errno)) { // otherwise the event was that of an earlier socket
-    const PeerId number = socket.peer;
-    auto& peer = peers_.at(number);
-    drop(socket);
-    if (error == ECONNREFUSED && !peer.over) {
-      on_refused(number, peer);
+    auto& peer = peers_.at(socket.peer);
+    if (!connected) {
+      on_failed(socket.peer, peer, error);
+    }
+    if (peer.own == &socket) { // the peer has not ended by that
+      drop(socket);
     }
   }
 }
