@@ -117,13 +117,16 @@ class Engine::WaiterGuard {
 };
 
 void Engine::watch_in_background() {
-  const auto* transport = linked_.load();
+  auto* transport = linked_.load();
   const bool needed =
       in_flight_.load() > 0 || failing_.load() || service_busy_.load() || (transport != nullptr && transport->waiting_for_space());
   if (!needed || waiting_.load() > 0) {
     return;
   }
   bell().listen(Doorbell::kBackground);
+  if (transport != nullptr) { // sockets ring once for each sleep, and a waiting thread may have heard it instead
+    transport->before_sleep();
+  }
   // messages that came before the background thread listened
   if (must_poll_.load() || (transport != nullptr && transport->news())) {
     bell().wake(Doorbell::kBackground);
