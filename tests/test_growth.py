@@ -139,8 +139,9 @@ def test_closed_groups_are_forgotten() -> None:
 COUNT = 2000
 NUMEL = 2048  # in float32 elements: 8 KiB each, so 16 MiB in all
 LIMIT = 64 << 10
-# Headers, and data that may be on its way when the receiver asks for less.
-ROOM = (5 << 20) + COUNT * 512
+# Headers, and data that may be on its way when the receiver asks for less: by TCP also what the sockets hold (4 MiB, the
+# system's limit for a sender).
+ROOM = {"1": (5 << 20) + COUNT * 512, "0": (9 << 20) + COUNT * 512}
 
 
 def run_ahead(kind: str) -> tuple[int, int]:
@@ -192,7 +193,7 @@ def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: st
     for kind in ("broadcast", "send"):
         (completed, _), (early, _) = world.run(run_ahead, kind)
         assert completed < 0.75 * COUNT, f"{kind}: rank 0 has completed {completed}"
-        assert early < LIMIT + ROOM, f"{kind}: rank 1 has {early} bytes of early messages"
+        assert early < LIMIT + ROOM[links], f"{kind}: rank 1 has {early} bytes of early messages"
 
 
 def large_over_tcp(rounds: int) -> int:
