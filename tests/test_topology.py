@@ -360,7 +360,7 @@ def test_by_name() -> None:
     for name, graph in same.items():
         assert topology.IsTopologyEquivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
     assert topology.IsTopologyEquivalent(topology.by_name("exp4", 17), topology.ExponentialGraph(17, base=4))
-    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus", "d-equistatic", "u-equistatic"}
+    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -30,8 +30,8 @@ docs/topologies.md says which to choose.
 # The names of fogdist.topology.by_name, repeated here because importing it imports numpy and networkx. A test compares
 # the two lists.
 STATIC = (
-    "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus", "d-equistatic",
-    "u-equistatic", "star", "full",
+    "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus",
+    "star", "full",
 )  # fmt: skip
 SEQUENCES = (
     "one-peer-exp2",
@@ -39,8 +39,6 @@ SEQUENCES = (
     "base-2",
     "base-3",
     "base-4",
-    "od-equidyn",
-    "ou-equidyn",
     "random-matching",
 )
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
@@ -144,8 +142,6 @@ def make(name: str, ranks: int, seed: int) -> Topology:
         "base-2": lambda: topology.base_graph(ranks, 1),
         "base-3": lambda: topology.base_graph(ranks, 2),
         "base-4": lambda: topology.base_graph(ranks, 3),
-        "od-equidyn": lambda: topology.equi_dynamic(ranks, seed=seed),
-        "ou-equidyn": lambda: topology.equi_dynamic(ranks, directed=False, seed=seed),
         "random-matching": lambda: topology.random_matching(ranks, seed=seed),
     }
     return sequences[name]()

@@ -2,10 +2,10 @@
 
 A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
-alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences`, `base_graph` and
-`equitopo` (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen),
-`neighbor_lists` (peers as lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table
-and picture), `draws` (random numbers that ranks share). Names of older BlueFog versions are in `fogdist.legacy`.
+alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
+(time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
+lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table and picture). Names of older BlueFog
+versions are in `fogdist.legacy`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fogdist import legacy
-from fogdist.topology.base_graph import base_graph, hyper_hypercube, simple_base_graph
+from fogdist.topology.base_graph import base_graph
 from fogdist.topology.comparison import Summary, SummaryRow, summary
 from fogdist.topology.drawing import plot
 from fogdist.topology.dynamic import (
@@ -22,7 +22,6 @@ from fogdist.topology.dynamic import (
     GetInnerOuterExpo2DynamicSendRecvRanks,
     GetInnerOuterRingDynamicSendRecvRanks,
 )
-from fogdist.topology.equitopo import EquiStaticGraph, equi_dynamic
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
     ExponentialGraph,
@@ -66,7 +65,6 @@ from fogdist.topology.weights import (
 
 __all__ = [
     "TOPOLOGY_NAMES",
-    "EquiStaticGraph",
     "ExponentialGraph",
     "ExponentialTwoGraph",
     "FullyConnectedGraph",
@@ -92,9 +90,7 @@ __all__ = [
     "by_name",
     "check_neighbor_ranks",
     "check_topology",
-    "equi_dynamic",
     "graph_from_matrix",
-    "hyper_hypercube",
     "in_neighbors",
     "inner_outer_exponential",
     "inner_outer_ring",
@@ -108,7 +104,6 @@ __all__ = [
     "out_neighbors",
     "plot",
     "random_matching",
-    "simple_base_graph",
     "spectral_gap",
     "summary",
     "transpose_neighbor_ranks",

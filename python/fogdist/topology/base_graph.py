@@ -8,7 +8,7 @@ symmetric and doubly stochastic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import cache, partial
 from itertools import combinations
@@ -16,7 +16,6 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.topology import Matrix, Topology
 from fogdist.topology.validation import check_int
 
@@ -24,61 +23,13 @@ from fogdist.topology.validation import check_int
 _Round = dict[tuple[int, int], Fraction]
 
 
-def hyper_hypercube(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
-    """Returns the k-peer hyper-hypercube graph: ranks are numbers of several digits, each round averages one.
-
-    `size` is written as a product of as few factors as possible, none above k + 1. Round l joins the ranks
-    that differ only in digit l: complete graphs on as many ranks as the l-th factor. After as many rounds as
-    factors each rank has the exact average. With k = 1 it is the one-peer hypercube (algorithm 1 of arXiv
-    2305.11420).
-
-    Args:
-        size: Number of ranks, a product of numbers up to k + 1.
-        degree: k, at least 1: the most peers of a rank in a round.
-
-    Raises:
-        TypeError: An argument is not an integer.
-        TopologyError: `size` or `degree` is below 1, or `size` has a prime factor above k + 1.
-    """
-    size, k = check_int(size, "size", minimum=1), check_int(degree, "degree", minimum=1)
-    if _factors(size, k + 1) is None:
-        raise TopologyError(f"size must be a product of factors up to degree + 1 = {k + 1}, got {size}")
-    return _topology(
-        f"hyper-hypercube-{k}",
-        size,
-        _hyper_hypercube(range(size), k),
-        lambda n: (base_graph if _factors(n, k + 1) is None else hyper_hypercube)(n, k),
-    )
-
-
-def simple_base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
-    """Returns the simple Base-(k+1) graph: the exact average for any size, in few rounds of up to k peers.
-
-    The digits of `size` in base k + 1 split the ranks into parts. Each part averages; each part hands its
-    share to the smaller ones; each part evens out what is left. That takes at most 2 log(size)/log(k + 1) + 2
-    rounds (algorithm 2 of arXiv 2305.11420). `base_graph` never takes more.
-
-    Args:
-        size: Number of ranks, at least 1.
-        degree: k, at least 1: the most peers of a rank in a round.
-
-    Raises:
-        TypeError: An argument is not an integer.
-        TopologyError: `size` or `degree` is below 1.
-    """
-    size, k = check_int(size, "size", minimum=1), check_int(degree, "degree", minimum=1)
-    return _topology(
-        f"simple-base-{k + 1}", size, _simple_base(range(size), k), partial(simple_base_graph, degree=k)
-    )
-
-
 def base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
-    """Returns the Base-(k+1) graph: the exact average for any size, in still fewer rounds of up to k peers.
+    """Returns the Base-(k+1) graph: the exact average for any size, in few rounds of up to k peers.
 
     With size = p * q, p being the largest divisor without prime factors above k + 1: p simple Base-(k+1)
     graphs on q ranks side by side, then q hyper-hypercubes on p ranks across them; the simple Base-(k+1)
     graph on all ranks if that takes fewer rounds. At most 2 log(size)/log(k + 1) + 2 rounds (algorithm 3 of
-    arXiv 2305.11420); log2(size) for powers of two with k = 1.
+    arXiv 2305.11420, made of its algorithms 1 and 2); log2(size) for powers of two with k = 1.
 
     Args:
         size: Number of ranks, at least 1.
@@ -97,12 +48,9 @@ def base_graph(size: SupportsIndex, degree: SupportsIndex = 1) -> Topology:
     rounds += _side_by_side([_hyper_hypercube(ranks, k) for ranks in across])
     simple = _simple_base(range(size), k)
     shorter = simple if len(simple) < len(rounds) else rounds
-    return _topology(f"base-{k + 1}", size, shorter, partial(base_graph, degree=k))
-
-
-def _topology(name: str, size: int, rounds: list[_Round], resized: Callable[[int], Topology]) -> Topology:
     # A single rank has the average at once, but a topology needs at least one round.
-    return Topology(name, [_matrix(size, edges) for edges in rounds or [{}]], resized=resized)
+    matrices = [_matrix(size, edges) for edges in shorter or [{}]]
+    return Topology(f"base-{k + 1}", matrices, resized=partial(base_graph, degree=k))
 
 
 def _matrix(size: int, edges: _Round) -> Matrix:
@@ -136,6 +84,7 @@ def _mean(ranks: Sequence[int]) -> _Round:
 
 
 def _hyper_hypercube(ranks: Sequence[int], k: int) -> list[_Round]:
+    """Numbers of several digits, of which each round averages one: complete graphs on as many ranks as its factor."""
     factors = _factors(len(ranks), k + 1)
     assert factors is not None, "the caller chose a number of ranks that has factors"
     rounds = []
@@ -169,6 +118,7 @@ def _parts(ranks: Sequence[int], base: int) -> list[list[Sequence[int]]]:
 
 
 def _simple_base(ranks: Sequence[int], k: int) -> list[_Round]:
+    """The digits of the number of ranks in base k + 1 split them into parts, which average, share, and even out."""
     if _factors(len(ranks), k + 1) is not None:
         return _hyper_hypercube(ranks, k)
     parts = _parts(ranks, k + 1)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import SupportsIndex
 
 from fogdist.topology.base_graph import base_graph
-from fogdist.topology.equitopo import equi_dynamic
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.registry import by_name
 from fogdist.topology.sequences import (
@@ -20,18 +19,7 @@ from fogdist.topology.sequences import (
 from fogdist.topology.topology import Topology
 from fogdist.topology.validation import check_int
 
-_STATIC = (
-    "ring",
-    "ring-right",
-    "mesh",
-    "torus",
-    "star",
-    "symexp",
-    "exp2",
-    "d-equistatic",
-    "u-equistatic",
-    "full",
-)
+_STATIC = ("ring", "ring-right", "mesh", "torus", "star", "symexp", "exp2", "full")
 
 
 @dataclass(frozen=True)
@@ -120,7 +108,7 @@ def summary(
         size: Number of ranks, at least 1.
         topologies: The topologies to compare, all of `size` ranks. By default all topologies of this package for the
             size: the static graphs with their weights, the one-peer sequences (the hypercube for powers of two), Base-2
-            and Base-3 graphs, EquiTopo, random matchings, and, given `local_size`, rings and exponentials
+            and Base-3 graphs, random matchings, and, given `local_size`, rings and exponentials
             inside and between machines.
         local_size: Ranks of a machine, at least 3 and a divisor of `size`.
         tolerance: Consensus distance, relative to the start, to which rounds are counted; at least 1e-12.
@@ -148,8 +136,6 @@ def _all(size: int, local_size: SupportsIndex | None) -> Iterable[Topology]:
         yield one_peer_hypercube(size)
     yield base_graph(size, 1)
     yield base_graph(size, 2)
-    yield equi_dynamic(size)
-    yield equi_dynamic(size, directed=False)
     yield random_matching(size)
     if local_size is not None:
         yield inner_outer_ring(size, local_size)

@@ -2,7 +2,7 @@
 
 Every graph is a networkx.DiGraph on the ranks 0 ... size-1 with a self loop at every rank and doubly
 stochastic weights, so that one mixing step keeps the average of all ranks. Names and arguments are those of
-BlueFog, which has no torus. The static graphs of EquiTopo are in `equitopo`.
+BlueFog, which has no torus.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from typing import SupportsIndex
 
 from fogdist.lazy import nx
 from fogdist.topology import graphs
-from fogdist.topology.equitopo import EquiStaticGraph
 from fogdist.topology.errors import TopologyError
 
 _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
@@ -22,8 +21,6 @@ _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
     "ring-right": partial(graphs.RingGraph, connect_style=2),
     "mesh": graphs.MeshGrid2DGraph,
     "torus": graphs.Torus2DGraph,
-    "d-equistatic": EquiStaticGraph,
-    "u-equistatic": partial(EquiStaticGraph, directed=False),
     "star": graphs.StarGraph,
     "full": graphs.FullyConnectedGraph,
 }

@@ -1,11 +1,12 @@
 """Time-varying topologies of one peer a rank and round; a receiver takes the plain mean.
 
-Base-(k+1) graphs are in `base_graph`, EquiTopo in `equitopo`.
+Base-(k+1) graphs are in `base_graph`.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -15,7 +16,6 @@ import numpy as np
 
 from fogdist.lazy import nx
 from fogdist.topology.base_graph import base_graph
-from fogdist.topology.draws import permutation
 from fogdist.topology.dynamic import (
     GetDynamicOnePeerSendRecvRanks,
     GetInnerOuterExpo2DynamicSendRecvRanks,
@@ -122,7 +122,7 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
     seed = check_int(seed, "seed")
 
     def matching(t: int) -> Matrix:
-        ranks = permutation(size, "random-matching", seed, t)
+        ranks = _shuffled(size, f"random-matching/{seed}/{t}")
         W = np.eye(size)
         for i, j in zip(ranks[0::2], ranks[1::2], strict=False):
             W[i, i] = W[j, j] = W[i, j] = W[j, i] = 0.5
@@ -194,3 +194,14 @@ def _walk(
     sends = [[send for send, _ in islice(peers(rank), period)] for rank in range(size)]
     rounds = [matrix_from_destinations(step) for step in zip(*sends, strict=True)]
     return Topology(name, rounds, resized=resized)
+
+
+def _shuffled(count: int, key: str) -> list[int]:
+    """Returns 0 ... count-1 in a random order, the same on all ranks for the same key, independent between keys.
+
+    Ranks may run different versions of Python and NumPy. Only `random.Random.random` after seeding with a string is
+    promised to give the same numbers in all of them.
+    """
+    uniform = random.Random(key).random
+    keys = [uniform() for _ in range(count)]
+    return sorted(range(count), key=keys.__getitem__)
