@@ -88,7 +88,7 @@ STRAGGLER = 1  # the host
 PHASE_SECONDS = 90.0
 SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
 SCALING_WAYS = [*SYNCHRONOUS, "async_win", "local_sgd", "gossip_diloco"]
-STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip", "wagma"]
+STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip"]
 # Goals: the least efficiency, by scenario, hosts and way.
 GOALS = {
     ("a", 16, "one_peer_exp"): 0.95,
@@ -177,8 +177,6 @@ def worlds_of(
                 chosen, options = STRAGGLER_WAYS, {"pauses": PAUSES}
             compute = max(compute, compute * SECONDS_A_RANK / COMPUTE_SECONDS * count)
             kept = [way for way in chosen if ways is None or way in ways or way == "none"]
-            if "wagma" in kept and count & (count - 1):
-                kept.remove("wagma")  # it takes powers of 2
             if len(kept) > 1:
                 found.append(World(name, scenario, count, kept, compute, **options))
             if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 8:

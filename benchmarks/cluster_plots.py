@@ -34,7 +34,6 @@ WAYS = {
     "async_gossip": ("AD-PSGD", "tab:gray", ">"),
     "local_sgd": ("local SGD", "tab:brown", "h"),
     "gossip_diloco": ("gossip DiLoCo", "black", "*"),
-    "wagma": ("WAGMA-SGD", "gold", "p"),
 }
 GOAL = 0.95
 

@@ -51,7 +51,6 @@ WAYS = {
     "async_gossip": "AD-PSGD, skips the busy",
     "local_sgd": "local SGD",
     "gossip_diloco": "gossip DiLoCo",
-    "wagma": "WAGMA-SGD",
 }
 # In which ranks go at their own pace, and may make different numbers of steps.
 ASYNCHRONOUS = {"none", "async_win", "win_put", "async_gossip"}
@@ -383,8 +382,6 @@ class ClusterRank:
                 algorithm(fogdist.DistributedAdaptWithCombineOptimizer, communication_type=kind),
                 is_of_machines=True,
             )
-        if way == "wagma":
-            return algorithm(algorithms.WAGMA)
         raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
 
     def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:

@@ -36,7 +36,6 @@ NAMES = {
     "gossip_pga": "Gossip-PGA",
     "exact_diffusion": "exact diffusion",
     "gradient_tracking": "gradient tracking",
-    "qg_momentum": "quasi-global momentum",
 }
 MARK = " (s)"
 # By the names of tests/soak_faults.py and tests/soak_torchft.py.

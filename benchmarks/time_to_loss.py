@@ -63,12 +63,10 @@ class Way:
     Attributes:
         algorithm: Makes the distributed optimizer.
         topology: Makes its mixing of the number of ranks; None for the algorithm's own.
-        momentum: Of the local SGD.
     """
 
     algorithm: Callable[..., Any]
     topology: Callable[[int], Topology] | None = None
-    momentum: float = MOMENTUM
 
 
 def static_exponential(ranks: int) -> Topology:
@@ -109,7 +107,6 @@ WAYS: dict[str, Way] = {
     "gossip_pga": Way(algorithms.GossipPGA, topologies.one_peer_exponential),
     "exact_diffusion": Way(algorithms.ExactDiffusion, symmetric),
     "gradient_tracking": Way(algorithms.GradientTracking, static_exponential),
-    "qg_momentum": Way(algorithms.QuasiGlobalMomentum, topologies.one_peer_exponential, momentum=0.0),
 }
 REFERENCE = "ddp_fog"
 # Other names of the same steps.
@@ -163,7 +160,7 @@ def run(
         steps=steps,
         topology=None if way.topology is None else way.topology(ranks),
         algorithm=way.algorithm,
-        optimizer=partial(torch.optim.SGD, lr=rate, momentum=way.momentum),
+        optimizer=partial(torch.optim.SGD, lr=rate, momentum=MOMENTUM),
         schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps),
         evaluate=evaluate,
         every=EVERY,

@@ -8,7 +8,6 @@ What a way sends comes from schedules.py, when it sends from what the code does:
                             the gradients and the neighbors' buckets are there
     async_win, win_put, async_gossip  buckets leave at the end of a step (of the forward pass), and nobody waits for them
                             but the sender: before it sends the next ones these must have left
-    wagma                   buckets leave at the end of the forward pass, to the rank's group; every tenth step all average
     local_sgd, gossip_diloco   every so many steps an exchange, between two steps: an allreduce, or one peer's buckets
 
 A rank's main thread works `host_s` a step in addition, and `bucket_s` for each exchange of a bucket.
@@ -16,7 +15,6 @@ A rank's main thread works `host_s` a step in addition, and `bucket_s` for each 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,11 +31,9 @@ if TYPE_CHECKING:
 ALLREDUCED = ("ddp_gloo", "ddp_fog", "local_sgd")
 AT_BEGIN = ("one_peer_exp", "static_exp", "base_k", "hierarchical")
 ASYNCHRONOUS = ("async_win", "win_put", "async_gossip")
-WAYS = ("none", *ALLREDUCED, *AT_BEGIN, *ASYNCHRONOUS, "gossip_diloco", "wagma")
+WAYS = ("none", *ALLREDUCED, *AT_BEGIN, *ASYNCHRONOUS, "gossip_diloco")
 GLOO_THREADS = 2
 BASE_DEGREE = 2
-# Of WAGMA-SGD: steps between two averages of all.
-WAGMA_PERIOD = 10
 # Up to so many ranks fog's own code is run to see what it sends; beyond, hosts are alike and formulas say it.
 MOST_RECORDED = 64
 # Of a tensor on these. Others are sent in the same messages, but for the parts into which fog cuts those of 4 MiB or more,
@@ -146,14 +142,6 @@ def _topology(way: str, ranks: int, centers: int) -> Topology:
 @lru_cache(maxsize=4096)
 def _neighbors(way: str, ranks: int, turn: int, centers: int) -> tuple[tuple[int, ...], ...]:
     """The ranks that each rank sends to in a round, the next ones first."""
-    if way == "wagma":
-        bits, own = max(1, (ranks - 1).bit_length()), max(1, round(math.log2(ranks) / 2))
-        masks = [1 << (turn * own + place) % bits for place in range(own)]
-        others = [
-            sum(mask for place, mask in enumerate(masks) if number >> place & 1)
-            for number in range(1, 1 << own)
-        ]
-        return tuple(tuple(rank ^ other for other in others) for rank in range(ranks))
     graph = _topology(way, ranks, centers)
     return tuple(
         tuple(sorted(graph.peers(rank, turn)["dst_weights"], key=lambda to: (to - rank) % ranks))
@@ -165,8 +153,6 @@ def _fan_out(way: str, ranks: int) -> list[int]:
     """How many each rank sends to, by round; the most where that differs."""
     if way == "static_exp":
         return [len(_hops(ranks))]
-    if way == "wagma":
-        return [(1 << max(1, round(math.log2(ranks) / 2))) - 1]
     if way == "base_k":
         if ranks <= 4 * MOST_RECORDED:
             rounds = _topology(way, ranks, 1).period or 1
@@ -199,8 +185,6 @@ def is_alike(way: str, cluster: Cluster) -> bool:
 
 def period(way: str, cluster: Cluster, alike: bool) -> int:
     """Steps, or rounds of ways with local steps, until all begins again."""
-    if way == "wagma":
-        return WAGMA_PERIOD
     if way == "base_k":
         return max(1, len(_fan_out(way, cluster.ranks)))
     if way in (*AT_BEGIN, *ASYNCHRONOUS, "gossip_diloco") and not alike:
@@ -276,7 +260,7 @@ def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False
                     schedule = _sends(way, cluster, step, size, alike)
                 came = schedule.append_to(graph, start)
                 waits = [[*waits[rank], *came[rank]] for rank in ranks]
-        elif way in ASYNCHRONOUS or (way == "wagma" and (step + 1) % WAGMA_PERIOD):
+        elif way in ASYNCHRONOUS:
             waits = [[*end, *sent] for end, sent in zip(ends, flying, strict=True)]
             leave = ends if way == "async_win" else forward
             ready = [[*leave[rank], *flying[rank]] for rank in ranks]
@@ -286,16 +270,15 @@ def graph_of(way: str, cluster: Cluster, workload: Workload, whole: bool = False
                 _sends(way, cluster, step, size, alike).append_to(graph, ready)
                 for place in range(first, len(graph.tasks)):
                     flying[graph.tasks[place].rank].append(place)
-        else:  # local_sgd, gossip_diloco, and WAGMA's average of all
+        else:  # local_sgd, gossip_diloco
             waits = [[*end, *sent] for end, sent in zip(ends, flying, strict=True)]
             flying = [[] for _ in ranks]
-            begins = forward if way == "wagma" else ends
             for size in w.buckets:
                 if way == "gossip_diloco":
                     schedule = _sends(way, cluster, step, size, alike)
                 else:
                     schedule = allreduce(size)
-                came = schedule.append_to(graph, begins)
+                came = schedule.append_to(graph, ends)
                 waits = [[*waits[rank], *came[rank]] for rank in ranks]
         before = [alone(rank, 0.0, waits[rank]) for rank in ranks]
         graph.ends.append([end[0] for end in before])
@@ -328,8 +311,6 @@ def line_seconds(way: str, cluster: Cluster, workload: Workload, parameters: Par
             left = hop
     elif way == "gossip_diloco":  # of a center's ranks one talks to the next center in a round
         crossing = 1.0
-    elif way == "wagma":
-        crossing = n / 2 * math.sqrt(n) / math.log2(n)
     else:
         crossings = [min(hop, n - hop) for hop in _hops(n)]
         crossing = sum(crossings) if way == "static_exp" else sum(crossings) / len(crossings)

@@ -71,7 +71,6 @@ class Mode:
         can_be_dynamic: Whether it takes one graph an iteration.
         topology: A suitable one of fogdist.topology.TOPOLOGY_NAMES.
         local_steps: A suitable number; None if it has none.
-        has_momentum: Whether it brings momentum of its own, and takes optimizers without any.
         takes_adamw_only: Whether it is a form of AdamW.
     """
 
@@ -82,7 +81,6 @@ class Mode:
     can_be_dynamic: bool = True
     topology: str = "exp2"
     local_steps: int | None = None
-    has_momentum: bool = False
     takes_adamw_only: bool = False
 
 
@@ -183,8 +181,6 @@ def _algorithm(
         def finish() -> None:
             if isinstance(optimizer, algorithms.AsynchronousGossip):
                 optimizer.finish()
-            if isinstance(optimizer, algorithms.WAGMA):
-                optimizer.unregister_window()
             average(setup.model)
 
         return Trainer(setup.model, optimizer, finish=finish)
@@ -255,17 +251,7 @@ MODES: dict[str, Mode] = {
         can_be_dynamic=False,
         topology="ring",
     ),
-    "wagma": Mode(
-        _algorithm(algorithms.WAGMA, has_mixing=False),
-        "averages in groups that do not wait for late ranks; ranks: a power of 2",
-        follows_topology=False,
-        can_be_dynamic=False,
-    ),
     "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "gossip with periodic exact averages"),
-    "quasi_global_momentum": Mode(
-        _algorithm(algorithms.QuasiGlobalMomentum), "quasi-global momentum", has_momentum=True
-    ),
-    "slowmo": Mode(_algorithm(algorithms.SlowMo), "SlowMo: local steps, slow momentum"),
     "local_sgd": Mode(
         _algorithm(algorithms.LocalSGD, has_mixing=False, has_local_steps=True),
         "local SGD: local steps, then the exact average",

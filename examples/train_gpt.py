@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from models import GPT
-from modes import MODES
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
@@ -83,10 +82,7 @@ def read_flags(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--text-bytes", type=int, default=4 << 20, help="how much text is read at most")
     add("--validation", action="store_true", help="end with the loss on the validation text")
-    args = parse(parser, arguments)
-    if MODES[args.mode].has_momentum:
-        parser.error(f"--mode {args.mode} brings momentum of its own, which AdamW has too")
-    return args
+    return parse(parser, arguments)
 
 
 def run(args: argparse.Namespace, rank: int, size: int) -> dict[str, Any]:

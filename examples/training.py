@@ -134,11 +134,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     momentum = getattr(parser, "momentum", None)
     if momentum is not None:
         if args.momentum is None:
-            args.momentum = 0.0 if mode.has_momentum else momentum
-        if mode.has_momentum and args.momentum != 0:
-            parser.error(
-                f"--mode {args.mode} has momentum of its own: --momentum must be 0, got {args.momentum}"
-            )
+            args.momentum = momentum
         if not 0 <= args.momentum < 1:
             parser.error(f"--momentum must be at least 0 and below 1, got {args.momentum}")
     for name in ("steps", "batch_size", "local_steps"):

@@ -73,13 +73,9 @@ class Codec:
     @staticmethod
     def bfloat16() -> Codec: ...
     @staticmethod
-    def float8(format: str, block: int, stochastic: bool, seed: int) -> Codec: ...
-    @staticmethod
     def integers(bits: int, block: int, stochastic: bool, seed: int) -> Codec: ...
     @staticmethod
     def sign(block: int, stochastic: bool, seed: int) -> Codec: ...
-    @staticmethod
-    def moniqua(theta: float, bits: int) -> Codec: ...
     @staticmethod
     def top_k(fraction: float, k: int, bits: int) -> Codec: ...
     @staticmethod
@@ -103,13 +99,11 @@ class Codec:
             ValueError: The codec does not take the dtype; the message has another size.
         """
 
-    def decode(
-        self, message: Tensor, output: Tensor, near: Tensor | None = None, by_operations: bool = False
-    ) -> None:
+    def decode(self, message: Tensor, output: Tensor, by_operations: bool = False) -> None:
         """Decodes into `output`, whose shape and dtype are those of the encoded tensor.
 
         Raises:
-            ValueError: The message has another size, or is not valid; `near` does not fit the codec.
+            ValueError: The message has another size, or is not valid.
         """
 
 def philox(counter: Sequence[int], key: int) -> list[int]:

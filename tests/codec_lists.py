@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import torch
-from fogdist.compression import BFloat16, Codec, Float8, Float16, Int4, Int8, Moniqua, RandomK, Sign, TopK
+from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-# No two elements of `normal` differ by as much.
-THETA = 16.0
 
 BLOCKS: list[Codec] = [
-    Float8("e4m3"),
-    Float8("e5m2", block=40),
-    Float8("e4m3", stochastic=True),
-    Float8("e5m2", stochastic=True, seed=7),
     Int8(),
     Int8(block=8),
     Int8(block=1000, stochastic=True, seed=3),
@@ -39,21 +33,16 @@ SPARSE: list[Codec] = [
     TopK(1.0, bits=4),
     TopK(1.0, bits=8),
 ]
-MODULAR: list[Codec] = [Moniqua(THETA, bits) for bits in (1, 2, 4, 8)]
-# All that need no tensor of the receiver.
-PLAIN: list[Codec] = [Float16(), BFloat16(), *BLOCKS, *SPARSE]
-CODECS: list[Codec] = [*PLAIN, *MODULAR]
+CODECS: list[Codec] = [Float16(), BFloat16(), *BLOCKS, *SPARSE]
 
 # One of each kind, for exchanges.
 IN_EXCHANGES: list[Codec] = [
     Float16(),
     BFloat16(),
-    Float8("e5m2", stochastic=True),
     Int8(),
     Int8(block=8192),
     Int4(block=64, stochastic=True, seed=2),
     Sign(block=1024),
-    Moniqua(10.0, 4),
     TopK(0.02),
     TopK(0.7),
     TopK(0.3, bits=2),

@@ -109,29 +109,21 @@ def measure_compressed(nbytes: int) -> dict[str, tuple[int, list[int]]]:
 
 
 def measure_algorithms(rows: int) -> dict[str, tuple[int, list[int]]]:
-    """Returns the same for a round of algorithms that compress, with a square matrix of float32 as the model."""
+    """Returns the same for a round of `SparseLoCo`, with a square matrix of float32 as the model."""
     fogdist.init()
-    counts = {}
     codec = TopK(0.02, bits=2)
-    for name, promised, options in (
-        ("SparseLoCo", codec.bytes(rows * rows), {"compression": codec, "local_steps": 1}),
-        ("PowerGossip", 3 * 16 * 2 * rows * 4, {"matrix_rank": 16, "iterations": 3}),
-    ):
-        model = torch.nn.Linear(rows, rows, bias=False)
-        model.weight.data = torch.ones(rows, rows)
-        base = torch.optim.SGD(model.parameters(), lr=1.0)
-        optimizer = getattr(fogdist.algorithms, name)(base, model, **options)
-        generator = torch.Generator().manual_seed(fogdist.rank())
+    model = torch.nn.Linear(rows, rows, bias=False)
+    model.weight.data = torch.ones(rows, rows)
+    base = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer = fogdist.algorithms.SparseLoCo(base, model, compression=codec, local_steps=1)
+    generator = torch.Generator().manual_seed(fogdist.rank())
 
-        def make_a_step(
-            optimizer: torch.optim.Optimizer = optimizer, model: torch.nn.Linear = model
-        ) -> Tensor:
-            model.weight.grad = torch.randn(rows, rows, generator=generator)
-            optimizer.step()
-            return torch.empty(0)
+    def make_a_step() -> Tensor:
+        model.weight.grad = torch.randn(rows, rows, generator=generator)
+        optimizer.step()
+        return torch.empty(0)
 
-        counts[name] = promised, least(make_a_step)
-    return counts
+    return {"SparseLoCo": (codec.bytes(rows * rows), least(make_a_step))}
 
 
 def measure_windows(nbytes: int) -> dict[str, tuple[int, list[int]]]:

@@ -21,7 +21,7 @@ from fogdist import topology as topologies
 from fogdist.compression import Int8, RandomK, TopK
 from harness import on_ranks
 from torch import Tensor, nn
-from training_cases import EXACT, FACTORIES, ON_DEVICES, WINDOWS, batch, make_net, snapshot, start
+from training_cases import EXACT, FACTORIES, IN_STEP, WINDOWS, batch, make_net, snapshot, start
 
 WORLDS = device_worlds.DeviceWorlds
 pytestmark = device_worlds.MARKS
@@ -36,9 +36,9 @@ COMPRESSED: dict[str, Any] = {
     "ChocoSGD": partial(algorithms.ChocoSGD, compression=TopK(0.3, bits=2), gamma=0.3),
     **{f"neighbors {codec}": partial(compressed, codec=codec) for codec in (Int8(), TopK(0.1), RandomK(0.1))},
 }
-ENTRIES = [*FACTORIES, "atc in backward", "wrapper", *ON_DEVICES, *WINDOWS, *COMPRESSED]
+ENTRIES = [*FACTORIES, "atc in backward", "wrapper", *IN_STEP, *WINDOWS, *COMPRESSED]
 # The step finds out whether parameters without a gradient must move.
-READS_ONCE = ("GradientTracking", "QuasiGlobalMomentum")
+READS_ONCE = ("GradientTracking",)
 
 
 def distribute(kind: str, base: torch.optim.Optimizer, net: nn.Module) -> tuple[Any, Any]:
@@ -197,13 +197,3 @@ def test_ranks_with_models_on_different_devices() -> None:
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=rf"(?s)ranks \[0, 2\].*on ranks \[1\].*on {DEVICE}"):
         fogdist.DistributedAdaptWithCombineOptimizer(base, model)
-
-
-@on_ranks(2)
-def test_power_gossip_refuses_a_device() -> None:
-    start()
-    model = nn.Linear(2, 2).to(place())
-    made = training_cases.distribute("PowerGossip", torch.optim.SGD(model.parameters(), lr=0.1), model)
-    model(torch.ones(1, 2, device=place())).sum().backward()
-    with pytest.raises(ValueError, match=f"must be on the CPU for PowerGossip, got parameters on {DEVICE}"):
-        made[1].step()

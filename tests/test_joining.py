@@ -62,9 +62,6 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "PushSumSGD": {},
     "DiLoCo": {"local_steps": 2},
     "ChocoSGD": {"compression": fogdist.compression.Int4(), "gamma": 0.9},
-    "LEAD": {"compression": fogdist.compression.Int4(), "gamma": 0.9},
-    # With a codec that drops nothing, because what one drops keeps the ranks of this algorithm apart.
-    "DeepSqueeze": {"compression": fogdist.compression.TopK(1.0), "gamma": 0.9},
     "AdaptThenCombine": {},
 }
 # Their ranks do not meet because of a loss.

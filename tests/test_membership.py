@@ -73,9 +73,8 @@ def topology_of(name: str, size: int) -> Any:
 
 OF_NAMES: dict[str, dict[str, Any]] = {
     **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC", "NoLoCo")},
-    **{name: {"compression": Int8(), "gamma": 0.5} for name in ("ChocoSGD", "LEAD", "DeepSqueeze")},
+    "ChocoSGD": {"compression": Int8(), "gamma": 0.5},
     "GossipPGA": {"period": 3},
-    "WAGMA": {"group_size": 2, "period": 5},
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
@@ -246,11 +245,11 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
 
 OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/own pace", "AsynchronousGossip"]
 OWN_PACE.append("WindowPushSum/patience")
-IN_STEP = ["ChocoSGD", "LEAD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
-IN_STEP += ["DeepSqueeze", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
+IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
+IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
 IN_STEP += ["AdaptThenCombine", "DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
 # Those of which each way that a process comes in has one, and the others.
-JOINABLE = [*IN_STEP[:4], "AsynchronousGossip"]
+JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
 
 
@@ -528,7 +527,7 @@ def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set
 def refuse() -> None:
     fogdist.init()
     model = Vector(0.0)
-    for kind in ("DecentralizedSGD", "wrapper", "WAGMA", "AsynchronousGossip", "GradientAllreduce"):
+    for kind in ("DecentralizedSGD", "wrapper", "AsynchronousGossip", "GradientAllreduce"):
         with pytest.raises(ValueError, match="on_loss must be one of 'raise', 'continue', got 'stop'"):
             make(kind, model, on_loss="stop")
     with pytest.raises(ValueError, match="on_loss"):

@@ -22,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, membership
-from fogdist.algorithms.wait_avoiding import group_of
 from fogdist.context import current
 from fogdist.membership import Membership
 from fogdist.topology import Topology, uniform_weights
@@ -275,7 +274,6 @@ OWN_PACE = [
     "WindowPushSum/own pace",
     "WindowPushSum/patience",
     "AsynchronousGossip",
-    "WAGMA",
 ]
 
 
@@ -454,76 +452,6 @@ def test_nothing_between_the_living_gets_lost(new_world: Callable[..., World], k
         np.testing.assert_allclose(values, living.mean(), rtol=0.0, atol=0.05)
 
 
-# --- WAGMA --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 6, 7, 12])
-@pytest.mark.parametrize("group_size", [2, 4])
-def test_groups_of_any_number_of_ranks(size: int, group_size: int) -> None:
-    """Every group is one for all of its members, and what one rank knows reaches all as in the largest power of 2."""
-    bits = size.bit_length() - 1
-    least = min(group_size, 1 << bits)
-    known = [{rank} for rank in range(size)]
-    rounds = -(-bits // (least.bit_length() - 1)) if least > 1 else 1
-    for round in range(rounds):
-        groups = [sorted([rank, *group_of(rank, size, group_size, round)]) for rank in range(size)]
-        assert all(groups[member] == group for group in groups for member in group)
-        assert all(least <= len(group) <= 2 * least or size == 1 for group in groups) or least == 1
-        known = [set().union(*(known[member] for member in group)) for group in groups]
-    if size > 1:
-        assert all(len(each) == size for each in known)
-
-
-def train_wagma(deaths: Deaths, steps: int, rate: float, period: int) -> list[float]:
-    """Each round in step: all that are left make their forward pass before any makes its step."""
-    fogdist.init()
-    rank, left = dist.get_rank(), dist.get_world_size()
-    model = Vector(float(rank))
-    _, optimizer = make("WAGMA", model, rate, period=period)
-    path = []
-    for step in range(steps):
-        left -= sum(when == step for when, _ in deaths.values())
-        if deaths.get(rank, (-1, ""))[0] == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while dist.get_world_size() - len(current().backend.lost_ranks()) != left:
-            time.sleep(0.005)
-        optimizer.zero_grad()
-        loss = model(float(rank))
-        come(f"forward {step}", left)
-        loss.backward()
-        optimizer.step()
-        come(f"step {step}", left)
-        path.append(model.value())
-    optimizer.unregister_window()
-    return path
-
-
-@pytest.mark.parametrize(
-    ("size", "deaths"), [(4, {2: (2, "")}), (4, {0: (1, ""), 3: (8, "")}), (8, {1: (2, ""), 5: (2, "")})]
-)
-def test_wagma_shrinks_its_groups(new_world: Callable[..., World], size: int, deaths: Deaths) -> None:
-    steps, rate, period = 14, 0.1, 5
-    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train_wagma, deaths, steps, rate, period)
-    got = {outcome.rank: outcome.value for outcome in survivors_of(outcomes, deaths)}
-    x = np.arange(float(size))
-    living = members = list(range(size))  # who lives, and who agrees to be there
-    for step in range(steps):
-        living = [rank for rank in living if deaths.get(rank, (steps, ""))[0] > step]
-        new = x.copy()
-        if (step + 1) % period == 0:
-            members = living
-        for rank in living:
-            if (step + 1) % period == 0:
-                group = living
-            else:
-                others = group_of(members.index(rank), len(members), 2, step)
-                group = [rank, *(members[other] for other in others if members[other] in living)]
-            new[rank] = x[group].mean() - rate * (x[rank] - rank)
-        x = new
-        for rank, path in got.items():
-            assert abs(path[step] - x[rank]) < 1e-12, (step, rank)
-
-
 # --- anywhere -----------------------------------------------------------------------------------------------
 
 KINDS = [*OWN_PACE, "WinPut/in step", "PullGet/in step", "WindowPushSum/in step"]
@@ -556,7 +484,7 @@ def train_until_killed(kind: str, steps: int, deaths: dict[int, float]) -> tuple
 def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
     draw = random.Random(seed)
     kind = KINDS[5 * seed % len(KINDS)]
-    size = 4 if kind == "WAGMA" else draw.randint(3, 6)
+    size = draw.randint(3, 6)
     victims = draw.sample(range(size), draw.randint(1, size - 1))
     deaths = {victim: draw.uniform(0.01, 0.4) for victim in victims}
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(train_until_killed, kind, 150, deaths)

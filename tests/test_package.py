@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import os
 import re
@@ -19,6 +20,7 @@ import fogdist
 import pytest
 import torch
 from fogdist import algorithms, topology
+from fogdist.removed import REMOVED
 from scripts import ROOT
 
 TORCH = torch.__version__.partition("+")[0]
@@ -75,6 +77,16 @@ def test_names_and_their_types_are_there_at_once(module: typing.Any) -> None:
         # the Figure of `plot` is matplotlib's, which need not be installed
         if callable(value) and name != "plot":
             typing.get_type_hints(value)
+
+
+def test_a_name_that_is_gone_says_what_to_use() -> None:
+    for module, names in REMOVED.items():
+        for name, instead in names.items():
+            expected = f"module {module!r} has no attribute {name!r} any more: {instead}"
+            with pytest.raises(AttributeError, match=re.escape(expected)):
+                getattr(importlib.import_module(module), name)
+        with pytest.raises(AttributeError, match="has no attribute 'other'$"):
+            getattr(importlib.import_module(module), "other")
 
 
 def test_version_is_that_of_the_installed_package() -> None:

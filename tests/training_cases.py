@@ -111,16 +111,11 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "D2": {},
     "GradientTracking": {},
     "PushSumSGD": {},
-    "QuasiGlobalMomentum": {},
-    "SlowMo": {"period": 2},
     "DiLoCo": {"local_steps": 2},
     "GASLoC": {"local_steps": 2},
     "NoLoCo": {"local_steps": 2},
-    "PowerGossip": {},
     "SparseLoCo": {"local_steps": 2, "compression": TopK(1.0)},
 }
-# Those of them that take parameters on a device.
-ON_DEVICES = [name for name in IN_STEP if name != "PowerGossip"]
 VIEWS: dict[str, Callable[..., Any]] = {
     **FACTORIES,
     "atc in backward": partial(FACTORIES["atc"], step_in_backward=True, bucket_cap_mb=1e-4),

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fogdist.arguments import dense, plain
+from fogdist.removed import missing
 
 if TYPE_CHECKING:
     from fog_pg import _C
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BFloat16",
     "Codec",
-    "Float8",
     "Float16",
     "Int4",
     "Int8",
-    "Moniqua",
     "RandomK",
     "Sign",
     "TopK",
@@ -112,8 +111,6 @@ class Codec(abc.ABC):
         message: Tensor,
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
-        *,
-        near: Tensor | None = None,
     ) -> Tensor:
         """Returns the tensor that a receiver gets.
 
@@ -121,22 +118,20 @@ class Codec(abc.ABC):
             message: The result of `encode`.
             shape: The shape of the encoded tensor.
             dtype: Its dtype.
-            near: The receiver's own tensor, on the message's device; for `Moniqua`, and only for it.
 
         Raises:
-            TypeError: `message` or `near` is no dense torch.Tensor, `shape` no sequence of integers, or `dtype` no
-                torch.dtype.
+            TypeError: `message` is no dense torch.Tensor, `shape` no sequence of integers, or `dtype` no torch.dtype.
             ValueError: The message does not have the size of such a tensor's, or is not valid; a negative size; the
-                codec does not take the dtype; `near` is missing, or is not needed.
+                codec does not take the dtype.
         """
         if isinstance(shape, str) or not isinstance(shape, Sequence):
             raise TypeError(f"shape must be a sequence of integers, got {shape!r}")
         sizes = [_within(f"shape[{place}]", size, 1 << 56) for place, size in enumerate(shape)]
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {dtype!r}")
-        message, near = dense(message, "message"), None if near is None else dense(near, "near")
+        message = dense(message, "message")
         output = torch.empty(sizes, dtype=dtype, device=message.device)
-        self.backend.decode(message, output, near)
+        self.backend.decode(message, output)
         return output
 
     def bound(self, tensor: Tensor) -> Tensor:
@@ -187,7 +182,7 @@ def _checked(name: str, value: Any, allowed: str) -> Any:
         if abs(number) >= 1 << 63:  # the backend could not name it
             raise ValueError(f"{name} must be less than 2^63 in magnitude, got {number}")
         return number
-    kind = {"True or False": bool, "a string": str}.get(allowed, numbers.Real)
+    kind = bool if allowed == "True or False" else numbers.Real
     if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
     if isinstance(value, numbers.Real):
@@ -238,15 +233,11 @@ def check_for_windows(compression: Codec | None, tensors: Iterable[Tensor]) -> N
 
     Raises:
         TypeError: It is no codec and not None.
-        ValueError: It does not take the dtype of a tensor, or needs the receiver's values; a tensor is not on the CPU.
+        ValueError: It does not take the dtype of a tensor; a tensor is not on the CPU.
     """
     if backend_of(compression) is None:
         return
     assert compression is not None
-    if isinstance(compression, Moniqua):
-        raise ValueError(
-            f"compression must not need the receiver's values, which may change at any time in windows, got {compression!r}"
-        )
     for tensor in tensors:
         compression.bytes(0, tensor.dtype)
         if tensor.device.type != "cpu":
@@ -324,34 +315,6 @@ class _Blocks(Codec):
     seed: int = _argument(0, "an integer")
 
 
-@dataclass(frozen=True)
-class Float8(_Blocks):
-    """Rounds to 8-bit floating point, times a scale of the block: 1 byte an element, and 4 bytes a block.
-
-    "e4m3" has errors of at most ``2^-4 |x| + 2^-10 s``, and "e5m2" ``2^-3 |x| + 2^-17 s``, where s is the largest
-    magnitude of the block divided by 448 or 57,344; twice that if `stochastic`. (Micikevicius et al., "FP8 formats for
-    deep learning", arXiv 2209.05433.) A block with a NaN or an infinity becomes NaN.
-
-    Args:
-        format: "e4m3" or "e5m2".
-        block: A multiple of 8, from 8 to 8192.
-        stochastic: Whether to round at random, right on average.
-        seed: Of the random numbers, from 0 to 2^32 - 1.
-    """
-
-    format: str = _argument("e4m3", "a string")
-
-    def _make(self) -> _C.Codec:
-        return _backend().float8(self.format, self.block, self.stochastic, self.seed)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        top, relative, absolute = (448.0, 2.0**-4, 2.0**-10)
-        if self.format == "e5m2":
-            top, relative, absolute = 57344.0, 2.0**-3, 2.0**-17
-        errors = relative * values.abs() + absolute * _scale(values, self.block, top)
-        return errors * _ROUNDING * (2 if self.stochastic else 1)
-
-
 class _Integers(_Blocks):
     _bits: ClassVar[int]
 
@@ -409,39 +372,6 @@ class Sign(_Blocks):
             return (values.abs() + _scale(values, self.block, 1.0)) * _ROUNDING
         mean = _by_block(values, self.block, lambda blocks, sizes: blocks.sum(1, keepdim=True) / sizes)
         return (values.abs() - mean).abs() + (_ROUNDING - 1) * mean + 2.0**-126
-
-
-@dataclass(frozen=True)
-class Moniqua(Codec):
-    """Values modulo a range, for neighbors whose values are near each other: `bits` bits an element, a byte per 1024.
-
-    If two neighbors' values x and y are so near that ``|x - y| + 2^-20 (|x| + |y|) < theta`` in each element, the error
-    is at most ``theta / (2^bits - 1)``, plus ``2^-20 (|x| + 4 theta)`` (Lu and De Sa, "Moniqua", ICML 2020). Both terms
-    with 2^-20 are for float32's precision. If values differ by more, decoded values may be off by multiples of ``2
-    theta / (1 - 2^-bits)``, and nothing shows this: choose `theta` with care. A block of 1024 elements with a NaN, an
-    infinity or a number that is too large for `theta` becomes NaN. Numbers near the largest one of float16 may become
-    infinity.
-
-    Args:
-        theta: More than neighbors differ by, from 1e-30 to 1e30.
-        bits: 1, 2, 4 or 8.
-    """
-
-    theta: float = field(metadata={"allowed": "a real number"})
-    bits: int = _argument(1, "an integer")
-
-    def _make(self) -> _C.Codec:
-        if self.bits not in (1, 2, 4, 8):
-            raise ValueError(f"bits: got {self.bits}; allowed are 1, 2, 4 and 8")
-        return _backend().moniqua(float(self.theta), self.bits)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `Codec.bound`. It holds for receivers whose own values y fulfil the condition of the class."""
-        size = _largest(values, 1024)
-        wide = 2 * self.theta / (1 - 2.0**-self.bits)
-        errors = self.theta / (2**self.bits - 1) * _ROUNDING + 2.0**-20 * (values.abs() + wide)
-        fits = values.abs() + errors < torch.finfo(dtype).max  # what is decoded may be larger than the value
-        return torch.where((size < 2.0**20 * wide) & fits, errors, math.inf)
 
 
 @dataclass(frozen=True)
@@ -552,3 +482,9 @@ class RandomK(_Sparse):
 
     def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         return values.abs()
+
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from fogdist.removed import missing
+
 # Called with the new function and then the arguments of the old one.
 Adapter = Callable[..., Any]
 
@@ -89,7 +91,7 @@ def find(name: str, module: str, names: Mapping[str, Any]) -> Any:
     """
     successor, adapter = RENAMED.get(name, ("", None))
     if successor not in names:
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise missing(module, name)
     warnings.warn(
         f"{module}.{name} is now called {module}.{successor}; the old name will go",
         DeprecationWarning,

@@ -1,6 +1,5 @@
 #include "backend/codec_bindings.hpp"
 
-#include <optional>
 #include <string>
 
 #include <ATen/Functions.h>
@@ -63,8 +62,7 @@ Codec::Places open_on_host(const Codec& self, c10::ScalarType dtype, size_t nume
   return self.unit(dtype).elements > 0 ? Codec::Places() : self.open(dtype, numel, message.cpu().const_data_ptr<uint8_t>());
 }
 
-void decode(
-    const Codec& self, const at::Tensor& message, at::Tensor& output, const std::optional<at::Tensor>& near, bool by_operations) {
+void decode(const Codec& self, const at::Tensor& message, at::Tensor& output, bool by_operations) {
   constexpr const char* kOp = "decode";
   const auto device = where_is(message);
   check_tensor(kOp, "message", message, device);
@@ -74,24 +72,15 @@ void decode(
   TORCH_CHECK_VALUE(output.is_contiguous(), kOp, ": output: got one that is not contiguous");
   const auto numel = static_cast<size_t>(output.numel());
   check_message(kOp, message, self.bytes(dtype, numel));
-  TORCH_CHECK_VALUE(
-      self.is_relative() == near.has_value(), kOp, ": near: it must be given exactly if codec ", self.text(), " needs it");
   const at::AutoDispatchBelowADInplaceOrView no_grad;
-  at::Tensor values;
-  if (near) {
-    check_tensor(kOp, "near", *near, device);
-    TORCH_CHECK_VALUE(
-        near->scalar_type() == dtype && near->sizes() == output.sizes(), kOp, ": near: got another dtype or shape than the output's");
-    values = near->contiguous().view(-1);
-  }
   const auto places = open_on_host(self, dtype, numel, message);
   if (!device.is_cpu() || by_operations) {
     const c10::OptionalDeviceGuard guard(device);
-    self.decode_tensor(message.view(-1), values, output.view(-1));
+    self.decode_tensor(message.view(-1), output.view(-1));
     return;
   }
   const auto* data = message.const_data_ptr<uint8_t>();
-  self.decode(dtype, numel, places, data, 0, numel, near ? values.const_data_ptr() : nullptr, output.mutable_data_ptr());
+  self.decode(dtype, numel, places, data, 0, numel, output.mutable_data_ptr());
 }
 
 } // namespace
@@ -102,12 +91,6 @@ void bind_codecs(py::module_& module) {
       .def_static("float16", [] { return bound(codecs::float16()); })
       .def_static("bfloat16", [] { return bound(codecs::bfloat16()); })
       .def_static(
-          "float8",
-          [](const std::string& format, int64_t block, bool stochastic, uint64_t seed) {
-            return bound(codecs::float8(format, block, stochastic, seed));
-          },
-          py::arg("format"), py::arg("block"), py::arg("stochastic"), py::arg("seed"))
-      .def_static(
           "integers",
           [](int bits, int64_t block, bool stochastic, uint64_t seed) {
             return bound(codecs::integers(bits, block, stochastic, seed));
@@ -116,8 +99,6 @@ void bind_codecs(py::module_& module) {
       .def_static(
           "sign", [](int64_t block, bool stochastic, uint64_t seed) { return bound(codecs::sign(block, stochastic, seed)); },
           py::arg("block"), py::arg("stochastic"), py::arg("seed"))
-      .def_static(
-          "moniqua", [](double theta, int bits) { return bound(codecs::moniqua(theta, bits)); }, py::arg("theta"), py::arg("bits"))
       .def_static(
           "top_k", [](double fraction, int64_t k, int bits) { return bound(codecs::top_k(fraction, k, bits)); }, py::arg("fraction"),
           py::arg("k"), py::arg("bits"))
@@ -129,9 +110,7 @@ void bind_codecs(py::module_& module) {
       .def(
           "encode", &encode, py::arg("tensor"), py::arg("message"), py::arg("counter") = 0, py::arg("rank") = 0,
           py::arg("by_operations") = false, release_gil)
-      .def(
-          "decode", &decode, py::arg("message"), py::arg("output"), py::arg("near") = py::none(), py::arg("by_operations") = false,
-          release_gil);
+      .def("decode", &decode, py::arg("message"), py::arg("output"), py::arg("by_operations") = false, release_gil);
   module.def(
       "philox", [](const codecs::PhiloxCounter& counter, uint64_t key) { return codecs::philox(counter, key); }, py::arg("counter"),
       py::arg("key"));

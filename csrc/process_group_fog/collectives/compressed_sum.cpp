@@ -117,27 +117,27 @@ void CompressedSum::add(
     const size_t count = std::min(most, end - element);
     const size_t at = whole_ ? 0 : element / unit_.elements * unit_.bytes; // in the message
     const size_t next = whole_ || element + count == numel_ ? bytes_ : at + count / unit_.elements * unit_.bytes;
-    const char* near = static_cast<const char*>(own) + element * item;
+    const char* own_values = static_cast<const char*>(own) + element * item;
     inputs.clear();
     for (size_t i = 0; i < weights.sources.size(); ++i) {
       const size_t source = weights.sources[i];
       auto& arrived = arrived_[source];
       const uint8_t* data = whole_ ? messages[i] : contiguous(arrived, terms[source].input, from, at, next);
       char* tile = tiles_.data() + i * most * item;
-      codec.decode(dtype_, numel_, arrived.places, data, element, count, near, tile);
+      codec.decode(dtype_, numel_, arrived.places, data, element, count, tile);
       inputs.push_back(tile);
     }
     if (encoding_.decodes_own()) {
       char* place = decoded != nullptr ? decoded + element * item : tiles_.data() + weights.sources.size() * most * item;
-      codec.decode(dtype_, numel_, own_places, static_cast<const uint8_t*>(message) + at, element, count, near, place);
+      codec.decode(dtype_, numel_, own_places, static_cast<const uint8_t*>(message) + at, element, count, place);
       if (weights.own) {
         inputs.push_back(place);
       }
       if (encoding_.conserve) {
-        inputs.push_back(near);
+        inputs.push_back(own_values);
       }
     } else if (weights.own) {
-      inputs.push_back(near);
+      inputs.push_back(own_values);
     }
     char* result = static_cast<char*>(out) + element * item;
     if (inputs.empty()) {

@@ -248,13 +248,13 @@ void Neighbors::mix_encoded(
     auto rows = empty_rows(weights.sources.size() + (adds_decoded ? 1 : 0), own);
     int64_t row = 0;
     for (const size_t source : weights.sources) {
-      codec.decode_tensor(received[i][static_cast<int64_t>(source)], own, rows[row++]);
+      codec.decode_tensor(received[i][static_cast<int64_t>(source)], rows[row++]);
     }
     if (adds_decoded) {
-      codec.decode_tensor(messages[i], own, rows[row++]);
+      codec.decode_tensor(messages[i], rows[row++]);
     }
     if (decoded.defined()) {
-      codec.decode_tensor(messages[i], own, decoded);
+      codec.decode_tensor(messages[i], decoded);
     }
     const auto factors = weights.mean ? std::vector<double>(weights.weights.size(), 1.0)
                                       : std::vector<double>(weights.weights.begin(), weights.weights.end());

@@ -38,7 +38,7 @@ void EncodedValues::write(void* out, double weight, const void* base) const {
     const size_t count = std::min(most, numel_ - first);
     const uint8_t* data = whole ? message_ : message_ + first / unit_.elements * unit_.bytes;
     char* to = static_cast<char*>(out) + first * item;
-    codec_->decode(dtype_, numel_, places_, data, first, count, nullptr, direct ? to : tile.data());
+    codec_->decode(dtype_, numel_, places_, data, first, count, direct ? to : tile.data());
     if (direct) {
       continue;
     }

@@ -20,9 +20,6 @@ constexpr uint64_t kParts = 2048;
 void Window::check_codec(const char* op, const Options& options) {
   const auto& codec = *options.codec;
   codec.check(op, values_.dtype);
-  TORCH_CHECK_VALUE(
-      !codec.is_relative(), op, ": compression: got ", codec.text(),
-      ", which needs the receiver's own values; a window's owner may change them at any time");
   if (options.decoded.defined()) {
     TORCH_CHECK_VALUE(!staging_, op, ": decoded: got a tensor for a window on ", device_, "; allowed is the CPU");
     check_output(op, "decoded", options.decoded);

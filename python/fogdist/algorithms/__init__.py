@@ -15,43 +15,34 @@ Their common frame is `fogdist.training`.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.asynchronous_gossip import AsynchronousGossip
-from fogdist.algorithms.beer import BEER
 from fogdist.algorithms.choco_sgd import ChocoSGD
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, LocalSGD
-from fogdist.algorithms.deep_squeeze import DeepSqueeze
 from fogdist.algorithms.diloco import DiLoCo, GASLoC, NoLoCo
 from fogdist.algorithms.exact_diffusion import D2, ExactDiffusion
 from fogdist.algorithms.gossip_pga import GossipPGA
 from fogdist.algorithms.gradient_allreduce import GradientAllreduce
 from fogdist.algorithms.gradient_tracking import GradientTracking
-from fogdist.algorithms.lead import LEAD
-from fogdist.algorithms.moniqua_sgd import MoniquaSGD
-from fogdist.algorithms.power_gossip import PowerGossip
 from fogdist.algorithms.push_sum import PushSumSGD
-from fogdist.algorithms.quasi_global import QuasiGlobalMomentum
-from fogdist.algorithms.slow_momentum import SlowMo
 from fogdist.algorithms.sparse_loco import SparseLoCo
-from fogdist.algorithms.wait_avoiding import WAGMA
 from fogdist.algorithms.window_push_sum import WindowPushSum
+from fogdist.removed import missing
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing, Round
 
 __all__ = [
-    "BEER",
     "D2",
-    "LEAD",
-    "WAGMA",
     "AdaptThenCombine",
     "Algorithm",
     "AsynchronousGossip",
     "ChocoSGD",
     "DecentralizedAdamW",
     "DecentralizedSGD",
-    "DeepSqueeze",
     "DiLoCo",
     "ExactDiffusion",
     "GASLoC",
@@ -62,17 +53,18 @@ __all__ = [
     "LocalSGD",
     "Machines",
     "Mixing",
-    "MoniquaSGD",
     "Neighbors",
     "NoLoCo",
     "NoMixing",
-    "PowerGossip",
     "PullGet",
     "PushSumSGD",
-    "QuasiGlobalMomentum",
     "Round",
-    "SlowMo",
     "SparseLoCo",
     "WinPut",
     "WindowPushSum",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)

@@ -85,7 +85,7 @@ class AsynchronousGossip(Algorithm):
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
         on_loss: As in `Algorithm`.
-        compression: A codec of `fogdist.compression`, the same on all ranks, for parameters on the CPU; not `Moniqua`.
+        compression: A codec of `fogdist.compression`, the same on all ranks, for parameters on the CPU.
 
     Attributes:
         max_staleness: As above; can be changed at any time.

@@ -30,7 +30,7 @@ class ChocoSGD(ReplicaAlgorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        compression: A codec of `fogdist.compression`, the same on all ranks; not `Moniqua`.
+        compression: A codec of `fogdist.compression`, the same on all ranks.
         gamma: The consensus step size, more than 0 and at most 1.
         **options: As in `Algorithm`. `mixing` must be a graph, a topology that is the same in all rounds, or None for
             the group's topology, which may be set anew between rounds. Weights cannot be set for a step.
@@ -44,7 +44,7 @@ class ChocoSGD(ReplicaAlgorithm):
 
     def combine(self) -> None:
         """See the class."""
-        pulls = None if self.is_alone else self.follow("replica", self.values)
+        pulls = None if self.is_alone else self.follow(self.values)
         if pulls is not None:
             for x, pull in zip(self.values, pulls, strict=True):
                 x.add_(pull, alpha=self.gamma)

@@ -46,7 +46,7 @@ class SparseLoCo(ReplicaAlgorithm):
     Args:
         optimizer: The inner optimizer, as in `DiLoCo`.
         model: As in `Algorithm`.
-        compression: A codec of `fogdist.compression`, by default ``TopK(0.02, bits=2)``; not `Moniqua`.
+        compression: A codec of `fogdist.compression`, by default ``TopK(0.02, bits=2)``.
         outer_lr: More than 0; 1 in the paper.
         outer_momentum: Below 1; 0 in the paper.
         error_decay: The share of the error that is kept, from 0 to 1. With 1 nothing is lost, and the mean of all ranks
@@ -120,7 +120,7 @@ class SparseLoCo(ReplicaAlgorithm):
             targets.append(
                 h.add(error, alpha=self.error_decay).add_(change, alpha=self.outer_lr).add_(p, alpha=share)
             )
-        full = self.follow("replica", targets, merges=True)
+        full = self.follow(targets, merges=True)
         if full is None:
             return
         self.vectors["error"] = targets

@@ -124,7 +124,7 @@ class DecentralizedDataParallel(nn.Module):
             and all ranks change to what is left of the topology when it would fall apart. `global_average` averages the
             ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
         compression: A codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not with
-            `patience`. In mode "async" it is not `Moniqua`.
+            `patience`.
         share: As in `fogdist.algorithms.Algorithm`, for the parameters.
 
     Attributes:

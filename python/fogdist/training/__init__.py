@@ -3,16 +3,18 @@
 `buckets` copies parameters to flat memory, which exchanges use in place, and back. `mixing` defines the peers and weights of
 each round, and `mixer` makes one exchange of buckets per round. `algorithm` is the frame of recursions around the
 optimizer's step. `overlapping` begins a round with a forward pass, `window_algorithm` runs it over one-sided windows,
-and `backward_steps` and `gradient_exchange` act as gradients become ready. `compressed` is for recursions that need a
-codec, and `replicas` for those that send compressed differences. `view` wraps the user's optimizer and adds
-communication. The other modules determine the timing: hooks, passes, and the steps of a gradient scaler.
+and `backward_steps` and `gradient_exchange` act as gradients become ready. `replicas` is for recursions that send
+compressed differences. `view` wraps the user's optimizer and adds communication. The other modules determine the timing:
+hooks, passes, and the steps of a gradient scaler.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from fogdist.removed import missing
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.compressed import CompressedAlgorithm
 from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import (
     DynamicWeights,
@@ -29,7 +31,6 @@ from fogdist.training.window_algorithm import WindowAlgorithm
 
 __all__ = [
     "Algorithm",
-    "CompressedAlgorithm",
     "DynamicWeights",
     "FlatBuckets",
     "GlobalAverage",
@@ -43,3 +44,8 @@ __all__ = [
     "Round",
     "WindowAlgorithm",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)

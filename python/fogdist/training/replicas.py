@@ -1,4 +1,4 @@
-"""Compressed differences to replicas: ranks send only how far a vector is from what their neighbors know of it."""
+"""Compressed differences to replicas: ranks send only how far parameters are from what their neighbors know of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.compression import Codec
-from fogdist.context import Context
-from fogdist.training.compressed import CompressedAlgorithm, Decoded, as_kept, as_sent, is_wide
+from fogdist.context import Context, current
+from fogdist.training.algorithm import Algorithm, check_factor
 from fogdist.training.continuing import repeated
 from fogdist.training.mixing import Finish, Neighbors, as_mixing
 from fogdist.training.view import Models
@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 _FRESH = 0
 _STALE = 1
 
+_COUNTERS = 1 << 32
 
-class ReplicaAlgorithm(CompressedAlgorithm):
+
+class ReplicaAlgorithm(Algorithm):
     """Base of the algorithms that send compressed differences.
 
-    Rank i and its out-neighbors have the same replica h_i of a vector x_i of rank i. In a round, rank i sends ``q_i =
+    Rank i and its out-neighbors have the same replica h_i of the vector x_i that rank i exchanges. In a round, rank i sends ``q_i =
     C(x_i - h_i)``, where C is the codec, and all of them add q_i to h_i. What the codec loses stays in the next
     difference, so replicas come as near to the vectors as the numbers allow, with any codec whose error is less than
     what it is given. A rank keeps h_i and, in place of its neighbors' replicas, their pull ``p_i = sum_j w_ij (h_j -
@@ -48,15 +50,29 @@ class ReplicaAlgorithm(CompressedAlgorithm):
     anew. So it is if parameters are added, and at the first exchange, unless all ranks begin with the same values, which
     they compare by the largest of their numbers.
 
-    A subclass names its replicas by `replicas`, and for each replica "x" the entries "x" and "x_pull" in `state_vectors`
-    and "x_graph" in `state_numbers` and `rank_numbers`.
+    Complex numbers are sent as pairs of real ones, and numbers of 16 bits as float32, in which replicas of them are kept too.
+
+    Args:
+        optimizer: As in `Algorithm`.
+        model: As in `Algorithm`.
+        compression: The codec, the same on all ranks.
+        gamma: The step size of the mixing, more than 0 and at most 1.
+        **options: As in `Algorithm`. `mixing` must be a graph, a topology or None, without a codec of its own.
+
+    Raises:
+        TypeError: `compression` is no codec; `gamma` is no number; and as `Algorithm`.
+        ValueError: `gamma` is out of its range; the mixing does not fit; the group is one of virtual ranks; and as
+            `Algorithm`.
     """
 
-    replicas: ClassVar[tuple[str, ...]] = ("replica",)
+    takes_compression: ClassVar[bool] = False
     state_vectors: ClassVar[tuple[str, ...]] = ("replica", "replica_pull")
     state_numbers: ClassVar[Mapping[str, float]] = {"replica_graph": _FRESH}
     rank_numbers: ClassVar[tuple[str, ...]] = ("replica_graph",)
 
+    compression: Codec
+    gamma: float
+    _neighbors: Neighbors
     # What the number of the weights was computed of, the number, and whether the weights are the exact average.
     _graph: tuple[tuple[object, ...], int, bool]
 
@@ -69,23 +85,39 @@ class ReplicaAlgorithm(CompressedAlgorithm):
         gamma: float,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        mixing = as_mixing(options.get("mixing"))
-        if type(mixing) is Neighbors:
-            if mixing.topology is not None and mixing.topology.period != 1:
-                raise ValueError(
-                    f"mixing must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
-                    f"sum of its neighbors' replicas, got {mixing!r}; DeepSqueeze takes any topology"
-                )
-            mixing = Neighbors(mixing.topology, compression=mixing.compression)
-            mixing.weights = ()  # none can be set for a step
+        if not isinstance(compression, Codec):
+            raise TypeError(f"compression must be a codec of fogdist.compression, got {compression!r}")
+        self.compression = compression
+        self.gamma = check_factor(gamma, "gamma", positive=True)
+        if self.gamma > 1.0:
+            raise ValueError(f"gamma must be more than 0 and at most 1, got {gamma}")
+        given = as_mixing(options.get("mixing"))
+        if type(given) is not Neighbors:
+            raise ValueError(
+                f"mixing must be a topology, a graph or None for {self.algorithm_name}, got {given!r}"
+            )
+        if given.topology is not None and given.topology.period != 1:
+            raise ValueError(
+                f"mixing must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
+                f"sum of its neighbors' replicas, got {given!r}"
+            )
+        if given.compression is None and current(options.get("group")).carried_out(given) is not given:
+            raise ValueError(f"group must be of real ranks for {self.algorithm_name}, got virtual ranks")
+        self._neighbors = Neighbors(given.topology, compression=given.compression)
+        self._neighbors.weights = ()  # none can be set for a step
         self._graph = ((), _STALE, False)
-        options["mixing"] = mixing
-        super().__init__(optimizer, model, compression=compression, gamma=gamma, **options)
+        options["mixing"] = self._neighbors
+        options["compare"] = {
+            **options.get("compare", {}),
+            "compression": compression,
+            "gamma": self.gamma,
+        }
+        super().__init__(optimizer, model, **options)
 
     def initial(self, name: str) -> list[Tensor]:
         """Returns copies of the parameters for "replica", and zeros for all else."""
         vectors = self.buckets.copies() if name == "replica" else self.buckets.zeros()
-        return [vector if is_wide(vector) else vector.float() for vector in vectors]
+        return [_at_least_32_bits(vector) for vector in vectors]
 
     def refresh(self) -> None:
         """See `Algorithm.refresh`; replicas of other parameters are stale."""
@@ -99,59 +131,53 @@ class ReplicaAlgorithm(CompressedAlgorithm):
     def members_changed(self) -> None:
         """Replicas of lost ranks are in the pulls, and ranks may have made different numbers of exchanges: all is stale."""
         self._make_stale()
-        for name in self.replicas:
-            for pull in self.vectors[f"{name}_pull"]:
-                pull.zero_()
+        for pull in self.vectors["replica_pull"]:
+            pull.zero_()
 
-    def follow(
-        self,
-        name: str,
-        vectors: Sequence[Tensor],
-        *,
-        part: int = 0,
-        share: float = 1.0,
-        merges: bool = False,
-    ) -> list[Tensor] | None:
+    def follow(self, vectors: Sequence[Tensor], *, merges: bool = False) -> list[Tensor] | None:
         """Sends the compressed differences of vectors to their replicas.
 
         Args:
-            name: The replicas' name.
-            vectors: Like `values`. If ranks are lost meanwhile, `members_changed` may change them.
-            part: The place of this exchange in its round, from 0, if the round has several.
-            share: The part of the decoded difference that is added to replicas and pulls.
+            vectors: Like `values`.
             merges: Where the weights are the exact average, each rank's replica becomes that of all, ``h = h + sum_j w_ij
-                q_j``, the same on all ranks, and pulls stay 0. The result is that without this. `share` must be 1.
+                q_j``, the same on all ranks, and pulls stay 0. The result is that without this.
 
         Returns:
-            The pulls of the replicas with all of the decoded difference added, which are the kept ones if `share` is 1 and
-            nothing is merged; None if the exchange was given up after a loss.
+            The pulls of the replicas with the decoded differences added, which are the kept ones if nothing is merged; None
+            if the exchange was given up after a loss.
         """
-        replicas, pulls, key = self.vectors[name], self.vectors[f"{name}_pull"], f"{name}_graph"
-        round = self.this_round().part(part)
-        counter = self.rounds * len(self.replicas) + part
-        if self.numbers[key] == _FRESH:
-            self._begin_anew(name, f"{round.name}.first")
+        replicas, pulls = self.vectors["replica"], self.vectors["replica_pull"]
+        round = self.this_round()
+        if self.numbers["replica_graph"] == _FRESH:
+            self._begin_anew(f"{round.name}.first")
         is_whole = is_merged = False  # whether the latest attempt sends the vectors themselves, and merges
         graph = _STALE
 
-        def begin(context: Context) -> Callable[[], Decoded]:
+        # Its results are the weighted sums of what is decoded, and then what is decoded of this rank.
+        def begin(context: Context) -> Finish:
             nonlocal is_whole, is_merged, graph
             graph = self._graph_of(context)
             is_merged = merges and self._averages_exactly(context)
-            is_whole = self.numbers[key] != graph
+            is_whole = self.numbers["replica_graph"] != graph
             of_attempt = replace(round, context=context)
-            if not is_whole:
-                differences = [x.sub(h) for x, h in zip(vectors, replicas, strict=True)]
-                return self.begin_vectors(differences, of_attempt, counter)
-            sent = [as_sent(x) for x in vectors]
-            finish = self._neighbors.begin(sent, of_attempt)
-            return lambda: (_kept(finish(), vectors), _kept(sent, vectors))
+            if is_whole:
+                own = sent = [_as_sent(x) for x in vectors]
+                finish = self._neighbors.begin(sent, of_attempt)
+            else:
+                sent = [_as_sent(x.sub(h)) for x, h in zip(vectors, replicas, strict=True)]
+                own = [torch.empty_like(each) for each in sent]
+                counter = self.rounds % _COUNTERS
+                finish = self._neighbors.begin_decoded(sent, of_attempt, self.compression, own, counter)
+            return lambda: [
+                _as_kept(each, x) for each, x in zip([*finish(), *own], [*vectors, *vectors], strict=True)
+            ]
 
-        results = self.through_losses(begin)
+        results = self._through_losses(begin)
         if results is None:
             return None
         full = []
-        for x, h, p, total, own in zip(vectors, replicas, pulls, *results, strict=True):
+        sums, decoded = results[: len(vectors)], results[len(vectors) :]
+        for x, h, p, total, own in zip(vectors, replicas, pulls, sums, decoded, strict=True):
             if is_merged:
                 if is_whole:
                     h.zero_()
@@ -164,10 +190,10 @@ class ReplicaAlgorithm(CompressedAlgorithm):
                 h.copy_(x)
                 p.copy_(moved)
             else:
-                h.add_(own, alpha=share)
-                p.add_(moved, alpha=share)
-            full.append(p if is_whole or share == 1.0 else p.add(moved, alpha=1.0 - share))
-        self.numbers[key] = graph
+                h.add_(own)
+                p.add_(moved)
+            full.append(p)
+        self.numbers["replica_graph"] = graph
         return full
 
     def _averages_exactly(self, context: Context) -> bool:
@@ -175,10 +201,13 @@ class ReplicaAlgorithm(CompressedAlgorithm):
         self._graph_of(context)
         return self._graph[2]
 
-    def _begin_anew(self, name: str, title: str) -> None:
+    def _through_losses(self, begin: Callable[[Context], Finish]) -> list[Tensor] | None:
+        """Makes an exchange, with ``on_loss="continue"`` again after each loss; None if it was given up."""
+        return begin(self.context)() if self._seat is None else repeated(self._seat, begin)()
+
+    def _begin_anew(self, title: str) -> None:
         """Finds out whether all ranks have the same replicas, which then pull nowhere; if not, they are stale. Collective."""
-        pulls, key = self.vectors[f"{name}_pull"], f"{name}_graph"
-        mark = _number_of(as_sent(each).view(torch.uint8).cpu().numpy() for each in self.vectors[name])
+        mark = _number_of(_as_sent(each).view(torch.uint8).cpu().numpy() for each in self.vectors["replica"])
         graph = _STALE
 
         def begin(context: Context) -> Finish:
@@ -193,10 +222,10 @@ class ReplicaAlgorithm(CompressedAlgorithm):
 
             return finish
 
-        results = begin(self.context)() if self._seat is None else repeated(self._seat, begin)()
+        results = self._through_losses(begin)
         is_alike = results is not None and results[0].tolist() == [mark, -mark]
-        self.numbers[key] = graph if is_alike else _STALE
-        for pull in pulls:
+        self.numbers["replica_graph"] = graph if is_alike else _STALE
+        for pull in self.vectors["replica_pull"]:
             pull.zero_()
 
     def _graph_of(self, context: Context) -> int:
@@ -210,13 +239,24 @@ class ReplicaAlgorithm(CompressedAlgorithm):
         return self._graph[1]
 
     def _make_stale(self) -> None:
-        for name in self.replicas:
-            if self.numbers[f"{name}_graph"] != _FRESH:
-                self.numbers[f"{name}_graph"] = _STALE
+        if self.numbers["replica_graph"] != _FRESH:
+            self.numbers["replica_graph"] = _STALE
 
 
-def _kept(sent: Sequence[Tensor], vectors: Sequence[Tensor]) -> list[Tensor]:
-    return [as_kept(each, vector) for each, vector in zip(sent, vectors, strict=True)]
+def _at_least_32_bits(vector: Tensor) -> Tensor:
+    return vector.float() if vector.dtype in (torch.float16, torch.bfloat16) else vector
+
+
+def _as_sent(vector: Tensor) -> Tensor:
+    """Returns a contiguous vector as real numbers of at least 32 bits, in its own memory where that is possible."""
+    if vector.is_complex():
+        return torch.view_as_real(vector).reshape(-1)
+    return _at_least_32_bits(vector)
+
+
+def _as_kept(sent: Tensor, vector: Tensor) -> Tensor:
+    """Returns what was sent, or received, for a vector in the form of the vectors that are kept."""
+    return torch.view_as_complex(sent.view(-1, 2)) if vector.is_complex() else sent
 
 
 def _number_of(parts: Iterable[Any]) -> int:

@@ -61,7 +61,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         compression: A codec of `fogdist.compression` for what neighbors write, the same on all ranks, for parameters on the CPU
             (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
-            Choose a codec with small errors: `Int8`, `Float8` or 16 bits.
+            Choose a codec with small errors: `Int8` or 16 bits.
         compare: As in `Algorithm`.
         share: As in `Algorithm`.
 

@@ -202,8 +202,8 @@ class Window:
             TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer,
                 a flag not a bool, `compression` no codec.
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
-                twice; a weight that is not finite; a codec that does not take the dtype, that needs the receiver's
-                values (`Moniqua`), or that is not the window's: the message names both.
+                twice; a weight that is not finite; a codec that does not take the dtype, or that is not the
+                window's: the message names both.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
                 did not answer, or uses another codec; the group can still be used. If it was known to be lost, nothing was
                 sent.

@@ -83,26 +83,15 @@ void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, con
   }
 }
 
-void BlockCodec::decode(
-    c10::ScalarType dtype, size_t, const Places&, const uint8_t* data, size_t, size_t count, const void* near, void* out) const {
+void BlockCodec::decode(c10::ScalarType dtype, size_t, const Places&, const uint8_t* data, size_t, size_t count, void* out) const {
   const bool direct = dtype == c10::ScalarType::Float;
-  const bool relative = is_relative();
   const size_t item = c10::elementSize(dtype);
   const size_t block_size = block_bytes(block_);
   std::array<float, kMostBlock> converted;
-  std::array<float, kMostBlock> own;
   for (size_t begin = 0; begin < count; begin += block_, data += block_size) {
     const size_t numel = std::min(block_, count - begin);
     char* to = static_cast<char*>(out) + begin * item;
-    const float* beside = nullptr;
-    if (relative) {
-      const char* values = static_cast<const char*>(near) + begin * item;
-      if (!direct) {
-        widen(dtype, values, numel, own.data());
-      }
-      beside = direct ? reinterpret_cast<const float*>(values) : own.data();
-    }
-    decode_block(data, numel, beside, direct ? reinterpret_cast<float*>(to) : converted.data());
+    decode_block(data, numel, direct ? reinterpret_cast<float*>(to) : converted.data());
     if (!direct) {
       narrow(dtype, converted.data(), numel, to);
     }
@@ -119,14 +108,13 @@ void BlockCodec::encode_tensor(const at::Tensor& values, const Draw& draw, const
   });
 }
 
-void BlockCodec::decode_tensor(const at::Tensor& message, const at::Tensor& near, const at::Tensor& out) const {
+void BlockCodec::decode_tensor(const at::Tensor& message, const at::Tensor& out) const {
   const auto block = static_cast<int64_t>(block_);
   const auto block_size = static_cast<int64_t>(block_bytes(block_));
   for_sizes(out.numel(), block, [&](int64_t begin, int64_t numel, int64_t blocks) {
     const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
     const auto in = message.narrow(0, begin / block * block_size, blocks * size).view({blocks, size});
-    const auto beside = is_relative() ? near.narrow(0, begin, numel).to(at::kFloat).view({blocks, -1}) : at::Tensor();
-    out.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(in, numel / blocks, beside));
+    out.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(in, numel / blocks));
   });
 }
 

@@ -25,17 +25,10 @@ class BlockCodec : public Codec {
   size_t bytes(c10::ScalarType dtype, size_t numel) const final;
   Unit unit(c10::ScalarType dtype) const final;
   void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
-  void decode(
-      c10::ScalarType dtype,
-      size_t numel,
-      const Places& places,
-      const uint8_t* data,
-      size_t first,
-      size_t count,
-      const void* near,
-      void* out) const final;
+  void decode(c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out)
+      const final;
   void encode_tensor(const at::Tensor& values, const Draw& draw, const at::Tensor& message) const final;
-  void decode_tensor(const at::Tensor& message, const at::Tensor& near, const at::Tensor& out) const final;
+  void decode_tensor(const at::Tensor& message, const at::Tensor& out) const final;
 
  protected:
   BlockCodec(std::string text, size_t block) : Codec(std::move(text)), block_(block) {}
@@ -44,12 +37,12 @@ class BlockCodec : public Codec {
   virtual size_t block_bytes(size_t numel) const = 0;
   // Encodes block number `block`.
   virtual void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const = 0;
-  virtual void decode_block(const uint8_t* in, size_t numel, const float* near, float* out) const = 0;
+  virtual void decode_block(const uint8_t* in, size_t numel, float* out) const = 0;
   // The same for blocks of one size by operations of ATen, see encode_tensor(): each is a row of these matrices. `rows`
   // have the tensor's dtype, `block` is the number of the first one, and `out` and `in` have the bytes of the blocks.
   virtual void encode_rows(const at::Tensor& rows, int64_t block, const Draw& draw, const at::Tensor& out) const = 0;
   // Returns `numel` floats for each row.
-  virtual at::Tensor decode_rows(const at::Tensor& in, int64_t numel, const at::Tensor& near) const = 0;
+  virtual at::Tensor decode_rows(const at::Tensor& in, int64_t numel) const = 0;
 
  private:
   const size_t block_;

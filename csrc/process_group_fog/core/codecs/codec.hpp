@@ -37,10 +37,6 @@ class Codec {
     size_t bytes;
   };
   virtual Unit unit(c10::ScalarType dtype) const = 0;
-  // Returns whether decode() reads the receiver's own values.
-  virtual bool is_relative() const {
-    return false;
-  }
 
   // Encodes `numel` elements. They may be some units of a larger tensor, which are a part of its message; then `first` is
   // the place of the first one, on which random numbers depend.
@@ -55,23 +51,15 @@ class Codec {
   }
   // Writes elements `first` to `first + count` of a message of `numel` elements to `out`. `data` is the unit that
   // begins with the element `first`; if unit() is zeros it is the message, and `places` are what open() has returned.
-  // `near` are the receiver's own values of these elements, if is_relative().
   virtual void decode(
-      c10::ScalarType dtype,
-      size_t numel,
-      const Places& places,
-      const uint8_t* data,
-      size_t first,
-      size_t count,
-      const void* near,
-      void* out) const = 0;
+      c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out) const = 0;
 
   // The same by operations of ATen on the tensors' device, with the same bytes and, except for the payload of a NaN, the
   // same values. They run on the device's current stream without waiting for it, and may be captured into a graph.
-  // `values`, `near` and `out` are contiguous vectors of one of the codec's dtypes; `message` is bytes() contiguous
+  // `values` and `out` are contiguous vectors of one of the codec's dtypes; `message` is bytes() contiguous
   // bytes, which are valid, since looking at them would wait for the device.
   virtual void encode_tensor(const at::Tensor& values, const codecs::Draw& draw, const at::Tensor& message) const = 0;
-  virtual void decode_tensor(const at::Tensor& message, const at::Tensor& near, const at::Tensor& out) const = 0;
+  virtual void decode_tensor(const at::Tensor& message, const at::Tensor& out) const = 0;
 
  protected:
   explicit Codec(std::string text) : text_(std::move(text)) {}

@@ -57,17 +57,11 @@ CodecPtr make(const Call& call) {
   if (call.name == "BFloat16") {
     return bfloat16();
   }
-  if (call.name == "Float8") {
-    return float8(call.has("e5m2") ? "e5m2" : "e4m3", block, stochastic, seed);
-  }
   if (call.name == "Int8" || call.name == "Int4") {
     return integers(call.name == "Int8" ? 8 : 4, block, stochastic, seed);
   }
   if (call.name == "Sign") {
     return sign(block, stochastic, seed);
-  }
-  if (call.name == "Moniqua") {
-    return moniqua(call.number<double>("theta"), call.number<int>("bits"));
   }
   if (call.name == "TopK") {
     return top_k(fraction, k, call.has("bits") ? call.number<int>("bits") : 32);

@@ -25,7 +25,7 @@ class HalfFloats : public BlockCodec {
   void encode_block(const float* in, size_t numel, uint32_t, const Draw&, uint8_t* out) const override {
     narrow(format_, in, numel, out);
   }
-  void decode_block(const uint8_t* in, size_t numel, const float*, float* out) const override {
+  void decode_block(const uint8_t* in, size_t numel, float* out) const override {
     widen(format_, in, numel, out);
   }
 
@@ -38,7 +38,7 @@ class HalfFloats : public BlockCodec {
     rounded.masked_fill_(nan.logical_and_(is_negative(rows)), static_cast<int16_t>(bits | 0x8000));
     out.copy_(as_bytes(rounded));
   }
-  at::Tensor decode_rows(const at::Tensor& in, int64_t, const at::Tensor&) const override {
+  at::Tensor decode_rows(const at::Tensor& in, int64_t) const override {
     return from_bytes(in, format_).to(at::kFloat);
   }
 

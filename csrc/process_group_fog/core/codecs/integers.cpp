@@ -100,7 +100,7 @@ class Integers : public BlockCodec {
     }
   }
 
-  void decode_block(const uint8_t* in, size_t numel, const float*, float* out) const override {
+  void decode_block(const uint8_t* in, size_t numel, float* out) const override {
     const float scale = load_float(in);
     const uint8_t* source = in + kScaleBytes;
     Codes codes;
@@ -128,7 +128,7 @@ class Integers : public BlockCodec {
     store_blocks(out, scale, pack_rows(codes, kBits));
   }
 
-  at::Tensor decode_rows(const at::Tensor& in, int64_t numel, const at::Tensor&) const override {
+  at::Tensor decode_rows(const at::Tensor& in, int64_t numel) const override {
     const auto codes = unpack_rows(in.narrow(1, kScaleBytes, in.size(1) - kScaleBytes), kBits, numel);
     const auto whole = kBits == 8 ? codes.view(at::kChar) : codes.to(at::kInt).sub_(kOffset<kBits>);
     return whole.to(at::kFloat).mul_(load_scales(in));

@@ -130,7 +130,7 @@ class Sign : public BlockCodec {
     run<Pack<1>>(codes.data(), numel, out);
   }
 
-  void decode_block(const uint8_t* in, size_t numel, const float*, float* out) const override {
+  void decode_block(const uint8_t* in, size_t numel, float* out) const override {
     Codes codes;
     run<Unpack<1>>(in + kScaleBytes, numel, codes.data());
     run<Restore>(codes.data(), numel, load_float(in), out);
@@ -148,7 +148,7 @@ class Sign : public BlockCodec {
     store_blocks(out, scale, pack_rows(is_below.to(at::kByte), 1));
   }
 
-  at::Tensor decode_rows(const at::Tensor& in, int64_t numel, const at::Tensor&) const override {
+  at::Tensor decode_rows(const at::Tensor& in, int64_t numel) const override {
     const auto codes = unpack_rows(in.narrow(1, kScaleBytes, in.size(1) - kScaleBytes), 1, numel);
     return as_floats(codes.to(at::kInt).bitwise_left_shift_(31).bitwise_or_(as_bits(load_scales(in))));
   }

@@ -1,17 +1,26 @@
 #include "core/codecs/sparse_codec.hpp"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
 #include <cstring>
 
 #include <c10/util/Exception.h>
 
-#include "core/codecs/number_text.hpp"
 #include "core/codecs/sparse_values.hpp"
 #include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
 namespace {
+
+// The fewest digits that read back as the same number.
+template <typename Number>
+std::string number_text(Number number) {
+  std::array<char, 32> digits{};
+  const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), number).ptr;
+  return {digits.data(), end};
+}
 
 std::string text_of(const std::string& name, double fraction, int64_t k, const std::string& more) {
   return name + (k > 0 ? "(k=" + number_text(k) : "(fraction=" + number_text(fraction)) + more + ')';
@@ -59,8 +68,7 @@ Codec::Places SparseCodec::open(c10::ScalarType dtype, size_t numel, const uint8
 }
 
 void SparseCodec::decode(
-    c10::ScalarType dtype, size_t, const Places& places, const uint8_t* data, size_t first, size_t count, const void*, void* out)
-    const {
+    c10::ScalarType dtype, size_t, const Places& places, const uint8_t* data, size_t first, size_t count, void* out) const {
   if (count == 0) {
     return;
   }
@@ -88,7 +96,7 @@ void SparseCodec::encode_tensor(const at::Tensor& values, const Draw& draw, cons
   pack_values(values.index_select(0, places), bits_, parts.values);
 }
 
-void SparseCodec::decode_tensor(const at::Tensor& message, const at::Tensor&, const at::Tensor& out) const {
+void SparseCodec::decode_tensor(const at::Tensor& message, const at::Tensor& out) const {
   if (out.numel() == 0) {
     return;
   }

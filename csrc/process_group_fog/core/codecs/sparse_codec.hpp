@@ -15,17 +15,10 @@ class SparseCodec : public Codec {
   Unit unit(c10::ScalarType dtype) const final;
   void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
   Places open(c10::ScalarType dtype, size_t numel, const uint8_t* message) const final;
-  void decode(
-      c10::ScalarType dtype,
-      size_t numel,
-      const Places& places,
-      const uint8_t* data,
-      size_t first,
-      size_t count,
-      const void* near,
-      void* out) const final;
+  void decode(c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out)
+      const final;
   void encode_tensor(const at::Tensor& values, const Draw& draw, const at::Tensor& message) const final;
-  void decode_tensor(const at::Tensor& message, const at::Tensor& near, const at::Tensor& out) const final;
+  void decode_tensor(const at::Tensor& message, const at::Tensor& out) const final;
 
  protected:
   // `k` elements are sent, or the given fraction if it is 0, in `bits` bits each. Throws ValueError.
