@@ -82,7 +82,6 @@ COPIED_PART = 1 / 8
 MODE_TITLES = {
     "none": "bare optimizer",
     "ddp": "DDP on fog",
-    "gradient_allreduce": "gradient allreduce",
     "awc": "AWC",
     "atc": "ATC",
     "ddp_sync": "Decentralized DDP, sync",

@@ -11,7 +11,7 @@ momentum, the topology the exponential-2 graph. The systems take turns (see inte
     exchange            the exchange of the parameters alone, which AWC, ATC and the wrapper have to hide
     allreduce           an allreduce alone
     awc, atc, ddp_sync  the optimizers, ATC with step_in_backward; DecentralizedDataParallel, mode "sync"
-    gradient_allreduce, ddp, ddp gloo   averages of gradients over all ranks: fog's optimizer, torch's DDP
+    ddp, ddp gloo       averages of gradients over all ranks by torch's DDP, on fog and on Gloo
 
 The column "link" is the least traffic of an exchange divided by the rate of the link. Compute takes a given multiple of
 the time of the exchange (--ratios). There are two kinds of compute:
@@ -59,7 +59,6 @@ SYSTEMS = {
     "awc": "AWC",
     "atc": "ATC, step in backward",
     "ddp_sync": "Decentralized DDP, sync",
-    "gradient_allreduce": "gradient allreduce",
     "ddp": "DDP on fog",
     "ddp gloo": "DDP on Gloo",
     "allreduce": "allreduce alone",
@@ -146,7 +145,6 @@ def ways_of(
     wrappers: dict[str, Callable[..., Any]] = {
         "awc": fogdist.DistributedAdaptWithCombineOptimizer,
         "atc": partial(fogdist.DistributedAdaptThenCombineOptimizer, step_in_backward=True),
-        "gradient_allreduce": fogdist.DistributedGradientAllreduceOptimizer,
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -303,7 +301,7 @@ def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
         layout="constrained",
     )
     colors = {"none": "0.6", "exchange": "0.6", "allreduce": "0.6"}
-    colors |= dict.fromkeys(("ddp", "ddp gloo", "gradient_allreduce"), "tab:orange")
+    colors |= dict.fromkeys(("ddp", "ddp gloo"), "tab:orange")
     for line, places in zip(lines, panels, strict=True):
         for place in places[len(line) :]:
             place.set_visible(False)

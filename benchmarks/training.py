@@ -46,7 +46,6 @@ SYSTEMS = {
     "none": "no communication",
     "ddp gloo": "DDP on Gloo",
     "ddp": "DDP on fog",
-    "gradient_allreduce": "gradient allreduce",
     "awc": "AWC, static",
     "awc one-peer": "AWC, one-peer",
     "atc": "ATC, static",

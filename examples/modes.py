@@ -200,12 +200,6 @@ MODES: dict[str, Mode] = {
     "atc": Mode(
         _optimizer(fogdist.DistributedAdaptThenCombineOptimizer, _WEIGHTS), "adapt then combine, optimizer"
     ),
-    "gradient_allreduce": Mode(
-        _optimizer(fogdist.DistributedGradientAllreduceOptimizer),
-        "allreduce of gradients, optimizer",
-        follows_topology=False,
-        can_be_dynamic=False,
-    ),
     "win_put": Mode(
         _optimizer(fogdist.DistributedWinPutOptimizer, ("dst_weights",), has_windows=True),
         "puts to neighbors, optimizer",

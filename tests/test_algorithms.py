@@ -830,7 +830,8 @@ def test_weights_that_would_change_nothing_are_refused(case: tuple[str, dict[str
 def test_gradient_allreduce_has_no_weights() -> None:
     start()
     model = Quadratic(0, 0)
-    optimizer = algorithms.GradientAllreduce(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = fogdist.DistributedGradientAllreduceOptimizer(base, model)
     for name in ("self_weight", "src_weights", "enable_topo_check"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             setattr(optimizer, name, None)

@@ -73,7 +73,6 @@ DIGITS, BY_LABELS = "train_digits.py --steps 330", "train_mnist.py --steps 400 -
 RESNET = "train_resnet.py --depth 8 --steps 72 --batch-size 16"
 TRAININGS = [
     (f"{DIGITS} --mode atc --topology ring --dynamic", 0.93),
-    (f"{DIGITS} --mode gradient_allreduce", 0.93),
     (f"{BY_LABELS} --mode awc --dynamic", 0.65),
     (f"{BY_LABELS} --mode ddp_async --slow-rank 1 --slowdown 3", 0.65),
     *(
@@ -463,4 +462,4 @@ def test_every_mode_learns(worlds: WorldPool) -> None:
         else:
             assert results["steps"] == [60] * 3, (name, results)
     equal = {name for name, results in found.items() if results["consensus distance"] < 1e-6}
-    assert {"ddp", "gradient_allreduce"} <= equal and "none" not in equal
+    assert "ddp" in equal and "none" not in equal

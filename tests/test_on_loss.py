@@ -102,7 +102,7 @@ def train(
     if local:
         fogdist.set_machine_topology(fogdist.RingGraph(fogdist.machine_size()))
     rank = dist.get_rank()
-    model = Vector(1.0 if kind == "GradientAllreduce" else float(rank))
+    model = Vector(float(rank))
     called, optimizer = make(kind, model, rate)
     for step in range(steps):
         die_in(deaths, step, "forward")
@@ -211,27 +211,6 @@ def test_push_sum_goes_on_with_the_mass_of_the_living(
     weights = np.array([outcome.value[2] for outcome in survivors_of(outcomes, deaths)])
     np.testing.assert_allclose(weights.sum(axis=0), p.sum(), **EXACT)
     np.testing.assert_allclose((weights.T * values).sum(axis=1), x.sum(), rtol=0.0, atol=1e-11)
-
-
-def gradient_descent(ranks: list[int], x: float, steps: int, rate: float) -> float:
-    for _ in range(steps):
-        x -= rate * (x - float(np.mean(ranks)))
-    return x
-
-
-@pytest.mark.parametrize(("victims", "phase"), every_other([[2], [0, 3]], PHASES))
-def test_gradients_are_those_of_the_living(
-    new_world: Callable[..., World], victims: list[int], phase: str
-) -> None:
-    size, steps, step, rate = 4, 12, 4, 0.2
-    deaths = {victim: (step, phase) for victim in victims}
-    arguments = ("GradientAllreduce", "RingGraph", deaths, steps, rate)
-    values = values_of(new_world(size, timeout=TIMEOUT).run_raw(train, *arguments), deaths)
-    living = [rank for rank in range(size) if rank not in victims]
-    before = gradient_descent(list(range(size)), 1.0, step, rate)
-    # After its backward pass a rank has sent its gradients, but the average counts only once all are in `step`.
-    np.testing.assert_allclose(values, gradient_descent(living, before, steps - step, rate), **EXACT)
-    assert len(set(values)) == 1
 
 
 @pytest.mark.parametrize(("victims", "phase"), every_other([[3], [2, 3], [0, 1, 4]], PHASES[:2]))
@@ -455,15 +434,15 @@ def test_nothing_between_the_living_gets_lost(new_world: Callable[..., World], k
 # --- anywhere -----------------------------------------------------------------------------------------------
 
 KINDS = [*OWN_PACE, "WinPut/in step", "PullGet/in step", "WindowPushSum/in step"]
-KINDS += ["AdaptThenCombine/backward", "GradientAllreduce", *MIXES]
+KINDS += ["AdaptThenCombine/backward", *MIXES]
 
 
 def train_until_killed(kind: str, steps: int, deaths: dict[int, float]) -> tuple[Membership, list[float]]:
     """Ranks die by a timer, anywhere."""
     fogdist.init(fogdist.RingGraph)
     rank = dist.get_rank()
-    model = Vector(1.0 if kind == "GradientAllreduce" else float(rank))
-    called, optimizer = make(kind, model, 0.1 if kind == "GradientAllreduce" else 0.0)
+    model = Vector(float(rank))
+    called, optimizer = make(kind, model)
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
     if rank in deaths:
         signal.setitimer(signal.ITIMER_REAL, deaths[rank])
@@ -495,10 +474,7 @@ def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
         assert members.lost <= set(deaths), members
         ends.append(values)
     assert np.min(ends) >= 0.0 and np.max(ends) <= size - 1
-    if kind == "GradientAllreduce":
-        assert spread(ends) == 0.0, ends
-    else:
-        assert spread(ends) < 0.1, (kind, deaths, ends)
+    assert spread(ends) < 0.1, (kind, deaths, ends)
 
 
 PLACEMENTS: dict[str, tuple[list[int], Deaths]] = {
@@ -537,5 +513,4 @@ def test_on_several_hosts(tmp_path: Path, kind: str, case: str) -> None:
             members, last, *_ = values[0]
             assert members.lost == frozenset(deaths)
             ends.append(last)
-    if kind != "GradientAllreduce":  # without a learning rate it changes nothing
-        assert spread(ends) < 0.1, ends
+    assert spread(ends) < 0.1, ends

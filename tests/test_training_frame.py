@@ -97,8 +97,6 @@ class Training:
     def is_in_flight(self) -> bool:
         if self.kind == "wrapper":
             return bool(self.called._mixing.has_begun)
-        if self.kind == "gradient":
-            return bool(self.optimizer._average.has_begun)
         if self.kind == "atc in backward":
             return self.optimizer._backward is not None
         return bool(getattr(self.optimizer, "is_in_round", False))
@@ -195,7 +193,7 @@ def with_reloads(run: Training, step: int) -> None:
     run.loss(step).backward()
     if step % 2:  # loading a state dict ends the exchange in flight
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        assert run.is_in_flight() == (run.kind in ("wrapper", "gradient", "atc in backward"))
+        assert run.is_in_flight() == (run.kind in ("wrapper", "atc in backward"))
     run.optimizer.step()
     for each in (run.called, run.optimizer):
         each.load_state_dict(copy.deepcopy(each.state_dict()))
@@ -740,15 +738,11 @@ def test_a_later_optimizer_takes_over(case: tuple[str, str]) -> None:
         hooks = hooks_of(alone)
     replaced = []
     options = {"window_prefix": "again"} if kind in WINDOWS else {}
-    if (
-        kind == "gradient"
-    ):  # the buckets are so small that some are complete, and in flight, after half of a step
-        options["bucket_cap_mb"] = 1e-5
     for number in range(3):
         _, optimizer = distribute(kind, sgd(model), model, **options)
         train_step(model, optimizer, rank, 10 + number)
         loss_of(model, rank, 20).backward()  # without a step, so an exchange may be in flight
-        assert handles()._in_flight or kind not in ("awc", "gradient")
+        assert handles()._in_flight or kind != "awc"
         optimizer.turn_on_timeline()
         replaced.append(optimizer)
     model.zero_grad()

@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
-from fogdist.algorithms.gradient_allreduce import GradientAllreduce
 from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.compression import Codec
+from fogdist.gradient_allreduce import GradientAllreduce
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
 from fogdist.training.view import Models
@@ -179,8 +179,9 @@ def DistributedGradientAllreduceOptimizer(
 ) -> GradientAllreduce:
     """Returns an optimizer that makes its step with the gradients averaged over all ranks, as Horovod does.
 
-    It is `fogdist.algorithms.GradientAllreduce`, which has the arguments, methods and errors.
-    `num_steps_per_communication` is BlueFog's name of `local_steps`.
+    `fogdist.gradient_allreduce.GradientAllreduce` has the arguments, methods and errors. `num_steps_per_communication` is
+    BlueFog's name of `local_steps`. New scripts take torch's DistributedDataParallel, which averages while the backward
+    pass goes on.
     """
     interval = _interval(local_steps, num_steps_per_communication)
     return GradientAllreduce(optimizer, model, local_steps=interval, bucket_cap_mb=bucket_cap_mb, group=group)

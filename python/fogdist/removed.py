@@ -11,6 +11,7 @@ REMOVED: dict[str, dict[str, str]] = {
     "fogdist.algorithms": {
         "BEER": f"{_REPLICAS}, GradientTracking has mixing=Neighbors(topology, compression=Int8())",
         "DeepSqueeze": _REPLICAS,
+        "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
         "LEAD": f"{_REPLICAS}, ExactDiffusion has mixing=Neighbors(topology, compression=Int8())",
         "MoniquaSGD": _REPLICAS,
         "PowerGossip": "ChocoSGD with TopK sends few bytes too",

@@ -26,7 +26,6 @@ from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, LocalSGD
 from fogdist.algorithms.diloco import DiLoCo, GASLoC, NoLoCo
 from fogdist.algorithms.exact_diffusion import D2, ExactDiffusion
 from fogdist.algorithms.gossip_pga import GossipPGA
-from fogdist.algorithms.gradient_allreduce import GradientAllreduce
 from fogdist.algorithms.gradient_tracking import GradientTracking
 from fogdist.algorithms.push_sum import PushSumSGD
 from fogdist.algorithms.sparse_loco import SparseLoCo
@@ -48,7 +47,6 @@ __all__ = [
     "GASLoC",
     "GlobalAverage",
     "GossipPGA",
-    "GradientAllreduce",
     "GradientTracking",
     "LocalSGD",
     "Machines",

@@ -69,11 +69,6 @@ class BackwardPasses:
         return self._until_last_step + self._since_last_step.get(parameter, 0)
 
     @property
-    def passes(self) -> int:
-        """The number of passes since the last communication."""
-        return self._until_last_step + max(self._since_last_step.values(), default=0)
-
-    @property
     def passes_of_step(self) -> int:
         """The number of passes since the last communication if step() is called now."""
         return self._until_last_step + max(1, max(self._since_last_step.values(), default=0))

@@ -1,4 +1,4 @@
-"""Gradient averaging over all ranks: the baseline that decentralized methods are compared with."""
+"""Averages of the gradients over all ranks, for BlueFog's name. New scripts take torch's DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fogdist.agreement import check_same_everywhere
+from fogdist.collectives import allreduce, allreduce_nonblocking_, wait
 from fogdist.context import current
 from fogdist.flight_record import count_step
-from fogdist.packing import are_same, cap_bytes
+from fogdist.packing import are_same, cap_bytes, flatten, make_buckets, signature_of, unflatten
+from fogdist.shards import is_sharded
 from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
-from fogdist.training.continuing import OnLoss, check_joinable, check_on_loss, take_seat
-from fogdist.training.gradient_exchange import GradientExchange
+from fogdist.training.continuing import check_joinable
 from fogdist.training.ownership import Ownership
 from fogdist.training.passes import BackwardPasses
 from fogdist.training.view import (
@@ -32,32 +35,32 @@ from fogdist.warn import warn_user
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# The backend remembers each name that it has seen, so the numbers in names repeat after this many steps.
+_NUMBERS = 64
+
 
 class GradientAllreduce(DistributedOptimizer):
     """Parallel SGD: ``x+ = x + d(x)`` with the mean of all ranks' gradients. Collective to make.
 
-    A bucket of gradients is averaged as soon as the J-th backward pass completes it, while the pass goes on;
-    `step` averages the remaining buckets, and waits. A parameter without a gradient on some rank counts as zero
-    there; a parameter without a gradient on every rank does not change. (As Horovod: Sergeev and Del Balso, 2018.)
+    `step` averages the gradients, and waits; the backward pass does not hide it, as that of torch's
+    DistributedDataParallel does. A parameter without a gradient on some rank counts as zero there; a parameter without a
+    gradient on every rank does not change. (As Horovod: Sergeev and Del Balso, 2018.)
 
     Use a gradient scaler as in one process. Its `step` looks for overflows in the averaged gradients, so an overflow
     on one rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip
     gradients, call `synchronize` first, then the scaler's `unscale_` if there is one, then clip.
 
     As with every `Algorithm`, a distributed optimizer that is made of the same parameters later takes over: the hooks
-    of this one go, an average in flight is forgotten, and `step` raises.
+    of this one go, and `step` raises.
 
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters.
         local_steps: J: the least number of backward passes that accumulate gradients before a step; their sum is
             averaged. A step after fewer passes is local: it takes this rank's own gradients, after which the ranks'
-            parameters differ, and warns once. After more passes than J, on any rank, gradients are averaged once more in
-            `step`, where nothing hides it. Steps that follow wait for as many passes as the last one had.
+            parameters differ, and warns once.
         bucket_cap_mb: MiB of gradients in one message, as in `Algorithm`. A larger gradient is one by itself.
         group: The group of ranks; by default that of `init`.
-        on_loss: As in `Algorithm`: with "continue" the mean is that of the ranks that are left. All of them make each step
-            with the same gradients, whatever the moment of the loss, so their parameters stay equal.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -69,12 +72,13 @@ class GradientAllreduce(DistributedOptimizer):
     """
 
     local_steps: int
-    _average: GradientExchange
+    _bucket_bytes: int | None
+    _group: dist.ProcessGroup | None
     _counter: BackwardPasses
     _ownership: Ownership
     _is_synchronized: bool
     _scaler_synchronized: bool
-    _passes: int  # of the last step
+    _numbers: tuple[int, int]  # of this step, and of the averages in it
     _has_warned_local: bool
     _is_alone: bool
 
@@ -89,21 +93,17 @@ class GradientAllreduce(DistributedOptimizer):
         local_steps: int = 1,
         bucket_cap_mb: float | None = None,
         group: dist.ProcessGroup | None = None,
-        on_loss: OnLoss = "raise",
     ) -> None:
         context = current(group)
         reject_lbfgs(optimizer)
-        check_on_loss(on_loss)
         check_count(local_steps, "local_steps")
         check_joinable(group, False, "GradientAllreduce")  # parameters are equal on all ranks, at each step
         self.local_steps = local_steps
         self._is_alone = context.is_alone
         self._is_synchronized = self._scaler_synchronized = False
-        self._passes, self._has_warned_local = 1, False
-        bucket_bytes = cap_bytes(bucket_cap_mb)
+        self._has_warned_local = False
+        self._bucket_bytes, self._group, self._numbers = cap_bytes(bucket_cap_mb), group, (0, 0)
         self._fog_title = f"fogdist.GradientAllreduce {context.next_number()}"
-        seat = take_seat(group, self._fog_title) if on_loss == "continue" else None
-        self._average = GradientExchange(self._fog_title, self._fog_names, bucket_bytes, group, seat)
         self._counter = BackwardPasses(self._after_gradient)
         self._ownership = Ownership(self)
         if not self._is_alone:
@@ -162,10 +162,9 @@ class GradientAllreduce(DistributedOptimizer):
         if self._is_alone:
             return
         parameters = self._fog_parameters()
-        if not self._average.has_begun:
-            self._begin(parameters)
-        self._average.finish()
-        self._passes = self._counter.passes
+        if not are_same(self._ownership.tensors, parameters):
+            self._hold(parameters)
+        self._average(parameters)
         self._counter.reset()
         self._counter.watch(parameters)
         self._is_synchronized = True
@@ -185,34 +184,62 @@ class GradientAllreduce(DistributedOptimizer):
             )
         yield
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients and discards an average of them in flight, which all ranks must do alike."""
-        if self._average.has_begun:
-            self._average.discard()
-            self._counter.reset()
-        self._fog_wrapped.zero_grad(set_to_none=set_to_none)
-
     def _fog_give_up(self) -> None:
-        """Also stops counting backward passes and drops the average in flight."""
+        """Also stops counting backward passes."""
         super()._fog_give_up()
         self._counter.stop()
-        self._average.forget()
         self._ownership.release()
 
     def _hold(self, parameters: list[Tensor]) -> None:
         """Takes the parameters over from their previous owner, if any. Collective, because ranks compare them."""
+        for parameter in parameters:
+            if is_sharded(parameter):
+                raise TypeError(
+                    f"{self._fog_names[parameter]!r} must be an ordinary tensor for its gradient to be averaged over all "
+                    "ranks, got a DTensor"
+                )
+        names = {parameter: repr(self._fog_names[parameter]) for parameter in parameters}
         ownership = Ownership(self._fog_view(), takes_over=True)
         with ownership.released_on_error():
-            ownership.take({parameter: repr(self._fog_names[parameter]) for parameter in parameters})
-            self._average.hold(parameters)
+            ownership.take(names)
+            check_same_everywhere(
+                current(self._group).backend,
+                "model",
+                [f"{n}: {name}, {signature_of(each)}" for n, (each, name) in enumerate(names.items())],
+            )
             ownership.take_over()
         self._ownership = ownership
 
-    def _begin(self, parameters: list[Tensor]) -> None:
-        """Starts an average of the gradients of the parameters that are currently trained."""
-        if not are_same(self._ownership.tensors, parameters):
-            self._hold(parameters)
-        self._average.begin(parameters)
+    def _average(self, parameters: list[Tensor]) -> None:
+        """Averages the gradients. A parameter that has one on any rank has one on all of them afterwards."""
+        step, number = self._numbers
+        self._numbers = step, (number + 1) % _NUMBERS
+        # The number of the step makes a rank that averages once more within it than the others raise an error, instead of
+        # taking the values of the next step.
+        name, group = f"{self._fog_title}.{step}.{number}", self._group
+        present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device="cpu")
+        counts = allreduce(present, average=False, name=f"{name}.present", group=group).tolist()
+        gradients = []
+        for parameter, count in zip(parameters, counts, strict=True):
+            if count == 0:  # as with a single process, a parameter without a gradient is not updated
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                raise ValueError(
+                    f"gradients must be dense to be averaged, got layout {parameter.grad.layout} for a parameter "
+                    f"of shape {tuple(parameter.shape)}; an embedding has sparse=False"
+                )
+            gradients.append(parameter.grad)
+        buckets = make_buckets(gradients, self._bucket_bytes)
+        pending = [
+            allreduce_nonblocking_(
+                flatten(bucket, gradients), average=True, name=f"{name}.{place}", group=group
+            )
+            for place, bucket in enumerate(buckets)
+        ]
+        for bucket, handle in zip(buckets, pending, strict=True):
+            unflatten(bucket, wait(handle), gradients)
 
     def _check_scaler(self) -> None:
         came_late, self._scaler_synchronized = self._scaler_synchronized, False
@@ -240,18 +267,9 @@ class GradientAllreduce(DistributedOptimizer):
                     "gradients; the parameters of the ranks differ from now on"
                 )
         if self._is_synchronized:
-            self._average.end_step()
+            self._numbers = (self._numbers[0] + 1) % _NUMBERS, 0
         self._is_synchronized = False
 
-    def _after_gradient(self, parameter: Tensor) -> None:
+    def _after_gradient(self, _: Tensor) -> None:
         if self._is_synchronized:  # assignments to a view take longer than all else here
             self._is_synchronized = False
-        passes, due = self._counter.passes_of(parameter), max(self.local_steps, self._passes)
-        if passes < due:
-            return
-        if not self._average.has_begun:
-            self._begin(self._fog_parameters())
-        if passes == due:
-            self._average.add(parameter)
-        else:
-            self._average.outdate(parameter)
