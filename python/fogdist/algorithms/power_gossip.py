@@ -104,7 +104,7 @@ class PowerGossip(Algorithm):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
         self.matrix_rank, self.iterations, self.seed = matrix_rank, iterations, seed
         self.gamma = check_share(gamma, "gamma")
-        given = as_mixing(options.get("mixing"))
+        given = as_mixing(options.get("mixing"), current(options.get("group")))
         if type(given) is not Neighbors or given.compression is not None:
             raise ValueError(
                 f"mixing must be a topology, a graph or None, without compression, for PowerGossip, got {given!r}"

@@ -87,7 +87,7 @@ class SlowMo(Algorithm):
         return result
 
     def _slow_step(self) -> None:
-        means = self.average(self.values, GlobalAverage())
+        means = self.mix(self.values, GlobalAverage())
         anchors, momenta = self.vectors["anchor"], self.vectors["slow_momentum"]
         for anchor, mean, momentum, rate in zip(anchors, means, momenta, self.rates(), strict=True):
             if rate == 0.0:

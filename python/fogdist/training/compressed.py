@@ -66,12 +66,12 @@ class CompressedAlgorithm(Algorithm):
         self.check_compression(compression)
         self.compression = compression
         self.gamma = check_share(gamma, "gamma")
-        mixing = as_mixing(options.get("mixing"))
+        context = current(options.get("group"))
+        mixing = as_mixing(options.get("mixing"), context)
         if type(mixing) is not Neighbors:
             raise ValueError(
                 f"mixing must be a topology, a graph or None for {self.algorithm_name}, got {mixing!r}"
             )
-        context = current(options.get("group"))
         if mixing.compression is None and context.carried_out(mixing) is not mixing:
             raise ValueError(f"group must be of real ranks for {self.algorithm_name}, got virtual ranks")
         self._neighbors = mixing

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.compression import Codec
-from fogdist.context import Context
+from fogdist.context import Context, current
 from fogdist.training.compressed import CompressedAlgorithm, Decoded, as_kept, as_sent, is_wide
 from fogdist.training.continuing import repeated
 from fogdist.training.mixing import Finish, Neighbors, as_mixing
@@ -69,7 +69,7 @@ class ReplicaAlgorithm(CompressedAlgorithm):
         gamma: float,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        mixing = as_mixing(options.get("mixing"))
+        mixing = as_mixing(options.get("mixing"), current(options.get("group")))
         if type(mixing) is Neighbors:
             if mixing.topology is not None and mixing.topology.period != 1:
                 raise ValueError(
