@@ -86,12 +86,15 @@ def test_the_end_of_training() -> None:
             weighted = {p: p.detach() * weights.get(p, own) for p in model.parameters() if p.requires_grad}
             total = {p: weights.get(p, own) for p in weighted}
             expected = {
-                p: fogdist.allreduce(value, average=False) / fogdist.allreduce(torch.tensor(total[p]), average=False)
+                p: fogdist.allreduce(value, average=False)
+                / fogdist.allreduce(torch.tensor(total[p]), average=False)
                 for p, value in weighted.items()
             }
             optimizer.average()
             for parameter, value in expected.items():
-                torch.testing.assert_close(fogdist.allreduce(parameter.detach()), parameter.detach(), **EXACT, msg=kind)
+                torch.testing.assert_close(
+                    fogdist.allreduce(parameter.detach()), parameter.detach(), **EXACT, msg=kind
+                )
                 if kind not in (*WINDOWS, "AsynchronousGossip"):  # these may have taken more values meanwhile
                     torch.testing.assert_close(parameter.detach(), value, **EXACT, msg=kind)
             assert torch.equal(model.mean, torch.full((2,), (size - 1) / 2, dtype=torch.float64)), kind

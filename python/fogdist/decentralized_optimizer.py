@@ -75,9 +75,9 @@ def DecentralizedOptimizer(
         "group": group,
         "bucket_cap_mb": bucket_cap_mb,
     }
-    if order is None and compression is None and patience is None:
-        if isinstance(optimizer, Adam) and not refusal_of(optimizer):
-            return DecentralizedAdamW(optimizer, model, **options)
+    averages_moments = order is None and compression is None and patience is None
+    if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):
+        return DecentralizedAdamW(optimizer, model, **options)
     return DecentralizedSGD(optimizer, model, order=order or "awc", patience=patience, **options)
 
 

@@ -34,7 +34,14 @@ TOPOLOGY_NAMES: tuple[str, ...] = tuple(_GRAPHS)
 """The names that `by_name` knows; fit for argparse's `choices`."""
 
 
-SEQUENCE_NAMES: tuple[str, ...] = ("one-peer-exp2", "one-peer-hypercube", "base-2", "base-3", "base-4", "random-matching")
+SEQUENCE_NAMES: tuple[str, ...] = (
+    "one-peer-exp2",
+    "one-peer-hypercube",
+    "base-2",
+    "base-3",
+    "base-4",
+    "random-matching",
+)
 """The names of sequences of rounds, which only `named` knows."""
 
 
@@ -60,7 +67,11 @@ def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
         return base_graph(size, int(name.removeprefix("base-")) - 1)
     if name == "random-matching":
         return sequences.random_matching(size, seed=seed)
-    return sequences.one_peer_exponential(size) if name == "one-peer-exp2" else sequences.one_peer_hypercube(size)
+    return (
+        sequences.one_peer_exponential(size)
+        if name == "one-peer-exp2"
+        else sequences.one_peer_hypercube(size)
+    )
 
 
 def by_name(name: str, size: SupportsIndex) -> nx.DiGraph:

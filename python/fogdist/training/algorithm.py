@@ -532,7 +532,9 @@ class Algorithm(DistributedOptimizer):
         """
         self._fog_check_not_replaced()
         if not self.is_syncing:
-            raise RuntimeError("step() must not be called within no_sync(); local_steps=J makes steps without an exchange")
+            raise RuntimeError(
+                "step() must not be called within no_sync(); local_steps=J makes steps without an exchange"
+            )
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
         closure, self._step_options = closure_of(arguments, options)

@@ -196,7 +196,9 @@ class DistributedOptimizer(Optimizer):
 
     def _fog_give_up(self) -> None:
         """Releases the parameters to another owner. A subclass also removes its hooks from the model."""
-        self._fog_ended = "was replaced: another distributed optimizer was made of its model's parameters; call that one"
+        self._fog_ended = (
+            "was replaced: another distributed optimizer was made of its model's parameters; call that one"
+        )
         self.turn_off_timeline()
 
     def _fog_check_not_replaced(self) -> None:
