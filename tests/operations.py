@@ -125,7 +125,8 @@ OF_BACKEND = types.SimpleNamespace(
 
 def _adds_in_rank_order() -> bool:
     """Returns whether the order of addition is the ranks'; several ranks of one of several hosts add theirs first."""
-    hosts = getattr(dist.group.WORLD._get_backend(torch.device("cpu")), "hosts", [0]) if dist.group.WORLD else [0]
+    world = dist.group.WORLD
+    hosts = [0] if world is None else getattr(world._get_backend(torch.device("cpu")), "hosts", [0])
     return len(set(hosts)) in (1, len(hosts))
 
 
