@@ -58,6 +58,10 @@ class DynamicWeights:
                     f"{', '.join(mixing.weights) or 'no weights'}, got {value!r}"
                 )
 
+    def taken_by(self, mixing: Mixing) -> DynamicWeights:
+        """Returns the weights that a mixing uses, without the others."""
+        return DynamicWeights(**{name: getattr(self, name) for name in mixing.weights})
+
 
 @dataclass(frozen=True)
 class Round:
