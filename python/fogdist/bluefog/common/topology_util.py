@@ -15,7 +15,6 @@ InferSourceFromDestinationRanks = fogdist.InferSourceFromDestinationRanks
 __all__ = [  # noqa: PLE0604  strings, all of them
     "InferDestinationFromSourceRanks",
     "InferSourceFromDestinationRanks",
-    "RingGraph",
     "isPowerOf",
     *topology.__all__,
 ]
@@ -24,10 +23,8 @@ __all__ = [  # noqa: PLE0604  strings, all of them
 def RingGraph(size: int, connect_style: int = 0, *, left_connect: bool | None = None) -> nx.DiGraph:
     """As `fogdist.topology.RingGraph`; with `left_connect`, by position too, the ring of BlueFog 0.1 in one direction."""
     if isinstance(connect_style, bool):
-        connect_style, left_connect = 0, connect_style
-    if left_connect is not None:
-        connect_style = 1 if left_connect else 2
-    return topology.RingGraph(size, connect_style)
+        left_connect = connect_style
+    return topology.RingGraph(size, connect_style if left_connect is None else 1 if left_connect else 2)
 
 
 def isPowerOf(x: int, base: int) -> bool:

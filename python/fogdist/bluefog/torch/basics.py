@@ -6,6 +6,7 @@ import atexit
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import torch.distributed as dist
@@ -64,7 +65,7 @@ def init(
     graph = topology_fn if topology is None else topology
     make = (lambda size: graph) if isinstance(graph, nx.DiGraph) else graph
     level = environment.BLUEFOG_LOG_LEVEL.get()
-    values = {
+    values: dict[environment.Variable[Any], str] = {
         environment.NODES_PER_MACHINE: str(environment.BLUEFOG_NODES_PER_MACHINE.get() or ""),
         environment.LOG_LEVEL: {"trace": "debug", "fatal": "error"}.get(level, level),
     }

@@ -80,6 +80,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
             bucket_cap_mb=bucket_size_in_mb,
         )
         scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(self.optimizer)
+        self.sync = sync
         self._averages_all_buffers = sync_buffer_in_global_avg
         self._accumulation = ExitStack()
         self._step_of_backward = _StepOfBackward(self.optimizer, scheduler, scaler, grad_clip_norm)
@@ -97,7 +98,6 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
     # The attributes of asyncddp that scripts have read.
     _model = property(lambda self: self.module)
     _optims = property(lambda self: [self.optimizer])
-    sync = property(lambda self: self.mode == "sync")
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -163,7 +163,9 @@ def _mutex_of(owner: int) -> Iterator[None]:
     deadline = time.monotonic() + seconds
     while (holder := store.compare_set(key, "", me).decode()) != me:
         if time.monotonic() > deadline:
-            raise dist.DistBackendError(f"win_mutex of rank {owner} timed out after {seconds:g} s: {holder} holds it")
+            raise dist.DistBackendError(
+                f"win_mutex of rank {owner} timed out after {seconds:g} s: {holder} holds it"
+            )
         time.sleep(0.001)
     try:
         yield
