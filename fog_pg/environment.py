@@ -392,6 +392,14 @@ BLUEFOG_NODES_PER_MACHINE = Variable(
     "With fogdist.bluefog: the same as FOG_NODES_PER_MACHINE, which takes precedence.",
     owner="BlueFog",
 )
+BLUEFOG_LOG_LEVEL = Variable(
+    "BLUEFOG_LOG_LEVEL",
+    choice("trace", "debug", "info", "warning", "error", "fatal"),
+    "",
+    "Python",
+    "With fogdist.bluefog: FOG_LOG_LEVEL, which takes precedence; trace is debug, and fatal is error.",
+    owner="BlueFog",
+)
 BLUEFOG_TIMELINE = Variable(
     "BLUEFOG_TIMELINE",
     TEXT,

@@ -133,7 +133,7 @@ def _share(file: str) -> float:
 
 
 def _too_much() -> list[str]:
-    if harness.ALL or "SANITIZED" in os.environ or "FOG_TEST_DEVICE" in os.environ:
+    if "FOG_TEST_SHARES" not in os.environ:
         return []
     return [
         f"{file} took {cpu:.0f} s of CPU, its share is {_share(file):.0f}"

@@ -1112,7 +1112,7 @@ def test_wrong_arguments() -> None:
         graph.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, own), (0, 1, 1 - own)])
     rows: list[tuple[str, Any, dict[str, Any], Any, str]] = [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
-        ("DecentralizedSGD", base, {"mixing": "ring"}, TypeError, "mixing.*Topology.*str"),
+        ("DecentralizedSGD", base, {"mixing": 3}, TypeError, "mixing.*Topology.*int"),
         ("LocalSGD", base, {"mixing": larger}, ValueError, "mixing.*as many nodes as ranks, 2, got 3"),
         ("LocalSGD", base, {"mixing": algorithms.Neighbors(larger)}, ValueError, "mixing.*ranks, 2, got 3"),
         ("LocalSGD", base, {"mixing": rounds if rank else None}, ValueError, "random-matching"),

@@ -152,6 +152,8 @@ def test_topologies_and_averages() -> None:
         with torch.no_grad():
             wrapped.seen.fill_(float(rank))
             wrapped.weight.fill_(float(rank))
+        assert wrapped.sync and wrapped._optims == [wrapped.optimizer] and wrapped._model is wrapped.module
+        wrapped.load_state_dict({f"_model.{name}": value for name, value in wrapped.state_dict().items()})
         wrapped.global_avg()
         assert wrapped.weight[0].item() == (size - 1) / 2
         assert wrapped.seen[0].item() == ((size - 1) / 2 if is_averaged else rank)

@@ -237,11 +237,13 @@ def save(kind: str, folder: Path) -> None:
     save_torch_model(model, own / "hub")
     if rank == 0:  # accelerate saves on the main process only
         Accelerator(cpu=True).save_model(model, own / "accelerate")
-    for file in own.glob("*/model.safetensors"):
+    files = {file.parent.name: file for file in own.glob("*/model.safetensors")}
+    # transformers 5.24 saves on rank 0 only, older ones on all ranks
+    assert files.keys() >= ({"accelerate", "hub", "transformers"} if rank == 0 else {"hub"})
+    for file in files.values():
         found = load_file(file)
         assert found.keys() == expected.keys()
         assert all(torch.equal(value, expected[name]) for name, value in found.items())
-    assert len(list(own.glob("*/model.safetensors"))) == 3 - rank
     end(called, optimizer)
 
 

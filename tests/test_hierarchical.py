@@ -13,16 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import WorldPool, error_of, on_ranks, sizes
-from operations import PREMUL_FACTOR, reduce_op, reductions
-from reference import (
-    DTYPES,
-    FLOATS,
-    HALVES,
-    Checks,
-    make_input,
-    reduce,
-    sum_in_rank_order,
-)
+from operations import reduce_op, reductions, verify_reduction
+from reference import DTYPES, FLOATS, HALVES, Checks, make_input
 from torch import Tensor
 
 SIZES = sizes([1, 4, 6], [2])
@@ -169,16 +161,13 @@ def test_local_reductions() -> None:
                     inputs = [make_input(r, dtype, 37) for r in members]
                     tensor = make_input(rank, dtype, 37)
                     backend().local_allreduce(tensor, machines, reduce_op(name)).wait()
-                    expected = reduce(inputs, name, PREMUL_FACTOR)
-                    checks.close(label, tensor, expected)
-                    if name == "SUM":
-                        checks.equal(label, tensor, sum_in_rank_order(inputs))
+                    verify_reduction(checks, label, tensor, inputs, name)
             for numel in (0, 1, 2048, 2049, 70_001, *STREAMED):
                 inputs = [make_input(r, torch.float32, numel) for r in members]
                 tensor = make_input(rank, torch.float32, (numel, 2))[:, 0]  # not contiguous
                 tensor.copy_(inputs[members.index(rank)])
                 backend().local_allreduce(tensor, machines, dist.ReduceOp.SUM, name=f"{numel}").wait()
-                checks.equal(f"{machines} of {numel}", tensor, sum_in_rank_order(inputs))
+                verify_reduction(checks, f"{machines} of {numel}", tensor, inputs, "SUM")
 
 
 # --- disagreements; test_machines.py has wrong arguments -----------------------------------------------------------------------

@@ -70,6 +70,24 @@ def test_between_hosts(tmp_path: Path) -> None:
         assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
 
 
+def test_parts_that_end_within_an_element(world: World) -> None:
+    """A connection delivers any number of bytes, and data beyond 4 MiB takes the place of what has been summed."""
+    assert world.run(sum_long_ones) == [0] * RANKS
+
+
+def sum_long_ones() -> int:
+    """Returns how many elements of long sums are wrong."""
+    rank, numel = dist.get_rank(), 16 * MIB // 8 + 1
+    whole = torch.arange(numel) * 1_000_003_000_007  # every byte differs between elements
+    given = [whole * (rank + 1)] * RANKS
+    output = torch.empty_like(whole)
+    wrong = 0
+    for _ in range(16):
+        dist.reduce_scatter(output, given)
+        wrong += int((output != whole * sum(range(1, RANKS + 1))).sum())
+    return wrong
+
+
 def test_messages_overtake_data_that_nobody_takes(world: World) -> None:
     """Data waits in its sender, so neither side's small messages wait for it, and the receiver keeps none of it."""
     assert world.run(send_long_before) == [None] * RANKS

@@ -41,6 +41,7 @@ from fogdist.context import (
     size,
 )
 from fogdist.ddp import DecentralizedDataParallel
+from fogdist.decentralized_optimizer import DecentralizedOptimizer
 from fogdist.deprecated_optimizers import (
     DistributedAllreduceOptimizer,
     DistributedHierarchicalNeighborAllreduceOptimizer,
@@ -145,6 +146,7 @@ except ImportError:  # the extension is not built; fogdist.init() raises the err
 __all__ = [
     "CommunicationType",
     "DecentralizedDataParallel",
+    "DecentralizedOptimizer",
     "DistributedAdaptThenCombineOptimizer",
     "DistributedAdaptWithCombineOptimizer",
     "DistributedAllreduceOptimizer",

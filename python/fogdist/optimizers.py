@@ -16,8 +16,8 @@ from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.compression import Codec
 from fogdist.gradient_allreduce import GradientAllreduce
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
-from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing
-from fogdist.training.view import Models
+from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mixing, Neighbors, NoMixing
+from fogdist.training.view import Models, setting
 
 
 class CommunicationType(enum.Enum):
@@ -46,6 +46,13 @@ class _Communicating(Algorithm):
     """An algorithm whose mixing is chosen by a `CommunicationType`."""
 
     warns_apart: ClassVar[bool] = False
+    ignores_weights: bool = setting(False)
+    """Whether weights that the mixing does not use are ignored, as BlueFog did, instead of raising an error."""
+
+    def weights(self) -> DynamicWeights:
+        """See `Algorithm.weights`."""
+        weights = super().weights()
+        return weights.taken_by(self.mixing) if self.ignores_weights else weights
 
     @property
     def communication_type(self) -> CommunicationType:

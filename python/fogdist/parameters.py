@@ -52,6 +52,15 @@ def broadcast_parameters(
     _broadcast_named(context, params, named, root)
 
 
+def broadcast_module(module: torch.nn.Module, *, group: dist.ProcessGroup | None = None) -> None:
+    """Gives a module the parameters, buffers and extra state of rank 0. Collective; see `broadcast_parameters`."""
+    state = module.state_dict()
+    has_others = any(not isinstance(value, Tensor) for value in state.values())
+    broadcast_parameters(state, 0, group=group)
+    if has_others:
+        module.load_state_dict(state)
+
+
 def allreduce_parameters(params: Parameters, *, group: dist.ProcessGroup | None = None) -> None:
     """Overwrites parameters with their average over all ranks, in place. Collective.
 

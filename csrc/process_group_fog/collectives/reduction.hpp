@@ -50,7 +50,7 @@ class Reduction : public Operation {
     std::vector<Step> steps;
     size_t next = 0; // step
     size_t used = 0; // bytes of its inputs
-    std::vector<size_t> coming; // receives of the inputs to combine, in the order of the schedule
+    std::vector<size_t> coming{}; // receives of the inputs to combine, in the order of the schedule
     size_t combined = 0; // number of `coming` that have been combined
 
     bool ended() const {

@@ -264,6 +264,9 @@ Operation::Action Operation::use_inputs(size_t bytes, size_t limit) {
       }
     }
   }
+  if (usable_ < bytes) {
+    usable_ &= ~size_t(63); // whole elements: a connection may deliver a part of one
+  }
   if (usable_ <= used_) {
     return used_ == bytes ? Action::kDone : Action::kWait;
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,6 +104,12 @@ class AdaptThenCombine(DecentralizedSGD):
                 f"step() takes a closure only with step_in_backward=True, got {', '.join(others)}"
             )
         return super().step(*arguments, **options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """See `Algorithm.no_sync`."""
+        with super().no_sync(), self._counter.paused():
+            yield
 
     def is_joinable(self) -> bool:
         """See `Algorithm.is_joinable`: not within a backward pass, which needs the parameters that it began with."""

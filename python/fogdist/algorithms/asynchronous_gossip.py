@@ -201,6 +201,9 @@ class AsynchronousGossip(Algorithm):
             )
         super().load_state_dict(state_dict)
 
+    def _fog_finish(self) -> None:
+        self.finish()
+
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting; moves that have not been applied are lost."""
         super()._fog_give_up()

@@ -64,13 +64,8 @@ class DecentralizedAdamW(Algorithm):
             raise TypeError(
                 f"optimizer must be a torch.optim.AdamW or Adam, got {type(self._fog_wrapped).__name__}"
             )
-        for group in optimizer.param_groups:
-            if any(parameter.is_complex() for parameter in group["params"]):
-                raise ValueError("optimizer must have real parameters, got a complex one")
-            if group.get("amsgrad") or group.get("maximize"):
-                raise ValueError("optimizer must have neither amsgrad nor maximize set, got one that has")
-            if group["weight_decay"] and not group.get("decoupled_weight_decay"):
-                raise ValueError("optimizer must be an AdamW if it has weight decay, got an Adam")
+        if refusal := refusal_of(self._fog_wrapped):
+            raise ValueError(f"optimizer must {refusal}")
         super().__init__(optimizer, model, **options)
 
     def plain_state_dict(self) -> dict[str, Any]:
@@ -99,7 +94,7 @@ class DecentralizedAdamW(Algorithm):
         elif is_due:
             self._average_moments()
         if is_due:
-            self.average(self.values, in_place=True)
+            self.mix(self.values, in_place=True)
             self.rounds += 1
 
     def _adapt(self, is_due: bool) -> None:
@@ -118,7 +113,7 @@ class DecentralizedAdamW(Algorithm):
         self.buckets.write_changes()
 
     def _average_moments(self) -> None:
-        self.average([*self.vectors["first_moment"], *self.vectors["second_moment"]], in_place=True)
+        self.mix([*self.vectors["first_moment"], *self.vectors["second_moment"]], in_place=True)
 
     def _move(self, groups: list[dict[str, Any]]) -> None:
         """Updates the parameters with the current moments."""
@@ -138,3 +133,15 @@ class DecentralizedAdamW(Algorithm):
             if parameter.grad is None:
                 piece.zero_()
         torch._foreach_add_(self.values, changes)
+
+
+def refusal_of(optimizer: Adam) -> str:
+    """Returns what `DecentralizedAdamW` asks of an optimizer that this one is not; empty if it takes it."""
+    for group in optimizer.param_groups:
+        if any(parameter.is_complex() for parameter in group["params"]):
+            return "have real parameters, got a complex one"
+        if group.get("amsgrad") or group.get("maximize"):
+            return "have neither amsgrad nor maximize set, got one that has"
+        if group["weight_decay"] and not group.get("decoupled_weight_decay"):
+            return "be an AdamW if it has weight decay, got an Adam"
+    return ""

@@ -94,7 +94,7 @@ class DiLoCo(Algorithm):
 
     def combine(self) -> None:
         """See the class."""
-        mixed = self.average(self._targets(), in_place=True)
+        mixed = self.mix(self._targets(), in_place=True)
         self._accelerate(mixed, mixed)
 
     def _accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
@@ -140,7 +140,7 @@ class GASLoC(DiLoCo):
     def combine(self) -> None:
         """See the class."""
         targets = self._targets()
-        self._accelerate(self.average(targets), targets)
+        self._accelerate(self.mix(targets), targets)
 
 
 class NoLoCo(DiLoCo):
@@ -197,7 +197,7 @@ class NoLoCo(DiLoCo):
         """See the class."""
         anchors, momenta = self.vectors["anchor"], self.vectors["outer_momentum"]
         changes = [x.sub(anchor) for x, anchor in zip(self.values, anchors, strict=True)]
-        mixed = self.average([*changes, *anchors])
+        mixed = self.mix([*changes, *anchors])
         mean_changes, mean_anchors = mixed[: len(changes)], mixed[len(changes) :]
         for anchor, momentum, change, mean in zip(anchors, momenta, mean_changes, mean_anchors, strict=True):
             momentum.mul_(self.outer_momentum).add_(change, alpha=self.outer_lr)

@@ -55,7 +55,7 @@ class ExactDiffusion(Algorithm):
         ]
         self._corrected = corrected  # what an exchange that is repeated after a loss would send
         try:
-            combined = self.average(corrected)
+            combined = self.mix(corrected)
         finally:
             self._corrected = []
         if self.is_lazy:

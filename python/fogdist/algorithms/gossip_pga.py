@@ -53,4 +53,4 @@ class GossipPGA(Algorithm):
     def combine(self) -> None:
         """See the class."""
         is_global = (self.rounds + 1) % self.period == 0
-        self.average(self.values, GlobalAverage() if is_global else None, in_place=True)
+        self.mix(self.values, GlobalAverage() if is_global else None, in_place=True)

@@ -85,7 +85,7 @@ class GradientTracking(Algorithm):
         self.vectors = {"tracker": tracked, "gradient": gradients}
         is_due = self.count_step()
         if is_due and self.order == "aug-dgm":
-            self.average(tracked, in_place=True)
+            self.mix(tracked, in_place=True)
         directions = [y.clone() for y in tracked]
         if is_due and self.order == "awc":
             self._exchange(tracked)
@@ -93,7 +93,7 @@ class GradientTracking(Algorithm):
         if is_due and self.order == "atc":
             self._exchange(tracked)
         elif is_due and self.order == "aug-dgm":
-            self.average(self.values, in_place=True)
+            self.mix(self.values, in_place=True)
         self.rounds += is_due
         return result
 
@@ -104,4 +104,4 @@ class GradientTracking(Algorithm):
 
     def _exchange(self, tracked: list[Tensor]) -> None:
         """Averages the parameters and the trackers in place, in one exchange."""
-        self.average([*self.values, *tracked], in_place=True)
+        self.mix([*self.values, *tracked], in_place=True)

@@ -21,8 +21,9 @@ import warnings
 from importlib.machinery import PathFinder
 
 from fogdist.bluefog import common, run, torch
-from fogdist.bluefog.common import topology_util, util
+from fogdist.bluefog.common import basics, topology_util, util
 from fogdist.bluefog.run import interactive_run
+from fogdist.bluefog.run import run as bfrun
 from fogdist.bluefog.torch import ddp, optim
 
 __all__ = ["common", "run", "torch"]
@@ -32,10 +33,12 @@ __version__ = "0.3.0"  # of BlueFog, whose interface this is
 _MODULES = {
     "bluefog": sys.modules[__name__],
     "bluefog.common": common,
+    "bluefog.common.basics": basics,
     "bluefog.common.topology_util": topology_util,
     "bluefog.common.util": util,
     "bluefog.run": run,
     "bluefog.run.interactive_run": interactive_run,
+    "bluefog.run.run": bfrun,
     "bluefog.torch": torch,
     "bluefog.torch.ddp": ddp,
     "bluefog.torch.optim": optim,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import runpy
 import sys
 from pathlib import Path
 
 import fogdist.bluefog  # noqa: F401  opens the door
+from fogdist.bluefog.torch.basics import end
 
 USAGE = "usage: python -m fogdist.bluefog script.py [arguments of the script]"
 
@@ -26,7 +28,12 @@ def main() -> None:
     sys.argv[:] = arguments
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit_:
+        if exit_.code:  # a rank that has failed waits for no other one
+            atexit.unregister(end)
+        raise
 
 
 if __name__ == "__main__":

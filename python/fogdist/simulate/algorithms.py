@@ -19,4 +19,4 @@ class GradientAverage(Algorithm):
         """See the class."""
         self.count_step()
         self.rounds += 1
-        return self.step_along(self.average(self.gradients(), GlobalAverage(), in_place=True))
+        return self.step_along(self.mix(self.gradients(), GlobalAverage(), in_place=True))

@@ -43,7 +43,7 @@ from fogdist.topology.neighbor_lists import (
     out_neighbors,
     transpose_neighbor_ranks,
 )
-from fogdist.topology.registry import TOPOLOGY_NAMES, by_name
+from fogdist.topology.registry import SEQUENCE_NAMES, TOPOLOGY_NAMES, by_name, named
 from fogdist.topology.sequences import (
     inner_outer_exponential,
     inner_outer_ring,
@@ -64,6 +64,7 @@ from fogdist.topology.weights import (
 )
 
 __all__ = [
+    "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
     "ExponentialGraph",
     "ExponentialTwoGraph",
@@ -98,6 +99,7 @@ __all__ = [
     "matrix_from_sources",
     "metropolis_hastings_weights",
     "mixing_matrix",
+    "named",
     "one_peer",
     "one_peer_exponential",
     "one_peer_hypercube",

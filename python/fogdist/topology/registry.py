@@ -1,4 +1,4 @@
-"""Static topologies by a short name, for command lines (``--topology ring``)."""
+"""Topologies by a short name, as for command lines (``--topology ring``)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from functools import partial
 from typing import SupportsIndex
 
 from fogdist.lazy import nx
-from fogdist.topology import graphs
+from fogdist.topology import graphs, sequences
+from fogdist.topology.base_graph import base_graph
 from fogdist.topology.errors import TopologyError
+from fogdist.topology.topology import Topology
 
 _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
     "exp": graphs.ExponentialGraph,
@@ -27,6 +29,46 @@ _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
 
 TOPOLOGY_NAMES: tuple[str, ...] = tuple(_GRAPHS)
 """The names that `by_name` knows; fit for argparse's `choices`."""
+
+
+SEQUENCE_NAMES: tuple[str, ...] = (
+    "one-peer-exp2",
+    "one-peer-hypercube",
+    "base-2",
+    "base-3",
+    "base-4",
+    "random-matching",
+)
+"""The names of sequences of rounds, which only `named` knows."""
+
+
+def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
+    """Returns a static topology or a sequence of rounds by its short name, as `fog topology` lists them.
+
+    Args:
+        name: One of `TOPOLOGY_NAMES` or `SEQUENCE_NAMES`. base-k is `base_graph` of degree k - 1.
+        size: Number of ranks, at least 1.
+        seed: Of "random-matching", the same on all ranks.
+
+    Raises:
+        TypeError: `name` is not a string, or `size` not an integer.
+        TopologyError: No topology has this name, or it does not exist for this number of ranks.
+    """
+    if name not in SEQUENCE_NAMES:
+        if isinstance(name, str) and name not in _GRAPHS:
+            raise TopologyError(
+                f"name must be one of {', '.join((*TOPOLOGY_NAMES, *SEQUENCE_NAMES))}, got {name!r}"
+            )
+        return Topology.from_graph(name, by_name(name, size))
+    if name.startswith("base-"):
+        return base_graph(size, int(name.removeprefix("base-")) - 1)
+    if name == "random-matching":
+        return sequences.random_matching(size, seed=seed)
+    return (
+        sequences.one_peer_exponential(size)
+        if name == "one-peer-exp2"
+        else sequences.one_peer_hypercube(size)
+    )
 
 
 def by_name(name: str, size: SupportsIndex) -> nx.DiGraph:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
@@ -19,6 +20,7 @@ from fogdist.context import Context, current
 from fogdist.flight_record import count_step
 from fogdist.membership import Seat, members_of
 from fogdist.packing import are_same, cap_bytes
+from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
 from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
@@ -31,7 +33,15 @@ from fogdist.training.continuing import (
     take_seat,
 )
 from fogdist.training.joining_state import AlgorithmState
-from fogdist.training.mixing import DynamicWeights, Mixing, MixingLike, NoMixing, Round, as_mixing
+from fogdist.training.mixing import (
+    DynamicWeights,
+    GlobalAverage,
+    Mixing,
+    MixingLike,
+    NoMixing,
+    Round,
+    as_mixing,
+)
 from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
     DistributedOptimizer,
@@ -68,6 +78,7 @@ class AlgorithmOptions(TypedDict, total=False):
     group: dist.ProcessGroup | None
     bucket_cap_mb: float | None
     on_loss: OnLoss
+    broadcast: bool
     compare: Mapping[str, object]
     share: bool
 
@@ -94,13 +105,17 @@ class Algorithm(DistributedOptimizer):
     An algorithm that is made of the same parameters later, as by a notebook's cell that is run again, takes over: hooks and
     windows of this one go, without waiting for other ranks, an exchange in flight is forgotten, and `step` raises.
 
+    All of them live alike: `no_sync` is a block for the passes of a batch that is accumulated, `average` gives all ranks one
+    model at the end, and `close`, or the end of a ``with`` block, releases hooks and memory.
+
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
-            buffers are not. Ranks should start from the same parameters (`fogdist.broadcast_parameters`); if they do
-            not, all ranks issue a UserWarning.
+            buffers are not. Ranks should start from the same parameters (`broadcast`); if they do not, all ranks issue a
+            UserWarning.
         mixing: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology` gives its
-            rounds, one after the other. A `networkx.DiGraph` is used with its weights in all rounds. None uses the
+            rounds, one after the other. A `networkx.DiGraph` is used with its weights in all rounds. A string is a name
+            that `fogdist.topology.named` knows. None uses the
             attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
             dynamic topology, and the group's topology as long as they are None. Other choices are `Machines()`,
             `GlobalAverage()`, `NoMixing()`, or the user's own `Mixing`.
@@ -112,6 +127,7 @@ class Algorithm(DistributedOptimizer):
             left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
+        broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
         compare: For subclasses: further arguments that must be the same on all ranks, by name.
         share: Whether CPU parameters become views of the buckets, which saves memory and the copies. The model is then no
             ordinary one: its parameters share one storage, in memory that forked children share too, so they see and make
@@ -172,6 +188,7 @@ class Algorithm(DistributedOptimizer):
     on_loss: OnLoss
     buckets: FlatBuckets
     is_alone: bool
+    is_syncing: bool  # False in no_sync()
     _is_shared: bool
     _group: dist.ProcessGroup | None
     _seat: Seat | None
@@ -206,10 +223,12 @@ class Algorithm(DistributedOptimizer):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
+        broadcast: bool = False,
         compare: Mapping[str, object] | None = None,
         share: bool = False,
     ) -> None:
         self.on_loss = on_loss
+        self.is_syncing = True
         self._is_shared = share
         self._seat = None
         context = current(group)
@@ -223,7 +242,7 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        given = as_mixing(mixing)
+        given = as_mixing(mixing, context)
         codec = getattr(given, "compression", None)
         if codec is not None and not self.takes_compression:
             raise ValueError(f"mixing must have no compression for {self.algorithm_name}, got {codec!r}")
@@ -254,6 +273,9 @@ class Algorithm(DistributedOptimizer):
             self._seat = take_seat(group, self.name, AlgorithmState(self) if self.is_joinable() else None)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
+        if broadcast:
+            for each in self._fog_models:
+                broadcast_module(each, group=group)
         if self.is_running:
             self._hold()
 
@@ -278,7 +300,7 @@ class Algorithm(DistributedOptimizer):
 
     def combine(self) -> None:
         """Makes the exchange that follows every `local_steps` local steps."""
-        self.average(self.values, in_place=True)
+        self.mix(self.values, in_place=True)
 
     def initial(self, name: str) -> list[Tensor]:
         """Returns the values of one of `state_vectors` before the first step with these parameters; default: zeros."""
@@ -340,22 +362,17 @@ class Algorithm(DistributedOptimizer):
         self.steps += 1
         return self.steps % self.local_steps == 0
 
-    def average(
+    def mix(
         self, tensors: Sequence[Tensor], mixing: Mixing | None = None, *, in_place: bool = False
     ) -> list[Tensor]:
         """Returns this round's weighted averages, by the algorithm's own mixing or another one.
 
         Args:
-            tensors: This rank's values, with the same shapes and dtypes as the neighbors'. They are sent in one
-            exchange. mixing: By default the algorithm's mixing. in_place: Whether the averages are written into the
-            tensors themselves.
+            tensors: This rank's values, with the same shapes and dtypes as the neighbors'. They are sent in one exchange.
+            mixing: By default the algorithm's mixing.
+            in_place: Whether the averages are written into the tensors themselves.
         """
-        other = self.mixing
-        if mixing is not None:
-            other = self.context.carried_out(mixing)
-            other = other if self._seat is None else Continuing(other, self._seat)
-        chosen = NoMixing() if self.is_alone else other
-        return chosen.begin(tensors, self.this_round(), in_place)()
+        return self._fog_exchange(tensors, mixing, self.this_round(), in_place)
 
     def step_along(self, directions: Sequence[Tensor]) -> Any:
         """Makes the optimizer's own step with `directions` in place of the gradients, which are restored afterwards.
@@ -421,6 +438,78 @@ class Algorithm(DistributedOptimizer):
         """Whether steps run the recursion; otherwise they are the optimizer's own."""
         return self.runs_alone or not self.is_alone
 
+    # --- for users to call, beside the interface of an optimizer ---
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A block for all passes but the last of a batch that is accumulated: they begin no exchange and are not counted.
+
+        `step` raises RuntimeError within it; for steps without an exchange there is `local_steps`.
+        """
+        before, self.is_syncing = self.is_syncing, False
+        try:
+            yield
+        finally:
+            self.is_syncing = before
+
+    def average(self) -> None:
+        """Gives the models of all ranks the mean of their trained parameters and floating-point buffers. Collective.
+
+        Call it once, after the last step, before a model is evaluated or saved. It completes exchanges in flight first, and it
+        is the exact mean over the ranks, with the weights of push-sum where an algorithm has them. Counts, such as
+        `num_batches_tracked`, stay as each rank has them.
+
+        Raises:
+            RuntimeError: The optimizer has been closed or replaced; torch.distributed.DistBackendError if a rank does not
+                come.
+        """
+        self._fog_check_not_replaced()
+        self.settle()
+        buffers = {each: None for model in self._fog_models for each in model.buffers()}
+        averaged = [local_of(each) for each in buffers if each.is_floating_point() or each.is_complex()]
+        with torch.no_grad():
+            if self.is_alone:
+                return
+            self.refresh()
+            one = 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
+            of_parameter = self.mean_weights()
+            # Ranks that train at their own pace have made different numbers of rounds.
+            last = Round(self.context, 0, f"{self.name} average")
+            for number, values in enumerate(self.values):
+                own = of_parameter.get(self.buckets.tensors_of(number)[0], one)
+                weight = torch.tensor([own], dtype=torch.float64, device="cpu")
+                total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True)
+                values.copy_(total).div_(float(weight))
+            self._fog_exchange(averaged, GlobalAverage(), last, True)
+            self.buckets.write_changes()
+
+    def close(self) -> None:
+        """Completes what is in flight and releases hooks, windows and memory. Collective.
+
+        The parameters keep their values, and `step` raises RuntimeError from then on. The end of a ``with`` block calls it; if
+        the block raises, nothing is waited for. A second call does nothing.
+
+        Raises:
+            torch.distributed.DistBackendError: A rank does not come; all is released all the same.
+        """
+        if self._fog_ended:
+            return
+        try:
+            self._fog_finish()
+        finally:
+            self._fog_give_up()
+            self._fog_ended = "was closed"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
+        if kind is None:
+            self.close()
+        elif not self._fog_ended:
+            self._fog_give_up()
+            self._fog_ended = "was closed"
+
     # --- the interface of an optimizer ---
 
     @shown_as("step")
@@ -439,9 +528,13 @@ class Algorithm(DistributedOptimizer):
 
         Raises:
             ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
-            RuntimeError: Another distributed optimizer has taken over the model.
+            RuntimeError: The optimizer was closed, or another one has taken over the model; within `no_sync`.
         """
         self._fog_check_not_replaced()
+        if not self.is_syncing:
+            raise RuntimeError(
+                "step() must not be called within no_sync(); local_steps=J makes steps without an exchange"
+            )
         if only_makes_state(self._fog_wrapped, arguments, options):
             return self._fog_wrapped.step(**options)
         closure, self._step_options = closure_of(arguments, options)
@@ -537,14 +630,30 @@ class Algorithm(DistributedOptimizer):
 
     # --- inside ---
 
+    def _fog_exchange(
+        self, tensors: Sequence[Tensor], mixing: Mixing | None, round: Round, in_place: bool
+    ) -> list[Tensor]:
+        """Makes the exchange of a round; see `mix`."""
+        other = self.mixing
+        if mixing is not None:
+            other = self.context.carried_out(mixing)
+            other = other if self._seat is None else Continuing(other, self._seat)
+        chosen = NoMixing() if self.is_alone else other
+        return chosen.begin(tensors, round, in_place)()
+
     def _fog_on_change(self) -> None:
         with torch.no_grad():
             self.members_changed()
 
+    def _fog_finish(self) -> None:
+        """Completes what is in flight, before `close` releases all. Collective."""
+        self.settle()
+
     def _fog_give_up(self) -> None:
         """Releases the parameters to another owner; see the class. A subclass also ends its hooks and windows."""
         super()._fog_give_up()
-        self.buckets.release()
+        if self.is_running:
+            self.buckets.release()
 
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """Returns the parameters that are not frozen, and the group number of each; all 0 if groups do not matter."""

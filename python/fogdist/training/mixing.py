@@ -22,7 +22,7 @@ from fogdist.lazy import nx
 from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
 from fogdist.neighbor_collectives import start_average
-from fogdist.topology import Topology
+from fogdist.topology import Topology, named
 from fogdist.training.plans import Plans, TopologyLike, as_topology, topology_of
 
 if TYPE_CHECKING:
@@ -57,6 +57,10 @@ class DynamicWeights:
                     f"{field.name} must stay {field.default} with mixing={mixing!r}, which takes "
                     f"{', '.join(mixing.weights) or 'no weights'}, got {value!r}"
                 )
+
+    def taken_by(self, mixing: Mixing) -> DynamicWeights:
+        """Returns the weights that a mixing uses, without the others."""
+        return DynamicWeights(**{name: getattr(self, name) for name in mixing.weights})
 
 
 @dataclass(frozen=True)
@@ -135,7 +139,7 @@ class Mixing(abc.ABC):
 
 
 # The types that algorithms accept as `mixing`.
-MixingLike: TypeAlias = "Mixing | TopologyLike"
+MixingLike: TypeAlias = "Mixing | TopologyLike | str"
 
 
 class Neighbors(Mixing):
@@ -363,19 +367,25 @@ def _plan_of_machines(context: Context) -> NeighborPlan:
     ).plan
 
 
-def as_mixing(mixing: MixingLike) -> Mixing:
+def as_mixing(mixing: MixingLike, context: Context) -> Mixing:
     """Returns the user's argument `mixing` as a Mixing.
 
+    Args:
+        mixing: The argument.
+        context: The group, for the topology of a name.
+
     Raises:
-        TypeError: It is not a mixing, topology or graph.
-        ValueError: A graph's weights do not sum to 1 at a rank.
+        TypeError: It is not a mixing, topology, graph or name.
+        ValueError: A graph's weights do not sum to 1 at a rank; no topology of this name exists for this many ranks.
     """
+    if isinstance(mixing, str):
+        mixing = named(mixing, context.size)
     if mixing is None or isinstance(mixing, (nx.DiGraph, Topology)):
         return Neighbors(mixing)
     if not isinstance(mixing, Mixing):
         raise TypeError(
-            "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, a fogdist.algorithms.Mixing or "
-            f"None, got {type(mixing).__name__}"
+            "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, the name of a topology, a "
+            f"fogdist.algorithms.Mixing or None, got {type(mixing).__name__}"
         )
     return mixing
 

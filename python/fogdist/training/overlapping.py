@@ -133,6 +133,8 @@ class OverlappingAlgorithm(Algorithm):
             watch.remove()
 
     def _count_forward(self, place: int) -> None:
+        if not self.is_syncing:
+            return
         self._saw_forward = True
         self._passes[place] += 1
         self._begin_if_due()

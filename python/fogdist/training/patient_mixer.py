@@ -247,7 +247,7 @@ def patient_mixing(mixing: MixingLike, context: Context) -> Neighbors:
         TypeError: As `as_mixing`.
         ValueError: It is no topology, or one without a period; virtual ranks.
     """
-    given = as_mixing(mixing)
+    given = as_mixing(mixing, context)
     if type(given) is not Neighbors:
         raise ValueError(f"mixing must be a topology, a graph or None with patience, got {given!r}")
     if given.compression is not None:

@@ -36,12 +36,12 @@ _COUNTERS = 1 << 32
 class ReplicaAlgorithm(Algorithm):
     """Base of the algorithms that send compressed differences.
 
-    Rank i and its out-neighbors have the same replica h_i of the vector x_i that rank i exchanges. In a round, rank i sends ``q_i =
-    C(x_i - h_i)``, where C is the codec, and all of them add q_i to h_i. What the codec loses stays in the next
-    difference, so replicas come as near to the vectors as the numbers allow, with any codec whose error is less than
-    what it is given. A rank keeps h_i and, in place of its neighbors' replicas, their pull ``p_i = sum_j w_ij (h_j -
-    h_i)``, to which a round adds ``sum_j w_ij q_j - q_i``: two vectors, however many neighbors it has. Sums of small
-    differences lose less to rounding than the sum of the replicas would. `follow` makes such a round.
+    Rank i and its out-neighbors have the same replica h_i of the vector x_i that rank i exchanges. In a round, rank i
+    sends ``q_i = C(x_i - h_i)``, where C is the codec, and all of them add q_i to h_i. What the codec loses stays in
+    the next difference, so replicas come as near to the vectors as the numbers allow, with any codec whose error is
+    less than what it is given. A rank keeps h_i and, in place of its neighbors' replicas, their pull ``p_i = sum_j
+    w_ij (h_j - h_i)``, to which a round adds ``sum_j w_ij q_j - q_i``: two vectors, however many neighbors it has.
+    Sums of small differences lose less to rounding than the sum of the replicas would. `follow` makes such a round.
 
     The pull is right for one set of weights, so the mixing must be the same in all rounds. (With changing weights, a
     rank would need a replica of each neighbor, and of itself at each.) Where the weights do change, by a loss of ranks,
@@ -91,7 +91,8 @@ class ReplicaAlgorithm(Algorithm):
         self.gamma = check_factor(gamma, "gamma", positive=True)
         if self.gamma > 1.0:
             raise ValueError(f"gamma must be more than 0 and at most 1, got {gamma}")
-        given = as_mixing(options.get("mixing"))
+        context = current(options.get("group"))
+        given = as_mixing(options.get("mixing"), context)
         if type(given) is not Neighbors:
             raise ValueError(
                 f"mixing must be a topology, a graph or None for {self.algorithm_name}, got {given!r}"
@@ -101,7 +102,7 @@ class ReplicaAlgorithm(Algorithm):
                 f"mixing must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
                 f"sum of its neighbors' replicas, got {given!r}"
             )
-        if given.compression is None and current(options.get("group")).carried_out(given) is not given:
+        if given.compression is None and context.carried_out(given) is not given:
             raise ValueError(f"group must be of real ranks for {self.algorithm_name}, got virtual ranks")
         self._neighbors = Neighbors(given.topology, compression=given.compression)
         self._neighbors.weights = ()  # none can be set for a step

@@ -99,7 +99,7 @@ class DistributedOptimizer(Optimizer):
     _fog_names: dict[Tensor, str]
     _fog_marks: PassMarks | None
     _fog_title: str  # for messages
-    _fog_is_replaced: bool
+    _fog_ended: str  # why it makes no more steps; empty while it does
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -196,15 +196,14 @@ class DistributedOptimizer(Optimizer):
 
     def _fog_give_up(self) -> None:
         """Releases the parameters to another owner. A subclass also removes its hooks from the model."""
-        self._fog_is_replaced = True
+        self._fog_ended = (
+            "was replaced: another distributed optimizer was made of its model's parameters; call that one"
+        )
         self.turn_off_timeline()
 
     def _fog_check_not_replaced(self) -> None:
-        if self._fog_is_replaced:
-            raise RuntimeError(
-                f"{self._fog_title} was replaced: another distributed optimizer was made of its model's parameters; "
-                "call that one"
-            )
+        if self._fog_ended:
+            raise RuntimeError(f"{self._fog_title} {self._fog_ended}")
 
     def _fog_holder(self, name: str) -> Optimizer:
         """Returns the object to write an attribute to: this one, the view that it wraps, or the user's optimizer."""
@@ -309,7 +308,7 @@ def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
     distributed._fog_models = tuple(models)
     distributed._fog_names = held
     distributed._fog_marks = None
-    distributed._fog_is_replaced = False
+    distributed._fog_ended = ""
     if timeline.is_on():
         distributed.turn_on_timeline()
     return distributed

@@ -255,6 +255,10 @@ class WindowAlgorithm(OverlappingAlgorithm):
         if self._is_ending:
             self._stand_aside()
 
+    def _fog_finish(self) -> None:
+        super()._fog_finish()
+        self.unregister_window()
+
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting: ranks have agreed on the new owner, so no rank sends any more."""
         super()._fog_give_up()

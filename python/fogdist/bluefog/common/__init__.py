@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fogdist.bluefog.common import topology_util, util
+from fogdist.bluefog.common import basics, topology_util, util
 
-__all__ = ["topology_util", "util"]
+__all__ = ["basics", "topology_util", "util"]

@@ -1,10 +1,14 @@
-"""`bluefog.common.util`: environment variables for a block."""
+"""`bluefog.common.util`: environment variables for a block, and what asked for BlueFog's library."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+
+def check_extension(ext_name: str, pkg_path: str, *args: str) -> None:
+    """Does nothing: `fogdist.init` says what is wrong if fog was not built."""
 
 
 @contextmanager

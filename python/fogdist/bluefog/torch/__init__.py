@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch  # noqa: F401  `bluefog.torch.torch`, which BlueFog's documentation lists
+
 import fogdist
 from fogdist import legacy
+from fogdist.bluefog.common.topology_util import RingGraph
 from fogdist.bluefog.torch import basics, collectives, optimizers, windows
 
 _NAMES = {
@@ -16,6 +19,7 @@ _NAMES = {
     **{
         n: getattr(module, n) for module in (basics, collectives, optimizers, windows) for n in module.__all__
     },
+    "RingGraph": RingGraph,
 }
 
 __all__ = [*_NAMES]  # noqa: PLE0604  strings, all of them

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import torch.distributed as dist
@@ -10,15 +14,20 @@ import torch.distributed as dist
 import fogdist
 from fog_pg import environment
 from fogdist.bluefog.common.util import env
+from fogdist.bluefog.deprecation import deprecated_function_arg
+from fogdist.bluefog.torch.collectives import barrier
 from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
 __all__ = [
+    "deprecated_function_arg",
     "get_skip_negotiate_stage",
     "init",
+    "is_available",
     "mpi_threads_supported",
     "nccl_built",
     "resume",
     "set_skip_negotiate_stage",
+    "shutdown",
     "suspend",
     "timeline_context",
     "timeline_end_activity",
@@ -26,32 +35,70 @@ __all__ = [
     "unified_mpi_window_model_supported",
 ]
 
+_log = logging.getLogger("fogdist")
 _skips_negotiation = False
 
 
 def init(
-    topology_fn: Callable[[int], nx.DiGraph] | nx.DiGraph | None = None, is_weighted: bool = False
+    topology_fn: Callable[[int], nx.DiGraph] | nx.DiGraph | None = None,
+    is_weighted: bool = False,
+    *,
+    topology: nx.DiGraph | None = None,
 ) -> None:
-    """As `fogdist.init`; reads BLUEFOG_NODES_PER_MACHINE where FOG_NODES_PER_MACHINE is not set.
+    """As `fogdist.init`; reads BLUEFOG_NODES_PER_MACHINE and BLUEFOG_LOG_LEVEL where fog's own are not set.
+
+    At its end a rank waits for the others, as `shutdown` does, unless it ends by an exception.
 
     The machine topology is the complete graph at first: BlueFog's scripts exchange with machines of their choice and set none.
 
     Args:
         topology_fn: As there, or a graph itself, as in BlueFog 0.1 and 0.2.0.
         is_weighted: As there.
+        topology: The graph by the name of BlueFog 0.1.
 
     Raises:
-        TypeError: As there.
+        TypeError: As there; `topology_fn` and `topology` are both given.
         ValueError: As there.
     """
-    graph = topology_fn
+    if topology_fn is not None and topology is not None:
+        raise TypeError("topology_fn and topology must not both be given")
+    graph = topology_fn if topology is None else topology
     make = (lambda size: graph) if isinstance(graph, nx.DiGraph) else graph
-    ranks = environment.BLUEFOG_NODES_PER_MACHINE.get()
-    machines = None if environment.NODES_PER_MACHINE.is_set() or not ranks else str(ranks)
-    with env(**{environment.NODES_PER_MACHINE.name: machines}):
+    level = environment.BLUEFOG_LOG_LEVEL.get()
+    values: dict[environment.Variable[Any], str] = {
+        environment.NODES_PER_MACHINE: str(environment.BLUEFOG_NODES_PER_MACHINE.get() or ""),
+        environment.LOG_LEVEL: {"trace": "debug", "fatal": "error"}.get(level, level),
+    }
+    with env(**{each.name: None if each.is_set() else value or None for each, value in values.items()}):
         fogdist.init(make, is_weighted)
     if fogdist.is_homogeneous() and fogdist.machine_size() > 1:
         fogdist.set_machine_topology(fogdist.FullyConnectedGraph(fogdist.machine_size()))
+    atexit.unregister(end)  # each call registers it, and it is to be called once
+    atexit.register(end)
+
+
+def shutdown() -> None:
+    """As `fogdist.shutdown`, once all ranks have called it or are at their end: until then others may put here.
+
+    It waits up to the group's timeout, and no longer once a rank is lost; then it says so in the log.
+    """
+    if fogdist.is_initialized():
+        try:
+            barrier()
+        except (RuntimeError, ValueError) as error:
+            _log.warning("this rank does not wait for the others any longer: %s", error)
+    fogdist.shutdown()
+
+
+def end() -> None:
+    """Ends a script: `shutdown`, unless an exception ends it. A rank that has failed waits for no other one."""
+    if getattr(sys, "last_value", None) is None:
+        shutdown()
+
+
+def is_available() -> bool:
+    """Returns whether torch was built with torch.distributed, which is all that asyncddp's scripts want to know."""
+    return dist.is_available()
 
 
 def set_skip_negotiate_stage(value: bool) -> None:

@@ -50,7 +50,7 @@ def _with_name_third(function: Function) -> Function:
 
 
 def _with_weights_by_position(function: Function, renamed: Mapping[str, str]) -> Function:
-    """BlueFog up to 0.2.4 took weights and name by position, and its keywords had other names.
+    """BlueFog up to 0.2.4 took weights and name by position, and its keywords had other names; the first had `average`.
 
     Args:
         function: Takes all of them by keyword.
@@ -61,9 +61,15 @@ def _with_weights_by_position(function: Function, renamed: Mapping[str, str]) ->
 
     @functools.wraps(function)
     def call(tensor: Any, *positional: Any, **options: Any) -> Any:
+        if positional and isinstance(positional[0], bool):
+            options["average"], *rest = positional
+            positional = (None, None, *rest)
+        if not options.pop("average", True):
+            options |= {"self_weight": 1.0, sources: dict.fromkeys(fogdist.in_neighbor_ranks(), 1.0)}
+            positional = (None, None, *positional[2:])
         if len(positional) > len(order):
             raise TypeError(f"{function.__name__}() takes at most {1 + len(order)} arguments by position")
-        given = dict(zip(order, positional, strict=False))
+        given = {name: value for name, value in zip(order, positional, strict=False) if value is not None}
         if isinstance(given.get(destinations), str):  # of BlueFog up to 0.2.1, which had no destinations
             given["name"] = given.pop(destinations)
         for old, new in renamed.items():
@@ -129,33 +135,39 @@ def barrier(*, group: dist.ProcessGroup | None = None) -> None:
     fogdist.barrier(group=group)
 
 
-def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(obj: Any, src: int = 0, device: Any = None, name: str | None = None) -> Any:
     """Returns one rank's object, pickled on the way. Collective.
 
     Unpickling runs what the root has put in: all ranks must trust each other, as in torch.distributed.
 
     Args:
         obj: Anything that can be pickled; what the others give does not count.
-        root_rank: The rank whose object all get.
+        src: The rank whose object all get.
+        device: Not used: objects travel in host memory.
         name: Not used: calls are matched in their order.
 
     Raises:
-        ValueError: `root_rank` is not a rank, or before `init`.
+        ValueError: `src` is not a rank, or before `init`.
         RuntimeError: torch.distributed.DistBackendError if a rank does not come.
     """
     objects = [obj]
-    broadcast_object_list(objects, root_rank)
+    broadcast_object_list(objects, src)
     return objects[0]
 
 
-def broadcast_object_list(object_list: list[Any], src: int = 0, name: str | None = None) -> None:
+def broadcast_object_list(
+    object_list: list[Any], src: int | None = 0, device: Any = None, name: str | None = None
+) -> None:
     """Replaces the objects of a list by those of one rank, in place; as `broadcast_object`.
 
     Args:
-        object_list: Equally long on all ranks.
-        src: The rank whose objects all get.
+        object_list: Equally long on all ranks; of an empty one nothing is sent.
+        src: The rank whose objects all get; None for rank 0.
+        device: Not used.
         name: Not used.
     """
+    src = 0 if src is None else src
     if not 0 <= src < fogdist.size():
         raise ValueError(f"src must be one of the ranks 0 to {fogdist.size() - 1}, got {src}")
-    dist.broadcast_object_list(object_list, src=src)
+    if object_list:
+        dist.broadcast_object_list(object_list, src=src)

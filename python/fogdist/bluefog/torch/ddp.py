@@ -16,6 +16,9 @@ from torch.utils.data import Sampler
 
 import fogdist
 
+OPTIM_FN_TYPE = Callable[[list[tuple[str, Tensor]]], Optimizer]
+LR_SCHEDULER_FN_TYPE = Callable[[Optimizer], LRScheduler]
+
 
 class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
     """`fogdist.DecentralizedDataParallel` that makes a step at the end of each backward pass. ::
@@ -52,8 +55,8 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
     def __init__(
         self,
         model: nn.Module,
-        optim_fn: Callable[[list[tuple[str, Tensor]]], Optimizer],
-        lr_scheduler_fn: Callable[[Optimizer], LRScheduler] | None = None,
+        optim_fn: OPTIM_FN_TYPE,
+        lr_scheduler_fn: LR_SCHEDULER_FN_TYPE | None = None,
         topology: Any = None,
         sync: bool = True,
         scaler: torch.amp.GradScaler | None = None,
@@ -77,6 +80,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
             bucket_cap_mb=bucket_size_in_mb,
         )
         scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(self.optimizer)
+        self.sync = sync
         self._averages_all_buffers = sync_buffer_in_global_avg
         self._accumulation = ExitStack()
         self._step_of_backward = _StepOfBackward(self.optimizer, scheduler, scaler, grad_clip_norm)
@@ -90,6 +94,17 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         """Calls the module."""
         self._step_of_backward.is_queued = False  # reset after a backward pass that raised
         return super().forward(*args, **kwargs)
+
+    # The attributes of asyncddp that scripts have read.
+    _model = property(lambda self: self.module)
+    _optims = property(lambda self: [self.optimizer])
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """As there; the names may begin with "_model.", as asyncddp saved them."""
+        named = {name.removeprefix("_model."): value for name, value in state_dict.items()}
+        return super().load_state_dict(named, strict, assign)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """With True backward passes from now on only add to the gradients; nothing is exchanged.

@@ -6,8 +6,9 @@ whole exchange and compute does not hide it. The recursion is the same, as the g
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,16 +20,50 @@ import fogdist
 from fogdist.bluefog.deprecation import warn_once
 
 __all__ = [
+    "DistributedAdaptThenCombineOptimizer",
+    "DistributedAdaptWithCombineOptimizer",
     "DistributedAllreduceOptimizer",
     "DistributedBluefogOptimizer",
     "DistributedConsensusOptimizer",
     "DistributedGradientAllreduceOptimizer",
     "DistributedHierarchicalNeighborAllreduceOptimizer",
     "DistributedNeighborAllreduceOptimizer",
+    "DistributedPullGetOptimizer",
+    "DistributedPushSumOptimizer",
+    "DistributedWinPutOptimizer",
 ]
 
 # A module, several modules, or pairs as from `model.named_parameters()`.
 Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
+
+
+def _ignoring_weights(make: Callable[..., Any]) -> Callable[..., Any]:
+    """BlueFog ignored weights that the `communication_type` of a step did not use."""
+
+    @functools.wraps(make)
+    def call(*arguments: Any, **options: Any) -> Any:
+        optimizer = make(*arguments, **options)
+        optimizer.ignores_weights = True
+        return optimizer
+
+    return call
+
+
+def _in_pace(make: Callable[..., Any]) -> Callable[..., Any]:
+    """BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each other."""
+
+    @functools.wraps(make)
+    def call(*arguments: Any, max_staleness: int | None = 1, **options: Any) -> Any:
+        return make(*arguments, max_staleness=max_staleness, **options)
+
+    return call
+
+
+DistributedAdaptThenCombineOptimizer = _ignoring_weights(fogdist.DistributedAdaptThenCombineOptimizer)
+DistributedAdaptWithCombineOptimizer = _ignoring_weights(fogdist.DistributedAdaptWithCombineOptimizer)
+DistributedPullGetOptimizer = _in_pace(fogdist.DistributedPullGetOptimizer)
+DistributedPushSumOptimizer = _in_pace(fogdist.DistributedPushSumOptimizer)
+DistributedWinPutOptimizer = _in_pace(fogdist.DistributedWinPutOptimizer)
 
 
 def DistributedAllreduceOptimizer(
@@ -119,7 +154,7 @@ def DistributedBluefogOptimizer(
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     **options: Any,
 ) -> Any:
-    """As `fogdist.DistributedWinPutOptimizer`, or with parameters by name; errors as of there.
+    """As `DistributedWinPutOptimizer`, or with parameters by name; errors as of there.
 
     Args:
         optimizer: As there.
@@ -129,11 +164,12 @@ def DistributedBluefogOptimizer(
         **options: As there.
     """
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    return fogdist.DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
+    return DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
 
 
 def _choosable(combining: Any) -> Any:
-    """Gives AWC the methods of BlueFog 0.2.2 that choose `communication_type`."""
+    """Gives AWC the methods of BlueFog 0.2.2 that choose `communication_type`; it ignores weights that this does not use."""
+    combining.ignores_weights = True
     this = weakref.ref(combining)
     for name, chosen in (
         ("allreduce", fogdist.CommunicationType.allreduce),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, SupportsIndex
 
+import torch.distributed as dist
 from torch import Tensor
 
 import fogdist
 from fogdist.bluefog.deprecation import warn_once
+from fogdist.context import current, handles
 
 __all__ = [
     "neighbor_win_accumulate",
@@ -21,6 +24,7 @@ __all__ = [
     "neighbor_win_put_nonblocking",
     "win_accumulate",
     "win_accumulate_nonblocking",
+    "win_cancel",
     "win_get",
     "win_get_nonblocking",
     "win_mutex",
@@ -92,7 +96,8 @@ def win_mutex(
 
     There each rank had one mutex, here each slot of a window has one. ``win_mutex(ranks)`` holds those of the slots that
     this rank writes to at out-neighbors among these ranks, and those of its own slots: a ``win_sync_then_collect`` in
-    the block takes them too, and would else wait for a neighbor that waits for this rank.
+    the block takes them too, and would else wait for a neighbor that waits for this rank. While no window is open, it
+    holds the one mutex that each of these ranks has then.
 
     Args:
         name: Of the window; or the ranks; or None for all out-neighbors.
@@ -108,7 +113,10 @@ def win_mutex(
     if exclusive is not True:
         raise ValueError(f"exclusive must be True: mutexes are not shared, got {exclusive!r}")
     with ExitStack() as held:
-        if isinstance(name, str):
+        if not isinstance(name, str) and not fogdist.get_current_created_window_names():
+            for owner in sorted(_owners(ranks if name is None else name, for_self)):
+                held.enter_context(_mutex_of(owner))
+        elif isinstance(name, str):
             held.enter_context(fogdist.win_mutex(name, for_self, ranks))
         else:
             for window, owner, writer in _mutexes(ranks if name is None else name, for_self):
@@ -133,6 +141,36 @@ def win_read_neighbor(name: str, rank: int, require_mutex: bool = True) -> Tenso
     return fogdist.win_update(
         name, self_weight=0.0, neighbor_weights={rank: 1.0}, clone=True, require_mutex=require_mutex
     )
+
+
+def win_cancel(handle: int) -> None:
+    """Frees a handle that will not be waited for, as asyncddp does. Its operation continues; an unknown handle is ignored."""
+    handles().forget(handle)
+
+
+def _owners(ranks: Iterable[SupportsIndex] | None, for_self: bool) -> set[int]:
+    if for_self:
+        return {fogdist.rank()}
+    return set(fogdist.out_neighbor_ranks() if ranks is None else map(int, ranks))
+
+
+@contextmanager
+def _mutex_of(owner: int) -> Iterator[None]:
+    """Holds the mutex of a rank for a block, in the job's Store, as there is no memory of a window to hold one in."""
+    group = current()
+    store, key, me = group.group.get_group_store(), f"bluefog/mutex/{owner}", f"rank {group.rank}"
+    seconds = group.backend.options._timeout.total_seconds()
+    deadline = time.monotonic() + seconds
+    while (holder := store.compare_set(key, "", me).decode()) != me:
+        if time.monotonic() > deadline:
+            raise dist.DistBackendError(
+                f"win_mutex of rank {owner} timed out after {seconds:g} s: {holder} holds it"
+            )
+        time.sleep(0.001)
+    try:
+        yield
+    finally:
+        store.compare_set(key, me, "")
 
 
 def _mutexes(ranks: Iterable[SupportsIndex] | None, for_self: bool) -> list[tuple[str, int, int]]:

@@ -1,0 +1,52 @@
+"""`bluefog.run.run`: the command line `bfrun`, which is `fog run` with the script behind the door."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+
+from fogdist import bluefog
+
+
+def fog_run(words: Sequence[str]) -> list[str]:
+    """Returns the words of `fog run` for those of `bfrun`.
+
+    fog has no use for `--use-infiniband`, as UCX finds the network itself, and on one host none for `--extra-mpi-flags`.
+    All other options are those of `fog run`.
+    """
+    parser = argparse.ArgumentParser(prog="bfrun", allow_abbrev=False, add_help=False)
+    parser.add_argument("-v", "--version", action="version", version=bluefog.__version__)
+    parser.add_argument("--use-infiniband", action="store_true")
+    parser.add_argument("--extra-mpi-flags", default="")
+    for option in (("-np", "--num-proc"), ("-p", "--ssh-port"), ("--network-interface",), ("--prefix",)):
+        parser.add_argument(*option)
+    parser.add_argument("-H", "--hosts")
+    parser.add_argument("-hostfile", "--hostfile")
+    parser.add_argument("--timeline-filename")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = vars(parser.parse_args(words))
+    command = given.pop("command")
+    given.pop("use_infiniband")
+    flags = given.pop("extra_mpi_flags")
+    if flags and (given["hosts"] or given["hostfile"]):
+        given["extra_mpi_flags"] = flags
+    options = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given.items()
+        if value
+    ]
+    first, *rest = command or [""]
+    if os.path.basename(first).startswith("python"):
+        command = rest
+    elif first and not os.path.exists(first):
+        command = [shutil.which(first) or first, *rest]  # a program in Python, such as pytest
+    return [*options, "-m", "fogdist.bluefog", *command]
+
+
+def main() -> None:
+    """Runs the command line of this process in place of it."""
+    os.execv(sys.executable, [sys.executable, "-m", "fog_cli", "run", *fog_run(sys.argv[1:])])

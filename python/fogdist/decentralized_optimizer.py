@@ -1,0 +1,90 @@
+"""The optimizer that a script begins with: `DecentralizedOptimizer`."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.optim import Adam, Optimizer
+
+from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW, refusal_of
+from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
+from fogdist.compression import Codec
+from fogdist.context import current
+from fogdist.training.algorithm import AlgorithmOptions
+from fogdist.training.continuing import OnLoss
+from fogdist.training.mixing import Machines, Mixing, MixingLike, Neighbors, as_mixing
+from fogdist.training.view import Models
+
+
+def DecentralizedOptimizer(
+    optimizer: Optimizer,
+    model: Models,
+    *,
+    topology: MixingLike = None,
+    order: Order | None = None,
+    local_steps: int = 1,
+    compression: Codec | None = None,
+    patience: float | None = None,
+    on_loss: OnLoss = "raise",
+    broadcast: bool = True,
+    group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float | None = None,
+) -> DecentralizedSGD | DecentralizedAdamW:
+    """Returns an optimizer whose steps also average the parameters with those of the rank's neighbors. Collective.
+
+    All ranks begin with the parameters and buffers of rank 0. With an Adam or AdamW the ranks average its moments too, which
+    `fogdist.algorithms.DecentralizedAdamW` explains: it trains better than averages of parameters alone, and sends three
+    times the bytes. All other optimizers run adapt with combine, whose exchange is hidden behind the forward and the
+    backward pass: `fogdist.algorithms.DecentralizedSGD`.
+
+    Args:
+        optimizer: Any torch optimizer but LBFGS, which needs ``order="atc"``.
+        model: The model, or a list of models, that hold its parameters.
+        topology: Who averages with whom, the same on all ranks: a name that `fog topology` lists, such as "ring" or
+            "one-peer-exp2"; a `fogdist.topology.Topology`, whose rounds are used one after the other; a `networkx.DiGraph` with
+            its weights; or a `fogdist.algorithms.Mixing`, such as `Machines()`. None for the group's topology, by default the
+            exponential graph.
+        order: "awc" (adapt with combine), "atc" (adapt then combine) or "cta" (combine then adapt) for averages of the
+            parameters alone. None for the choice above.
+        local_steps: J: ranks communicate in every J-th call of `step`.
+        compression: A codec of `fogdist.compression` for the messages. An Adam then averages parameters alone.
+        patience: How long ranks wait for a late neighbor, as in `fogdist.algorithms.DecentralizedSGD`; None for as long as it
+            takes. An Adam then averages parameters alone.
+        on_loss: What a step does if a rank is lost: "raise", or "continue" with the ranks that are left.
+        broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
+        group: The group of ranks; by default that of `init`.
+        bucket_cap_mb: Size of a message in MiB. None for 4 on the CPU and 25 on other devices.
+
+    Returns:
+        A view of the optimizer, and an instance of its class: learning-rate schedulers, gradient scalers and `state_dict`
+        work as before. `no_sync` is a block for the passes of an accumulated batch, `average` gives all ranks one model at the
+        end, `close` ends it.
+
+    Raises:
+        TypeError: An argument has a wrong type; a parameter is not a dense tensor.
+        ValueError: As `fogdist.algorithms.Algorithm`; `order` is none of the three; `compression` is given beside a mixing.
+        RuntimeError: As `fogdist.algorithms.Algorithm`.
+
+    Example:
+        >>> optimizer = fogdist.DecentralizedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+    """
+    options: AlgorithmOptions = {
+        "mixing": topology if compression is None else _compressed(topology, compression, group),
+        "local_steps": local_steps,
+        "on_loss": on_loss,
+        "broadcast": broadcast,
+        "group": group,
+        "bucket_cap_mb": bucket_cap_mb,
+    }
+    averages_moments = order is None and compression is None and patience is None
+    if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):
+        return DecentralizedAdamW(optimizer, model, **options)
+    return DecentralizedSGD(optimizer, model, order=order or "awc", patience=patience, **options)
+
+
+def _compressed(topology: MixingLike, compression: Codec, group: dist.ProcessGroup | None) -> Mixing:
+    mixing = as_mixing(topology, current(group))
+    if type(mixing) is Neighbors and mixing.compression is None:
+        return Neighbors(mixing.topology, compression=compression)
+    if type(mixing) is Machines and mixing.compression is None:
+        return Machines(compression=compression)
+    raise ValueError(f"compression must be None with topology={mixing!r}, got {compression!r}")

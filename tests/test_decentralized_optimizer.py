@@ -1,0 +1,146 @@
+"""Tests `DecentralizedOptimizer`, and what all algorithms share: `no_sync`, `average`, `close`."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import fogdist
+import pytest
+import torch
+from fogdist import algorithms, topology
+from fogdist.compression import Int8
+from harness import on_ranks
+from reference import Checks
+from torch import nn
+from training_cases import EXACT, IN_STEP, OPTIMIZERS, VIEWS, WINDOWS, loss_of, make_net, sgd, snapshot, start
+
+KINDS = [*IN_STEP, *WINDOWS, "awc", "atc", "AsynchronousGossip", "DecentralizedAdamW"]
+
+
+def made(kind: str, model: nn.Module) -> Any:
+    """Returns an algorithm around a new optimizer of the model."""
+    factory = VIEWS[kind] if kind in VIEWS else getattr(algorithms, kind)
+    base = OPTIMIZERS["adamw"](model.parameters()) if kind == "DecentralizedAdamW" else sgd(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "ranks start from")
+        return factory(base, model)
+
+
+def step(optimizer: Any, model: nn.Module, rank: int, number: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, rank, number).backward()
+    optimizer.step()
+
+
+@on_ranks(4)
+def test_its_steps_are_those_of_the_algorithm() -> None:
+    """The choice of the algorithm, the broadcast, and the argument `topology` in each of its forms."""
+    rank, size = start()
+    ring = topology.RingGraph(size)
+    cases: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
+        "sgd": ("sgd", {}, algorithms.DecentralizedSGD, {"order": "awc"}),
+        "adamw": ("adamw", {"topology": ring}, algorithms.DecentralizedAdamW, {"mixing": ring}),
+        "adam with decay": ("adam", {}, algorithms.DecentralizedSGD, {"order": "awc"}),
+        "adamw, order": ("adamw", {"order": "atc"}, algorithms.DecentralizedSGD, {}),
+        "name": ("sgd", {"topology": "ring"}, algorithms.DecentralizedSGD, {"order": "awc", "mixing": ring}),
+        "sequence": (
+            "sgd",
+            {"topology": "one-peer-exp2", "local_steps": 2},
+            algorithms.DecentralizedSGD,
+            {"order": "awc", "mixing": topology.one_peer_exponential(size), "local_steps": 2},
+        ),
+        "codec": (
+            "adamw",
+            {"topology": ring, "compression": Int8()},
+            algorithms.DecentralizedSGD,
+            {"order": "awc", "mixing": algorithms.Neighbors(ring, compression=Int8())},
+        ),
+    }
+    with Checks() as checks:
+        for name, (base, given, algorithm, options) in cases.items():
+            ours, theirs = make_net(rank), make_net(0)
+            optimizer = fogdist.DecentralizedOptimizer(OPTIMIZERS[base](ours.parameters()), ours, **given)
+            other = algorithm(OPTIMIZERS[base](theirs.parameters()), theirs, **options)
+            for number in range(3):
+                step(optimizer, ours, rank, number)
+                step(other, theirs, rank, number)
+            checks.equal(name, snapshot(ours), snapshot(theirs))
+
+
+@on_ranks([1, 3])
+def test_the_end_of_training() -> None:
+    """`average` gives all ranks the mean that push-sum and all others conserve; after `close` no step is made."""
+    rank, size = start()
+    for kind in KINDS:
+        model = make_net(rank)
+        model.register_buffer("mean", torch.full((2,), float(rank), dtype=torch.float64))
+        with made(kind, model) as optimizer:
+            for number in range(3):
+                step(optimizer, model, rank, number)
+            if kind in WINDOWS:
+                optimizer.settle()  # so that the parameters below are those of the end
+            weights = optimizer.mean_weights()
+            own = 1.0 if optimizer.mean_weight is None else float(optimizer.numbers[optimizer.mean_weight])
+            weighted = {p: p.detach() * weights.get(p, own) for p in model.parameters() if p.requires_grad}
+            total = {p: weights.get(p, own) for p in weighted}
+            expected = {
+                p: fogdist.allreduce(value, average=False)
+                / fogdist.allreduce(torch.tensor(total[p]), average=False)
+                for p, value in weighted.items()
+            }
+            optimizer.average()
+            for parameter, value in expected.items():
+                torch.testing.assert_close(
+                    fogdist.allreduce(parameter.detach()), parameter.detach(), **EXACT, msg=kind
+                )
+                if kind not in (*WINDOWS, "AsynchronousGossip"):  # these may have taken more values meanwhile
+                    torch.testing.assert_close(parameter.detach(), value, **EXACT, msg=kind)
+            assert torch.equal(model.mean, torch.full((2,), (size - 1) / 2, dtype=torch.float64)), kind
+        optimizer.close()
+        with pytest.raises(RuntimeError, match="was closed"):
+            optimizer.step()
+
+
+@on_ranks(2)
+def test_passes_of_an_accumulated_batch() -> None:
+    """Passes in `no_sync` begin no exchange and are not counted, and a step there is refused."""
+    rank, _ = start()
+    for kind in ("awc", "atc", "DecentralizedSGD", "put"):
+        whole, parts = make_net(rank), make_net(rank)
+        with made(kind, whole) as one, made(kind, parts) as other:
+            # These count forward passes, of which `one` has two a step.
+            one.local_steps, other.local_steps = (4 if kind in ("awc", "put") else 2), 2
+            if kind == "put":
+                one.force_barrier = other.force_barrier = True
+            for number in range(4):
+                one.zero_grad()
+                sum(loss_of(whole, rank, 2 * number + part) for part in (0, 1)).backward()
+                one.step()
+                other.zero_grad()
+                with other.no_sync():
+                    loss_of(parts, rank, 2 * number).backward()
+                    with pytest.raises(RuntimeError, match="no_sync"):
+                        other.step()
+                loss_of(parts, rank, 2 * number + 1).backward()
+                other.step()
+            torch.testing.assert_close(snapshot(parts), snapshot(whole), **EXACT, msg=kind)
+
+
+@on_ranks(2)
+def test_wrong_arguments() -> None:
+    start()
+    model = make_net(0)
+    cases: dict[str, tuple[type[Exception], dict[str, Any]]] = {
+        "order must be one of 'atc', 'awc', 'cta', got 'sync'": (ValueError, {"order": "sync"}),
+        "name must be one of exp, .*, random-matching, got 'cube'": (ValueError, {"topology": "cube"}),
+        "mixing must be .* the name of a topology": (TypeError, {"topology": 3}),
+        "compression must be None with topology=GlobalAverage": (
+            ValueError,
+            {"topology": algorithms.GlobalAverage(), "compression": Int8()},
+        ),
+        "local_steps must be at least 1, got 0": (ValueError, {"local_steps": 0}),
+    }
+    for message, (kind, options) in cases.items():
+        with pytest.raises(kind, match=message):
+            fogdist.DecentralizedOptimizer(sgd(model), model, **options)
