@@ -98,7 +98,7 @@ def test_every_command_has_a_help_with_examples_and_its_options_in_the_documenta
 LIGHT = """
 import contextlib, sys
 from fog_cli import main
-for words in (["--help"], ["run", "--help"], ["topology", "exp2", "-n", "8"]):
+for words in (["--help"], ["run", "--help"], ["doctor", "--help"]):
     with contextlib.suppress(SystemExit):
         main(words)
 heavy = sorted({"torch", "fog_pg", "matplotlib"} & set(sys.modules))
@@ -327,10 +327,6 @@ topology all -n 4 --edges | need the name of one topology
 top --interval 0 | --interval: got 0; allowed are 0.1 to 3600 seconds
 top --interval nan | --interval: got nan
 top --json 4194305 | there is no such process
-top -H a 7 | PID: got 7; with -H all of yours are shown
-top -H a --stream | --stream: it is of one host
-top -H a:x | -H: entry 1: got 'a:x'
-top -H a -p 0 | --ssh-port: got 0; allowed are 1 to 65535
 dump 0 | 0: there is no such process
 dump 2147483648 | 2147483648: there is no such process
 dump 99999999999999 | 99999999999999: there is no such process
@@ -680,7 +676,7 @@ def test_sizes() -> None:
             topology.byte_count(text)
 
 
-# --- fog bench and fog completion ---------------------------------------------------------------------------
+# --- fog bench ----------------------------------------------------------------------------------------------
 
 
 def test_bench(tmp_path: Path) -> None:
@@ -698,27 +694,6 @@ def test_a_ratio_has_its_spread() -> None:
     times = [(1e-3, 2e-3), (1e-3, 40e-3), (1e-3, 3e-3), (30e-3, 60e-3), (1e-3, 2.5e-3)]
     _, row = bench.table([{"name": "sum", "bytes": 8, "times": times}])
     assert re.split(r"\s{2,}", row) == ["sum", "8", "1.00 ms", "3.00 ms", "2.50 (2.00 to 40.00)"]
-
-
-def test_completion_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    assert main(["completion", "bash"]) == 2
-    assert "pip install argcomplete" in capsys.readouterr().err
-
-
-def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("argcomplete")
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell]) == 0 and "fog" in capsys.readouterr().out
-    answer = tmp_path / "answer"
-    variables = {"COMP_LINE": "fog topology one-", "COMP_POINT": "17", "_ARGCOMPLETE": "1"}
-    variables |= ENVIRONMENT | {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    subprocess.run(
-        [sys.executable, "-m", "fog_cli"], env=os.environ | variables, timeout=TIMEOUT, check=False
-    )
-    assert answer.read_text().split("\013") == ["one-peer-exp2", "one-peer-hypercube"]
 
 
 # --- timeline and dump ------------------------------------------------------------------------------------------
@@ -741,9 +716,9 @@ def test_timeline_merge(tmp_path, capsys):
 def test_an_interrupt_ends_a_command_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fog_cli.commands.completion.run", Mock(side_effect=KeyboardInterrupt))
-    assert main(["completion", "bash"]) == 130
-    assert capsys.readouterr().err == "fog completion: interrupted\n"
+    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=KeyboardInterrupt))
+    assert main(["dump"]) == 130
+    assert capsys.readouterr().err == "fog dump: interrupted\n"
 
 
 def test_dump(capsys):

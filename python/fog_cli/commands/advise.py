@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, advice, processes
+from fog_cli import UsageError, add_command, advice, processes
 from fog_cli.advice import Codec, Compression, Network, Setting
 from fog_cli.commands import run as run_command
-from fog_cli.commands.topology import leave_out_torch
 
 _EXAMPLES = """\
 examples:
@@ -37,13 +36,13 @@ _SECONDS = 0.1
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "advise",
-        help="measure links and compute, and recommend how to average",
-        description="Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
+        "measure links and compute, and recommend how to average",
+        "Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
         "and a bucket size, with reasons, and says whether compression pays.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES,
         allow_abbrev=False,
     )
     run_command.add_placing(parser)
@@ -95,7 +94,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(f"fog advise: {what}: see above", file=sys.stderr)
         return status or 1
-    leave_out_torch()
     network = Network.of(measured)
     compute = measured.get("compute_s", arguments.step_time)
     size = measured["bytes"] if "bytes" in measured else count(arguments.parameters) * arguments.element_bytes

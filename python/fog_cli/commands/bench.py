@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fog_cli import UsageError
+from fog_cli import UsageError, add_command
 from fog_cli.commands.topology import byte_count
 from fog_cli.spawn import run_ranks
 
@@ -27,12 +27,12 @@ more care.
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help="time fog beside Gloo on this machine",
-        description="Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "time fog beside Gloo on this machine",
+        "Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "-np", "--num-proc", type=int, default=2, metavar="N", help="how many ranks (default: 2)"

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, keep_going, launchers, processes
+from fog_cli import UsageError, add_command, keep_going, launchers, processes
 from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
 from fog_cli.launchers import Command, Job
 
@@ -39,12 +39,12 @@ has been started.
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "run",
-        help="start a script on several ranks",
-        description="Starts a script on several ranks: on this host by torchrun's machinery, on several by mpiexec or srun.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "start a script on several ranks",
+        "Starts a script on several ranks: on this host by torchrun's machinery, on several by mpiexec or srun.",
+        _EXAMPLES,
         usage="fog run -np N [options] [-m] script.py [arguments of the script]",
         allow_abbrev=False,
     )
