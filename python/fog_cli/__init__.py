@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["COMMANDS", "UsageError", "add_command", "main", "parser"]
+__all__ = ["COMMANDS", "UsageError", "add_command", "main", "parser", "table"]
 
 COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "top")
 """The subcommands, in the order of `fog --help`: module NAME of `fog_cli.commands` has `add` and `run`."""
@@ -42,6 +42,14 @@ def add_command(
         name, help=summary, description=description, epilog=epilog, formatter_class=raw, **options
     )
     return made
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with the cells of each row below each other, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    ]
 
 
 def version() -> str:

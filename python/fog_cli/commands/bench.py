@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fog_cli import UsageError, add_command
+from fog_cli import table as columns
 from fog_cli.commands.topology import byte_count
 from fog_cli.spawn import run_ranks
 
@@ -89,14 +90,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
                 else "-",
             )
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
+    return columns(cells)
 
 
 def _shown(seconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fog_cli import add_command, machine, version
-from fog_cli.findings import Finding
+from fog_cli.machine import Finding
 from fog_cli.spawn import Ended, run_program, run_ranks
 
 _EXAMPLES = """\
