@@ -323,7 +323,7 @@ MASTER_ADDR = Variable(
     "",
     "Python",
     "Under mpiexec and srun: the address on which rank 0 serves the job's store. By default it is rank 0's host name. "
-    "With `fog run --keep-going` on several hosts: the address of the first host, by default its name.",
+    "With `fog run` on several hosts: the address of the first host, by default its name.",
     owner="torch",
 )
 MASTER_PORT = Variable(
@@ -331,7 +331,7 @@ MASTER_PORT = Variable(
     whole(0, 65535, "port numbers"),
     0,
     "Python",
-    "Under mpiexec and srun, and with `fog run --keep-going`: the store's port. By default (0) it is any free one; with "
+    "Under mpiexec and srun, and with `fog run` on several hosts: the store's port. By default (0) it is any free one; with "
     "--node-rank it is 29500.",
     owner="torch",
 )
@@ -432,9 +432,7 @@ SLURM_JOB = Variable(
     "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
 )
 SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of the allocation.")
-SLURM_NODE_LIST = Variable(
-    "SLURM_JOB_NODELIST", TEXT, "", "fog run", "Their names, for --keep-going.", owner="Slurm"
-)
+SLURM_NODE_LIST = Variable("SLURM_JOB_NODELIST", TEXT, "", "fog run", "Their names.", owner="Slurm")
 
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)

@@ -40,7 +40,7 @@ HOSTS = "HOSTS_OF_A_TEST"
 _PR_SET_NAME = 15
 _execute, _spawn, _TCPStore = os.execvp, os.posix_spawn, dist.TCPStore
 # The programs that fork others while they serve a Store.
-_HOLDERS = ("agent", "local_ranks")
+_HOLDERS = ("agent", "fog_cli")
 # Held while this process forks, and while it connects to a Store.
 _no_fork = threading.Lock()
 

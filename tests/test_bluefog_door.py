@@ -231,7 +231,7 @@ def test_early_rank_waits_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
         (
             "-np 2 -H a:1,b:1 -p 22 --extra-mpi-flags=-x train.py",
-            "--num-proc=2 --ssh-port=22 --hosts=a:1,b:1 --extra-mpi-flags=-x -m fogdist.bluefog train.py",
+            "--num-proc=2 --ssh-port=22 --hosts=a:1,b:1 -m fogdist.bluefog train.py",
         ),
     ],
 )

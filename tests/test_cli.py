@@ -21,7 +21,6 @@ from unittest.mock import Mock
 
 import pytest
 from forked_programs import ForkedJob
-from hosts import address, emulated_hosts
 from scripts import ROOT, STUBBORN, WAITING, started
 
 import fog_pg
@@ -29,11 +28,10 @@ import fog_pg
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
 import fog_cli
-from fog_cli import COMMANDS, UsageError, keep_going, launchers, main, processes, spawn
+from fog_cli import COMMANDS, UsageError, keep_going, launchers, main, one_host, processes, spawn
 from fog_cli.commands import bench, doctor, run, topology
-from fog_cli.hosts import Host, is_local, parse_hosts, read_hostfile
-from fog_cli.launchers import Job as Ranks
-from fog_cli.programs.rank import LinePrefixer, rank_of
+from fog_cli.hosts import Host, parse_hosts, read_hostfile
+from fog_cli.programs.rank import LinePrefixer
 from fog_cli.spawn import Ended, run_program
 
 ENVIRONMENT = {
@@ -98,7 +96,7 @@ def test_every_command_has_a_help_with_examples_and_its_options_in_the_documenta
 LIGHT = """
 import contextlib, sys
 from fog_cli import main
-for words in (["--help"], ["run", "--help"], ["topology", "exp2", "-n", "8"]):
+for words in (["--help"], ["run", "--help"], ["doctor", "--help"]):
     with contextlib.suppress(SystemExit):
         main(words)
 heavy = sorted({"torch", "fog_pg", "matplotlib"} & set(sys.modules))
@@ -148,78 +146,6 @@ def test_wrong_hostfile(tmp_path: Path, lines: str | None, message: str) -> None
     assert f"--hostfile {file}" in str(caught.value)
 
 
-# --- fog run: commands of launchers -------------------------------------------------------------------------
-
-TWO_HOSTS = Ranks(
-    ranks=3,
-    hosts=[Host("a", 2), Host("b", 1)],
-    command=["python", "train.py", "--lr", "0.1"],
-    environment={"FOG_CONFIRM": "1", "PATH": "/bin", "HOSTNAME": "here", "BASH_FUNC_x%%": "()"},
-    ssh_port=2222,
-    interface="eth1",
-    prefix=["nice", "-n", "5"],
-    flags=["--more"],
-)
-TRAIN = shlex.join([*launchers.RANK, "python", "train.py", "--lr", "0.1"])
-
-
-def test_command_of_mpich() -> None:
-    command = launchers.by_mpiexec(TWO_HOSTS, "/opt/mpiexec", "HYDRA build details:\n    Version: 5.0.2")
-    words = f"nice -n 5 /opt/mpiexec -hosts a:2,b:1 -iface eth1 --more -n 3 {TRAIN}"
-    assert str(command) == f"'HYDRA_LAUNCHER_EXTRA_ARGS=-p 2222' {words}"
-    assert command.variables == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-p 2222"}
-
-
-def test_command_of_intel_mpi() -> None:
-    command = launchers.by_mpiexec(
-        TWO_HOSTS, "mpiexec", "Intel(R) MPI Library for Linux* OS, Version 2021.18"
-    )
-    words = f"nice -n 5 mpiexec -iface eth1 --more -n 2 -host a {TRAIN} : -n 1 -host b {TRAIN}"
-    assert shlex.join(command.words) == words
-    assert command.variables == {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": "-p 2222"}
-
-
-@pytest.mark.parametrize(
-    "version", ["mpirun (Open MPI) 4.1.4", "mpiexec (OpenRTE) 4.1.4", "prterun (PRRTE) 3.0"]
-)
-def test_command_of_open_mpi(version: str) -> None:
-    words = "nice -n 5 mpirun -np 3 -H a:2,b:1 --bind-to none --map-by slot -mca plm_rsh_args '-p 2222' "
-    words += "-mca btl_tcp_if_include eth1 -mca oob_tcp_if_include eth1 -x FOG_CONFIRM -x PATH --more "
-    assert str(launchers.by_mpiexec(TWO_HOSTS, "mpirun", version)) == words + TRAIN
-
-
-def test_command_of_srun() -> None:
-    words = "srun --ntasks=3 --export=ALL --kill-on-bad-exit=1 --more"
-    assert str(launchers.by_srun(TWO_HOSTS, hosts_are_given=False)) == f"nice -n 5 {words} {TRAIN}"
-    with pytest.raises(UsageError, match="srun starts as many ranks on each host; got a:2, b:1"):
-        launchers.by_srun(TWO_HOSTS, hosts_are_given=True)
-    even = launchers.by_srun(Ranks(4, [Host("a", 2), Host("b", 2)], ["sh"]), hosts_are_given=True)
-    words = "srun --ntasks=4 --export=ALL --kill-on-bad-exit=1 --nodelist=a,b --ntasks-per-node=2"
-    assert str(even).startswith(f"{words} {sys.executable} ")
-
-
-def test_command_on_this_host() -> None:
-    job = Ranks(3, [Host("localhost", 3)], ["python", "train.py", "--lr", "0.1"], prefix=["nice"])
-    assert str(launchers.on_this_host(job)) == f"nice {shlex.join(launchers.LOCAL_RANKS)} 3 {TRAIN}"
-    with pytest.raises(UsageError, match="--extra-mpi-flags: .*--launcher mpiexec"):
-        launchers.on_this_host(TWO_HOSTS)
-
-
-def test_which_launcher() -> None:
-    here, there = [Host("localhost", 2)], [Host("localhost", 2), Host("far.example.org", 2)]
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
-    assert is_local("localhost") and not is_local("far.example.org")
-    choose = run.choose_launcher
-    assert choose("auto", here, False, {}) == choose("auto", here, True, slurm) == "torchrun"
-    assert choose("auto", here, False, slurm | {"SLURM_JOB_NUM_NODES": "1"}) == "torchrun"
-    assert choose("auto", there, True, {}) == choose("mpiexec", here, True, slurm) == "mpiexec"
-    assert choose("auto", here, False, slurm) == choose("auto", there, True, slurm) == "srun"
-    with pytest.raises(UsageError, match="starts ranks of this host only, got far.example.org"):
-        choose("torchrun", there, True, {})
-    with pytest.raises(UsageError, match="SLURM_JOB_ID is not set"):
-        choose("srun", here, False, {})
-
-
 # --- fog run: the command line ------------------------------------------------------------------------------
 
 
@@ -231,10 +157,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "train.py"
 
 
-def prepared(*words: str, **environment: str) -> tuple[launchers.Command, dict[str, str]]:
-    return run.prepare(
-        fog_cli.parser().parse_args(["run", *words]), {"PATH": os.environ["PATH"], **environment}
-    )
+def prepared(*words: str, **environment: str) -> launchers.Job:
+    arguments = fog_cli.parser().parse_args(["run", *words])
+    return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment}).job
 
 
 @pytest.mark.parametrize(
@@ -245,16 +170,16 @@ def prepared(*words: str, **environment: str) -> tuple[launchers.Command, dict[s
         (["python3", "-c", "pass"], [sys.executable, "-c", "pass"]),
         (["-m", "package.train", "-v"], [sys.executable, "-m", "package.train", "-v"]),
         (["--", "sh", "-c", "true"], ["sh", "-c", "true"]),
+        (["--prefix", "nice -n 5", "sh"], ["nice", "-n", "5", "sh"]),
     ],
 )
 def test_what_ranks_run(script: str, words: list[str], command: list[str]) -> None:
-    made, _ = prepared("-np", "2", *words)
-    assert made.words == [*launchers.LOCAL_RANKS, "2", *launchers.RANK, *command]
+    assert prepared("-np", "2", *words).rank == [*launchers.RANK, *command]
 
 
 def test_variables_of_ranks(script: str) -> None:
     words = shlex.split("--verbose --timeline-filename t --network-interface eth1 -x A=1=2 -x HOME -x B=")
-    _, variables = prepared("-np", "2", *words, script, HOME="/h", OMP_NUM_THREADS="4")
+    variables = prepared("-np", "2", *words, script, HOME="/h", OMP_NUM_THREADS="4").environment
     expected = {"A": "1=2", "B": "", "HOME": "/h", "OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": "1"}
     expected |= {
         "FOG_LOG_LEVEL": "debug",
@@ -263,8 +188,8 @@ def test_variables_of_ranks(script: str) -> None:
         "GLOO_SOCKET_IFNAME": "eth1",
     }
     assert {name: variables[name] for name in expected} == expected
-    assert prepared("-np", "2", script)[1]["OMP_NUM_THREADS"] == "1"
-    assert "OMP_NUM_THREADS" not in prepared("-np", "1", script)[1]
+    assert prepared("-np", "2", script).environment["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in prepared("-np", "1", script).environment
 
 
 # The words after `fog` as in a shell, and a part of the error.
@@ -290,19 +215,13 @@ run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --prefix no-such-program train.py | --prefix: got 'no-such-program'
 run -np 2 --prefix \'oops train.py | --prefix: got "'oops": no closing quotation
-run -np 2 --extra-mpi-flags \'oops train.py | --extra-mpi-flags: got "'oops": no closing quotation
-run -np 2 --launcher mpiexec --mpiexec nowhere train.py | --mpiexec nowhere: there is no
-run -np 2 --launcher mpiexec --mpiexec true train.py | `--version` says
-run -np 2 -H a:1,b:1 --launcher torchrun train.py | it starts ranks of this host only
 run -np 2 --log-dir train.py/logs train.py | Not a directory
 run -np 2 --max-ranks 3 train.py | --max-ranks: it is an option of --keep-going
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
 run -np 2 --node-rank 1 train.py | --node-rank: it is an option of --keep-going
-run --keep-going -np 2 --launcher mpiexec train.py | ends all ranks when one dies
 run --keep-going -np 2 --max-restarts -1 train.py | --max-restarts: got -1
 run --keep-going -np 2 --node-rank 0 train.py | --node-rank: it is the number of a host
 run --keep-going -np 2 -H a,b --node-rank 2 train.py | --node-rank: got 2; the ranks fill 2 hosts
-run --keep-going -np 2 --extra-mpi-flags=-v train.py | uses no launcher of MPI
 run --keep-going -np 2 --max-ranks 1 train.py | --max-ranks: got 1; allowed are numbers from -np on, 2
 run --keep-going -np 2 -H a,b --max-ranks 3 train.py | from -np on, 2, and no larger one on several hosts
 run --keep-going -np 2 --log-dir train.py/logs train.py | Not a directory
@@ -315,9 +234,6 @@ advise -np 2 --parameters 1M --step-time 0 | --step-time: got 0
 advise -np 2 --parameters 1M --step-time nan | --step-time: got nan
 advise -np 2 --model no.py | --model no.py: there is no such script
 advise -np 2 --model no.py --step-time 1 | leave out
-advise -np 2 --parameters 1M --step-time 1 --tolerance 0 | --tolerance: got 0
-advise -np 2 --parameters 1M --step-time 1 --element-bytes 3 | --element-bytes
-advise -np 2 --parameters 1M --step-time 1 --most-local-steps 0 | --most-local
 advise -np 9 -H a:1 --parameters 1M --step-time 1 | the hosts have 1 slots
 bench -np 1 | allowed are numbers from 2 on
 bench --seconds 0 | allowed are numbers above 0
@@ -327,10 +243,6 @@ topology all -n 4 --edges | need the name of one topology
 top --interval 0 | --interval: got 0; allowed are 0.1 to 3600 seconds
 top --interval nan | --interval: got nan
 top --json 4194305 | there is no such process
-top -H a 7 | PID: got 7; with -H all of yours are shown
-top -H a --stream | --stream: it is of one host
-top -H a:x | -H: entry 1: got 'a:x'
-top -H a -p 0 | --ssh-port: got 0; allowed are 1 to 65535
 dump 0 | 0: there is no such process
 dump 2147483648 | 2147483648: there is no such process
 dump 99999999999999 | 99999999999999: there is no such process
@@ -341,7 +253,7 @@ dump 99999999999999 | 99999999999999: there is no such process
 def test_wrong_command_lines_start_nothing(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    for module, name in ((processes, "run"), (keep_going, "run"), (spawn, "_run")):
+    for module, name in ((one_host, "run"), (keep_going, "run"), (spawn, "_run")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     words = shlex.split(line)
@@ -367,12 +279,6 @@ def test_lines_get_the_rank_and_stay_whole() -> None:
     assert prefixer.lines(b"\ne\r50%\r100%") == [b"[1] d\n", b"[1] e\n", b"[1] 50%\n"]
     assert prefixer.lines(b"") == [b"[1] 100%\n"]
     assert prefixer.lines(b"") == []
-
-
-def test_rank_is_what_the_launcher_says() -> None:
-    for name in ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
-        assert rank_of({name: "3", "SLURM_PROCID": "3"}) == "3"
-    assert rank_of({}) == "?"
 
 
 # Rank 1 ends with status 7 after both ranks have printed.
@@ -412,23 +318,6 @@ def test_output_and_status_of_ranks(tmp_path: Path) -> None:
     assert re.search(r"fog run: rank 1 \(process \d+\) ended with exit status 7", done.stderr)
     # torchrun has left no folder behind
     assert [entry.name for entry in tmp_path.iterdir()] == ["consensus.py"]
-
-
-@pytest.mark.long
-def test_two_hosts_by_mpiexec(tmp_path: Path) -> None:
-    """Hydra starts its proxies by a program that replaces ssh and enters the emulated host."""
-    script, ssh = tmp_path / "consensus.py", tmp_path / "ssh"
-    script.write_text(f"WIDTH = 70\n{CONSENSUS}")  # Hydra cuts long lines
-    with emulated_hosts(2) as names:
-        ssh.write_text(
-            f'#!/bin/sh\n[ "$1 $2 $3 $4" = \'-x -p 2222 {address(1)}\' ] || exit 9\nshift 4\nexec ip netns exec {names[1]} sh -c "$*"\n'
-        )
-        ssh.chmod(0o755)
-        words = ["-H", f"{address(0)}:1,{address(1)}:1", "-p", "2222", "--network-interface", "eth0"]
-        words += ["--prefix", f"ip netns exec {names[0]}", "--extra-mpi-flags", f"-launcher-exec {ssh}"]
-        words += ["-x", f"MASTER_ADDR={address(0)}", "-x", "UCX_TLS=tcp", "-x", "UCX_LOG_LEVEL=error"]
-        done = fog("run", "-np", "2", *words, str(script), "fail", folder=tmp_path)
-    check_consensus(done, ["fail"], 70)
 
 
 WAYS = {"torchrun's machinery": [], "an agent": ["--keep-going", "--max-restarts", "5"]}
@@ -497,34 +386,6 @@ def test_the_rank_that_raises_is_named_and_the_others_are_brief(tmp_path: Path, 
             assert f"{tmp_path / 'script.py'}:8: DistBackendError: fog: " in line and "rank 1 " in line, line
     _, output = forked_fog(tmp_path, *words[:-1], "-x", "FOG_RUN=0", words[-1])
     assert output.count("Traceback") > 1, output
-
-
-# In this script a signal arrives after the launcher has started and before `Popen` has returned.
-EARLY = """
-import os, signal, subprocess, sys
-from fog_cli import processes
-
-class Popen(subprocess.Popen):
-    def __init__(self, *words, **options):
-        super().__init__(*words, **options)
-        print(self.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-subprocess.Popen = Popen
-sys.exit(processes.run(["sleep", "60"], os.environ))
-"""
-
-
-def test_a_signal_at_the_start_reaches_the_launcher() -> None:
-    words, environment = [sys.executable, "-c", EARLY], os.environ | ENVIRONMENT
-    done = subprocess.run(
-        words, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
-    )
-    launcher = Path("/proc", done.stdout.strip())
-    lives = launcher.exists()
-    if lives:
-        os.kill(int(launcher.name), signal.SIGKILL)
-    assert done.returncode == 128 + signal.SIGTERM and not lives
 
 
 def test_a_process_id_that_was_given_out_anew_is_left_alone() -> None:
@@ -622,7 +483,7 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
     well = Ended(0, [{"name": "start", "begin": True}, {"name": "start", "text": "fine"}], "")
     crashed = Ended(-signal.SIGSEGV, [{"name": "start", "begin": True}], "Fatal error\nin MPI_Init")
     (found_one,) = doctor.tried([well, crashed], "one host", ["memory"])
-    assert found_one.state == "bad" and found_one.text == "rank 1: signal SIGSEGV: in MPI_Init"
+    assert found_one.state == "bad" and found_one.text == "rank 1: it ended by SIGSEGV: in MPI_Init"
     assert "memory" in found_one.advice
     (optional,) = doctor.tried([well, crashed], "TCP", optional="nothing to do")
     assert optional.state == "note" and optional.advice == "nothing to do"
@@ -680,7 +541,7 @@ def test_sizes() -> None:
             topology.byte_count(text)
 
 
-# --- fog bench and fog completion ---------------------------------------------------------------------------
+# --- fog bench ----------------------------------------------------------------------------------------------
 
 
 def test_bench(tmp_path: Path) -> None:
@@ -698,27 +559,6 @@ def test_a_ratio_has_its_spread() -> None:
     times = [(1e-3, 2e-3), (1e-3, 40e-3), (1e-3, 3e-3), (30e-3, 60e-3), (1e-3, 2.5e-3)]
     _, row = bench.table([{"name": "sum", "bytes": 8, "times": times}])
     assert re.split(r"\s{2,}", row) == ["sum", "8", "1.00 ms", "3.00 ms", "2.50 (2.00 to 40.00)"]
-
-
-def test_completion_says_what_it_needs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "argcomplete", None)
-    assert main(["completion", "bash"]) == 2
-    assert "pip install argcomplete" in capsys.readouterr().err
-
-
-def test_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("argcomplete")
-    for shell in ("bash", "zsh", "fish"):
-        assert main(["completion", shell]) == 0 and "fog" in capsys.readouterr().out
-    answer = tmp_path / "answer"
-    variables = {"COMP_LINE": "fog topology one-", "COMP_POINT": "17", "_ARGCOMPLETE": "1"}
-    variables |= ENVIRONMENT | {"_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    subprocess.run(
-        [sys.executable, "-m", "fog_cli"], env=os.environ | variables, timeout=TIMEOUT, check=False
-    )
-    assert answer.read_text().split("\013") == ["one-peer-exp2", "one-peer-hypercube"]
 
 
 # --- timeline and dump ------------------------------------------------------------------------------------------
@@ -741,9 +581,9 @@ def test_timeline_merge(tmp_path, capsys):
 def test_an_interrupt_ends_a_command_in_a_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("fog_cli.commands.completion.run", Mock(side_effect=KeyboardInterrupt))
-    assert main(["completion", "bash"]) == 130
-    assert capsys.readouterr().err == "fog completion: interrupted\n"
+    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=KeyboardInterrupt))
+    assert main(["dump"]) == 130
+    assert capsys.readouterr().err == "fog dump: interrupted\n"
 
 
 def test_dump(capsys):

@@ -90,9 +90,8 @@ def test_command_line_reads_what_is_listed() -> None:
     text = "\n".join(path.read_text() for path in COMMAND_LINE)
     read = set(re.findall(r'environ(?:ment)?(?:\.get\(|\[)"([A-Z_]+)"', text))
     read |= set(re.findall(r'"([A-Z_]+)" in environ', text))
-    (ranks,) = re.findall(r"^RANK_VARIABLES = \((.*)\)$", text, re.MULTILINE)
-    read = (read | set(re.findall(r'"([A-Z_]+)"', ranks))) - {"PATH", "PYTHONPATH"}
-    assert {"RANK", "SLURM_PROCID"} < read <= {variable.name for variable in VARIABLES}
+    read -= {"PATH", "PYTHONPATH"}
+    assert {"RANK", "SLURM_JOB_ID"} < read <= {variable.name for variable in VARIABLES}
     assert listed("fog run") <= read
 
 

@@ -45,7 +45,8 @@ LAYERS = """
     lazy warn detection timeline flight_record legacy topology launch handles agreement nested exchange
     static_topology context machines verification arguments compression collectives neighbor_collectives hierarchical
     windows ops inference streams memory packing shards parameters consensus state_transfer joining meeting membership
-    training algorithms optimizers metrics deprecated_optimizers ddp checkpoint hook simulate __init__ interactive
+    training algorithms decentralized_optimizer optimizers metrics deprecated_optimizers ddp checkpoint hook simulate
+    __init__ interactive
     bluefog
 """
 

@@ -682,13 +682,11 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
 
 
 def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
+    """For the reasons that only hosts have; the others are those of one host."""
     job = new_job("hosts")
-    job.refused(3, f"rank 3 {STILL_RUNS}")
     job.lose(2)
-    job.refused(2, "it does not know the job's secret (FOG_JOB_SECRET)", environment=ANOTHER_SECRET)
     way = "FOG_BETWEEN_HOSTS (or the option between_hosts) is 'tcp' here, and 'auto' on the job's ranks"
     job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})
-    job.refused(2, f"model {DIFFERS}", width=7)
     with cut_link(INTERFACE, peer=address(2), namespace=job.names[FREE]):
         job.refused(2, "it does not reach rank 3 on host", host=FREE)
     job.take_in(2)

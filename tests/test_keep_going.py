@@ -92,10 +92,10 @@ def test_restarts_wait_longer_and_longer() -> None:
 
 def test_commands_of_agents() -> None:
     ranks = Ranks(4, [Host("a", 2), Host("b", 2)], ["python", "x.py"], {"PYTHONPATH": "/p q"}, 2222)
-    by_ssh = launchers.agent_by_ssh(ranks, ranks.hosts[1]).words
+    by_ssh = launchers.agent_by_ssh(ranks, ranks.hosts[1])
     assert by_ssh[0] == "ssh" and by_ssh[-4:-1] == ["-p", "2222", "b"]
     assert by_ssh[-1] == f"exec env 'PYTHONPATH=/p q' {sys.executable} -m fog_cli.programs.agent"
-    by_srun = launchers.agent_by_srun(ranks, ranks.hosts[1]).words
+    by_srun = launchers.agent_by_srun(ranks.hosts[1])
     assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} < set(by_srun)
     assert by_srun[-3:] == [sys.executable, "-m", "fog_cli.programs.agent"]
 
@@ -110,7 +110,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def plan(*words: str, **environment: str) -> keep_going.Plan:
     arguments = fog_cli.parser().parse_args(["run", "--keep-going", *words])
-    return run.prepare_to_keep_going(arguments, {"PATH": os.environ["PATH"], **environment})
+    return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
 def test_plans(script: str, tmp_path: Path) -> None:
@@ -349,6 +349,40 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     assert status == 137 and {"[1] sum 3.0", "[2] sum 3.0"} <= set(output.splitlines()), output
     assert re.search(rf"rank 3 \(process \d+ on {address(1)}\) ended by SIGKILL", output)
     assert "fog run: 2 of 4 ranks ended well\n" in output
+
+
+# Rank 0 ends only if it is told to.
+RAISES = """
+import time
+import torch
+import torch.distributed as dist
+dist.init_process_group("fog")
+for step in range(3):
+    if dist.get_rank() == 3 and step == 2:
+        raise ValueError("no such file")
+    try:
+        dist.all_reduce(torch.ones(1))
+    except dist.DistBackendError:
+        if dist.get_rank() == 0:
+            time.sleep(600)
+        raise
+"""
+
+
+def test_without_the_option_a_rank_that_fails_ends_those_of_all_hosts(tmp_path: Path) -> None:
+    """The last line names the cause, though others that have lost it end before it is known."""
+    (tmp_path / "script.py").write_text(RAISES)
+    with hosts(tmp_path, 2) as (_, variables):
+        words = [*FOG[:-1], "-np", "4", "-H", f"{address(0)}:2,{address(1)}:2", "-p", "22"]
+        running = ForkedJob([*words, tmp_path / "script.py"], tmp_path / "log.txt", ENVIRONMENT | variables)
+        with started([running]):
+            assert running.wait(TIMEOUT) == 1, running.output
+    last = running.output.splitlines()[-1]
+    assert re.search(rf"rank 3 \(process \d+ on {address(1)}\) ended with exit status 1", last), (
+        running.output
+    )
+    assert "[3] [rank3]: ValueError: no such file" in running.output.splitlines()
+    assert "go on" not in running.output and "goes on" not in running.output
 
 
 def test_a_host_that_cannot_be_reached_ends_the_job(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_job_keeps_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "train.py").touch()
     for number in range(spec["completions"]):
         words = shlex.split(line.replace("$JOB_COMPLETION_INDEX", str(number)))[2:]
-        plan = run.prepare_to_keep_going(fog_cli.parser().parse_args(words), dict(os.environ))
+        plan = run.prepare(fog_cli.parser().parse_args(words), dict(os.environ))
         assert [host.name for host in plan.job.hosts] == [
             f"{job['metadata']['name']}-{each}.{pod['subdomain']}" for each in range(spec["completions"])
         ]
@@ -95,5 +95,5 @@ def test_the_script_of_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     names = [run.Host(f"n{number}", 4) for number in range(int(nodes[1]))]
     monkeypatch.setattr(run, "_allocated_hosts", lambda *_: names)
     arguments = fog_cli.parser().parse_args(shlex.split(line)[2:])
-    plan = run.prepare_to_keep_going(arguments, {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": nodes[1]})
-    assert [start.words[0] for start in plan.starts if start] == ["srun"] * len(names)
+    plan = run.prepare(arguments, {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": nodes[1]})
+    assert [start[0] for start in plan.starts if start] == ["srun"] * len(names)

@@ -7,7 +7,6 @@ import copy
 import dataclasses
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import fogdist
@@ -23,6 +22,7 @@ from reference import Checks
 from test_machines import machines_of
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.testing._internal.two_tensor import TwoTensor
 from training_cases import (
     EXACT,
     FACTORIES,
@@ -267,6 +267,7 @@ def test_parameters_that_no_bucket_takes() -> None:
         (torch.eye(3).to_sparse(), TypeError, "'more' must be dense .*sparse_coo"),
         (torch.zeros(3, 1).expand(3, 4), ValueError, "'more' must not be expanded"),
         (nn.LazyLinear(3).weight, ValueError, "'more' must have a shape, got a Uninit"),
+        (TwoTensor(torch.ones(3), torch.ones(3)), TypeError, "'more' must be an ordinary tensor, got TwoT"),
     ]:
         model.more = bad if isinstance(bad, nn.Parameter) else nn.Parameter(bad)
         with pytest.raises(error, match=message):
@@ -511,30 +512,6 @@ def test_settings_and_weights_that_are_wrong(kind: str) -> None:
 # --- averaged gradients -------------------------------------------------------------------------------------
 
 
-@on_ranks(3)
-def test_no_gradient_is_lost_after_too_many_passes_of_one_rank() -> None:
-    """The average includes all passes, and the next steps are correct."""
-    rank, size = start()
-    simulation = Simulation("gradient", [make_net(0) for _ in range(size)])
-    model = make_net(0)
-    optimizer = FACTORIES["gradient"](sgd(model), model, bucket_cap_mb=1e-4)
-
-    def backward(each: nn.Module, r: int, step: int) -> None:
-        for number in range(3 if (r, step) == (1, 1) else 1):
-            loss_of(each, r, 10 * step + number).backward()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-            simulation.step(partial(backward, step=step))
-            simulation.check(rank, model)
-            for got, expected in zip(model.parameters(), simulation.models[rank].parameters()):
-                torch.testing.assert_close(got.grad, expected.grad, **EXACT)
-
-
 def one_average_more() -> int:
     """If a rank averages twice within a step, its second average must not match the next average of the others.
 
@@ -643,50 +620,6 @@ def test_local_steps_of_gradient_averaging_warn_once() -> None:
             optimizer.step()
     (warning,) = caught
     assert "after 1 of local_steps=4" in str(warning.message)
-
-
-OVERFLOWS = {(0, 1), (2, 1), (1, 3)}  # pairs of a rank and a step
-
-
-@on_ranks(3, form=["scaled", "synchronized", "clipped", "accumulated", "fused"])
-def test_gradients_that_are_averaged_and_scaled(form: str) -> None:
-    """An overflow on one rank affects the averaged gradients of all, as in one process with the mean of the losses."""
-    rank, size = start()
-    model, reference = single_net(0), single_net(0)
-
-    def make(model: nn.Module) -> Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=0.02, fused=form == "fused")
-
-    every = 2 if form == "accumulated" else 1
-    optimizer = fogdist.DistributedGradientAllreduceOptimizer(make(model), model, every)
-    base = make(reference)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
-
-    def loss_of_rank(model: nn.Module, r: int, number: int) -> Tensor:
-        loss = loss_of(model, r, number)
-        return loss * float("inf") if (r, number // every) in OVERFLOWS else loss
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(6):
-            optimizer.zero_grad()
-            base.zero_grad()
-            for number in range(every * step, every * (step + 1)):
-                scalers[0].scale(loss_of_rank(model, rank, number)).backward()
-                mean = sum(loss_of_rank(reference, r, number) for r in range(size)) / size
-                scalers[1].scale(mean).backward()
-            if form in ("synchronized", "clipped"):
-                optimizer.synchronize()
-            for scaler, each, net in zip(scalers, (optimizer, base), (model, reference), strict=True):
-                if form == "clipped":
-                    scaler.unscale_(each)
-                    nn.utils.clip_grad_norm_(net.parameters(), 0.5)
-                scaler.step(each)
-                scaler.update()
-            assert scalers[0].get_scale() == scalers[1].get_scale()
-            torch.testing.assert_close(snapshot(model), snapshot(reference), rtol=1e-4, atol=1e-5)
-    assert scalers[0].get_scale() == 1024.0 / 2 / 2 * 2
-    assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer._fog_wrapped, "found_inf")
 
 
 @on_ranks(2)

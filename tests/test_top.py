@@ -1,4 +1,4 @@
-"""Tests of `fog top`: the numbers that ranks publish, what changes between two looks, the table and the page."""
+"""Tests of `fog top`: the numbers that ranks publish, what changes between two samples, and the table."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from html.parser import HTMLParser
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ sys.path.append(str(ROOT / "python"))
 from fog_cli import looks, main
 from fog_cli.commands import top
 from fog_cli.looks import COLUMNS, Watch, cells, duration, is_bad, row_of
-from fog_cli.page import page
 
 
 def operation(**values: object) -> Operation:
@@ -121,46 +117,6 @@ def test_texts() -> None:
         "2 h 2 min",
     ]
     assert looks.top({1: 0.1, 2: 0.5, 3: 0.5, 4: 0.0, 5: 0.2}) == [(2, 0.5), (3, 0.5), (5, 0.2)]
-
-
-class _Tags(HTMLParser):
-    """Checks that elements are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-        self.links: list[str] = []
-
-    def handle_starttag(self, tag, attrs):
-        self.links += [value for name, value in attrs if name in ("src", "href")]
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.texts.append(data)
-
-
-def test_the_page_shows_everything_and_loads_nothing() -> None:
-    names = [
-        process(host="<host>", operations=[operation(what="f(<x>)", state="failed")], failed=1),
-        process(pid=72, rank=1, peers=[Peer(0, 0.0, -1, False), Peer(2, 0.5, 9, False)]),
-    ]
-    watch = Watch(lambda: names, lambda _: ["rank 0 is <late>"], lambda _: "runs")
-    watch.look(1.0)
-    names[1] = replace(names[1], peers=[Peer(0, 0.25, -1, False), Peer(2, 1.5, 9, False)])
-    text = page(watch.look(3.0), "here & now", "today", 2.0)
-    tags = _Tags()
-    tags.feed(text)
-    assert tags.open == [] and tags.links == [] and "<script" not in text and "@import" not in text
-    for shown in ("<host>", "#7 f(<x>) failed", "rank 0 is <late>", "fog top: here & now", "12%", "50% +9"):
-        assert shown in tags.texts, shown
-    tags = _Tags()
-    tags.feed(page([], "a", "today", 1.0))
-    assert "No process of yours on this host has a group of fog." in tags.texts
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------
@@ -264,7 +220,7 @@ def test_a_look_wakes_nobody(new_world):
 
 
 def commands(folder: str) -> None:
-    """Rank 1 looks at rank 0 by each form of the command."""
+    """Rank 1 looks at rank 0 by the command."""
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     if dist.get_rank() == 0:
@@ -272,10 +228,6 @@ def commands(folder: str) -> None:
         dist.barrier()
         return
     pid = store.get("pid").decode()
-    assert main(["top", "--interval", "0.1", "--html", f"{folder}/top.html", pid]) == 0
-    text = Path(folder, "top.html").read_text()
-    assert f"<td>{pid}</td>" in text and os.listdir(folder) == ["top.html"]
-    assert os.stat(f"{folder}/top.html").st_mode & 0o777 == 0o644
     lines = Path(folder, "out")
     descriptor, before = os.open(lines, os.O_WRONLY | os.O_CREAT), os.dup(1)
     os.dup2(descriptor, 1)
@@ -289,7 +241,7 @@ def commands(folder: str) -> None:
     dist.barrier()
 
 
-def test_forms_of_the_command(new_world, tmp_path):
+def test_the_command_shows_a_rank(new_world, tmp_path):
     new_world(2).run(commands, str(tmp_path))
 
 
@@ -308,115 +260,6 @@ def test_nothing_to_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.setattr(flight_record, "read_all", list)
     assert main(["top", "--json"]) == 1
     assert json.loads(capsys.readouterr().out) == {"jobs": []}
-
-
-def test_a_page_that_cannot_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(flight_record, "read_all", list)
-    others, page_file = tmp_path / "others", tmp_path / "top.html"
-    others.touch()
-    (tmp_path / f"top.html.part-{os.getpid()}").symlink_to(others)  # made by somebody who guesses names
-    assert main(["top", "--html", str(page_file)]) == 1 and page_file.stat().st_size > 0
-    assert others.stat().st_size == 0
-    assert main(["top", "--html", str(tmp_path / "none" / "top.html")]) == 2
-    assert "No such file or directory" in capsys.readouterr().err
-
-
-# --- several hosts --------------------------------------------------------------------------------------------
-
-SSH = """#!/bin/sh
-while [ "$1" != "-p" ]; do shift; done
-shift 2
-case "$1" in
-a|b) host=$1; shift; exec sh -c "$*" ;;
-{cases}
-*) echo "ssh: cannot resolve $1" >&2; exit 255 ;;
-esac
-"""
-
-
-@pytest.fixture
-def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Replaces ssh: hosts a and b are this one, others are shell commands, and the rest does not exist."""
-
-    def replace_(**commands: str) -> None:
-        (tmp_path / "ssh").write_text(
-            SSH.format(cases="\n".join(f"{name}) {command} ;;" for name, command in commands.items()))
-        )
-        (tmp_path / "ssh").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "python")]))
-
-    return replace_
-
-
-def watched(*jobs: dict[str, object]) -> str:
-    """Returns the shell command of a host that shows jobs."""
-    return f"echo '{json.dumps({'jobs': jobs})}'; exec sleep 600"
-
-
-def seen(host: str, *processes: Process) -> dict[str, object]:
-    watch = Watch(lambda: processes, lambda _: [f"rank 9 is late on {host}"], lambda _: "runs")
-    watch.look(1.0)
-    return asdict(watch.look(2.0)[0])
-
-
-def test_jobs_of_several_hosts_are_one(ssh: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
-    waits = [Peer(0, 1.0, 4, False)]
-    ssh(
-        c=watched(seen("c", process(rank=2, host="c"), process(rank=0, pid=5, host="c", peers=waits))),
-        d=watched(seen("d", process(rank=1, host="d"))),
-    )
-    assert main(["top", "-H", "c,d:4", "-p", "22", "--json"]) == 0
-    (job,) = json.loads(capsys.readouterr().out)["jobs"]
-    assert [(row["rank"], row["host"]) for row in job["rows"]] == [(0, "c"), (1, "d"), (2, "c")]
-    assert job["late"] == ["rank 9 is late on c", "rank 9 is late on d"]
-    assert looks.Job.from_json(job).rows[0].staleness == {0: 4}
-
-
-def test_a_host_that_cannot_be_seen_is_named(
-    ssh: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    ssh(c=watched(seen("c", process())), d='echo \'{"jobs": [{"name": 1}]}\'')
-    page_file = tmp_path / "top.html"
-    assert main(["top", "-H", "c,d,none", "-p", "22", "--html", str(page_file)]) == 1
-    told = capsys.readouterr().err
-    assert "none: ssh has ended with exit status 255: ssh: cannot resolve none" in told
-    assert 'd: got \'{"jobs": [{"name": 1}]}\'; is fog there of another version?' in told
-    assert "cannot resolve none" in page_file.read_text() and "are on c, d, none" in page_file.read_text()
-
-
-def a_look_at_two_names_of_this_host(folder: str) -> list[tuple[int, int]] | None:
-    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "python")])
-    dist.barrier()
-    found = None
-    if dist.get_rank() == 1:
-        output = subprocess.run(
-            [sys.executable, "-m", "fog_cli", "top", "-H", "a,b", "-p", "22", "--interval", "0.1", "--json"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows = [row for job in json.loads(output.stdout)["jobs"] for row in job["rows"]]
-        found = [(row["rank"], row["pid"]) for row in rows if row["pid"] in (os.getpid(), os.getppid())]
-    dist.barrier()
-    return found or [(dist.get_rank(), os.getpid())]
-
-
-def test_hosts_that_are_this_one(ssh: Callable[..., None], new_world, tmp_path: Path) -> None:
-    """The real thing but for the network: a rank that two hosts show has one row."""
-    ssh()
-    found = new_world(2).run(a_look_at_two_names_of_this_host, str(tmp_path))
-    assert len(found[1]) == 1 and found[1][0][0] == 1
-
-
-def test_nothing_is_left_running(ssh: Callable[..., None], tmp_path: Path) -> None:
-    ssh(c=f"echo $$ > {tmp_path}/pid; {watched(seen('c', process()))}")
-    assert main(["top", "-H", "c", "-p", "22", "--json"]) == 0
-    pid = int((tmp_path / "pid").read_text())
-    assert not Path(f"/proc/{pid}").exists()
 
 
 def test_the_table() -> None:

@@ -590,19 +590,26 @@ def thaw(model: nn.Module) -> None:
 
 CONVERTED = r"'position' must stay torch.float64.*Convert a model before"
 FROZEN = r"shape \(4, 4\) was frozen when the optimizer was made"
-REFUSED = [(kind, thaw, FROZEN) for kind in WINDOWS] + [
-    (kind, nn.Module.float, CONVERTED) for kind in ("awc", "atc", "cta", "put", "GradientTracking", "wrapper")
+# The kind, the change, the error and its message.
+Refusal = tuple[str, Callable[[nn.Module], object], type[Exception], str]
+REFUSED: list[Refusal] = [
+    *((kind, thaw, ValueError, FROZEN) for kind in WINDOWS),
+    ("wrapper", thaw, RuntimeError, "'frozen.weight' must stay frozen"),
+    *(
+        (kind, nn.Module.float, ValueError, CONVERTED)
+        for kind in ("awc", "atc", "cta", "put", "GradientTracking", "wrapper")
+    ),
 ]
 
 
 @on_ranks(2, case=REFUSED)
-def test_changes_that_are_refused(case: tuple[str, Callable[[nn.Module], object], str]) -> None:
-    kind, change, message = case
+def test_changes_that_are_refused(case: Refusal) -> None:
+    kind, change, error, message = case
     rank, _ = start()
     model = make_net(rank)
     called, optimizer = distribute(kind, sgd(model, momentum=0.0), model)
     change(model)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         loss_of(called, 0, 0).backward()
         optimizer.step()
     model.double()
@@ -892,51 +899,51 @@ def test_awc_averages_during_the_forward_pass() -> None:
     model.watch = lambda: None
 
 
-@on_ranks(2, kind=[*FACTORIES, *WINDOWS], local_steps=[1, 2])
-def test_gradients_that_accumulate(kind: str, local_steps: int) -> None:
-    """Each step averages, whatever its number of passes, which may change, and nothing warns."""
-    rank, size = start()
-    simulation = Simulation(RULES[kind], map(make_net, range(size)))
-    model = make_net(rank)
-
-    def backward(called: nn.Module, r: int, step: int) -> None:
-        for number in range(2 + (step > 1)):
-            loss_of(called, r, 10 * step + number).backward()
-
-    options = {"local_steps": local_steps, **({"bucket_cap_mb": 1e-5} if kind == "gradient" else {})}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with distributed(kind, sgd(model), model, **options) as (_, optimizer):
-            for step in range(5):
-                optimizer.zero_grad()
-                backward(model, rank, step)
-                optimizer.step()
-                simulation.step(functools.partial(backward, step=step))
-                simulation.check(rank, model)
+# How many passes a rank makes before a step.
+PASSES: dict[str, Callable[[int, int], int]] = {
+    "several": lambda rank, step: 2 + (step > 1),
+    "none": lambda rank, step: int((rank, step) != (1, 2)),  # the data of rank 1 ended one step early
+    "more": lambda rank, step: 3 if (rank, step) == (1, 1) else 1,
+}
+# The kind, its passes, and local_steps.
+NUMBERS_OF_PASSES = [
+    *((kind, "several", local_steps) for kind in (*FACTORIES, *WINDOWS) for local_steps in (1, 2)),
+    *((kind, "none", 1) for kind in RULES),
+    *((kind, "more", 1) for kind in FACTORIES),
+]
 
 
-@on_ranks(3, kind=RULES)
-def test_a_rank_without_data_for_one_step(kind: str) -> None:
+@on_ranks(3, case=NUMBERS_OF_PASSES)
+def test_any_number_of_passes_before_a_step(case: tuple[str, str, int]) -> None:
+    """Each step averages what all passes gave, whatever their number on a rank, and nothing warns."""
+    kind, passes, local_steps = case
     rank, size = start()
     simulation = Simulation(RULES[kind], map(make_net, range(size)), lambda m: sgd(m, momentum=0.0))
     model = make_net(rank)
-    with distributed(kind, sgd(model, momentum=0.0), model) as (called, optimizer):
-        for step in range(4):
 
-            def backward(model: Any, r: int, step: int = step) -> None:
-                if (r, step) != (1, 2):  # the data of rank 1 ended one step early
-                    loss_of(model, r, step).backward()
+    def backward(called: nn.Module, r: int, step: int) -> None:
+        for number in range(PASSES[passes](r, step)):
+            loss_of(called, r, 10 * step + number).backward()
 
-            optimizer.zero_grad()
-            backward(called, rank)
-            if kind != "cta":  # "cta" exchanges in the forward pass
-                fogdist.barrier()
-            optimizer.step()
-            simulation.step(backward)
-            simulation.check(rank, model)
-            if kind == "gradient":
-                assert all(p.grad is not None for p in model.head.parameters())
-                assert model.unused.weight.grad is None
+    options: dict[str, Any] = {"local_steps": local_steps} if local_steps > 1 else {}
+    if (
+        kind == "gradient"
+    ):  # the layer without a gradient has its own bucket, so a pass sends the other buckets
+        options["bucket_cap_mb"] = 1e-5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with distributed(kind, sgd(model, momentum=0.0), model, **options) as (called, optimizer):
+            for step in range(5):
+                optimizer.zero_grad()
+                backward(called, rank, step)
+                if passes == "none" and kind != "cta":  # "cta" exchanges in the forward pass
+                    fogdist.barrier()
+                optimizer.step()
+                simulation.step(functools.partial(backward, step=step))
+                simulation.check(rank, model)
+                if kind == "gradient":  # also those of passes after an average had begun
+                    for got, expected in zip(model.parameters(), simulation.models[rank].parameters()):
+                        torch.testing.assert_close(got.grad, expected.grad, **EXACT)
 
 
 def warm_up(kind: str, factor: float) -> Tensor:
@@ -967,9 +974,14 @@ def test_a_step_of_a_warm_up_is_no_checkpoint(worlds, kind):
 OVERFLOWS = {(0, 1), (2, 1), (1, 3), (0, 4)}  # pairs of a rank and a step; the last pair is in the last step
 
 
-@on_ranks(3, kind=["awc", "atc", "cta", *WINDOWS, "wrapper"], form=["scaled", "unscaled", "fused"])
+@on_ranks(
+    3, kind=["awc", "atc", "gradient", "cta", *WINDOWS, "wrapper"], form=["scaled", "unscaled", "fused"]
+)
 def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
-    """If a rank's gradients overflow, it leaves out its own step, but still takes part in the average."""
+    """If a rank's gradients overflow, it leaves out its own step, but still takes part in the average.
+
+    Where gradients are averaged, the overflow is in the average, so all ranks leave out the step.
+    """
     rank, size = start()
 
     def make(model: nn.Module) -> torch.optim.Optimizer:
@@ -978,34 +990,39 @@ def test_gradients_that_overflow_on_some_ranks(kind: str, form: str) -> None:
     simulation = Simulation(RULES[kind], map(make_net, range(size)), make)
     model = make_net(rank)
     base = make(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler, halvings = torch.amp.GradScaler("cpu", init_scale=1024.0), 0
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with distributed(kind, base, model) as (called, optimizer):
             for step in range(5):
-                accumulates = kind == "wrapper" and form == "unscaled" and step % 2 == 1
+                accumulates = kind in ("gradient", "wrapper") and form == "unscaled" and step % 2 == 1
                 if step % 2:
                     optimizer.zero_grad()
                 if accumulates:
-                    with called.no_sync():
+                    with called.no_sync() if kind == "wrapper" else nullcontext():
                         scaler.scale(loss_of(called, rank, 100 + step)).backward()
                 loss = loss_of(called, rank, step) * (float("inf") if (rank, step) in OVERFLOWS else 1.0)
                 if step % 2 == 0:
                     optimizer.zero_grad()
                 scaler.scale(loss).backward()
                 if form == "unscaled":
+                    if kind == "gradient":
+                        optimizer.synchronize()
                     scaler.unscale_(optimizer)
                     nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 scaler.step(optimizer)
                 scaler.update()
                 numbers = [100 + step, step] if accumulates else [step]
+                overflowed = [r for r, when in OVERFLOWS if when == step]
+                skips = list(range(size)) if kind == "gradient" and overflowed else overflowed
+                halvings += rank in skips
                 simulation.step(
                     lambda m, r, numbers=numbers: [loss_of(m, r, k).backward() for k in numbers],
-                    skips=[r for r in range(size) if (r, step) in OVERFLOWS],
+                    skips=skips,
                     clips=0.5 if form == "unscaled" else None,
                 )
                 simulation.check(rank, model, rtol=1e-9, atol=1e-9)
-            assert scaler.get_scale() == 1024.0 / 2 ** sum(r == rank for r, _ in OVERFLOWS)
+            assert scaler.get_scale() == 1024.0 / 2**halvings
             assert not hasattr(optimizer, "found_inf") and not hasattr(base, "found_inf")
             if kind == "wrapper":  # nothing is left of the last step, which was skipped
                 assert not called._mixing.has_begun

@@ -12,15 +12,44 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["COMMANDS", "UsageError", "main", "parser"]
+__all__ = ["COMMANDS", "UsageError", "add_command", "main", "parser", "table"]
 
-COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "top", "completion")
+COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "top")
 """The subcommands, in the order of `fog --help`: module NAME of `fog_cli.commands` has `add` and `run`."""
 
 
 class UsageError(Exception):
     """The command line is invalid or cannot be carried out: `main` prints the error and returns 2."""
+
+
+def add_command(
+    subparsers: Any, name: str, summary: str, description: str, epilog: str, **options: Any
+) -> argparse.ArgumentParser:
+    """Adds a subcommand and returns its parser.
+
+    Args:
+        subparsers: Of `parser`.
+        name: The name of the command.
+        summary: What `fog --help` says of it.
+        description: The first lines of its help.
+        epilog: The last lines, with examples; printed as they are.
+        options: Further arguments of argparse.
+    """
+    raw = argparse.RawDescriptionHelpFormatter
+    made: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=summary, description=description, epilog=epilog, formatter_class=raw, **options
+    )
+    return made
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns lines with the cells of each row below each other, the first to the left and the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows
+    ]
 
 
 def version() -> str:
@@ -54,9 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 2 for an invalid command line, otherwise the status that the subcommand returns.
     """
-    top = parser()
-    _offer_completions(top)
-    parsed = top.parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     command = importlib.import_module(f"fog_cli.commands.{parsed.command_name}")
     try:
         status: int = command.run(parsed)
@@ -70,12 +97,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     return status
-
-
-def _offer_completions(top: argparse.ArgumentParser) -> None:
-    """Answers the shell if it asks for completions; the package argcomplete is optional."""
-    try:
-        import argcomplete
-    except ImportError:
-        return
-    argcomplete.autocomplete(top)

@@ -1,7 +1,7 @@
-"""`fog run --keep-going`: one agent per host starts the ranks, and a rank that dies ends no other.
+"""`fog run` on several hosts, and --keep-going: one agent per host starts the ranks.
 
-This side starts the agents (`fog_cli.programs.agent`), copies their output, passes signals on, and reports the ranks
-that died.
+A rank that fails ends all others, or with --keep-going no other. This side starts the
+agents (`fog_cli.programs.agent`), copies their output, passes signals on, and reports the ranks that died.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from fog_cli import processes
-from fog_cli.launchers import Command, Job
+from fog_cli import launchers, processes
+from fog_cli.launchers import Job
+from fog_cli.processes import describe
 from fog_cli.programs.rank import STATUS_OF_VICTIM
 
 # Adds a rank to a job.
@@ -33,16 +34,6 @@ DEFAULT_PORT = 29500
 # time, up to this number of seconds.
 _LONGEST_DELAY = 30.0
 _SHORT_LIFE = 60.0
-# The variables by which launchers tell a process its rank. The ranks have those of torchrun.
-_OF_LAUNCHERS = ("PMI", "OMPI_", "MPI_LOCAL", "HYDI_", "TORCHELASTIC_")
-_OF_SLURM_TASKS = {
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
-    "SLURM_NPROCS",
-    "SLURM_GTIDS",
-}
 
 
 @dataclass(frozen=True)
@@ -56,14 +47,16 @@ class Plan:
         port: Its port; 0 for any free one.
         max_restarts: How often each rank is started again.
         max_ranks: The most ranks, with those that are added at run time.
+        keeps_going: Whether the other ranks go on when one fails.
     """
 
     job: Job
-    starts: Sequence[Command | None]
+    starts: Sequence[Sequence[str] | None]
     address: str
     port: int
     max_restarts: int
     max_ranks: int
+    keeps_going: bool = True
 
     @property
     def is_whole(self) -> bool:
@@ -91,16 +84,6 @@ class Fate:
     short_lives: int = 0
 
 
-def describe(status: int) -> str:
-    """Returns how a process ended, as text."""
-    if status >= 0:
-        return f"with exit status {status}"
-    try:
-        return f"by {signal.Signals(-status).name}"
-    except ValueError:  # a real-time signal
-        return f"by signal {-status}"
-
-
 def delay_of(short_lives: int) -> float:
     """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
     return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
@@ -114,12 +97,14 @@ def _signal_of(status: int) -> int:
 class _Agent:
     """The process of an agent, or the ssh or srun that started it."""
 
-    def __init__(self, number: int, token: str, command: Command, events: queue.SimpleQueue[Any]) -> None:
+    def __init__(
+        self, number: int, token: str, command: Sequence[str], events: queue.SimpleQueue[Any]
+    ) -> None:
         self.number = number
         self._token = token.encode()
         self._events = events
         self._process = subprocess.Popen(
-            command.words,
+            command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -180,7 +165,8 @@ class Supervisor:
         self._port = plan.port
         self._signal: int | None = None
         self._is_stopping = False  # after a signal, or because the job cannot start
-        self._stop_at: float | None = None
+        # When to do something in any case: to end the ranks, or to kill what has not ended.
+        self._deadline: tuple[float, Callable[[], None]] | None = None
         self._first_status = 0  # of the rank, or the agent, that failed first
         self._status_of_victim = 0  # of the first rank that ended because it had lost another one
         # Ranks that have ended and may be started again: how, and with which status. Before that, all agents are asked,
@@ -232,16 +218,11 @@ class Supervisor:
         self._started.add(number)
         token = f"fog-{uuid.uuid4()}"
         agent = self._agents[number] = _Agent(number, token, start, self._events)
-        environment = {
-            name: value
-            for name, value in job.environment.items()
-            if not name.startswith(_OF_LAUNCHERS) and name not in _OF_SLURM_TASKS
-        }
         agent.write(
             {
                 "token": token,
                 "command": job.rank,
-                "environment": environment,
+                "environment": launchers.without_ranks(job.environment),
                 "folder": os.getcwd(),
                 "size": job.ranks,
                 "host": number,
@@ -258,19 +239,18 @@ class Supervisor:
 
     def _start_others(self) -> None:
         for number, start in enumerate(self._plan.starts):
-            if start is not None and number not in self._started and self._signal is None:
+            if start is not None and number not in self._started and not self._is_stopping:
                 self._start(number)
 
     def _handle(self) -> None:
         """Waits for the next event, and handles it."""
-        timeout = None if self._stop_at is None else max(self._stop_at - time.monotonic(), 0.0)
+        at, action = self._deadline or (None, None)
         try:
-            kind, number, value = self._events.get(timeout=timeout)
+            kind, number, value = self._events.get(timeout=at and max(at - time.monotonic(), 0.0))
         except queue.Empty:
-            self._stop_at = None
-            for agent in self._agents.values():
-                agent.close()
-                agent.kill()
+            assert action is not None
+            self._deadline = None
+            action()
             return
         if kind == "signal" and number == ADD_SIGNAL:
             self._add()
@@ -301,15 +281,23 @@ class Supervisor:
 
     def _stop(self, number: int) -> None:
         """Sends the first signal to all ranks; a second one kills them."""
-        again = self._signal is not None
-        if not again:
+        if self._signal is None:
             self._signal = number
-            self._stop_at = time.monotonic() + processes.STOP_TIMEOUT
+            self._end_ranks(number, processes.STOP_TIMEOUT)
         else:
-            self._stop_at = time.monotonic() + processes.OUTPUT_TIMEOUT
+            self._end_ranks(signal.SIGKILL, processes.OUTPUT_TIMEOUT)
+
+    def _end_ranks(self, number: int = signal.SIGTERM, timeout: float = processes.STOP_TIMEOUT) -> None:
+        """Sends a signal to all ranks, and after the timeout kills the agents."""
         self._is_stopping = True
+        self._deadline = time.monotonic() + timeout, self._kill
         for agent in self._agents.values():
-            agent.write({"signal": int(signal.SIGKILL) if again else number})
+            agent.write({"signal": int(number)})
+
+    def _kill(self) -> None:
+        for agent in self._agents.values():
+            agent.close()
+            agent.kill()
 
     def _add(self) -> None:
         """Starts one more rank, with the lowest number that no process has."""
@@ -407,7 +395,12 @@ class Supervisor:
         else:
             self._first_status = self._first_status or code
         left = sum(each.status is None for each in self._fates.values())
-        _say(f"rank {rank} {how}; {left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on")
+        if self._plan.keeps_going:
+            _say(f"rank {rank} {how}; {left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on")
+        elif status != STATUS_OF_VICTIM:
+            self._end_ranks()
+        elif self._deadline is None:  # the rank that it has lost may take longer to end, and is the cause
+            self._deadline = time.monotonic() + processes.OUTPUT_TIMEOUT, self._end_ranks
 
     def _on_agent_end(self, number: int, status: int) -> None:
         del self._agents[number]
@@ -433,9 +426,9 @@ class Supervisor:
             _say(
                 f"the job cannot start without {self._plan.job.hosts[number].name}, so its other ranks are ended"
             )
-            self._is_stopping = True
-            for agent in self._agents.values():
-                agent.write({"signal": int(signal.SIGTERM)})
+            self._end_ranks()
+        elif number not in self._is_done and not self._plan.keeps_going:
+            self._end_ranks()
         if number == 0 and not self._port:
             for fate in self._fates.values():
                 if fate.host != 0:

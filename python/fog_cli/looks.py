@@ -1,6 +1,6 @@
-"""What `fog top` shows: two looks at the records of the ranks of a host, and what has changed between them.
+"""What `fog top` shows: two samples of the records of the ranks of a host, and what has changed between them.
 
-A look reads files in memory that ranks write in any case (`fogdist.flight_record`), and the state of processes in /proc.
+A sample reads files in memory that ranks write in any case (`fogdist.flight_record`), and the state of processes in /proc.
 No rank takes part in it.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,30 +63,17 @@ class Row:
     staleness: dict[int, int]
     lost: list[int]
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Row:
-        """Returns a row from its fields as JSON has them, whose keys are texts.
-
-        Raises:
-            TypeError, ValueError: The values are not those of a row.
-        """
-        by_rank = {
-            name: {int(rank): number for rank, number in values[name].items()}
-            for name in ("waits", "staleness")
-        }
-        return cls(**{**values, **by_rank})
-
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a job on this host, or on several.
+    """The ranks of a job on this host.
 
     Attributes:
         key: What tells it from other jobs.
         script: The name of its program.
         started: When its first process here started, in seconds since 1970.
         size: The number of its ranks on all hosts.
-        rows: Its ranks on these hosts, in order; several if a rank has been started again.
+        rows: Its ranks on this host, in order; several if a rank has been started again.
         late: Sentences about the ranks that hold others up.
     """
 
@@ -97,25 +83,6 @@ class Job:
     size: int
     rows: list[Row]
     late: list[str] = field(default_factory=list)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Job:
-        """Returns a job from its fields as JSON has them; errors as of `Row.from_json`."""
-        return cls(**{**values, "rows": [Row.from_json(row) for row in values["rows"]]})
-
-
-def merged(jobs: Iterable[Job]) -> list[Job]:
-    """Returns the jobs of several hosts, those with the same key as one."""
-    parts: dict[str, list[Job]] = defaultdict(list)
-    for job in jobs:
-        parts[job.key].append(job)
-    found = []
-    for same in parts.values():
-        rows = {(row.rank, row.host, row.pid): row for job in same for row in job.rows}
-        late = dict.fromkeys(line for job in same for line in job.late)
-        first = min(same, key=lambda job: job.started)
-        found.append(replace(first, rows=[row for _, row in sorted(rows.items())], late=list(late)))
-    return sorted(found, key=lambda job: (job.started, job.key))
 
 
 def row_of(now: Process, before: Process | None, seconds: float, state: str) -> Row:
@@ -184,11 +151,6 @@ class Watch:
         self._at = 0.0
         self._rows: dict[int, tuple[Process, Row]] = {}  # by process ID
 
-    where = "this host"
-    """What is looked at, in sentences."""
-    title = ""
-    """The heading of a page; "" for the name of this host."""
-
     def second_look(self, interval: float) -> list[Job]:
         """Returns the jobs after a first look, if there has been none, and an interval; at once if there are none."""
         if not self._before:
@@ -196,10 +158,6 @@ class Watch:
         if self._before:
             time.sleep(interval)
         return self.look()
-
-    def trouble(self) -> list[str]:
-        """Returns sentences about what cannot be looked at: nothing."""
-        return []
 
     def look(self, now: float | None = None) -> list[Job]:
         """Returns the jobs as they are now.
@@ -216,12 +174,15 @@ class Watch:
             process, row = self._rows[pid]
             self._rows[pid] = process, replace(row, state="ended", rate=None, waits_for=[], waits={})
         self._before, self._at = found, at
-        jobs = merged(
-            Job(process.job_key, process.script, process.started, process.size, [row])
-            for process, row in self._rows.values()
-        )
-        late = [self._late([found[row.pid] for row in job.rows if row.pid in found]) for job in jobs]
-        return [replace(job, late=lines) for job, lines in zip(jobs, late, strict=True)]
+        jobs: dict[str, Job] = {}
+        # The first process of a job is the one that started first.
+        for process, row in sorted(self._rows.values(), key=lambda each: each[0].started):
+            job = Job(process.job_key, process.script, process.started, process.size, [])
+            jobs.setdefault(job.key, job).rows.append(row)
+        for job in jobs.values():
+            job.rows.sort(key=lambda row: (row.rank, row.pid))
+            job.late.extend(self._late([found[row.pid] for row in job.rows if row.pid in found]))
+        return list(jobs.values())
 
 
 def process_state(pid: int) -> str:
@@ -232,7 +193,7 @@ def process_state(pid: int) -> str:
     return "ended"
 
 
-# --- texts that the terminal and the page have in common ---
+# --- texts of the table ---
 
 COLUMNS = (
     "rank",
@@ -289,22 +250,12 @@ def top(numbers: dict[int, Any], most: int = 3) -> list[tuple[int, Any]]:
     return sorted(positive, key=lambda entry: (-entry[1], entry[0]))[:most]
 
 
-def title(job: Job, where: str = "this host") -> str:
-    """Returns the heading of a job.
-
-    Args:
-        job: The job.
-        where: What was looked at.
-    """
+def title(job: Job) -> str:
+    """Returns the heading of a job."""
     living = len({row.rank for row in job.rows if row.state != "ended"})
     most = max(living, job.size)  # a job can have grown
     when = time.strftime("%F %T", time.localtime(job.started))
-    return f"{job.script or 'a program'}, started {when}: {living} of {most} ranks are on {where}"
-
-
-def nothing_on(where: str) -> str:
-    """Returns the sentence for no job."""
-    return f"No process of yours on {where} has a group of fog."
+    return f"{job.script or 'a program'}, started {when}: {living} of {most} ranks are on this host"
 
 
 def duration(seconds: float) -> str:

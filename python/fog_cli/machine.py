@@ -11,15 +11,33 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-
-from fog_cli.findings import Finding
 
 _MIB = 1 << 20
 # A rank opens about 40 descriptors, and one more for each other rank of its host.
 _DESCRIPTORS_NEEDED, _DESCRIPTORS_COMFORTABLE = 64, 1024
 # DataLoader's workers and MPI share memory through files in /dev/shm; fog's own shared memory has no file there.
 _SHM_COMFORTABLE = 64 * _MIB
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report of `fog doctor`.
+
+    Attributes:
+        area: "versions", "machine" or "self-test".
+        name: The part that was checked.
+        state: "ok", "bad" if ranks of a single host do not work, or "note" if only other features may fail.
+        text: The result of the check.
+        advice: How to fix it; "" if nothing needs to be fixed.
+    """
+
+    area: str
+    name: str
+    state: str
+    text: str
+    advice: str = ""
 
 
 def _finding(name: str, state: str, text: str, advice: str = "") -> Finding:

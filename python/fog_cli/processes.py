@@ -1,98 +1,69 @@
-"""Runs a launcher: forwards its output in whole lines, sends it this process's signals, returns its exit status.
-
-Its functions also find and end processes with all their descendants; the agent of `fog run --keep-going` uses them.
-"""
+"""Finds and ends processes with all their descendants, and copies output in whole lines."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import FrameType
+import time
+from collections.abc import Callable, Iterable
 from typing import IO
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The seconds that the launcher has to end its ranks after a signal; torchrun gives the ranks 30 of them.
+# The seconds that an agent has to end its ranks after a signal; it gives the ranks 30 of them, as torchrun does.
 STOP_TIMEOUT = 40.0
-# The seconds to wait for more output after the launcher has ended: a process that a rank left behind may keep the
-# output open.
+# The seconds to wait for more output after a process has ended: one that it left behind may keep the output open.
 OUTPUT_TIMEOUT = 5.0
+# The seconds that what ranks leave behind has to end after SIGTERM.
+GRACE = 5.0
+# The pauses between two samples of what is left.
+INTERVAL = 0.05
 # The process ID and the time at which the process started, because the system reuses IDs.
 Process = tuple[int, int]
 
 
 # The most walks over the tree of processes before it is killed: one walk can miss a process that starts during it.
 _WALKS = 10
+# The value in <sys/prctl.h>.
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-class _Launcher:
-    def __init__(self, output: int) -> None:
-        self._output = output
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started: set[Process] = set()  # the launcher and its descendants that are known so far
-        self._signal: int | None = None
-        self._is_passed_on = False
-        self._timer = threading.Timer(STOP_TIMEOUT, self.kill)
-        self._timer.daemon = True
-        self._copies: list[threading.Thread] = []
+def describe(status: int) -> str:
+    """Returns how a process ended, as text: its exit status, or the negative number of the signal."""
+    if status >= 0:
+        return f"with exit status {status}"
+    try:
+        return f"by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"by signal {-status}"
 
-    def start(self, words: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Starts the launcher and sends it the signal that this process has already received, if any."""
-        # In a session of its own, the launcher gets a Ctrl-C of the terminal only once, from this process. Without a
-        # terminal it cannot read from one, so its standard input is empty then.
-        self._process = process = subprocess.Popen(
-            words,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._started |= identified([process.pid])
-        for source, target in ((process.stdout, self._output), (process.stderr, 2)):
-            self._copies.append(threading.Thread(target=copy_lines, args=(source, target), daemon=True))
-            self._copies[-1].start()
-        self._pass_on()
 
-    def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Sends the first signal to the launcher. Kills the launcher at the second one, because it may hang."""
-        if self._signal is None:
-            self._signal = number
-            self._pass_on()
-        else:
-            self.kill()
+def adopt_orphans() -> None:
+    """Makes this process the parent of what its descendants leave behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
-    def _pass_on(self) -> None:
-        """Sends the signal once, as soon as there are both a signal and a launcher."""
-        if self._signal is None or self._process is None or self._is_passed_on:
+
+def end_descendants() -> None:
+    """Ends all descendants of this process, by SIGTERM, and after `GRACE` seconds by SIGKILL.
+
+    Processes that copy output ignore SIGTERM, and end with the ranks.
+    """
+    deadline = time.monotonic() + GRACE
+    told: set[Process] = set()
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = descendants_of(os.getpid())
+        if not left:
             return
-        self._is_passed_on = True
-        self._started = _with_descendants(self._started)  # the signal may end the parents of some
-        self._timer.start()
-        self._process.send_signal(self._signal)
-
-    def kill(self) -> None:
-        """Kills the launcher and all its descendants on this host, in any session."""
-        if self._process is None:
-            return
-        self._started = kill_with_descendants(self._started)
-        with contextlib.suppress(OSError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        """Waits for the launcher to end, and returns the exit status as `run` does."""
-        assert self._process is not None
-        status = self._process.wait()
-        self._timer.cancel()
-        for copy in self._copies:
-            copy.join(OUTPUT_TIMEOUT)
-        if self._signal is not None:
-            return 128 + self._signal
-        return status if status >= 0 else 128 - status
+        for process in left - told:
+            send(process, signal.SIGTERM)
+        told |= left
+        if time.monotonic() >= deadline:
+            kill_with_descendants(left)
+        time.sleep(INTERVAL)
 
 
 def identified(pids: Iterable[int]) -> set[Process]:
@@ -188,30 +159,3 @@ def copy_lines(source: IO[bytes], target: int, take: Callable[[bytes], bool] = l
         with contextlib.suppress(OSError):  # the reader has closed the output; the ranks continue
             while rest:
                 rest = rest[os.write(target, rest) :]
-
-
-def run(words: Sequence[str], environment: Mapping[str, str], output: int = 1) -> int:
-    """Runs a launcher to its end.
-
-    Args:
-        words: The launcher's command.
-        environment: The launcher's environment.
-        output: The descriptor to which the launcher's standard output is copied.
-
-    Returns:
-        The launcher's exit status; 128 plus the signal's number if a signal ended it or this process received one.
-
-    Raises:
-        OSError: The launcher cannot be started.
-    """
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    launcher = _Launcher(output)
-    try:
-        for number in SIGNALS:
-            if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
-                signal.signal(number, launcher.on_signal)
-        launcher.start(words, environment)
-        return launcher.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Variables with these prefixes would make a process believe that it is a rank of another launcher.
-_OF_LAUNCHERS = ("PMI", "OMPI_", "SLURM_", "MPI_LOCAL", "TORCHELASTIC_", "HYDI_")
+from fog_cli import launchers
+from fog_cli.processes import describe
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,7 @@ class Ended:
         if self.status is None:
             return "it did not end in time and was killed"
         last = self.errors.strip().splitlines()[-1:]
-        how = (
-            f"signal {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
-        )
+        how = f"it ended {describe(self.status)}"
         return f"{how}: {last[0]}" if last else how
 
 
@@ -91,7 +89,7 @@ def run_ranks(
 
 
 def _run(starts: Sequence[tuple[str, list[str], dict[str, str]]], limit: float) -> list[Ended]:
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_OF_LAUNCHERS)}
+    inherited = launchers.without_ranks(os.environ)
     deadline = time.monotonic() + limit
     # Output goes to files: a full pipe would block a process, and a pipe that a left-over process keeps open would
     # block this one.

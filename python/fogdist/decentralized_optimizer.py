@@ -9,6 +9,8 @@ from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW, refusal_o
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
 from fogdist.context import current
+from fogdist.lazy import nx
+from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Machines, Mixing, MixingLike, Neighbors, as_mixing
@@ -19,7 +21,7 @@ def DecentralizedOptimizer(
     optimizer: Optimizer,
     model: Models,
     *,
-    topology: MixingLike = None,
+    topology: Mixing | Topology | nx.DiGraph | str | None = None,
     order: Order | None = None,
     local_steps: int = 1,
     compression: Codec | None = None,

@@ -11,13 +11,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, advice, processes
+from fog_cli import UsageError, add_command, advice, table
 from fog_cli.advice import Codec, Compression, Network, Setting
 from fog_cli.commands import run as run_command
-from fog_cli.commands.topology import leave_out_torch
 
 _EXAMPLES = """\
 examples:
@@ -28,22 +28,24 @@ examples:
 make() of the script returns a model and a function without arguments that computes one step of it (forward and backward
 pass). Ranks are started as by `fog run`; nothing else should use the links meanwhile. It takes about a second a host.
 
-Of the settings whose step takes at most --tolerance longer than compute alone (or, if there are none, than the fastest
+Of the settings whose step takes at most 5 % longer than compute alone (or, if there are none, than the fastest
 setting), it recommends the one with which the ranks' disagreement falls to a tenth in the shortest time. It does so for
 exchanges without a codec and with each of some, and says whether these pay.
 """
 _SECONDS = 0.1
+_TOLERANCE = 0.05
+_ELEMENT_BYTES = 4  # of the parameters that --parameters counts
 
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "advise",
-        help="measure links and compute, and recommend how to average",
-        description="Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
+        "measure links and compute, and recommend how to average",
+        "Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
         "and a bucket size, with reasons, and says whether compression pays.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        _EXAMPLES,
         allow_abbrev=False,
     )
     run_command.add_placing(parser)
@@ -52,19 +54,6 @@ def add(subparsers: Any) -> None:
         "--parameters", metavar="COUNT", help="trained parameters of the model, as 25.6M or 124000000"
     )
     parser.add_argument("--step-time", type=float, metavar="SECONDS", help="of a step without any exchange")
-    parser.add_argument(
-        "--element-bytes", type=int, default=4, metavar="N", help="bytes of a parameter (default: 4)"
-    )
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=0.05,
-        metavar="SHARE",
-        help="how much longer than compute a step may take (default: 0.05)",
-    )
-    parser.add_argument(
-        "--most-local-steps", type=int, default=max(advice.LOCAL_STEPS), metavar="N", help="default: 1024"
-    )
     parser.add_argument(
         "--json", action="store_true", help="print all settings and what was measured as JSON"
     )
@@ -77,12 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model:
         words.append(str(Path(arguments.model).resolve()))
     arguments.command, arguments.module = words[1:], True
-    command, environment = run_command.prepare(arguments, os.environ)
     with tempfile.TemporaryFile() as output:
+        before = os.dup(1)
+        os.dup2(output.fileno(), 1)
         try:
-            status = processes.run(command.words, environment | command.variables, output.fileno())
-        except OSError as error:
-            raise UsageError(f"{command.words[0]}: {error.strerror}") from error
+            status = run_command.run(arguments)
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
         output.seek(0)
         text = output.read().decode(errors="replace")
     measured = _measured(text)
@@ -95,31 +86,50 @@ def run(arguments: argparse.Namespace) -> int:
         )
         print(f"fog advise: {what}: see above", file=sys.stderr)
         return status or 1
-    leave_out_torch()
-    network = Network.of(measured)
-    compute = measured.get("compute_s", arguments.step_time)
-    size = measured["bytes"] if "bytes" in measured else count(arguments.parameters) * arguments.element_bytes
-    if not size:
+    if measured.get("bytes") == 0:
         print("fog advise: the model has no trained parameters", file=sys.stderr)
         return 2
-    steps = [each for each in advice.LOCAL_STEPS if each <= arguments.most_local_steps]
-    found = advice.settings(network, compute, size, local_steps=steps)
-    choice = advice.best(found, compute, arguments.tolerance)
-    why = advice.reasons(found, choice, compute, arguments.tolerance)
-    per = arguments.element_bytes if "bytes" not in measured else measured["element_bytes"]
-    # No codec takes elements of a byte.
-    codecs = [Codec(*each) for each in measured["codecs"]] if per > 1 else []
-    compressed = advice.compressions(
-        network, compute, size, codecs, arguments.tolerance, element_bytes=per, local_steps=steps
-    )
-    if arguments.json:
-        told = as_json(network, found, choice, why, compute, size, arguments.tolerance)
-        told["compression"] = compression_json(network, compressed)
-        print(json.dumps(told, indent=1))
-    else:
-        lines = as_text(network, found, choice, why, compute, size, arguments.tolerance)
-        print("\n".join([*lines, *compression_text(network, choice, compressed)]))
+    report = Report.of(measured, arguments.parameters, arguments.step_time)
+    print(json.dumps(as_json(report), indent=1) if arguments.json else "\n".join(as_text(report)))
     return 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is recommended, and of what.
+
+    Attributes:
+        network: The links.
+        compute: Seconds of a step alone.
+        size: Bytes of the parameters.
+        found: All settings.
+        choice: The recommended one.
+        compressed: What codecs would do.
+    """
+
+    network: Network
+    compute: float
+    size: float
+    found: Sequence[Setting]
+    choice: Setting
+    compressed: Sequence[Compression]
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Any], parameters: str | None, step_time: float | None) -> Report:
+        """Returns the report of what the ranks have measured, and of a model by its size and the time of a step."""
+        network = Network.of(measured)
+        compute = measured.get("compute_s", step_time)
+        size = measured["bytes"] if parameters is None else _ELEMENT_BYTES * count(parameters)
+        each = measured.get("element_bytes", _ELEMENT_BYTES)
+        found = advice.settings(network, compute, size)
+        # No codec takes elements of a byte.
+        codecs = [Codec(*codec) for codec in measured["codecs"]] if each > 1 else []
+        compressed = advice.compressions(network, compute, size, codecs, _TOLERANCE, element_bytes=each)
+        return cls(network, compute, size, found, advice.best(found, compute, _TOLERANCE), compressed)
+
+    def reasons(self) -> list[str]:
+        """Returns why the choice is recommended, a sentence each."""
+        return advice.reasons(self.found, self.choice, self.compute, _TOLERANCE)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -142,14 +152,6 @@ def check(arguments: argparse.Namespace) -> None:
         count(arguments.parameters)
         if not 0 < arguments.step_time < math.inf:
             raise UsageError(f"--step-time: got {arguments.step_time}; allowed are seconds above 0")
-    if arguments.element_bytes not in (1, 2, 4, 8):
-        raise UsageError(f"--element-bytes: got {arguments.element_bytes}; allowed are 1, 2, 4 and 8")
-    if not 0 < arguments.tolerance <= 10:
-        raise UsageError(f"--tolerance: got {arguments.tolerance}; allowed are numbers above 0, up to 10")
-    if arguments.most_local_steps < 1:
-        raise UsageError(
-            f"--most-local-steps: got {arguments.most_local_steps}; allowed are numbers from 1 on"
-        )
 
 
 def count(text: str) -> int:
@@ -167,17 +169,12 @@ def count(text: str) -> int:
     return round(number)
 
 
-def as_text(
-    network: Network,
-    found: Sequence[Setting],
-    choice: Setting,
-    why: Sequence[str],
-    compute: float,
-    size: float,
-    tolerance: float,
-) -> list[str]:
-    """Returns the lines for people: what was measured, the best setting of each topology, the choice and why."""
-    lines = [f"{len(network.host_of)} ranks on {network.hosts} hosts, {size / 1e6:.3g} MB of parameters"]
+def as_text(report: Report) -> list[str]:
+    """Returns the lines for people: what was measured, the best setting of each topology, the choice, why, and codecs."""
+    network, compute, choice = report.network, report.compute, report.choice
+    lines = [
+        f"{len(network.host_of)} ranks on {network.hosts} hosts, {report.size / 1e6:.3g} MB of parameters"
+    ]
     lines.append(f"  compute      {1e3 * compute:.3g} ms a step")
     if network.hosts > 1:
         links = [f"{8 * rate / 1e9:.3g}" for rate in (min(network.host_rates), max(network.host_rates))]
@@ -188,12 +185,11 @@ def as_text(
     if network.latency_within:
         rate = min(network.local_rates)
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
-    names = list(dict.fromkeys(each.way.name for each in found))
     rows = [
         ("", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds", "s to a tenth")
     ]
-    for name in names:
-        each = advice.best([one for one in found if one.way.name == name], compute, tolerance)
+    for name in dict.fromkeys(each.way.name for each in report.found):
+        each = advice.best([one for one in report.found if one.way.name == name], compute, _TOLERANCE)
         rows.append(
             (
                 f"{'*' if each.way == choice.way else ' '} {name}",
@@ -206,66 +202,41 @@ def as_text(
                 f"{each.agreement:.3g}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines.append("")
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells]))
-    lines += ["", f"Recommended: {choice.way.name}", f"  {in_code(choice)}", *(f"  {each}" for each in why)]
-    return lines
-
-
-def compression_text(network: Network, choice: Setting, found: Sequence[Compression]) -> list[str]:
-    """Returns the lines about codecs."""
+    lines += ["", *table(rows), "", f"Recommended: {choice.way.name}", f"  {in_code(choice)}"]
+    lines += [*(f"  {each}" for each in report.reasons()), ""]
     if network.hosts < 2:
-        return ["", "Compression: ranks of one host read each other's tensors in place, so no codec pays."]
-    if not found:
-        return ["", "Compression: no codec takes parameters of one byte."]
-    lines = [""]
-    for each in found:
-        best, codec = each.choice, each.codec
-        head = (
-            f"{codec.code}: {codec.element_bytes:.3g} bytes an element, {1e3 * each.seconds:.3g} ms for encoding and decoding. "
-            f"With {best.way.name}, {best.local_steps} local steps and buckets of {best.bucket_mb:g} MiB an exchange takes "
-            f"{1e3 * best.exchange:.3g} ms, most of it for {best.limit}, and a step {1e3 * best.step:.4g} ms; "
-            f"{best.agreement:.3g} s to a tenth instead of {choice.agreement:.3g}."
-        )
-        speed = _limit_bits_per_s(network, each)
-        words = "" if speed is None else f"{speed / 1e9:.3g} Gbit/s"
-        if each.pays:
-            until = f", up to links of about {words}" if words else ""
-            lines += [f"Compression with {head}", f"  It pays{until}: {in_code(best)}"]
-        else:
-            below = f"; it would on links below about {words}" if words else " on any link"
-            lines += [f"Compression with {head}", f"  It does not pay{below}."]
+        lines.append("Compression: ranks of one host read each other's tensors in place, so no codec pays.")
+    elif not report.compressed:
+        lines.append("Compression: no codec takes parameters of one byte.")
+    for compressed in report.compressed:
+        lines += _of_codec(network, choice, compressed)
     return lines
+
+
+def _of_codec(network: Network, choice: Setting, found: Compression) -> list[str]:
+    """Returns the lines about a codec."""
+    best, codec = found.choice, found.codec
+    speed = _limit_bits_per_s(network, found)
+    words = "" if speed is None else f"{speed / 1e9:.3g} Gbit/s"
+    if found.pays:
+        verdict = f"pays{f', up to links of about {words}' if words else ''}: {in_code(best)}"
+    else:
+        verdict = "does not pay" + (f"; it would on links below about {words}." if words else " on any link.")
+    return [
+        (
+            f"Compression with {codec.code}: {codec.element_bytes:.3g} bytes an element, {1e3 * found.seconds:.3g} ms for "
+            f"encoding and decoding. With {best.way.name}, {best.local_steps} local steps and buckets of {best.bucket_mb:g} MiB "
+            f"an exchange takes {1e3 * best.exchange:.3g} ms, most of it for {best.limit}, and a step {1e3 * best.step:.4g} ms; "
+            f"{best.agreement:.3g} s to a tenth instead of {choice.agreement:.3g}."
+        ),
+        f"  It {verdict}",
+    ]
 
 
 def _limit_bits_per_s(network: Network, found: Compression) -> float | None:
     """The speed of the slowest host's link, or of the line between sites, up to which a codec pays."""
     rates = [*network.trunks.values()] or [rate for rate in network.host_rates if rate < math.inf]
     return 8 * found.limit * min(rates) if found.limit is not None and rates else None
-
-
-def compression_json(network: Network, found: Sequence[Compression]) -> list[dict[str, Any]]:
-    """Returns the same for programs."""
-    return [
-        {
-            **dataclasses.asdict(each.codec),
-            "codec_s": each.seconds,
-            "topology": each.choice.way.name,
-            "local_steps": each.choice.local_steps,
-            "bucket_mb": each.choice.bucket_mb,
-            "exchange_s": each.choice.exchange,
-            "limit": each.choice.limit,
-            "step_s": each.choice.step,
-            "agreement_s": each.choice.agreement,
-            "pays": each.pays,
-            "pays_up_to_bits_per_s": _limit_bits_per_s(network, each),
-            "call": in_code(each.choice),
-        }
-        for each in found
-    ]
 
 
 def in_code(choice: Setting) -> str:
@@ -279,15 +250,7 @@ def in_code(choice: Setting) -> str:
     return f"{before}; {call}" if before else call
 
 
-def as_json(
-    network: Network,
-    found: Sequence[Setting],
-    choice: Setting,
-    why: Sequence[str],
-    compute: float,
-    size: float,
-    tolerance: float,
-) -> dict[str, Any]:
+def as_json(report: Report) -> dict[str, Any]:
     """Returns the same for programs, with all settings."""
 
     def shown(each: Setting) -> dict[str, Any]:
@@ -302,21 +265,32 @@ def as_json(
             "rounds": each.way.rounds,
             "agreement_s": each.agreement,
             "sent_bytes": each.sent,
+            "code": in_code(each),
         }
 
+    network = report.network
     about = dataclasses.asdict(network)
-    about["host_rates"] = [None if rate == math.inf else rate for rate in network.host_rates]
-    about["local_rates"] = [None if rate == math.inf else rate for rate in network.local_rates]
+    for name in ("host_rates", "local_rates"):
+        about[name] = [None if rate == math.inf else rate for rate in about[name]]
     about["trunks"] = [[a, b, rate] for (a, b), rate in sorted(network.trunks.items())]
+    compression = [
+        {
+            **shown(each.choice),
+            "codec": dataclasses.asdict(each.codec),
+            "codec_s": each.seconds,
+            "pays": each.pays,
+            "pays_up_to_bits_per_s": _limit_bits_per_s(network, each),
+        }
+        for each in report.compressed
+    ]
     return {
         "network": about,
-        "compute_s": compute,
-        "parameter_bytes": size,
-        "tolerance": tolerance,
-        "choice": shown(choice),
-        "code": in_code(choice),
-        "reasons": list(why),
-        "settings": [shown(each) for each in found],
+        "compute_s": report.compute,
+        "parameter_bytes": report.size,
+        "choice": shown(report.choice),
+        "reasons": report.reasons(),
+        "settings": [shown(each) for each in report.found],
+        "compression": compression,
     }
 
 

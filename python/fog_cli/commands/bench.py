@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from fog_cli import UsageError
+from fog_cli import UsageError, add_command
+from fog_cli import table as columns
 from fog_cli.commands.topology import byte_count
 from fog_cli.spawn import run_ranks
 
@@ -27,12 +28,12 @@ more care.
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "bench",
-        help="time fog beside Gloo on this machine",
-        description="Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "time fog beside Gloo on this machine",
+        "Times operations of fog on ranks of this machine, beside Gloo where Gloo has them, in half a minute.",
+        _EXAMPLES,
     )
     parser.add_argument(
         "-np", "--num-proc", type=int, default=2, metavar="N", help="how many ranks (default: 2)"
@@ -89,14 +90,7 @@ def table(rows: Sequence[dict[str, Any]]) -> list[str]:
                 else "-",
             )
         )
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
+    return columns(cells)
 
 
 def _shown(seconds: float) -> str:

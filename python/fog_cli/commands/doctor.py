@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fog_cli import machine, version
-from fog_cli.findings import Finding
+from fog_cli import add_command, machine, version
+from fog_cli.machine import Finding
 from fog_cli.spawn import Ended, run_program, run_ranks
 
 _EXAMPLES = """\
@@ -49,12 +49,12 @@ _SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "lo
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "doctor",
-        help="find out what works on this machine",
-        description="Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "find out what works on this machine",
+        "Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
+        _EXAMPLES,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
     parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
-from fog_cli import UsageError
+from fog_cli import UsageError, add_command
 
 _EXAMPLES = """\
 examples:
@@ -15,27 +16,38 @@ examples:
 
 It works on processes that hang or are stopped, and does not disturb them. Where a process's Python code is, py-spy says.
 """
+NOTHING = "no process of yours on this host has a group of fog"
 
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "dump",
-        help="show what ranks have in flight, and which ranks hold the others up",
-        description="Shows what processes of this host have in flight, for how long, and for which ranks they wait.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show what ranks have in flight, and which ranks hold the others up",
+        "Shows what processes of this host have in flight, for how long, and for which ranks they wait.",
+        _EXAMPLES,
     )
+    add_pids(parser)
+
+
+def add_pids(parser: argparse.ArgumentParser) -> None:
+    """Describes the processes to show; `fog top` has them, too."""
     parser.add_argument(
         "pids", nargs="*", type=int, metavar="PID", help="processes (default: all of yours on this host)"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Prints the report."""
-    for pid in arguments.pids:
+def check_pids(pids: Sequence[int]) -> None:
+    """Raises UsageError if there can be no process with one of these IDs."""
+    for pid in pids:
         if not 0 < pid < 1 << 31:
             raise UsageError(f"{pid}: there is no such process")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report."""
+    check_pids(arguments.pids)
     from fogdist import flight_record
 
     try:
@@ -43,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if not found:
-        print("fog dump: no process of yours on this host has a group of fog", file=sys.stderr)
+        print(f"fog dump: {NOTHING}", file=sys.stderr)
         return 1
     print(flight_record.report(found))
     return 0

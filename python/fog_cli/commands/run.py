@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, keep_going, launchers, processes
+from fog_cli import UsageError, add_command, keep_going, launchers, one_host
 from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
-from fog_cli.launchers import Command, Job
+from fog_cli.launchers import Job
 
 _EXAMPLES = """\
 examples:
@@ -28,9 +28,9 @@ examples:
   fog run -np 4 -m package.train              a module
   fog run -np 8 -H a:4,b:4 train.py           4 ranks on each of two hosts, which ssh reaches without a password
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
-  fog run -np 8 --launcher srun train.py      within an allocation of Slurm
   fog run -np 8 --keep-going train.py         the other ranks go on when one dies
 
+Within an allocation of Slurm the ranks are on its nodes, which srun reaches.
 Options come before the script; what follows it is the script's. Each line of output begins with its rank:
 "[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
 has been started.
@@ -39,12 +39,12 @@ has been started.
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "run",
-        help="start a script on several ranks",
-        description="Starts a script on several ranks: on this host by torchrun's machinery, on several by mpiexec or srun.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "start a script on several ranks",
+        "Starts a script on several ranks: on this host by torchrun's machinery, on several by an agent on each.",
+        _EXAMPLES,
         usage="fog run -np N [options] [-m] script.py [arguments of the script]",
         allow_abbrev=False,
     )
@@ -102,6 +102,9 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 
 def add_placing(parser: argparse.ArgumentParser) -> None:
     """Describes the options that say where ranks are and how they start; other commands have them, too."""
+    # The other options of `fog run`, for the commands that do not have them.
+    others = ("max_restarts", "max_ranks", "node_rank", "log_dir", "timeline_filename")
+    parser.set_defaults(keep_going=False, **dict.fromkeys(others))
     parser.add_argument(
         "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
     )
@@ -109,7 +112,7 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--network-interface",
         metavar="NIC",
-        help="network interface for all traffic between hosts (FOG_INTERFACE and MPI's, Gloo's and NCCL's)",
+        help="network interface for all traffic between hosts (FOG_INTERFACE, and Gloo's, NCCL's and UCX's)",
     )
     parser.add_argument(
         "-x",
@@ -123,56 +126,26 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         default="",
         metavar="WORDS",
-        help='words before the launcher, as in --prefix "numactl -m 0"',
+        help='words before the command of each rank, as in --prefix "numactl -m 0"',
     )
     parser.add_argument(
-        "--extra-mpi-flags",
-        default="",
-        metavar="WORDS",
-        help="more words for mpiexec or srun; with an equals sign, as in --extra-mpi-flags=-x",
-    )
-    parser.add_argument(
-        "--launcher",
-        choices=("auto", "torchrun", "mpiexec", "srun"),
-        default="auto",
-        help="what starts the ranks; auto: torchrun's machinery on this host, srun in a Slurm allocation, else mpiexec",
-    )
-    parser.add_argument(
-        "--mpiexec",
-        metavar="PATH",
-        help="the mpiexec to use; default: the one of the package mpich, then the one on PATH",
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help="show the launcher's command and set FOG_LOG_LEVEL=debug"
+        "--verbose",
+        action="store_true",
+        help="show the commands that are started and set FOG_LOG_LEVEL=debug",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for their end."""
-    if arguments.keep_going:
-        return _keep_going(arguments)
-    for option in ("--max-restarts", "--max-ranks", "--node-rank"):
-        if getattr(arguments, option[2:].replace("-", "_")) is not None:
-            raise UsageError(f"{option}: it is an option of --keep-going, which is missing")
-    command, environment = prepare(arguments, os.environ)
-    _make_log_folder(arguments.log_dir)
+    plan = prepare(arguments, os.environ)
+    _make_log_folder(plan.job.log_folder)
+    is_here = not arguments.keep_going and all(is_local(host.name) for host in plan.job.hosts)
     if arguments.verbose:
-        print(f"fog run: {command}", file=sys.stderr, flush=True)
-    try:
-        return processes.run(command.words, environment | command.variables)
-    except OSError as error:
-        raise UsageError(f"{command.words[0]}: {error.strerror}") from error
-
-
-def _keep_going(arguments: argparse.Namespace) -> int:
-    plan = prepare_to_keep_going(arguments, os.environ)
-    _make_log_folder(arguments.log_dir)
-    if arguments.verbose:
-        for start in plan.starts:
+        for start in [plan.job.rank] if is_here else plan.starts:
             if start is not None:
-                print(f"fog run: {start}", file=sys.stderr, flush=True)
+                print(f"fog run: {shlex.join(start)}", file=sys.stderr, flush=True)
     try:
-        return keep_going.run(plan)
+        return one_host.run(plan.job) if is_here else keep_going.run(plan)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
 
@@ -188,33 +161,8 @@ def _make_log_folder(folder: str | None) -> None:
         raise UsageError(f"--log-dir {folder}: Permission denied")
 
 
-def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> tuple[Command, dict[str, str]]:
-    """Checks the command line and builds the launcher's command.
-
-    Args:
-        arguments: The parsed arguments.
-        environment: The variables of this process.
-
-    Returns:
-        The launcher's command, and the environment for it, without the variables that the command adds itself.
-
-    Raises:
-        UsageError: The arguments are invalid.
-    """
-    given = given_hosts(arguments)
-    job = _job(arguments, environment, given)
-    launcher = choose_launcher(arguments.launcher, job.hosts, given is not None, environment)
-    if launcher == "torchrun":
-        return launchers.on_this_host(job), dict(job.environment)
-    if launcher == "srun":
-        _check_srun("--launcher srun")
-        return launchers.by_srun(job, given is not None), dict(job.environment)
-    mpiexec = find_mpiexec(arguments.mpiexec)
-    return launchers.by_mpiexec(job, mpiexec, _version_of(mpiexec)), dict(job.environment)
-
-
-def prepare_to_keep_going(arguments: argparse.Namespace, environment: Mapping[str, str]) -> keep_going.Plan:
-    """Checks the command line of `fog run --keep-going` and builds the commands of the agents.
+def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> keep_going.Plan:
+    """Checks the command line and builds the commands of the agents.
 
     Args:
         arguments: The parsed arguments.
@@ -223,26 +171,20 @@ def prepare_to_keep_going(arguments: argparse.Namespace, environment: Mapping[st
     Raises:
         UsageError: The arguments are invalid.
     """
-    if arguments.launcher in ("torchrun", "mpiexec"):
-        raise UsageError(
-            f"--launcher {arguments.launcher}: it ends all ranks when one dies; --keep-going starts them by agents of "
-            "its own, on other hosts by ssh or srun"
-        )
-    restarts = arguments.max_restarts or 0
-    if restarts < 0:
+    given = _given_hosts(arguments)
+    restarts, most, node = arguments.max_restarts, arguments.max_ranks, arguments.node_rank
+    for option, value in (("--max-restarts", restarts), ("--max-ranks", most), ("--node-rank", node)):
+        if value is not None and not arguments.keep_going:
+            raise UsageError(f"{option}: it is an option of --keep-going, which is missing")
+    if restarts is not None and restarts < 0:
         raise UsageError(f"--max-restarts: got {restarts}; allowed are numbers from 0 on")
-    given, node = given_hosts(arguments), arguments.node_rank
     if node is not None and given is None:
         raise UsageError("--node-rank: it is the number of a host; name the hosts with -H or --hostfile")
-    launcher = "torchrun"
-    if node is None:
-        hosts = given or [Host("localhost", 1)]
-        launcher = choose_launcher(arguments.launcher, hosts, given is not None, environment)
-    if launcher == "srun":
-        _check_srun("--keep-going")
-        given = given or _allocated_hosts(arguments.num_proc, environment)
+    by_srun = node is None and _is_for_srun(given, environment)
+    if by_srun and given is None:
+        given = _allocated_hosts(arguments.num_proc, environment)
     job = _job(arguments, environment, given)
-    most = job.ranks if arguments.max_ranks is None else arguments.max_ranks
+    most = job.ranks if most is None else most
     if most < job.ranks or (most > job.ranks and len(job.hosts) > 1):
         raise UsageError(
             f"--max-ranks: got {most}; allowed are numbers from -np on, {job.ranks}"
@@ -252,31 +194,27 @@ def prepare_to_keep_going(arguments: argparse.Namespace, environment: Mapping[st
         job = replace(job, environment={**job.environment, "FOG_MAX_RANKS": str(most)})
     if node is not None and not 0 <= node < len(job.hosts):
         raise UsageError(f"--node-rank: got {node}; the ranks fill {len(job.hosts)} hosts, from 0 on")
-    starts: list[Command | None] = []
+    starts: list[list[str] | None] = []
     for number, host in enumerate(job.hosts):
         if node is not None:
-            starts.append(launchers.agent_on_this_host(job) if number == node else None)
-        elif launcher == "srun":
-            starts.append(launchers.agent_by_srun(job, host))
+            starts.append(launchers.AGENT if number == node else None)
+        elif by_srun:
+            starts.append(launchers.agent_by_srun(host))
         elif is_local(host.name):
-            starts.append(launchers.agent_on_this_host(job))
+            starts.append(launchers.AGENT)
         else:
-            if shutil.which("ssh") is None:
-                raise UsageError(
-                    "--keep-going: there is no ssh on PATH, which starts the agents of other hosts"
-                )
             starts.append(launchers.agent_by_ssh(job, host))
-    if launcher != "srun" and job.flags:
-        raise UsageError("--extra-mpi-flags: --keep-going uses no launcher of MPI; srun takes these")
+    for program in ("ssh", "srun"):
+        if any(start and start[0] == program for start in starts) and shutil.which(program) is None:
+            raise UsageError(f"there is no {program} on PATH, which starts the agents of other hosts")
+    plan = keep_going.Plan(job, starts, "127.0.0.1", 0, restarts or 0, most, arguments.keep_going)
     if len(job.hosts) == 1:
-        return keep_going.Plan(job, starts, "127.0.0.1", 0, restarts, most)
+        return plan
     address = job.environment.get("MASTER_ADDR") or job.hosts[0].name
     if is_local(address) and node is None:
         address = socket.gethostname()  # "localhost" is another host there
     port = _port(job.environment.get("MASTER_PORT", ""))
-    return keep_going.Plan(
-        job, starts, address, port or (keep_going.DEFAULT_PORT if node is not None else 0), restarts, most
-    )
+    return replace(plan, address=address, port=port or (keep_going.DEFAULT_PORT if node is not None else 0))
 
 
 def _port(text: str) -> int:
@@ -287,13 +225,7 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def check_ssh_port(port: int | None) -> None:
-    """Raises UsageError if a port cannot be one."""
-    if port is not None and not 1 <= port <= 65535:
-        raise UsageError(f"--ssh-port: got {port}; allowed are 1 to 65535")
-
-
-def given_hosts(arguments: argparse.Namespace) -> list[Host] | None:
+def _given_hosts(arguments: argparse.Namespace) -> list[Host] | None:
     if arguments.hostfile:
         return read_hostfile(arguments.hostfile)
     return parse_hosts(arguments.hosts) if arguments.hosts else None
@@ -312,66 +244,39 @@ def _allocated_hosts(ranks: int, environment: Mapping[str, str]) -> list[Host]:
     ]
 
 
-def _check_srun(option: str) -> None:
-    if shutil.which("srun") is None:
-        raise UsageError(f"{option}: there is no srun on PATH")
+def _is_for_srun(given: Sequence[Host] | None, environment: Mapping[str, str]) -> bool:
+    """Whether the ranks are for several nodes, or others, of an allocation of Slurm."""
+    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+    if given is None:
+        needs_others = nodes.isdecimal() and int(nodes) > 1
+    else:
+        needs_others = not all(is_local(host.name) for host in given)
+    return needs_others and "SLURM_JOB_ID" in environment
 
 
 def _job(arguments: argparse.Namespace, environment: Mapping[str, str], given: list[Host] | None) -> Job:
     """Checks the arguments of all launchers."""
     if arguments.num_proc < 1:
         raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
-    check_ssh_port(arguments.ssh_port)
+    if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
+        raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
+    try:
+        prefix = shlex.split(arguments.prefix)
+    except ValueError as error:  # an unbalanced quotation mark
+        raise UsageError(
+            f"--prefix: got {arguments.prefix!r}: {str(error)[:1].lower()}{str(error)[1:]}"
+        ) from None
+    if prefix and shutil.which(prefix[0]) is None:
+        raise UsageError(f"--prefix: got {prefix[0]!r}, which is no program")
     variables = _variables(arguments, environment)
-    folder = getattr(arguments, "log_dir", None)
-    job = Job(
+    return Job(
         ranks=arguments.num_proc,
         hosts=place(given, arguments.num_proc) if given else [Host("localhost", arguments.num_proc)],
-        command=rank_command(arguments.command, arguments.module, variables),
+        command=[*prefix, *rank_command(arguments.command, arguments.module, variables)],
         environment=variables,
         ssh_port=arguments.ssh_port,
-        interface=arguments.network_interface,
-        prefix=_words("--prefix", arguments.prefix),
-        flags=_words("--extra-mpi-flags", arguments.extra_mpi_flags),
-        as_root=os.geteuid() == 0,
-        log_folder=str(Path(folder).absolute()) if folder else None,
+        log_folder=str(Path(arguments.log_dir).absolute()) if arguments.log_dir else None,
     )
-    if job.prefix and shutil.which(job.prefix[0]) is None:
-        raise UsageError(f"--prefix: got {job.prefix[0]!r}, which is no program")
-    return job
-
-
-def _words(option: str, text: str) -> list[str]:
-    """The words of an option's value, split as a shell does it."""
-    try:
-        return shlex.split(text)
-    except ValueError as error:  # an unbalanced quotation mark
-        raise UsageError(f"{option}: got {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
-
-
-def choose_launcher(asked: str, hosts: Sequence[Host], given: bool, environment: Mapping[str, str]) -> str:
-    """Returns "torchrun", "mpiexec" or "srun".
-
-    Raises:
-        UsageError: torchrun is requested with other hosts than this one, or srun outside of an allocation.
-    """
-    others = [host.name for host in hosts if not is_local(host.name)]
-    allocated = "SLURM_JOB_ID" in environment
-    if asked == "torchrun" and others:
-        raise UsageError(
-            f"--launcher torchrun: it starts ranks of this host only, got {', '.join(others)}. "
-            "Start `torchrun --nnodes` on each host, or take --launcher mpiexec"
-        )
-    if asked == "srun" and not allocated:
-        raise UsageError(
-            "--launcher srun: this is no allocation of Slurm (SLURM_JOB_ID is not set): begin with salloc or sbatch"
-        )
-    if asked != "auto":
-        return asked
-    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
-    if allocated and (others or (not given and nodes.isdecimal() and int(nodes) > 1)):
-        return "srun"
-    return "mpiexec" if others else "torchrun"
 
 
 def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
@@ -423,14 +328,14 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
     variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
     # With --node-rank each host has a `fog run` of its own, and rank 0 makes the secret.
-    if getattr(arguments, "node_rank", None) is None and not variables.get("FOG_JOB_SECRET"):
+    if arguments.node_rank is None and not variables.get("FOG_JOB_SECRET"):
         variables["FOG_JOB_SECRET"] = secrets.token_hex(32)
     if arguments.network_interface:
         names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
         variables |= dict.fromkeys(names, arguments.network_interface)
     if arguments.verbose:
         variables["FOG_LOG_LEVEL"] = "debug"
-    if getattr(arguments, "timeline_filename", None):
+    if arguments.timeline_filename:
         variables["FOG_TIMELINE"] = arguments.timeline_filename
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")
@@ -441,35 +346,3 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
         if is_given:
             variables[name] = value
     return variables
-
-
-def find_mpiexec(named: str | None) -> str:
-    """Returns the path of an mpiexec.
-
-    Raises:
-        UsageError: There is none.
-    """
-    beside = Path(sys.executable).parent / "mpiexec"
-    found = shutil.which(named) if named else str(beside) if beside.exists() else shutil.which("mpiexec")
-    if found is None:
-        raise UsageError(
-            f"--mpiexec {named}: there is no such program"
-            if named
-            else "there is no mpiexec: pip install 'mpich>=5', or name one with --mpiexec"
-        )
-    return found
-
-
-def _version_of(mpiexec: str) -> str:
-    try:
-        done = subprocess.run(
-            [mpiexec, "--version"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=20,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UsageError(f"{mpiexec} --version: {error}") from error
-    return done.stdout.decode(errors="replace")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError
+from fog_cli import UsageError, add_command
 
 _EXAMPLES = """\
 examples:
@@ -20,20 +20,20 @@ Open the result at https://ui.perfetto.dev or in chrome://tracing.
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "timeline",
-        help="merge the ranks' timelines",
-        description="Works on the timelines that ranks record with FOG_TIMELINE=PREFIX.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "merge the ranks' timelines",
+        "Works on the timelines that ranks record with FOG_TIMELINE=PREFIX.",
+        _EXAMPLES,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    merge = actions.add_parser(
+    merge = add_command(
+        actions,
         "merge",
-        help="write one file with one clock",
-        description="Writes one timeline of those of several ranks, with one clock.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "write one file with one clock",
+        "Writes one timeline of those of several ranks, with one clock.",
+        _EXAMPLES,
     )
     merge.add_argument("traces", nargs="+", metavar="PREFIX|FILE", help="the prefix, or the ranks' files")
     merge.add_argument(

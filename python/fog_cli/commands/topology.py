@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fog_cli import UsageError
+from fog_cli import UsageError, add_command
 
 if TYPE_CHECKING:
     from fogdist.topology import Topology
@@ -27,7 +25,7 @@ Sequences of rounds: {sequences}.
 docs/topologies.md says which to choose.
 """
 
-# The names of fogdist.topology.by_name, repeated here because importing it imports numpy and networkx. A test compares
+# The names of fogdist.topology.by_name, repeated here because importing it imports torch and networkx. A test compares
 # the two lists.
 STATIC = (
     "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus",
@@ -46,12 +44,12 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 2
 
 def add(subparsers: Any) -> None:
     """Describes the command."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "topology",
-        help="show what a topology costs, and draw it",
-        description="Shows the degree, the spectral gap, the rounds to agreement and the traffic of a topology.",
-        epilog=_EXAMPLES.format(static=", ".join(STATIC), sequences=", ".join(SEQUENCES)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "show what a topology costs, and draw it",
+        "Shows the degree, the spectral gap, the rounds to agreement and the traffic of a topology.",
+        _EXAMPLES.format(static=", ".join(STATIC), sequences=", ".join(SEQUENCES)),
     )
     parser.add_argument(
         "name",
@@ -90,7 +88,6 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the numbers."""
-    leave_out_torch()
     from fogdist.topology import TopologyError, plot, summary
 
     try:
@@ -114,16 +111,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise UsageError(f"--plot {arguments.plot}: {error}") from error
     return 0
-
-
-def leave_out_torch() -> None:
-    """Makes `fogdist.topology` importable without the rest of fogdist, which imports torch and so takes seconds."""
-    if "fogdist" in sys.modules:
-        return
-    specification = importlib.util.find_spec("fogdist")
-    if specification is None:
-        raise UsageError("the package fogdist is not installed")
-    sys.modules["fogdist"] = importlib.util.module_from_spec(specification)
 
 
 def make(name: str, ranks: int, seed: int) -> Topology:

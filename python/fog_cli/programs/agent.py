@@ -1,4 +1,4 @@
-"""The agent of a host under `fog run --keep-going`: it starts the ranks of its host, and lives on when one of them dies.
+"""The agent of a host under `fog run`: it starts the ranks of its host, and lives on when one of them dies.
 
 `python -m fog_cli.programs.agent`. Standard input is the connection to `fog run`: first a line of JSON, the `Task`, then
 lines with signals for the ranks, and with those to start again. Its end means that `fog run` is gone, and the ranks are
@@ -13,7 +13,6 @@ the agent proper, its child, has ended for any reason. If the guard is killed, t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import ipaddress
 import json
 import os
@@ -32,16 +31,11 @@ from typing import Any, NoReturn
 from fog_cli import processes
 from fog_cli.programs.rank import die_with_parent, write_whole
 
-# The value in <sys/prctl.h>.
-_PR_SET_CHILD_SUBREAPER = 36
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The seconds that ranks have to end after a signal, as under torchrun, and what they leave behind after SIGTERM.
+# The seconds that ranks have to end after a signal, as under torchrun.
 _STOP_TIMEOUT = 30.0
-_GRACE = 5.0
 # What a member of a job has open, see `fog_pg._joining.note_member`.
 _MEMBER = "fog_member"
-# The pauses of the guard between two looks at what is left, and of the agent between two looks at the Store.
-_LOOK_INTERVAL = 0.05
+# The pause between two samples of the connections to the Store.
 _STORE_INTERVAL = 1.0
 # The seconds in which the last messages to `fog run` must be written.
 _TELL_TIMEOUT = 10.0
@@ -184,7 +178,7 @@ class Agent:
         signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._selector.register(connection, selectors.EVENT_READ)
-        for number in (*_SIGNALS, signal.SIGCHLD):
+        for number in (*processes.SIGNALS, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGCHLD:
                 signal.signal(number, lambda _number, _frame: None)  # `_woken` has the number
 
@@ -252,7 +246,7 @@ class Agent:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
         times = [*(at for at, *_ in self._due.values()), *(at for at, _ in self._left)]
         if self._due and self._left:  # the first wait for the end of the others, which nothing tells
-            times = [time.monotonic() + _LOOK_INTERVAL]
+            times = [time.monotonic() + processes.INTERVAL]
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
         if not self._living:
@@ -263,7 +257,7 @@ class Agent:
                 self._read_connection()
             else:
                 for number in os.read(self._woken, 1 << 12):
-                    if number in _SIGNALS:
+                    if number in processes.SIGNALS:
                         self._stop(number)
 
     def _read_connection(self) -> None:
@@ -312,7 +306,7 @@ class Agent:
         if left := processes.of_session(rank.pid):
             for process in left:
                 processes.send(process, signal.SIGTERM)
-            self._left.append((time.monotonic() + _GRACE, left))
+            self._left.append((time.monotonic() + processes.GRACE, left))
 
     def _stop(self, number: int) -> None:
         """Sends a signal to all ranks; those that still live after a time are killed."""
@@ -364,7 +358,7 @@ class Agent:
             for pid in self._living:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
-            self._stop_at = now + _GRACE
+            self._stop_at = now + processes.GRACE
 
     def _tell(self, **values: object) -> None:
         self._messages.put(f"{self._task.token} {json.dumps(values)}\n".encode())
@@ -423,7 +417,7 @@ def _guard(agent: int) -> NoReturn:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(agent, number)
 
-    for number in _SIGNALS:
+    for number in processes.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, pass_on)
     while True:
@@ -431,34 +425,15 @@ def _guard(agent: int) -> NoReturn:
         if pid == agent:
             status = os.waitstatus_to_exitcode(found)
             break
-    for number in _SIGNALS:
+    for number in processes.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _end_descendants()
+    processes.end_descendants()
     os._exit(status if status >= 0 else 128 - status)
-
-
-def _end_descendants() -> None:
-    """Ends all descendants of this process, with SIGTERM first; processes that copy output end with the ranks."""
-    deadline = time.monotonic() + _GRACE
-    told: set[tuple[int, int]] = set()
-    while True:
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        left = processes.descendants_of(os.getpid())
-        if not left:
-            return
-        for process in left - told:
-            processes.send(process, signal.SIGTERM)
-        told |= left
-        if time.monotonic() >= deadline:
-            processes.kill_with_descendants(left)
-        time.sleep(_LOOK_INTERVAL)
 
 
 def main() -> NoReturn:
     """Runs the guard and the agent."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    processes.adopt_orphans()
     agent = os.fork()
     if agent:
         _guard(agent)

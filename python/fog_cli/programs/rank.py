@@ -18,9 +18,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-# The variables of torchrun, of MPICH and Intel MPI, of Open MPI and of Slurm. fog_pg.environment has them too, but
-# importing it imports torch.
-RANK_VARIABLES = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 # The exit status of a rank that has lost another one, see `fog_pg._last_words`.
 STATUS_OF_VICTIM = 75
 # The value in <sys/prctl.h>.
@@ -28,11 +25,6 @@ _PR_SET_PDEATHSIG = 1
 _MOST_READ = 1 << 16
 # A line is buffered until it ends, but only up to this number of bytes.
 _LONGEST = 1 << 20
-
-
-def rank_of(environment: Mapping[str, str]) -> str:
-    """Returns the rank that the launcher set in the environment, "?" if there is none."""
-    return next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "?")
 
 
 def die_with_parent() -> None:
@@ -159,13 +151,14 @@ def main() -> NoReturn:
     """Runs the command of the command line."""
     die_with_parent()
     words = sys.argv[1:]
-    rank, log = rank_of(os.environ), None
+    rank, log = os.environ["RANK"], None
     prefix = f"[{rank}] ".encode()
     if words[0] == "--log-dir":
         log = Log(Path(words[1], f"rank-{rank}.log"), lambda text: write_whole(2, prefix + text.encode()))
         words = words[2:]
     _start_copying(prefix, log)
     os.environ.setdefault("FOG_RUN", "1")
+    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # which is for `fog_cli.one_host` only
     try:
         os.execvp(words[0], words)
     except OSError as error:

@@ -366,6 +366,7 @@ class DecentralizedDataParallel(nn.Module):
 
         In mode "sync", if some rank has begun an exchange by a training forward pass without a step, all ranks complete
         this exchange first. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
+        With `patience` too all ranks wait for a late one here, up to the group's timeout: its values belong to the average.
 
         Args:
             buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's

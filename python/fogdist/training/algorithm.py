@@ -683,16 +683,20 @@ class Algorithm(DistributedOptimizer):
         with buckets.released_on_error():
             context = self.context
             if context.size > 1:
-                described = [self.name, *self._described, *buckets.layout()]
-                if self._seat is None:
-                    check_same_everywhere(context.backend, "model", described)
-                else:
-                    members_of(self._group).check_same(self.name, "model", described)
+                self._agree_on(buckets)
                 if self.warns_apart and not self._has_state and not context.is_joining:
                     _warn_if_apart(context, parameters)
             buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
+
+    def _agree_on(self, buckets: FlatBuckets) -> None:
+        """Compares all that describes the algorithm among the ranks, and tells it to processes that join. Collective."""
+        described = [self.name, *self._described, *buckets.layout()]
+        if self._seat is None:
+            check_same_everywhere(self.context.backend, "model", described)
+        else:
+            members_of(self._group).check_same(self.name, "model", described)
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
         if self._loaded or not self._has_state:

@@ -52,7 +52,7 @@ class FlatBuckets:
             their memory with other ones or with other processes, and DTensors, keep their own memory all the same.
 
     Raises:
-        TypeError: A tensor is sparse, quantized or of a subclass with a layout of its own, or no tensor.
+        TypeError: A tensor is sparse, or of a subclass with a layout of its own.
         ValueError: It is on the device meta or without a shape yet, or is expanded; it has another owner; `max_bytes` is
             below 1; as many names as tensors are needed.
     """
@@ -337,14 +337,12 @@ class FlatBuckets:
 
 
 def _check(tensor: Tensor, label: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{label} must be a torch.Tensor, got {type(tensor).__name__}")
     if is_lazy(tensor):
         raise ValueError(f"{label} must have a shape, got a {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
         raise TypeError(f"{label} must be dense (layout torch.strided), got layout {tensor.layout}")
     tensor = local_of(tensor)
-    if is_traceable_wrapper_subclass(tensor) or tensor.is_quantized:
+    if is_traceable_wrapper_subclass(tensor):
         raise TypeError(f"{label} must be an ordinary tensor, got {type(tensor).__name__} of {tensor.dtype}")
     if tensor.device.type == "meta":
         raise ValueError(f"{label} must have memory, got one on the device meta")

@@ -285,6 +285,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._fog_wrapped.param_groups.pop()
             raise
         self.buckets.extend(missing, names=names)
+        self._agree_on(self.buckets)  # a process that joins without these parameters is refused
         self._open()
 
     # --- a round ---

@@ -14,8 +14,8 @@ from fogdist import bluefog
 def fog_run(words: Sequence[str]) -> list[str]:
     """Returns the words of `fog run` for those of `bfrun`.
 
-    fog has no use for `--use-infiniband`, as UCX finds the network itself, and on one host none for `--extra-mpi-flags`.
-    All other options are those of `fog run`.
+    fog has no use for `--use-infiniband`, as UCX finds the network itself, nor for `--extra-mpi-flags`, as no launcher of MPI
+    starts the ranks. All other options are those of `fog run`.
     """
     parser = argparse.ArgumentParser(prog="bfrun", allow_abbrev=False, add_help=False)
     parser.add_argument("-v", "--version", action="version", version=bluefog.__version__)
@@ -30,10 +30,8 @@ def fog_run(words: Sequence[str]) -> list[str]:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = vars(parser.parse_args(words))
     command = given.pop("command")
-    given.pop("use_infiniband")
-    flags = given.pop("extra_mpi_flags")
-    if flags and (given["hosts"] or given["hostfile"]):
-        given["extra_mpi_flags"] = flags
+    for unused in ("use_infiniband", "extra_mpi_flags"):
+        given.pop(unused)
     options = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in given.items()
