@@ -32,7 +32,7 @@ class Description:
     Attributes:
         step: The user's number of it.
         ranks: The number of ranks that saved it.
-        pieces: The names of its folders, one for each rank in order, or one for the mean of all.
+        pieces: The names of its folders, one for each rank in order, or "mean" for the mean of all.
         weights: The weight of each piece in the mean of all ranks' parameters.
         files: The names and sizes of all files.
         versions: Of the libraries that wrote it.
@@ -47,11 +47,6 @@ class Description:
     versions: dict[str, str]
     format: int = _FORMAT
 
-    @property
-    def is_mean(self) -> bool:
-        """Whether it has the mean of all ranks in place of each rank's own values."""
-        return self.pieces == ["mean"]
-
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
     """Returns the steps of all checkpoints in a folder, in ascending order. Not collective.
@@ -59,10 +54,8 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
     Args:
         path: The folder that `save` was given; it may be missing.
     """
-    root = Path(path)
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
-    return sorted(int(match[1]) for name, match in found if (root / name / _DESCRIPTION).is_file())
+    found = [_NAME.fullmatch(each.parent.name) for each in Path(path).glob(f"step-*/{_DESCRIPTION}")]
+    return sorted(int(match[1]) for match in found if match)
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -81,11 +74,7 @@ def folder_of(root: Path, step: int) -> Path:
 
 
 def find(root: Path, step: int | None) -> Path:
-    """Returns the folder of a step's checkpoint, or of the highest step.
-
-    Raises:
-        FileNotFoundError: There is none.
-    """
+    """Returns the folder of a step's checkpoint, or of the highest step. Raises FileNotFoundError if there is none."""
     known = steps(root)
     if not known or (step is not None and step not in known):
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
@@ -104,36 +93,33 @@ def begin(root: Path, step: int) -> Path:
     folder = folder_of(root, step)
     if folder.exists():
         raise FileExistsError(errno.EEXIST, f"path must have no checkpoint of step {step} yet, got {folder}")
-    for entry in root.iterdir():
-        if entry.name.startswith(".") and _NAME.match(entry.name[1:]):
-            shutil.rmtree(entry, ignore_errors=True)
+    for entry in root.glob(".step-*"):
+        discard(entry)
     hidden = _hidden(folder)
     hidden.mkdir()
     return hidden
 
 
-def complete(hidden: Path, description: Description) -> Path:
-    """Checks that all files of a checkpoint are there, and gives its folder its name. Returns the folder.
+def complete(hidden: Path, description: Description) -> None:
+    """Checks that all files of a checkpoint are there, and gives its folder its name.
 
     Raises:
         OSError: A file is missing or of another size, or the system refuses.
     """
-    root = hidden.parent
-    if missing := _missing(hidden, description.files):
+    root, files = hidden.parent, description.files
+    if missing := _missing(hidden, files):
         raise FileNotFoundError(
             errno.ENOENT,
             f"path must be a folder that all ranks share, got {root}, where rank 0 does not see {len(missing)} of "
-            f"{len(description.files)} files as they were written, such as {missing[0]}",
+            f"{len(files)} files as they were written, such as {missing[0]} of {files[missing[0]]} bytes",
         )
     with (hidden / _DESCRIPTION).open("w") as file:
         json.dump(asdict(description), file)
         file.flush()
         os.fsync(file.fileno())
     sync(hidden)
-    folder = folder_of(root, description.step)
-    hidden.rename(folder)
+    hidden.rename(folder_of(root, description.step))
     sync(root)
-    return folder
 
 
 def describe(folder: Path) -> Description:
@@ -175,9 +161,10 @@ def damage_named(folder: Path) -> Iterator[None]:
 def check_piece(folder: Path, description: Description, piece: str) -> None:
     """Raises FileNotFoundError if a file of a piece is missing or of another size."""
     files = {name: size for name, size in description.files.items() if name.startswith(f"{piece}/")}
-    if missing := _missing(folder, files):
+    for name in _missing(folder, files):
         raise FileNotFoundError(
-            errno.ENOENT, f"the checkpoint in {folder} is damaged: {missing[0]} is missing or not whole"
+            errno.ENOENT,
+            f"the checkpoint in {folder} is damaged: {name} is missing or has not its {files[name]} bytes",
         )
 
 
@@ -190,9 +177,7 @@ def remove_old(root: Path, keep: int, but: int) -> None:
     for step in others[: max(0, len(others) - keep + 1)]:
         folder = folder_of(root, step)
         try:
-            hidden = _hidden(folder)
-            folder.rename(hidden)  # never seen without some of its files
-            shutil.rmtree(hidden)
+            shutil.rmtree(folder.rename(_hidden(folder)))  # never seen without some of its files
         except OSError as error:
             warn_user(f"an old checkpoint could not be removed: {error}")
 
@@ -212,23 +197,14 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sizes(piece: Path) -> dict[str, int]:
-    """Returns the sizes of a piece's files, by their names within the checkpoint."""
-    return {f"{piece.name}/{file.name}": file.stat().st_size for file in sorted(piece.iterdir())}
-
-
 def _hidden(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
 
 
 def _missing(folder: Path, files: Mapping[str, int]) -> list[str]:
     """Returns the files that are missing or of another size than they were written."""
-    missing = []
-    for name, size in files.items():
-        try:
-            is_there = (folder / name).stat().st_size == size
-        except OSError:
-            is_there = False
-        if not is_there:
-            missing.append(f"{name} of {size} bytes")
-    return missing
+    return [
+        name
+        for name, size in files.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]

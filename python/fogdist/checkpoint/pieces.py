@@ -6,8 +6,7 @@ one, and a piece can be read on any number of ranks, also by torch.distributed.c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +22,8 @@ _REST = "fog"
 _TENSOR = "fog tensor"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a saved tensor."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.size}"
-
-
 def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns a state dict with names in place of its tensors, which are added to `tensors`.
-
-    Args:
-        state: A state as of `fogdist.nested.replaced`.
-        name: As there.
-        tensors: The tensors by name.
-    """
+    """Returns a state dict, as of `fogdist.nested.replaced`, with names for its tensors, which it adds to `tensors`."""
 
     def take(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
@@ -78,7 +60,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rest: Any) -> None:
     for name, tensor in tensors.items():
         part, _, inner = name.partition(".")
         state.setdefault(part, {})[inner] = tensor
-    # The steps of `torch.distributed.checkpoint.save`, without its exchanges.
+    # The steps of `torch.distributed.checkpoint.save`, which warns if it has no group of ranks.
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     writer.set_up_storage_writer(True)
     planner.set_up_planner(state, writer.storage_meta(), True)
@@ -90,13 +72,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rest: Any) -> None:
 
 
 class Piece:
-    """A piece that was written before.
-
-    Args:
-        folder: The piece's folder.
+    """A piece that was written before, in a folder.
 
     Attributes:
-        shapes: Of its tensors, by name.
+        shapes: Of its tensors, by name, as tensors on the device "meta".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,36 +87,29 @@ class Piece:
             self._reader = FileSystemReader(folder)
             self._metadata = self._reader.read_metadata()
             self.shapes = {
-                name: Shape(entry.properties.dtype, tuple(entry.size))
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
                 for name, entry in self._metadata.state_dict_metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             }
 
     def rest(self) -> Any:
         """Reads all that is no tensor."""
-        with damage_named(self._folder):
-            return self._read({_REST: None})[_REST][0]
+        return self._read({_REST: None})[_REST][0]
 
-    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Reads tensors, into the memory of the host."""
-        shapes = {name: self.shapes[name] for name in names}
-        with damage_named(self._folder):
-            return self._read(
-                {
-                    name: torch.empty(shape.size, dtype=shape.dtype, device="cpu")
-                    for name, shape in shapes.items()
-                }
-            )
+        return self._read({name: torch.empty_like(self.shapes[name], device="cpu") for name in names})
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        # The steps of `torch.distributed.checkpoint.load`, without its exchanges.
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(wanted, self._metadata, True)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        # The steps of `torch.distributed.checkpoint.load`, which warns if it has no group of ranks.
+        with damage_named(self._folder):
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            planner.set_up_planner(wanted, self._metadata, True)
+            self._reader.set_up_storage_reader(self._metadata, True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
         read: dict[str, Any] = planner.state_dict
         return read
