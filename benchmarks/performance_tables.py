@@ -153,19 +153,9 @@ def error_table(model: Mapping[str, Any]) -> str:
                 percent(statistics.median(errors)), percent(max(errors)), str(sum(e <= GOAL for e in errors)),
             ]
         )  # fmt: skip
-    for name, title in (
-        ("fitted", "fitted"),
-        ("held out", "held out"),
-        ("simgrid", "SimGrid beside the model"),
-    ):
-        if name in model["summary"]:
-            all_ = model["summary"][name]
-            rows.append(
-                [
-                    "all", "", title, str(all_["points"]), percent(all_["median"]), percent(all_["largest"]),
-                    str(all_["within_goal"]),
-                ]
-            )  # fmt: skip
+    for title, of in model["summary"].items():
+        shown = [percent(of["median"]), percent(of["largest"]), str(of["within_goal"])]
+        rows.append(["all", "", title, str(of["points"]), *shown])
     return table(
         ["scenario", "hosts", "", "points", "median error, %", "largest, %", "within the goal"], rows
     )
