@@ -24,7 +24,6 @@ the work per byte and message stays that of its dilation. performance_tables.py 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import program
 from loggops import Parameters
 from training_model import WAYS, Cluster, Workload, seconds_of, work_seconds
 from workloads import MODELS, SCENARIOS, Dilation, sizes_of
@@ -263,9 +263,7 @@ def extrapolate(
 
 def main() -> None:
     """Fits, checks, extrapolates, prints and writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
     add("--cluster", type=Path, default=RESULTS / "cluster.json", help="what benchmarks/cluster.py measured")
     add("--json", type=Path, default=RESULTS / "model.json", help="file for the numbers")
