@@ -9,7 +9,7 @@ import copy
 import os
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,14 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.checkpoint.folders import (
-    Description,
+    MEAN,
     begin,
-    check_piece,
     complete,
-    describe,
     discard,
     find,
     folder_of,
     latest,
+    piece_of,
     remove_old,
     steps,
     sync,
@@ -85,13 +84,15 @@ class Saving:
         self,
         context: Context,
         hidden: Path,
-        plan: Description,
+        step: int,
+        pieces: list[str],
         keep: int | None,
-        written: Future[dict[str, int]],
+        written: Future[None],
     ) -> None:
         self._context = context
         self._hidden = hidden
-        self._plan = plan
+        self._step = step
+        self._pieces = pieces
         self._keep = keep
         self._written = written
         self._ended: Path | Exception | None = None
@@ -123,14 +124,15 @@ class Saving:
         return self._ended
 
     def _complete(self) -> Path:
-        context, plan, root = self._context, self._plan, self._hidden.parent
-        what = f"write the checkpoint of step {plan.step} in {root}"
-        of_ranks = tell(context, what, together(context, what, self._written.result))
-        description = replace(plan, files={name: size for files in of_ranks for name, size in files.items()})
-        together(context, what, lambda: complete(self._hidden, description) if context.rank == 0 else None)
-        if context.rank == 0 and self._keep is not None:
-            remove_old(root, self._keep, plan.step)
-        return folder_of(root, plan.step)
+        context, step, root = self._context, self._step, self._hidden.parent
+        which = f"the checkpoint of step {step} in {root}"
+        together(context, f"write {which}", self._written.result)
+        is_first = context.rank == 0
+        completes = f"complete {which}"
+        together(context, completes, lambda: complete(self._hidden, step, self._pieces) if is_first else None)
+        if is_first and self._keep is not None:
+            remove_old(root, self._keep, step)
+        return folder_of(root, step)
 
 
 @suspend_detection()
@@ -252,31 +254,32 @@ def load(
     check_same_everywhere(context.backend, "checkpoint", [what, f"optimizer: {optimizer is not None}"])
     chosen = together(context, what, lambda: find(root, step).name if context.rank == 0 else None)
     folder = root / tell(context, what, chosen)[0]
-    description = together(context, what, lambda: describe(folder))
-    pieces, ranks = description.pieces, description.ranks
-    # From several states, rank 0's gives the numbers, and the names and shapes of the tensors.
-    is_combined = len(pieces) > 1 and ranks != context.size
-    own = pieces[0 if is_combined or len(pieces) == 1 else context.rank]
+    has_mean_only = (folder / MEAN).is_dir()
 
     def opened(name: str) -> Piece:
-        check_piece(folder, description, name)
-        return Piece(folder / name)
+        piece = Piece(folder / name)
+        piece.check()
+        return piece
 
-    def begun() -> tuple[Piece, dict[str, Any]]:
-        piece = opened(own)
+    def begun() -> tuple[Piece, dict[str, Any], int, bool]:
+        piece = opened(MEAN if has_mean_only else piece_of(0))
+        ranks = piece.head()["ranks"]
+        # From several states, rank 0's gives the numbers, and the names and shapes of the tensors.
+        is_combined = not has_mean_only and ranks not in (1, context.size)
+        if not has_mean_only and ranks == context.size:
+            piece = opened(piece_of(context.rank))
         rest = piece.rest()
         check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
         if is_combined:
             rest = of_all_ranks(rest, optimizer)
-            rest["extra"] = opened(pieces[context.rank % ranks]).rest()["extra"]
-        return piece, rest
+            rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
+        return piece, rest, ranks, is_combined
 
     def sources() -> list[Source]:
-        mine = list(zip(pieces, description.weights, strict=True))[context.rank :: context.size]
-        found = [(opened(name), weight) for name, weight in mine]
-        return [Source(each.tensors, weights_of(each.shapes, each.rest(), weight)) for each, weight in found]
+        mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
+        return [Source(each.tensors, weights_of(each.shapes, each.rest(), each.head())) for each in mine]
 
-    piece, rest = together(context, what, begun)
+    piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
     shapes = {name: shape for name, shape in piece.shapes.items() if name.startswith(parts)}
     found: dict[str, torch.Tensor] = {}
@@ -286,7 +289,7 @@ def load(
     if optimizer is not None:
         together(context, what, lambda: restore_optimizer(optimizer, rest, tensors))
     together(context, what, lambda: restore_model(model, rest, tensors))
-    return Loaded(description.step, ranks, is_combined or pieces == ["mean"], rest["extra"])
+    return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined or has_mean_only, rest["extra"])
 
 
 # --- inside ---
@@ -323,37 +326,31 @@ def _begin(
     check_same_everywhere(context.backend, "checkpoint", [what, f"{average=}", f"{keep=}", f"{is_copied=}"])
     begun = together(context, what, lambda: begin(root, step).name if context.rank == 0 else None)
     hidden = root / tell(context, what, begun)[0]
-    pieces, weights, own = ["mean"], [1.0], "mean" if context.rank == 0 else None
+    pieces = [MEAN] if average else [piece_of(rank) for rank in range(context.size)]
     if average:
         try:
             state = _mean_of(context, what, state, optimizer)
         except Exception:
             discard(hidden)
             raise
-    else:
-        pieces, weights = [f"rank{rank}" for rank in range(context.size)], tell(context, what, state.weight)
-        own = pieces[context.rank]
-    plan = Description(
-        step, context.size, pieces, weights, {}, {"fogdist": VERSION, "torch": torch.__version__}
-    )
-    if own is None:
-        written: Future[dict[str, int]] = Future()
-        written.set_result({})
-    else:
+    head = {"ranks": context.size, "versions": {"fogdist": VERSION, "torch": torch.__version__}}
+    written: Future[None] = Future()
+    if context.rank < len(pieces):
         # Here, because streams of devices belong to threads.
         tensors = {name: tensor.to("cpu", copy=is_copied) for name, tensor in state.tensors.items()}
-        kept = State(tensors, copy.deepcopy(state.rest) if is_copied else state.rest, state.weight)
+        rest = copy.deepcopy(state.rest) if is_copied else state.rest
         executor = ThreadPoolExecutor(1, thread_name_prefix="fogdist.checkpoint")
-        written = executor.submit(_write, hidden / own, kept)
+        kept = State(tensors, rest, state.head | head)
+        written = executor.submit(_write, hidden / pieces[context.rank], kept)
         executor.shutdown(wait=False)
-    return Saving(context, hidden, plan, keep, written)
+    else:
+        written.set_result(None)
+    return Saving(context, hidden, step, pieces, keep, written)
 
 
-def _write(folder: Path, state: State) -> dict[str, int]:
-    """Writes a piece and returns the sizes of its files, by their names within the checkpoint."""
-    write(folder, state.tensors, state.rest)
+def _write(folder: Path, state: State) -> None:
+    write(folder, state.tensors, state.rest, state.head)
     sync(folder)
-    return {f"{folder.name}/{file.name}": file.stat().st_size for file in sorted(folder.iterdir())}
 
 
 def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | None) -> State:
@@ -364,7 +361,7 @@ def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | N
         name: torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
         for name, dtype, size in told
     }
-    weights = weights_of(state.tensors, state.rest, state.weight)
+    weights = weights_of(state.tensors, state.rest, state.head)
     found = means(context, what, shapes, [Source(lambda names: state.tensors, weights)])
     others = {name: tensor for name, tensor in state.tensors.items() if name not in found}
-    return State({**others, **found}, of_all_ranks(state.rest, optimizer), 1.0)
+    return State({**others, **found}, of_all_ranks(state.rest, optimizer), {"weight": 1.0})

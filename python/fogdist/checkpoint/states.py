@@ -36,12 +36,12 @@ class State:
     Attributes:
         tensors: By name: "model.NAME" and "optimizer.NAME".
         rest: All else, with the names of tensors in their places.
-        weight: Of the parameters in the mean over all ranks.
+        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
     """
 
     tensors: dict[str, Tensor]
     rest: dict[str, Any]
-    weight: float
+    head: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
                 for name, parameter in model.named_parameters(remove_duplicate=False)
                 if parameter in weights
             }
-    return State(tensors, rest, weight)
+    return State(tensors, rest, {"weight": weight})
 
 
 def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -111,9 +111,11 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
     return changed
 
 
-def weights_of(names: Mapping[str, Any], rest: Mapping[str, Any], weight: float) -> dict[str, float]:
+def weights_of(
+    names: Mapping[str, Any], rest: Mapping[str, Any], head: Mapping[str, Any]
+) -> dict[str, float]:
     """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
-    own = rest.get("weights", {})
+    own, weight = rest.get("weights", {}), head["weight"]
     return {name: own.get(name, weight if name.startswith("model.") else 1.0) for name in names}
 
 
