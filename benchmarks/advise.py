@@ -36,15 +36,17 @@ from typing import Any
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import networkx  # noqa: F401  before ranks are forked
+import program
 import torch
 from cluster import LEAST_IDLE, core_time, prepare
-from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, keep_store, serve
-from emulated_hosts import INTERFACE, Unavailable, emulated_hosts
+from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, emulated_world
+from emulated_hosts import Unavailable
 from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
 from fogdist.testing.faults.links import rate_text
-from forked_ranks import ForkedWorld, WorldFailed
+from forked_ranks import WorldFailed
+from performance_tables import advice_table
 from report import write_results
 from workloads import FLOAT_BYTES, MODELS, SCENARIOS, Dilation, Scenario, emulated, sizes_of
 
@@ -107,61 +109,51 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
     dilation: Dilation = emulated(scenario, options.compute)
     between = None if scenario.between is None else rate_text(dilation.rate(scenario.between))
     job = Job(scenario.model, dilation, options.compute, timeout=PHASE_SECONDS)
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     rate = rate_text(dilation.rate(scenario.rate))
-    with emulated_hosts(hosts, rate, centers=2 if between else 1, between=between) as names:
-        ranks = ForkedWorld(name, hosts, PHASE_SECONDS)
-        try:
-            ranks.fork(keep_store, names[0])
-            ranks.port()
-            for rank in range(hosts):
-                ranks.fork(serve, names[rank], rank, hosts, job, AdvisedRank)
-            ranks.ask("start")
-            facts = ranks.ask("facts")[1][0]
-            measured = ranks.ask("links")[1][0]
-            compute = max(ranks.ask("train", None, 1, 1.0, LEAST_STEPS)[1])
-            network = advice.Network.of(measured)
-            size = FLOAT_BYTES * sum(sizes_of(MODELS[scenario.model], dilation))
-            settings = advice.settings(
-                network,
-                compute,
-                size,
-                local_steps=options.local_steps,
-                buckets_mb=[dilation.cap_mb(each) for each in options.buckets],
+    sites: dict[str, Any] = {"centers": 2 if between else 1, "between": between}
+    world = emulated_world(name, hosts, rate, PHASE_SECONDS, AdvisedRank, job, **sites)
+    with world as (ranks, _):
+        facts = ranks.ask("facts")[1][0]
+        measured = ranks.ask("links")[1][0]
+        compute = max(ranks.ask("train", None, 1, 1.0, LEAST_STEPS)[1])
+        network = advice.Network.of(measured)
+        size = FLOAT_BYTES * sum(sizes_of(MODELS[scenario.model], dilation))
+        settings = advice.settings(
+            network,
+            compute,
+            size,
+            local_steps=options.local_steps,
+            buckets_mb=[dilation.cap_mb(each) for each in options.buckets],
+        )
+        choice = advice.best(settings, compute, TOLERANCE)
+        points = []
+        for each in random.Random(f"{options.seed} {name}").sample(settings, len(settings)):
+            rounds = max(options.rounds, LEAST_STEPS // each.local_steps)
+            cores = core_time()
+            took = ranks.ask(
+                "train",
+                each.way.code,
+                each.local_steps,
+                each.bucket_mb,
+                rounds,
+                patience=20 * rounds * each.local_steps * options.compute,
+            )[1]
+            ended = core_time()
+            idle, whole = (after - before for before, after in zip(cores, ended, strict=True))
+            share = idle / max(1.0, whole)
+            points.append(
+                {
+                    "topology": each.way.name,
+                    "rounds": each.way.rounds,
+                    "local_steps": each.local_steps,
+                    "bucket_mb": each.bucket_mb,
+                    "predicted_step_s": each.step,
+                    "step_s": max(took),
+                    "cpu_idle": share,
+                    "cpu_bound": share < LEAST_IDLE,
+                    "is_choice": each is choice,
+                }
             )
-            choice = advice.best(settings, compute, TOLERANCE)
-            points = []
-            for each in random.Random(f"{options.seed} {name}").sample(settings, len(settings)):
-                rounds = max(options.rounds, LEAST_STEPS // each.local_steps)
-                cores = core_time()
-                took = ranks.ask(
-                    "train",
-                    each.way.code,
-                    each.local_steps,
-                    each.bucket_mb,
-                    rounds,
-                    patience=20 * rounds * each.local_steps * options.compute,
-                )[1]
-                ended = core_time()
-                idle, whole = (after - before for before, after in zip(cores, ended, strict=True))
-                share = idle / max(1.0, whole)
-                points.append(
-                    {
-                        "topology": each.way.name,
-                        "rounds": each.way.rounds,
-                        "local_steps": each.local_steps,
-                        "bucket_mb": each.bucket_mb,
-                        "predicted_step_s": each.step,
-                        "step_s": max(took),
-                        "cpu_idle": share,
-                        "cpu_bound": share < LEAST_IDLE,
-                        "is_choice": each is choice,
-                    }
-                )
-            ranks.ask("leave")
-            ranks.end()
-        finally:
-            ranks.close()
     return {
         "cluster": name,
         "hosts": hosts,
@@ -212,36 +204,23 @@ def judged(points: list[dict[str, Any]], compute: float) -> dict[str, Any]:
 
 def print_result(result: dict[str, Any]) -> None:
     """Prints one cluster."""
-    print(
-        f"\n{result['cluster']}: {result['hosts']} hosts, {result['rate_bits_per_s'] / 1e6:.0f} Mbit/s, "
-        f"compute {1e3 * result['compute_s']:.0f} ms, {len(result['points'])} settings"
-    )
-    for title, key in (("chosen", "choice"), ("fastest", "fastest"), ("best by the rule", "best_by_rule")):
-        each = result[key]
-        print(
-            f"  {title:18}{each['topology']:16} local steps {each['local_steps']:>3}, buckets {each['bucket_mb']:.3g} MiB: "
-            f"{1e3 * each['step_s']:.0f} ms a step, predicted {1e3 * each['predicted_step_s']:.0f}"
-        )
     error = result["prediction_error"]
     short = sum(point["cpu_bound"] for point in result["points"])
     verdict = "met" if result["is_met"] else "missed"
     if short:
         verdict = f"not shown, as the processor was short in {short} settings ({verdict} by the number)"
+    print(f"\n{advice_table({'clusters': [result]})}")
     print(
-        f"  step {result['step_over_fastest']:+.1%} of the fastest, time to agreement "
-        f"{result['time_to_agreement_over_best']:+.1%} of the best: goal of 10 % {verdict}"
-        f"; predictions off by {error['median']:.1%} (median), {error['largest']:.0%} at most"
+        f"{result['cluster']}: goal of 10 % {verdict}; predictions off by {error['largest']:.0%} at most",
+        flush=True,
     )
-    sys.stdout.flush()
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
-    add("--clusters", nargs="+", choices=list(CLUSTERS), default=list(CLUSTERS), metavar="NAME")
+    program.add_names(parser, "--clusters", CLUSTERS)
     add("--hosts", type=int, default=4, help="number of hosts, even (default: %(default)s)")
     add("--rounds", type=int, default=2, help="least number of exchanges of a setting (default: %(default)s)")
     add("--local-steps", type=int, nargs="+", default=LOCAL_STEPS, help="of the grid")

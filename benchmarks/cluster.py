@@ -52,8 +52,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ from typing import Any
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
-from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, Job, keep_store, serve
-from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, missing, traffic
+import program
+from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, ClusterRank, Job, emulated_world
+from emulated_hosts import Unavailable, missing, traffic
 from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed
+from performance_tables import step_table
 from report import write_results
 from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
 
@@ -185,8 +187,7 @@ def worlds_of(
     return found
 
 
-@contextmanager
-def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld, list[str]]]:
+def running(world: World, seed: int, limit: float) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
     """Makes the hosts and starts the ranks; both are gone afterwards."""
     dilation, scenario = world.dilation, world.scenario
     rate = dilation.rate(scenario.rate)
@@ -208,18 +209,8 @@ def running(world: World, seed: int, limit: float) -> Iterator[tuple[ForkedWorld
         seed=seed,
         timeout=limit,
     )
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    size = size_of(world)
-    with emulated_hosts(world.hosts, rate_text(rate), **options) as hosts:
-        ranks = ForkedWorld(title_of(world), size, limit)
-        try:
-            ranks.fork(keep_store, hosts[0])
-            ranks.port()
-            for rank in range(size):
-                ranks.fork(serve, hosts[rank // world.ranks_per_host], rank, size, job)
-            yield ranks, hosts
-        finally:
-            ranks.close()
+    options["ranks_per_host"] = world.ranks_per_host
+    return emulated_world(title_of(world), world.hosts, rate_text(rate), limit, ClusterRank, job, **options)
 
 
 def title_of(world: World) -> str:
@@ -320,7 +311,6 @@ def measure_turns(
     """Adds the turns of a world to `turns`, and what else is known of it to `facts`."""
     draw = random.Random(f"{seed} {world.name} {world.hosts}")
     with running(world, seed, PHASE_SECONDS) as (ranks, hosts):
-        ranks.ask("start")
         facts |= {"latency_s": max(ranks.ask("latency")[1]), "run": ranks.ask("facts")[1][0], "buckets": {}}
         # First the one that makes its graph the group's for a while, which nobody can where others have windows.
         for way in sorted(world.ways, key=lambda way: way != "async_gossip"):
@@ -334,8 +324,6 @@ def measure_turns(
             )
             for way in draw.sample(list(world.ways), len(world.ways)):
                 turns[way].append(turn(world, ranks, hosts, way, steps))
-        ranks.ask("leave")
-        ranks.end()
 
 
 def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps: int) -> dict[str, Any]:
@@ -383,16 +371,7 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
         f"\nscenario {first['scenario']}: {first['hosts']} hosts x {first['ranks_per_host']}, {first['scaling']} scaling, "
         f"{first['model']}, {first['rate_bits_per_s'] / 1e6:.0f} Mbit/s a host, compute {1e3 * first['compute_s']:.0f} ms"
     )
-    print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'efficiency':>12}{'MB a step':>11}{'idle':>7}")
-    for point in points:
-        step = point["step_s"]
-        quartiles = f"{1e3 * step['lower']:.0f} - {1e3 * step['upper']:.0f}"
-        mark = "  the processor was short" if point["cpu_bound"] else ""
-        print(
-            f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.0f}{quartiles:>18}{point['efficiency']:>12.1%}"
-            f"{point['wire_bytes_per_host_per_step'] / 1e6:>11.2f}{point['cpu_idle']:>7.0%}{mark}"
-        )
-    sys.stdout.flush()
+    print(step_table(first["scenario"], points), flush=True)
 
 
 def print_goals(points: Sequence[dict[str, Any]]) -> None:
@@ -415,12 +394,10 @@ def print_goals(points: Sequence[dict[str, Any]]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     names = ["a", "b", "c", "a strong", "slow host", "slow link", "pauses"]
     add = parser.add_argument
-    add("--scenarios", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    program.add_names(parser, "--scenarios", names)
     add("--hosts", type=int, nargs="+", default=HOSTS, help="numbers of hosts, 2 to 32")
     add("--ways", nargs="+", choices=list(WAYS), metavar="NAME", help=", ".join(WAYS))
     add("--rounds", type=int, default=3, help="turns of each way in a world")

@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -18,11 +18,11 @@ import fogdist
 import program
 import torch
 import torch.distributed as dist
-from emulated_hosts import address, move_to_host
+from emulated_hosts import INTERFACE, address, emulated_hosts, move_to_host
 from fogdist import algorithms, topology
 from fogdist.packing import cap_bytes
 from fogdist.training.buckets import FlatBuckets
-from forked_ranks import die_with_parent, obey
+from forked_ranks import ForkedWorld, die_with_parent, obey
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import (
@@ -421,9 +421,9 @@ def waiting_time() -> float:
 
 
 def serve(
-    connection: Connection, host: str, rank: int, size: int, job: Job, kind: type[ClusterRank] = ClusterRank
+    connection: Connection, host: str, rank: int, size: int, kind: Callable[..., object], job: object
 ) -> None:
-    """The life of a forked rank; the parent calls the methods of `kind`."""
+    """The life of a forked rank: the parent calls the methods of ``kind(rank, size, job)``."""
     die_with_parent()
     move_to_host(host)
     prefer()
@@ -439,3 +439,46 @@ def keep_store(connection: Connection, host: str) -> None:
     connection.send(store.port)
     connection.recv()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def emulated_world(
+    title: str,
+    hosts: int,
+    rate: str | None,
+    limit: float,
+    kind: Callable[..., object],
+    job: object,
+    ranks_per_host: int = 1,
+    **network: Any,
+) -> Iterator[tuple[ForkedWorld, list[str]]]:
+    """Makes hosts and starts ranks on them; returns both. They are gone afterwards.
+
+    Args:
+        title: Of the world, in errors.
+        hosts: How many.
+        rate: Of each host's link.
+        limit: Seconds that a phase may take.
+        kind: As of `serve`; ranks have the methods `start` and `leave`.
+        job: As of `serve`.
+        ranks_per_host: Consecutive ranks that share a host.
+        network: More of `emulated_hosts`.
+
+    Raises:
+        Unavailable: Hosts cannot be emulated here.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    size = hosts * ranks_per_host
+    with emulated_hosts(hosts, rate, **network) as names:
+        ranks = ForkedWorld(title, size, limit)
+        try:
+            ranks.fork(keep_store, names[0])
+            ranks.port()
+            for rank in range(size):
+                ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)
+            ranks.ask("start")
+            yield ranks, names
+            ranks.ask("leave")
+            ranks.end()
+        finally:
+            ranks.close()

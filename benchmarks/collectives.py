@@ -36,8 +36,7 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +44,7 @@ from typing import TYPE_CHECKING
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
+from emulated_hosts import ACROSS, address
 from goals import Goal, print_goals
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
@@ -60,6 +59,8 @@ DTYPES = ["float32", "float16", "bfloat16"]
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
+# Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
+ON_HOSTS = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "FOG_BETWEEN_HOSTS": "tcp"}
 # The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
 # The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.
@@ -69,6 +70,9 @@ GOALS_IN_A_LOOP = [
     *(Goal(op, ranks, size, "fog", "gloo", 1 / 5) for ranks in (2, 4) for op, size in SMALL),
 ]
 GOALS_AFTER_A_PAUSE = [Goal(op, 2, size, "fog", "mpi", 2.0, above="nothing") for op, size in SMALL]
+
+
+Way = Callable[[], object]
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ class Case:
     itemsize: int
     bytes_moved: int
     on_group: Callable[[dist.ProcessGroup], object]
-    on_mpi: Callable[[], object] | None
-    fill: Callable[[], object]
+    on_mpi: Way | None
+    fill: Way
     holds: Callable[[], bool]
     parts: int = 1
 
@@ -125,96 +129,71 @@ def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -
     if operation == "barrier":
         return Case(0, 0, 0, lambda g: dist.barrier(g), mpi.Barrier, lambda: None, lambda: True)
 
-    x = tensor(elements)
-    a = array(x)
-    if operation == "allreduce":
-        return Case(
-            elements,
-            dtype.itemsize,
-            2 * n * S,
+    x, y = tensor(elements), tensor(elements if operation in ("all_to_all", "send/recv") else block)
+    a, b = array(x), array(y)
+    peer = rank ^ 1
+
+    def there_and_back(send: Callable[[], object], receive: Callable[[], object]) -> None:
+        for way in (send, receive) if rank < peer else (receive, send):
+            way()
+
+    def fill(target: torch.Tensor, source: torch.Tensor, values: torch.Tensor | float = mark) -> None:
+        target.zero_()
+        source.copy_(torch.as_tensor(values, dtype=dtype).expand_as(source))
+
+    parts = marks.repeat_interleave(block) if split else marks
+    # By operation: tensors moved; the operation on a group and on raw MPI; what it begins with, and whether it holds.
+    cases: dict[str, tuple[int, Callable[[dist.ProcessGroup], object], Way, Way, Callable[[], bool]]] = {
+        "allreduce": (
+            2 * n,
             lambda g: dist.all_reduce(x, group=g),
-            # mpi4py has no 16-bit floats.
-            (lambda: mpi.Allreduce(MPI.IN_PLACE, a)) if dtype == torch.float32 else None,
-            lambda: x.fill_(mark),
+            lambda: mpi.Allreduce(MPI.IN_PLACE, a),
+            lambda: fill(y, x),
             lambda: filled(x, total),
-        )
-    if operation == "broadcast":
-        return Case(
-            elements,
-            dtype.itemsize,
-            n * S,
+        ),
+        "broadcast": (
+            n,
             lambda g: dist.broadcast(x, group=g, group_src=0),
             lambda: mpi.Bcast(a, 0),
-            lambda: x.fill_(mark),
+            lambda: fill(y, x),
             lambda: filled(x, 1),
-        )
-    if operation == "allgather":
-        part = tensor(block)
-        b = array(part)
-        return Case(
-            elements,
-            dtype.itemsize,
-            (n + 1) * S,
-            lambda g: dist.all_gather_into_tensor(x, part, group=g),
+        ),
+        "allgather": (
+            n + 1,
+            lambda g: dist.all_gather_into_tensor(x, y, group=g),
             lambda: mpi.Allgather(b, a),
-            lambda: (x.zero_(), part.fill_(mark)),
-            lambda: torch.equal(x, marks.repeat_interleave(block)),
-        )
-    if operation == "reduce_scatter":
-        part = tensor(block)
-        b = array(part)
-        return Case(
-            elements,
-            dtype.itemsize,
-            (n + 1) * S,
-            lambda g: dist.reduce_scatter_tensor(part, x, group=g),
+            lambda: fill(x, y),
+            lambda: torch.equal(x, parts),
+        ),
+        "reduce_scatter": (
+            n + 1,
+            lambda g: dist.reduce_scatter_tensor(y, x, group=g),
             lambda: mpi.Reduce_scatter_block(a, b),
-            lambda: (part.zero_(), torch.mul(marks.repeat_interleave(block), mark, out=x)),
-            lambda: filled(part, mark * total),
-        )
-    if operation == "all_to_all":
-        y = tensor(elements)
-        b = array(y)
-        return Case(
-            elements,
-            dtype.itemsize,
-            2 * n * S,
+            lambda: fill(y, x, parts * mark),
+            lambda: filled(y, mark * total),
+        ),
+        "all_to_all": (
+            2 * n,
             lambda g: dist.all_to_all_single(y, x, group=g),
             lambda: mpi.Alltoall(a, b),
-            lambda: (y.zero_(), torch.mul(marks.repeat_interleave(block), mark, out=x)),
-            lambda: torch.equal(y, (marks * mark).repeat_interleave(block)),
-        )
-    assert operation == "send/recv"
-    peer = rank ^ 1
-    y = tensor(elements)
-    b = array(y)
-
-    def on_group(group: dist.ProcessGroup) -> None:
-        if rank < peer:
-            dist.send(x, group=group, group_dst=peer)
-            dist.recv(y, group=group, group_src=peer)
-        else:
-            dist.recv(y, group=group, group_src=peer)
-            dist.send(x, group=group, group_dst=peer)
-
-    def on_mpi() -> None:
-        if rank < peer:
-            mpi.Send(a, peer)
-            mpi.Recv(b, peer)
-        else:
-            mpi.Recv(b, peer)
-            mpi.Send(a, peer)
-
-    return Case(
-        elements,
-        dtype.itemsize,
-        n * S,
-        on_group,
-        on_mpi,
-        lambda: (y.zero_(), x.fill_(mark)),
-        lambda: filled(y, peer + 1),
-        parts=2,
-    )
+            lambda: fill(y, x, parts * mark),
+            lambda: torch.equal(y, parts * mark),
+        ),
+        "send/recv": (
+            n,
+            lambda g: there_and_back(
+                lambda: dist.send(x, group=g, group_dst=peer), lambda: dist.recv(y, group=g, group_src=peer)
+            ),
+            lambda: there_and_back(lambda: mpi.Send(a, peer), lambda: mpi.Recv(b, peer)),
+            lambda: fill(y, x),
+            lambda: filled(y, peer + 1),
+        ),
+    }
+    moved, on_group, on_mpi, begin, holds = cases[operation]
+    # mpi4py has no 16-bit floats.
+    raw = on_mpi if dtype == torch.float32 else None
+    calls = 2 if operation == "send/recv" else 1
+    return Case(elements, dtype.itemsize, moved * S, on_group, raw, begin, holds, calls)
 
 
 def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: argparse.Namespace) -> Row:
@@ -223,7 +202,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
     import torch
 
     case = make_case(operation, systems, size, getattr(torch, dtype))
-    ways: dict[str, Callable[[], object]] = {"fog": lambda: case.on_group(systems.fog)}
+    ways: dict[str, Way] = {"fog": lambda: case.on_group(systems.fog)}
     if case.on_mpi is not None:
         ways["mpi"] = case.on_mpi
     ways["gloo"] = lambda: case.on_group(systems.gloo)
@@ -302,18 +281,12 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[2, 4], seconds=1.5, has_pause=True)
     add = parser.add_argument
-    add("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, metavar="OP", help=", ".join(OPERATIONS))
-    add(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        default=["float32"],
-        help="of allreduce, all with as many elements as float32",
+    program.add_names(parser, "--ops", OPERATIONS)
+    program.add_names(
+        parser, "--dtypes", DTYPES, ["float32"], "of allreduce, all with as many elements as float32"
     )
     add("--hosts", type=int, help="emulated hosts, each with as many ranks")
     add("--rate", default="10gbit", help="of each host's link, in the words of tc: 400mbit")
@@ -327,29 +300,14 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def run_on_hosts(number: int, rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """Runs `side_by_side.run_ranks` on emulated hosts: the first ranks on the first host, and so on."""
-    # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
-    environment = {
-        **ACROSS["UCX"],
-        "MPIR_CVAR_NOLOCAL": "1",
-        "GLOO_SOCKET_IFNAME": INTERFACE,
-        "FOG_BETWEEN_HOSTS": "tcp",
-    }
-    try:
-        with emulated_hosts(number, rate) as names:
-            hosts = [names[rank * number // ranks] for rank in range(ranks)]
-            side_by_side.run_ranks(ranks, script, arguments, hosts, environment)
-    except Unavailable as reason:
-        sys.exit(f"emulated hosts: {reason}")
-
-
 def main() -> None:
     """Starts the ranks of each world in turn; on a rank, measures."""
     arguments = parse_arguments()
-    run_ranks = (
-        partial(run_on_hosts, arguments.hosts, arguments.rate) if arguments.hosts else side_by_side.run_ranks
-    )
+    run_ranks = side_by_side.run_ranks
+    if arguments.hosts:
+        run_ranks = partial(
+            side_by_side.run_on_hosts, arguments.rate, hosts=arguments.hosts, environment=ON_HOSTS
+        )
     rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import program
 from emulated_hosts import Unavailable, address, emulated_hosts, inside, traffic
+from performance_tables import codec_table, exchange_table
 from report import parse_size, size_text, write_results
 
 if TYPE_CHECKING:
@@ -113,9 +114,7 @@ def measure_codecs(size: int, repetitions: int) -> list[dict[str, Any]]:
 
 def print_codecs(rows: list[dict[str, Any]]) -> None:
     """Prints the rows of `measure_codecs`."""
-    print(f"{'codec':26}{'ms':>10}{'GB/s':>10}{'of memcpy':>12}")
-    for row in rows:
-        print(f"{row['codec']:26}{row['ms']:>10.3f}{row['GB/s']:>10.2f}{row['of memcpy']:>12.2f}")
+    print(codec_table(rows))
     for row in rows:
         if row["codec"] in ("int8 encode", "int8 decode"):
             met = "met" if row["of memcpy"] >= GOAL_OF_MEMCPY else "missed"
@@ -211,12 +210,7 @@ def measure_exchanges(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def print_exchanges(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Prints the rows of `measure_exchanges`."""
     print(f"exchange of {size_text(arguments.size)} between 2 hosts at {arguments.rate}")
-    print(f"{'codec':14}{'ms':>10}{'least ms':>10}{'speed':>8}{'bytes':>12}{'of promised':>13}")
-    for row in rows:
-        print(
-            f"{row['codec']:14}{row['ms']:>10.2f}{row['least ms']:>10.2f}{row['speed']:>8.2f}{row['sent bytes']:>12}"
-            f"{row['of promised']:>13.3f}"
-        )
+    print(exchange_table(rows))
     (speed,) = (row["speed"] for row in rows if row["codec"] == "int8")
     print(
         f"goal: int8 {GOAL_OF_SPEED} times as fast: {speed:.2f}, {'met' if speed >= GOAL_OF_SPEED else 'missed'}"
@@ -244,11 +238,9 @@ def facts() -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
-    add("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure (default: all)")
+    program.add_names(parser, "--parts", PARTS, help="which to measure (default: all)")
     add("--size", type=parse_size, default=SIZE, metavar="BYTES", help="of the tensor, such as 16M")
     add("--rate", default="1gbit", help="of each host's link in exchanges, in the words of tc")
     add("--repetitions", type=int, default=15, help="of codecs and exchanges")

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +16,13 @@ import fogdist
 import numpy as np
 import torch
 import torch.distributed as dist
-from cluster_ranks import PORT, prefer
-from emulated_hosts import address, move_to_host
+from cluster_ranks import PORT
+from emulated_hosts import address
 from fogdist import algorithms
 from fogdist.algorithms import Neighbors
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.simulate import Shards
 from fogdist.topology import Topology, by_name
-from forked_ranks import die_with_parent, obey
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer
@@ -41,6 +39,7 @@ HIDDEN = 128
 CLIP = 1.0  # the largest norm of a gradient
 # For the time of a codec in a dilated world.
 CODEC_REPETITIONS = 9
+PHASE_SECONDS = 120.0
 
 
 # --- ways -----------------------------------------------------------------------------------------------------
@@ -299,20 +298,17 @@ class TrainingRank:
         rank: Its number.
         size: The number of ranks.
         tasks: By name.
-        timeout: Seconds, of the group.
     """
 
-    def __init__(self, rank: int, size: int, tasks: dict[str, Task], timeout: float) -> None:
+    def __init__(self, rank: int, size: int, tasks: dict[str, Task]) -> None:
         self.rank, self.size, self.tasks = rank, size, tasks
-        self.timeout = timedelta(seconds=timeout)
         self.training: Training | None = None
 
     def start(self) -> None:
         """Joins the others."""
-        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=self.timeout)
-        dist.init_process_group(
-            "fog", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
-        )
+        timeout = timedelta(seconds=PHASE_SECONDS)
+        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=timeout)
+        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
         fogdist.init()
 
     def make(self, task_name: str, way_name: str, seed: int, rate: float, steps: int) -> dict[str, float]:
@@ -414,14 +410,3 @@ def codec_seconds(codec: Codec, flats: list[Tensor], neighbors: int) -> float:
                 codec.decode(message, flat.shape)
         times.append(time.thread_time() - begin)
     return statistics.median(times)
-
-
-def serve(
-    connection: Connection, host: str, rank: int, size: int, tasks: dict[str, Task], timeout: float
-) -> None:
-    """The life of a forked rank."""
-    die_with_parent()
-    move_to_host(host)
-    prefer()
-    torch.set_num_threads(1)
-    obey(connection, rank, TrainingRank(rank, size, tasks, timeout))

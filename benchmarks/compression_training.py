@@ -15,24 +15,24 @@ other work, are not dilated and count for a tenth or a hundredth.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import pairwise, product
 from typing import Any
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import torch
 from cluster import core_time
-from cluster_ranks import keep_store
-from compression_ranks import REFERENCE, TASKS, WAYS, Task, serve
-from emulated_hosts import INTERFACE, emulated_hosts, traffic
+from cluster_ranks import emulated_world
+from compression_ranks import PHASE_SECONDS, REFERENCE, TASKS, WAYS, Task, TrainingRank
+from emulated_hosts import traffic
 from forked_ranks import ForkedWorld
 from loss_steps import steps_to
+from performance_tables import compressed_loss_table, compressed_time_table
 from time_to_loss import interval
 from torch import nn
 
@@ -48,33 +48,21 @@ SLOWNESS = (1.0, 10.0, 100.0)
 LINKS_TASK = "MNIST by labels"
 # A way pays where it takes at most this part of the time without a codec.
 PAYS = 0.95
-PHASE_SECONDS = 120.0
 
 Row = dict[str, Any]
 
 
-@contextlib.contextmanager
-def running(rate: str | None, tasks: dict[str, Task]) -> Iterator[tuple[ForkedWorld, list[str]]]:
+def running(
+    rate: str | None, tasks: dict[str, Task]
+) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
     """Makes the hosts and starts the ranks; both are gone afterwards.
 
     Raises:
         Unavailable: Hosts cannot be emulated here.
     """
     load_extension()
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
-    with emulated_hosts(RANKS, rate) as hosts:
-        ranks = ForkedWorld(f"compression at {rate or 'any rate'}", RANKS, PHASE_SECONDS)
-        try:
-            ranks.fork(keep_store, hosts[0])
-            ranks.port()
-            for rank, host in enumerate(hosts):
-                ranks.fork(serve, host, rank, RANKS, tasks, PHASE_SECONDS)
-            ranks.ask("start")
-            yield ranks, hosts
-            ranks.ask("leave")
-            ranks.end()
-        finally:
-            ranks.close()
+    title = f"compression at {rate or 'any rate'}"
+    return emulated_world(title, RANKS, rate, PHASE_SECONDS, TrainingRank, tasks)
 
 
 # --- training -------------------------------------------------------------------------------------------------
@@ -247,15 +235,12 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def print_training(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the rows of `compared`."""
-    print(f"\nloss relative to that without a codec: mean and 95 % interval (goal: at most {GOAL:+.0%})")
+    """Prints the rows of `compared`, and whether they meet the goal."""
+    print(f"\n{compressed_loss_table(rows)}")
     for row in rows:
-        words = f"{row['task']:16} {row['way']:40}{row['fewer bytes']:>8.1f} x{row['loss']:>9.4f}{row['mean']:>+9.2%}"
-        if "lower" in row:
-            words += f"  [{row['lower']:+.2%}, {row['upper']:+.2%}]"
         if row["way"] != REFERENCE:
-            words += f"  {verdict(row)}"
-        print(words)
+            aim = f"a loss of {GOAL:+.0%} at most"
+            print(f"goal: {row['task']}, {row['way']}, {aim}: {row['mean']:+.2%}, {verdict(row)}")
 
 
 # --- links ----------------------------------------------------------------------------------------------------
@@ -394,17 +379,7 @@ def crossings(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 def print_links(rows: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
     """Prints the rows of `times_to_loss` and `crossings`."""
     print(f"\ntime to a loss of {rows[0]['target']}: {rows[0]['task']}")
-    for row in rows:
-        time_ = "-" if row["seconds"] is None else f"{row['seconds']:.2f} s"
-        share = "-" if row["of no codec"] is None else f"{row['of no codec']:.2f}"
-        print(
-            f"{row['bits_per_s'] / 1e9:6g} Gbit/s{' dilated' if row['slowness'] > 1 else '':9}{row['way']:40}"
-            f"{1e3 * row['step_s']['median']:>9.2f} ms{row['steps'] or '-':>6}{time_:>10}{share:>7}"
-        )
-    for each in found:
-        print(
-            f"{each['way']} saves {1 - PAYS:.0%} up to: {each['where']} {each['bits_per_s'] / 1e9:.3g} Gbit/s"
-        )
+    print(compressed_time_table(rows, found))
 
 
 def tasks_of(names: Sequence[str]) -> dict[str, Task]:

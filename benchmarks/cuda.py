@@ -41,13 +41,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
 from interleaved import Times, take_turns
-from report import Row, Table, plot, write_json
+from report import Row, Table, print_shares, print_steps, write_json
 
 # The examples show how to train in each mode, and how a rank finds its GPU.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -602,7 +603,9 @@ def measure_training(place: Place, arguments: argparse.Namespace) -> list[Row]:
         title = named(task.title, place)
         rows.append(Row(title, place.size, arguments.precision, count, 4 * count, 0, iterations, times))
         if place.rank == 0:
-            print_training(rows[-1])
+            how = f" with {ALONE_VARIABLE}={alone()}" if place.size == 1 else ""
+            head = f"{title}, {arguments.precision}, {place.size} ranks{how}"
+            print_steps(head, rows[-1], MODE_TITLES, "x bare", partial(rows[-1].ratio, "none"))
         if arguments.traces is not None:
             for mode in (mode for mode in steps if mode in arguments.traced_modes):
                 file = f"{name}-{mode}-{place.size}ranks-rank{place.rank}.json.gz"
@@ -626,39 +629,12 @@ def trace(step: Way, place: Place, file: Path) -> None:
     found.export_chrome_trace(str(file))
 
 
-def print_training(row: Row) -> None:
-    """Prints a table of one model's modes."""
-    how = f" with {ALONE_VARIABLE}={alone()}" if row.ranks == 1 else ""
-    print(f"\n{row.operation}, {row.dtype}, ranks: {row.ranks}{how}, {row.iterations} turns")
-    print(f"{'':28}{'ms a step':>11}{'quartiles':>20}{'/ bare':>9}")
-    for name, times in row.times.items():
-        quartiles = f"{times.lower:.3f} - {times.upper:.3f}"
-        ratio = row.ratio(name, "none")
-        shown = "-" if ratio is None else f"{ratio:.3f}"
-        print(f"{MODE_TITLES[name]:28}{times.median:>11.3f}{quartiles:>20}{shown:>9}")
-    sys.stdout.flush()
-
-
 def print_goals(rows: Sequence[Row]) -> None:
     """Prints which modes reach the goal for the overhead on one rank."""
     for row in rows:
-        ratios = {
-            name: ratio
-            for name in row.times
-            if (ratio := row.ratio(name, "none")) is not None and name != "none"
-        }
-        if row.ranks != 1 or not ratios:
-            continue
-        print(
-            f"\nGoal, {row.operation}, one rank: at most {OVERHEAD_GOAL:.2f} times the bare optimizer's step, "
-            f"with {ALONE_VARIABLE}={alone()}"
-        )
-        for verdict, is_met in (("met", True), ("missed", False)):
-            those = [
-                f"{MODE_TITLES[m]} ({r:.3f})" for m, r in ratios.items() if (r <= OVERHEAD_GOAL) == is_met
-            ]
-            if those:
-                print(f"  {verdict}: {'; '.join(those)}")
+        if row.ranks == 1:
+            head = f"{row.operation}, one rank, with {ALONE_VARIABLE}={alone()}"
+            print_shares(head, row, MODE_TITLES, [m for m in MODE_TITLES if m != "none"], 1 / OVERHEAD_GOAL)
 
 
 # --- the program --------------------------------------------------------------------------------------------
@@ -703,61 +679,23 @@ def measure_all(arguments: argparse.Namespace) -> None:
     side_by_side.leave()
 
 
-def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Draws time over size, and steps of training into a picture beside it: "-training" is added to its name."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    steps = [row for row in rows if "limit" not in row.times]
-    plot(path, [row for row in rows if "limit" in row.times], titles)
-    if not steps:
-        return
-    figure, panels = plt.subplots(
-        len(steps), 1, figsize=(8, 0.8 + 2.6 * len(steps)), squeeze=False, layout="constrained"
-    )
-    for panel, row in zip(panels.flat, steps, strict=True):
-        names = list(row.times)[::-1]
-        panel.barh([MODE_TITLES[name] for name in names], [row.times[name].median for name in names])
-        if "none" in row.times:
-            panel.axvline(OVERHEAD_GOAL * row.times["none"].median, color="tab:red", linestyle="--")
-        panel.set_title(
-            f"{row.operation}, {row.dtype}, {row.ranks} ranks; dashed: {OVERHEAD_GOAL:.2f} times bare"
-        )
-        panel.set_xlabel("milliseconds a step")
-        panel.grid(axis="x", alpha=0.3)
-    figure.savefig(path.with_stem(path.stem + "-training"), dpi=120)
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked; ends the program where there is no such device."""
     import devices
 
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[], seconds=2.0, back_to_back=20)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with Gloo in place of NCCL")
-    add("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="NAME", help=", ".join(PARTS))
-    add(
-        "--dtypes", nargs="+", choices=("float32", "bfloat16", "float16"), default=["float32"], metavar="NAME"
-    )
-    add(
-        "--models",
-        nargs="+",
-        choices=list(TASKS),
-        default=["resnet50", "gpt2"],
-        metavar="NAME",
-        help=", ".join(TASKS),
-    )
-    add("--modes", nargs="+", choices=list(MODE_TITLES), default=list(MODE_TITLES), metavar="NAME",
-        help=", ".join(MODE_TITLES))  # fmt: skip
+    program.add_names(parser, "--parts", PARTS)
+    program.add_names(parser, "--dtypes", ("float32", "bfloat16", "float16"), ["float32"])
+    program.add_names(parser, "--models", TASKS, ["resnet50", "gpt2"])
+    program.add_names(parser, "--modes", MODE_TITLES)
     add("--precision", choices=("bfloat16", "float32"), default="bfloat16", help="of training, by autocast")
     add("--traces", type=Path, metavar="FOLDER", help="takes chrome traces of training steps")
-    add("--traced-modes", nargs="+", choices=list(MODE_TITLES), default=list(TRACED_MODES), metavar="NAME",
-        help=f"those of --modes that --traces shows (default: {' '.join(TRACED_MODES)})")  # fmt: skip
+    program.add_names(
+        parser, "--traced-modes", MODE_TITLES, TRACED_MODES, "those of --modes that --traces shows"
+    )
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     if arguments.rows is not None:  # a rank, whose parent has looked
@@ -802,7 +740,7 @@ def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw, run_ranks)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES, run_ranks)
     print_goals(rows)
 
 

@@ -35,15 +35,17 @@ from typing import Any
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 
 import fogdist
+import program
 import torch
 import torch.distributed as dist
 from cluster import prepare
-from cluster_ranks import PORT, ClusterRank, Job, keep_store, serve
-from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts, traffic
+from cluster_ranks import PORT, ClusterRank, Job, emulated_world
+from emulated_hosts import Unavailable, address, traffic
 from fogdist import topology
 from fogdist.testing.faults.links import parse_rate
 from forked_ranks import ForkedWorld
-from report import parse_size, size_text, write_results
+from interleaved import Times
+from report import Row, parse_size, plot, size_text, write_results
 from torch import Tensor
 from workloads import Dilation
 
@@ -214,24 +216,16 @@ class LinkRank(ClusterRank):
 
 def measure(world: World, ways: Sequence[str], turns: int, seconds: float, seed: int) -> list[dict[str, Any]]:
     """Returns the points of one world."""
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
+    title = f"{world.hosts} hosts, {world.rate}"
     points = []
-    with emulated_hosts(world.hosts, world.rate) as hosts:
-        ranks = ForkedWorld(f"{world.hosts} hosts, {world.rate}", world.hosts, PHASE_SECONDS)
-        try:
-            ranks.fork(keep_store, hosts[0])
-            ranks.port()
-            for rank, host in enumerate(hosts):
-                ranks.fork(serve, host, rank, world.hosts, job, LinkRank)
-            ranks.ask("start")
-            ranks.ask("connect")
-            for tensors in world.tensors:
-                points += measure_tensors(world, tensors, ways, turns, seconds, seed, ranks, hosts)
-            ranks.ask("leave")
-            ranks.end()
-        finally:
-            ranks.close()
+    with emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job) as (
+        ranks,
+        hosts,
+    ):
+        ranks.ask("connect")
+        for tensors in world.tensors:
+            points += measure_tensors(world, tensors, ways, turns, seconds, seed, ranks, hosts)
     return points
 
 
@@ -314,31 +308,16 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def draw(path: Path, points: Sequence[Mapping[str, Any]]) -> None:
-    """Draws what each way used of the link, a group of bars for each world and its tensors."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    places = list(dict.fromkeys((p["hosts"], p["bits_per_s"], p["tensors"], p["bytes"]) for p in points))
-    ways = [way for way in WAYS if any(point["way"] == way for point in points)]
-    figure, axes = plt.subplots(figsize=(2 + 2.2 * len(places), 3.6), layout="constrained")
-    for number, way in enumerate(ways):
-        found = {
-            places.index((p["hosts"], p["bits_per_s"], p["tensors"], p["bytes"])): p["used"]
-            for p in points
-            if p["way"] == way
-        }
-        offsets = [place + (number + 0.5) / (len(ways) + 1) - 0.5 for place in found]
-        axes.bar(offsets, list(found.values()), 1 / (len(ways) + 1), label=WAYS[way])
-    labels = [f"{h} hosts, {r / 1e6:g} Mbit/s\n{Tensors(c, b)}" for h, r, c, b in places]
-    axes.set_xticks(range(len(places)), labels)
-    axes.set_ylabel("share of the link")
-    axes.set_ylim(0, 1)
-    axes.grid(axis="y", alpha=0.3)
-    figure.legend(loc="outside upper center", ncols=3)
-    figure.savefig(path, dpi=120)
+def row_of(points: Sequence[Mapping[str, Any]]) -> Row:
+    """Returns the points of one world and some tensors as a row of a plot."""
+    first = points[0]
+    tensors = Tensors(first["tensors"], first["bytes"])
+    title = f"{tensors}, {first['bits_per_s'] / 1e6:g} Mbit/s"
+    times = {
+        p["way"]: Times(**{name: 1e3 * seconds for name, seconds in p["step_s"].items()}) for p in points
+    }
+    size = first["tensors"] * first["bytes"]
+    return Row(title, first["hosts"], "float32", size // FLOAT_BYTES, size, 0, first["steps"], times)
 
 
 def parse_world(words: Sequence[str]) -> World:
@@ -352,9 +331,7 @@ def parse_world(words: Sequence[str]) -> World:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
     add(
         "--world",
@@ -363,7 +340,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="WORD",
         help="hosts, rate and tensors, instead of the default's",
     )
-    add("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS, metavar="NAME", help=", ".join(WAYS))
+    program.add_names(parser, "--ways", WAYS, DEFAULT_WAYS)
     add("--turns", type=int, default=7, help="of each way")
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
     add("--seed", type=int, default=0, help="of the order of the turns")
@@ -384,18 +361,21 @@ def main() -> None:
     arguments = parse_arguments()
     about = prepare(arguments.seed, arguments.turns)
     points: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for world in arguments.worlds:
         try:
             found = measure(world, arguments.ways, arguments.turns, arguments.seconds, arguments.seed)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
         for tensors in world.tensors:
-            print_points([p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)])
+            those = [p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)]
+            print_points(those)
+            rows.append(row_of(those))
         points += found
         if arguments.json:
             write_results(arguments.json, about, [], points=points)
     if arguments.plot:
-        draw(arguments.plot, points)
+        plot(arguments.plot, rows, WAYS)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,9 @@ graphs are as those of its language GOAL: what a task requires happens on its ow
 from __future__ import annotations
 
 import heapq
-import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 NOWHERE = -1
 
@@ -119,20 +117,6 @@ class Graph:
             leaves = self.hosts[rank] != self.hosts[to]
         self.tasks.append(Task(rank, to, size, tuple(requires), leaves, rounds))
         return len(self.tasks) - 1
-
-    def write(self, path: Path, parameters: Parameters) -> None:
-        """Writes a file that other simulators read."""
-        content = {
-            "parameters": asdict(parameters) | {"S": None if float("inf") == parameters.S else parameters.S},
-            "hosts": self.hosts,
-            "centers": self.centers,
-            "tasks": [
-                [t.rank, t.to, t.amount, list(t.requires), int(t.leaves), t.rounds] for t in self.tasks
-            ],
-            "ends": self.ends,
-            "period": self.period,
-        }
-        path.write_text(json.dumps(content))
 
 
 def replay(graph: Graph, parameters: Parameters) -> list[float]:

@@ -1,7 +1,7 @@
-"""Fits a model of time to an emulated cluster, checks it on other host counts and by a second simulator, and extrapolates.
+"""Fits a model of time to an emulated cluster, checks it on other host counts, and extrapolates.
 
     python benchmarks/model.py                         # reads benchmarks/results/cluster.json, writes model.json beside it
-    python benchmarks/model.py --fit-hosts 2 4 --plot scaling.png
+    python benchmarks/model.py --fit-hosts 2 4
 
 The model is that of loggops.py; training_model.py says what a step of each way is. Of its parameters
 
@@ -19,38 +19,32 @@ Fitted on the medians of weak scaling on --fit-hosts in one data center, without
 (`cpu_bound`), and held against all others: more hosts, strong scaling, two data centers.
 Then --hosts are modelled, as they would be if each host had a processor of its own: with neither the wait_s nor the part
 of host_s that a step without any exchange has as well. Sizes, rates and compute stay those of the emulated cluster, so
-the work per byte and message stays that of its dilation.
-
-SimGrid replays the same graphs, with the same parameters, up to --simgrid-hosts hosts.
+the work per byte and message stays that of its dilation. performance_tables.py makes the tables of all numbers.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import program
 from loggops import Parameters
-from training_model import WAYS, Cluster, Workload, graph_of, seconds_of, work_seconds
+from training_model import WAYS, Cluster, Workload, seconds_of, work_seconds
 from workloads import MODELS, SCENARIOS, Dilation, sizes_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SIMGRID = Path(__file__).resolve().parent / "simgrid_actors.py"
 MEASURED = ("a", "b", "c", "a strong")
 CENTERS = {"c": 2}
 HOSTS = (2, 4, 8, 16, 32, 64, 128, 1024, 16384)
-# Of held-out points, and of SimGrid to the model.
-GOAL, SIMGRID_GOAL = 0.05, 0.10
+# Of held-out points.
+GOAL = 0.05
 # Of an error of the processor's time beside one of a step's, and so many seconds of it do not matter.
 CPU_WEIGHT, LEAST_WORK = 0.1, 5e-3
 # Where the search begins, and from where to where it goes: frame; seconds; seconds a byte.
@@ -247,93 +241,32 @@ def extrapolated(point: dict[str, Any], hosts: int, fitted: Fitted) -> tuple[Clu
     return cluster, workload, fitted.parameters(way, point, None)
 
 
-def simgrid_seconds(
-    python: str, way: str, cluster: Cluster, workload: Workload, parameters: Parameters, most_tasks: int
-) -> float | None:
-    """Seconds of a step by SimGrid; None where that would take too long."""
-    graph = graph_of(way, cluster, workload, whole=True)
-    if len(graph.tasks) > most_tasks:
-        return None
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        graph.write(Path(file.name), parameters)
-        run = subprocess.run([python, str(SIMGRID), file.name], capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        raise RuntimeError(f"simgrid_actors.py: {run.stderr.strip()[-500:]}")
-    seconds: float = json.loads(run.stdout)["step_s"]
-    return seconds / (workload.local_steps if way in ("local_sgd", "gossip_diloco") else 1)
-
-
-def simgrid_python() -> str | None:
-    """A Python that has simgrid."""
-    for python in (sys.executable, "/usr/bin/python3"):
-        if (
-            Path(python).exists()
-            and subprocess.run([python, "-c", "import simgrid"], capture_output=True, check=False).returncode
-            == 0
-        ):
-            return python
-    return None
-
-
-def table(title: str, rows: dict[str, dict[int, str]]) -> None:
-    """Prints rows by hosts."""
-    columns = sorted({hosts for row in rows.values() for hosts in row})
-    width = max(8, *(len(text) + 2 for row in rows.values() for text in row.values()))
-    print(f"\n{title}\n{'hosts':22}" + "".join(f"{hosts:>{width}}" for hosts in columns))
-    for way, row in rows.items():
-        print(f"{way:22}" + "".join(f"{row.get(hosts, '-'):>{width}}" for hosts in columns))
-    sys.stdout.flush()
-
-
 def extrapolate(
-    points: Sequence[dict[str, Any]],
-    fitted: Fitted,
-    hosts: Sequence[int],
-    simulated: Callable[..., float | None] | None,
-    simgrid_hosts: int,
+    points: Sequence[dict[str, Any]], fitted: Fitted, hosts: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Models each scenario's ways on any number of hosts, and asks the second simulator where it can."""
+    """Models each scenario's ways on any number of hosts."""
     examples: dict[tuple[str, str], dict[str, Any]] = {}
     # The cluster whose time is dilated the least is the nearest to a real one; of these the largest.
     for point in sorted(points, key=lambda point: (point["dilation"]["time"], -point["hosts"])):
         if point["scaling"] == "weak":
             examples.setdefault((point["scenario"], point["way"]), point)
-    results, asked = [], []
+    results = []
     for (scenario, way), example in sorted(examples.items()):
         for count in hosts:
             cluster, workload, parameters = extrapolated(example, count, fitted)
             seconds = seconds_of(way, cluster, workload, parameters)
-            results.append(
-                {
-                    "scenario": scenario,
-                    "way": way,
-                    "hosts": count,
-                    "ranks": cluster.ranks,
-                    "step_s": seconds,
-                    "efficiency": workload.compute / seconds,
-                    "modelled": True,
-                    "simgrid_step_s": None,
-                }
-            )
-            if simulated and count <= simgrid_hosts:
-                asked.append((results[-1], way, cluster, workload, parameters))
-    if simulated:
-        with ThreadPoolExecutor(2) as pool:
-            answers = pool.map(lambda question: simulated(*question[1:]), asked)
-            for (result, *_), answer in zip(asked, answers, strict=True):
-                result["simgrid_step_s"] = answer
+            about = {"scenario": scenario, "way": way, "hosts": count, "ranks": cluster.ranks}
+            efficiency = workload.compute / seconds
+            results.append(about | {"step_s": seconds, "efficiency": efficiency, "modelled": True})
     return results
 
 
 def main() -> None:
     """Fits, checks, extrapolates, prints and writes."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
     add("--cluster", type=Path, default=RESULTS / "cluster.json", help="what benchmarks/cluster.py measured")
     add("--json", type=Path, default=RESULTS / "model.json", help="file for the numbers")
-    add("--plot", type=Path, help="file for a picture of both, see cluster_plots.py")
     add(
         "--fit-hosts",
         type=int,
@@ -342,8 +275,6 @@ def main() -> None:
     )
     add("--cpu-bound", action="store_true", help="use points whose processor was short, too")
     add("--hosts", type=int, nargs="+", default=list(HOSTS), help="host counts to extrapolate to")
-    add("--simgrid-hosts", type=int, default=16, help="the most hosts that SimGrid replays")
-    add("--simgrid-tasks", type=int, default=8000, help="the most tasks of a graph that it replays")
     arguments = parser.parse_args()
     if not arguments.cluster.exists():
         sys.exit(
@@ -374,19 +305,13 @@ def main() -> None:
     print("host_s, ms: " + ", ".join(f"{way} {1e3 * s:.1f}" for way, s in sorted(fitted.host_s.items())))
 
     errors = []
-    rows: dict[str, dict[str, dict[int, str]]] = defaultdict(lambda: defaultdict(dict))
     for point in points:
         # What a step takes is held against the model, not its efficiency: that has the processor's work in both.
-        held_out = not is_to_fit(point, fit_hosts)
-        error = error_of(point, fitted, cores)
         errors.append(
             {key: point[key] for key in ("scenario", "way", "scaling", "hosts")}
-            | {"held_out": held_out, "measured_s": point["step_s"]["median"], "error": error}
+            | {"held_out": not is_to_fit(point, fit_hosts), "measured_s": point["step_s"]["median"]}
+            | {"error": error_of(point, fitted, cores)}
         )
-        title = f"{point['scenario']}, {point['scaling']}"
-        rows[title][point["way"]][point["hosts"]] = f"{100 * error:+.1f}{'*' if held_out else ''}"
-    for title, row in sorted(rows.items()):
-        table(f"Error of the model, %: {title} scaling; * was not fitted", row)
     summary: dict[str, Any] = {}
     for is_held, name in ((False, "fitted"), (True, "held out")):
         found = [abs(entry["error"]) for entry in errors if entry["held_out"] is is_held]
@@ -403,45 +328,8 @@ def main() -> None:
                 f" {100 * max(found):.1f} %; {within} within the goal of {100 * GOAL:.0f} %"
             )
 
-    python = simgrid_python()
-    if python is None:
-        print("SimGrid: not installed (apt-get install python3-simgrid); the model stands alone")
-
-    def simulated(way: str, cluster: Cluster, workload: Workload, parameters: Parameters) -> float | None:
-        return simgrid_seconds(str(python), way, cluster, workload, parameters, arguments.simgrid_tasks)
-
     # Of a cluster to extrapolate only its sizes, rates and compute count, not what was measured.
-    results = extrapolate(
-        usable(content["points"], True),
-        fitted,
-        arguments.hosts,
-        simulated if python else None,
-        arguments.simgrid_hosts,
-    )
-    for scenario in dict.fromkeys(result["scenario"] for result in results):
-        efficiencies: dict[str, dict[int, str]] = defaultdict(dict)
-        differences: dict[str, dict[int, str]] = defaultdict(dict)
-        for result in results:
-            if result["scenario"] == scenario:
-                efficiencies[result["way"]][result["hosts"]] = f"{100 * result['efficiency']:.1f}"
-                if result["simgrid_step_s"] is not None:
-                    apart = result["simgrid_step_s"] / result["step_s"] - 1
-                    differences[result["way"]][result["hosts"]] = f"{100 * apart:+.1f}"
-        table(f"Scenario {scenario}, weak scaling: modelled efficiency, %", efficiencies)
-        if differences:
-            table(f"Scenario {scenario}: SimGrid's step over the model's, %", differences)
-    apart = [abs(r["simgrid_step_s"] / r["step_s"] - 1) for r in results if r["simgrid_step_s"] is not None]
-    if apart:
-        summary["simgrid"] = {
-            "points": len(apart),
-            "median": statistics.median(apart),
-            "largest": max(apart),
-            "within_goal": sum(a <= SIMGRID_GOAL for a in apart),
-        }
-        print(
-            f"SimGrid and the model: {len(apart)} points, at most {100 * max(apart):.1f} % apart;"
-            f" {summary['simgrid']['within_goal']} within the goal of {100 * SIMGRID_GOAL:.0f} %"
-        )
+    results = extrapolate(usable(content["points"], True), fitted, arguments.hosts)
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(
         json.dumps(
@@ -451,7 +339,6 @@ def main() -> None:
                     "fit_hosts": fit_hosts,
                     "with_cpu_bound": arguments.cpu_bound,
                     "cores": cores,
-                    "simgrid": python is not None,
                 },
                 "parameters": {**fitted.shared, "host_s": fitted.host_s},
                 "errors": errors,
@@ -463,10 +350,6 @@ def main() -> None:
         + "\n"
     )
     print(f"written: {arguments.json}")
-    if arguments.plot:
-        from cluster_plots import draw_efficiency
-
-        draw_efficiency(arguments.plot, content["points"], results)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import memory_limit
 import networkx as nx
@@ -303,25 +303,38 @@ def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
     return one_peer
 
 
-def on_mpi(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor]) -> Way:
-    """Raw MPI: nonblocking receives and sends, then a sum of numpy."""
+def on_messages(
+    world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor], system: str
+) -> Way:
+    """Raw MPI with numpy, or Gloo with torch: receives and sends, then a sum; of machines through their first ranks."""
+    import torch
+    import torch.distributed as dist
     from mpi4py import MPI
 
-    per_node, mpi, machine = exchange.ranks_per_node, world.systems.mpi, world.machine
+    per_node, mpi, gloo = exchange.ranks_per_node, world.systems.mpi, world.systems.gloo
     node = mpi.rank // per_node
     steps = itertools.cycle([Peers.of(matrix, node) for matrix in exchange.steps])
-    own, out, buffers = x.numpy(), y.numpy(), [buffer.numpy() for buffer in received]
+    is_mpi = system == "mpi"
+    own, out, buffers = (x.numpy(), y.numpy(), [b.numpy() for b in received]) if is_mpi else (x, y, received)
+    add, multiply = (np.add, np.multiply) if is_mpi else (torch.add, torch.mul)
 
-    def exchange_with(peers: Peers, tensor: NDArray[np.float32], weight: float) -> None:
+    def exchange_with(peers: Peers, tensor: Any, weight: float) -> None:
         """Exchanges between ranks, or between the first ranks of machines."""
-        arrived = buffers[: len(peers.sources)]
-        requests = [mpi.Irecv(b, s * per_node) for b, s in zip(arrived, peers.sources, strict=True)]
-        requests += [mpi.Isend(tensor, destination * per_node) for destination in peers.destinations]
-        MPI.Request.Waitall(requests)
+        sources, destinations = ([p * per_node for p in each] for each in (peers.sources, peers.destinations))
+        arrived = buffers[: len(sources)]
+        if is_mpi:
+            requests = [mpi.Irecv(b, s) for b, s in zip(arrived, sources, strict=True)]
+            MPI.Request.Waitall(requests + [mpi.Isend(tensor, to) for to in destinations])
+        else:
+            works: list[Any] = [
+                dist.irecv(b, group=gloo, group_src=s) for b, s in zip(arrived, sources, strict=True)
+            ]
+            for work in works + [dist.isend(tensor, group=gloo, group_dst=to) for to in destinations]:
+                work.wait()
         total = tensor
         for array in arrived:
-            total = np.add(total, array, out=out)
-        np.multiply(total, weight, out=out)
+            total = add(total, array, out=out)
+        multiply(total, weight, out=out)
 
     def flat() -> Tensor:
         peers = next(steps)
@@ -329,57 +342,18 @@ def on_mpi(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: lis
         return y
 
     def hierarchical() -> Tensor:
-        assert machine is not None
+        assert world.machine is not None
         peers = next(steps)
-        machine.Reduce(own, out, MPI.SUM, 0)
-        if machine.rank == 0:
+        if is_mpi:
+            world.machine.Reduce(own, out, MPI.SUM, 0)
+        else:
+            dist.reduce(y.copy_(x), group=world.gloo_machine, group_dst=0)
+        if world.machine.rank == 0:
             exchange_with(peers, out, peers.weight / per_node)
-        machine.Bcast(out, 0)
-        return y
-
-    return hierarchical if per_node > 1 else flat
-
-
-def on_gloo(world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor]) -> Way:
-    """The same on Gloo with torch."""
-    import torch
-    import torch.distributed as dist
-
-    per_node, group, machine = exchange.ranks_per_node, world.systems.gloo, world.gloo_machine
-    node = world.systems.rank // per_node
-    steps = itertools.cycle([Peers.of(matrix, node) for matrix in exchange.steps])
-
-    def exchange_with(peers: Peers, tensor: Tensor, weight: float) -> None:
-        arrived = received[: len(peers.sources)]
-        works = [
-            dist.irecv(buffer, group=group, group_src=source * per_node)
-            for buffer, source in zip(arrived, peers.sources, strict=True)
-        ]
-        works += [
-            dist.isend(tensor, group=group, group_dst=destination * per_node)
-            for destination in peers.destinations
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
-        total = tensor
-        for array in arrived:
-            total = torch.add(total, array, out=y)
-        torch.mul(total, weight, out=y)
-
-    def flat() -> Tensor:
-        peers = next(steps)
-        exchange_with(peers, x, peers.weight)
-        return y
-
-    def hierarchical() -> Tensor:
-        assert machine is not None
-        peers = next(steps)
-        y.copy_(x)
-        dist.reduce(y, group=machine, group_dst=0)
-        if dist.get_rank(machine) == 0:
-            exchange_with(peers, y, peers.weight / per_node)
-        dist.broadcast(y, group=machine, group_src=0)
+        if is_mpi:
+            world.machine.Bcast(out, 0)
+        else:
+            dist.broadcast(y, group=world.gloo_machine, group_src=0)
         return y
 
     return hierarchical if per_node > 1 else flat
@@ -410,8 +384,8 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
     ways["fog"] = on_backend(world, exchange, x, y)
     ways["fog_new"] = on_fogdist(world, exchange, x)
-    ways["mpi"] = on_mpi(world, exchange, x, y, received)
-    ways["gloo"] = on_gloo(world, exchange, x, y, received)
+    for system in ("mpi", "gloo"):
+        ways[system] = on_messages(world, exchange, x, y, received, system)
 
     def all_reduce(group: dist.ProcessGroup) -> Way:
         def way() -> Tensor:
@@ -501,18 +475,9 @@ def found_exchanges(names: list[str], size: int, *, tell: bool) -> Iterator[Exch
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[2, 4, 8], seconds=1.5, has_pause=True)
-    parser.add_argument(
-        "--exchanges",
-        nargs="+",
-        choices=EXCHANGES,
-        default=EXCHANGES,
-        metavar="NAME",
-        help=", ".join(EXCHANGES),
-    )
+    program.add_names(parser, "--exchanges", EXCHANGES)
     arguments = program.parse_options(parser)
     for ranks in arguments.ranks:
         if ranks < 2:

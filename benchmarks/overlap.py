@@ -29,17 +29,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
-from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts
+from emulated_hosts import address
 from fogdist.testing.faults.links import parse_rate
 from interleaved import Times, take_turns
-from report import Row, write_json
+from report import Row, print_steps, write_json
 from training_step import training_step
 
 # The examples show how to train in each mode, so they are measured.
@@ -62,6 +62,7 @@ SYSTEMS = {
     "ddp": "DDP on fog",
     "ddp gloo": "DDP on Gloo",
     "allreduce": "allreduce alone",
+    LINK: "link, at least",
 }
 KINDS = {"device": "emulated device", "cpu": "CPU"}
 # The goal for a step, relative to the longer of compute and exchange.
@@ -258,16 +259,9 @@ def longer(row: Row) -> float | None:
 
 def print_row(row: Row) -> None:
     """Prints a table of the ways."""
-    print(f"\n{row.operation}; {row.ranks} hosts, {os.cpu_count()} cores, {row.iterations} turns")
-    print(f"{'':26}{'ms a step':>10}{'quartiles':>18}{'x longer':>10}")
-    print(f"{'link, at least':26}{row.times[LINK].median:>10.1f}")
     bound = longer(row)
-    for name in [name for name in row.times if name != LINK]:
-        times = row.times[name]
-        quartiles = f"{times.lower:.1f} - {times.upper:.1f}"
-        share = "-" if bound is None else f"{times.median / bound:.2f}"
-        print(f"{SYSTEMS[name]:26}{times.median:>10.1f}{quartiles:>18}{share:>10}")
-    sys.stdout.flush()
+    head = f"{row.operation}; {row.ranks} hosts, {os.cpu_count()} cores"
+    print_steps(head, row, SYSTEMS, "x longer", lambda name: bound and row.times[name].median / bound)
 
 
 def print_goals(rows: Sequence[Row]) -> None:
@@ -281,77 +275,13 @@ def print_goals(rows: Sequence[Row]) -> None:
         print(f"Goal, {row.operation}: AWC in less than {GOAL} x the longer one: {share:.2f}, {verdict}")
 
 
-def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Draws the milliseconds of a step in each way, a panel for each row, a line of panels for each kind."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    kinds = list(dict.fromkeys(row.operation.split(", ")[0] for row in rows))
-    lines = [[row for row in rows if row.operation.startswith(f"{kind}, ")] for kind in kinds]
-    columns = max(len(line) for line in lines)
-    height = 1.1 + 0.28 * max(len(row.times) for row in rows)
-    figure, panels = plt.subplots(
-        len(lines),
-        columns,
-        figsize=(2.2 + 3.6 * columns, height * len(lines)),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
-    colors = {"none": "0.6", "exchange": "0.6", "allreduce": "0.6"}
-    colors |= dict.fromkeys(("ddp", "ddp gloo"), "tab:orange")
-    for line, places in zip(lines, panels, strict=True):
-        for place in places[len(line) :]:
-            place.set_visible(False)
-        for place, row in zip(places, line, strict=False):
-            names = [name for name in list(titles)[::-1] if name in row.times]
-            medians = [row.times[name].median for name in names]
-            errors = [
-                [row.times[name].median - row.times[name].lower for name in names],
-                [row.times[name].upper - row.times[name].median for name in names],
-            ]
-            shades = [colors.get(name, "tab:blue") for name in names]
-            place.barh([titles[name] for name in names], medians, xerr=errors, color=shades, ecolor="0.3")
-            if (bound := longer(row)) is not None:
-                place.axvline(GOAL * bound, color="tab:red", linestyle="--")
-            place.set_title(row.operation, fontsize="medium")
-            place.set_xlim(left=0)
-            place.grid(axis="x", alpha=0.3)
-    figure.supxlabel(
-        f"milliseconds a step, {rows[0].ranks} hosts; dashed: {GOAL} x the longer of compute alone and exchange alone",
-        fontsize="medium",
-    )
-    figure.savefig(path, dpi=120)
-
-
-def run_on_hosts(rate: str, ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """Runs a script on one rank of each emulated host; ends the program where hosts cannot be emulated."""
-    environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
-    try:
-        with emulated_hosts(ranks, rate) as hosts:
-            side_by_side.run_ranks(ranks, script, arguments, hosts, environment)
-    except Unavailable as reason:
-        sys.exit(f"emulated hosts: {reason}")
-
-
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[4], seconds=10.0, has_sizes=False, back_to_back=2)
     add = parser.add_argument
-    add(
-        "--modes",
-        nargs="+",
-        choices=list(SYSTEMS),
-        default=list(SYSTEMS),
-        help=", ".join(SYSTEMS),
-        metavar="NAME",
-    )
-    add("--compute", nargs="+", choices=list(KINDS), default=list(KINDS), help="of what kind")
+    program.add_names(parser, "--modes", [name for name in SYSTEMS if name != LINK])
+    program.add_names(parser, "--compute", KINDS, help="of what kind")
     add("--ratios", type=float, nargs="+", default=[0.5, 1.0, 2.0], metavar="X", help="compute over exchange")
     add("--rate", default="1gbit", help="of each link, in the words of tc: 400mbit")
     add("--bucket-cap-mb", type=float, metavar="MIB", help="of the optimizers; by default theirs")
@@ -367,7 +297,7 @@ def main() -> None:
     """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
     rows = program.run(
-        Path(__file__), arguments, measure_all, SYSTEMS, draw, partial(run_on_hosts, arguments.rate)
+        Path(__file__), arguments, measure_all, SYSTEMS, partial(side_by_side.run_on_hosts, arguments.rate)
     )
     if rows:
         print()

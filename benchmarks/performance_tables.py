@@ -8,7 +8,6 @@ A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -17,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import program
 
 # By the names of cluster_ranks.py and time_to_loss.py.
 from cluster_plots import WAYS
@@ -64,6 +65,11 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def columns(rows: Iterable[Point], cells: Mapping[str, Callable[[Any], str]]) -> str:
+    """Returns a table of a row for each of some results; what the columns have of a result, by their heads."""
+    return table(list(cells), ([cell(row) for cell in cells.values()] for row in rows))
+
+
 def percent(value: float, digits: int = 1) -> str:
     return f"{100 * value:.{digits}f}"
 
@@ -101,27 +107,24 @@ def efficiency_table(scenario: str, points: Sequence[Point]) -> str:
 def step_table(scenario: str, points: Sequence[Point]) -> str:
     """Returns the steps of a scenario with one number of hosts."""
     chosen = {point["way"]: point for point in points if point["scenario"] == scenario}
-    rows = []
-    for way in ways_of(chosen.values()):
-        point = chosen[way]
-        step, local = point["step_s"], point["local_steps_real"]
-        rows.append(
-            [
-                NAMES[way] + (f", {local} local steps" if local > 1 else ""),
-                f"{1e3 * step['median']:.0f} [{1e3 * step['lower']:.0f}, {1e3 * step['upper']:.0f}]",
-                f"{1e3 * point['compute_s']:.0f}",
-                efficiency_cell(point),
-                f"{point['wire_bytes_per_host_per_step'] / 1e6:.2f}",
-            ]
-        )
-    head = [
-        "way",
-        "ms a step, quartiles",
-        "ms of compute",
-        "efficiency, % (idle)",
-        "MB a host and emulated step",
-    ]
-    return table(head, rows)
+
+    def way(point: Point) -> str:
+        local = point["local_steps_real"]
+        return NAMES[point["way"]] + (f", {local} local steps" if local > 1 else "")
+
+    def times(step: Mapping[str, float]) -> str:
+        return f"{1e3 * step['median']:.0f} [{1e3 * step['lower']:.0f}, {1e3 * step['upper']:.0f}]"
+
+    return columns(
+        [chosen[each] for each in ways_of(chosen.values())],
+        {
+            "way": way,
+            "ms a step, quartiles": lambda point: times(point["step_s"]),
+            "ms of compute": lambda point: f"{1e3 * point['compute_s']:.0f}",
+            "efficiency, % (idle)": efficiency_cell,
+            "MB a host and emulated step": lambda p: f"{p['wire_bytes_per_host_per_step'] / 1e6:.2f}",
+        },
+    )
 
 
 def straggler_table(points: Sequence[Point]) -> str:
@@ -152,19 +155,9 @@ def error_table(model: Mapping[str, Any]) -> str:
                 percent(statistics.median(errors)), percent(max(errors)), str(sum(e <= GOAL for e in errors)),
             ]
         )  # fmt: skip
-    for name, title in (
-        ("fitted", "fitted"),
-        ("held out", "held out"),
-        ("simgrid", "SimGrid beside the model"),
-    ):
-        if name in model["summary"]:
-            all_ = model["summary"][name]
-            rows.append(
-                [
-                    "all", "", title, str(all_["points"]), percent(all_["median"]), percent(all_["largest"]),
-                    str(all_["within_goal"]),
-                ]
-            )  # fmt: skip
+    for title, of in model["summary"].items():
+        shown = [percent(of["median"]), percent(of["largest"]), str(of["within_goal"])]
+        rows.append(["all", "", title, str(of["points"]), *shown])
     return table(
         ["scenario", "hosts", "", "points", "median error, %", "largest, %", "within the goal"], rows
     )
@@ -188,26 +181,23 @@ def advice_table(advice: Mapping[str, Any]) -> str:
     def setting(each: Mapping[str, Any]) -> str:
         return f"{each['topology']}, J = {each['local_steps']}, {each['bucket_mb']:.2g} MiB: {1e3 * each['step_s']:.0f}"
 
-    rows = []
-    for cluster in advice["clusters"]:
+    def count(cluster: Mapping[str, Any]) -> str:
         short = sum(point["cpu_bound"] for point in cluster["points"])
-        rows.append(
-            [
-                f"{cluster['cluster']}, {cluster['hosts']} hosts",
-                str(len(cluster["points"])) + (f", {short} short" if short else ""),
-                setting(cluster["choice"]),
-                setting(cluster["fastest"]),
-                signed(cluster["step_over_fastest"]),
-                setting(cluster["best_by_rule"]),
-                signed(cluster["time_to_agreement_over_best"]),
-                percent(cluster["prediction_error"]["median"]),
-            ]
-        )
-    head = [
-        "cluster", "settings", "chosen: ms a step", "fastest", "step, %", "best by the rule", "time to agreement, %",
-        "median error of the predictions, %",
-    ]  # fmt: skip
-    return table(head, rows)
+        return str(len(cluster["points"])) + (f", {short} short" if short else "")
+
+    return columns(
+        advice["clusters"],
+        {
+            "cluster": lambda each: f"{each['cluster']}, {each['hosts']} hosts",
+            "settings": count,
+            "chosen: ms a step": lambda each: setting(each["choice"]),
+            "fastest": lambda each: setting(each["fastest"]),
+            "step, %": lambda each: signed(each["step_over_fastest"]),
+            "best by the rule": lambda each: setting(each["best_by_rule"]),
+            "time to agreement, %": lambda each: signed(each["time_to_agreement_over_best"]),
+            "median error of the predictions, %": lambda each: percent(each["prediction_error"]["median"]),
+        },
+    )
 
 
 def loss_table(loss: Mapping[str, Any]) -> str:
@@ -348,26 +338,16 @@ def codec_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def exchange_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Returns times and bytes of compressed exchanges between two hosts."""
-    return table(
-        [
-            "codec",
-            "bytes promised",
-            "bytes of the link, over the promised",
-            "ms, median",
-            "ms, least",
-            "times as fast",
-        ],
-        [
-            [
-                row["codec"],
-                f"{row['promised bytes']:,}",
-                f"{row['of promised']:.3f}",
-                f"{row['ms']:.1f}",
-                f"{row['least ms']:.1f}",
-                f"{row['speed']:.2f}",
-            ]
-            for row in rows
-        ],
+    return columns(
+        rows,
+        {
+            "codec": lambda row: row["codec"],
+            "bytes promised": lambda row: f"{row['promised bytes']:,}",
+            "bytes of the link, over the promised": lambda row: f"{row['of promised']:.3f}",
+            "ms, median": lambda row: f"{row['ms']:.1f}",
+            "ms, least": lambda row: f"{row['least ms']:.1f}",
+            "times as fast": lambda row: f"{row['speed']:.2f}",
+        },
     )
 
 
@@ -379,20 +359,17 @@ def compressed_loss_table(rows: Iterable[Mapping[str, Any]]) -> str:
             return ""
         return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
 
-    return table(
-        ["task", "way", "bytes a step", "times fewer", "rate", "test loss", "loss, % [95 % interval]"],
-        [
-            [
-                row["task"],
-                row["way"],
-                f"{row['bytes a step']:,}",
-                f"{row['fewer bytes']:.1f}",
-                f"{row['rate']:g}",
-                f"{row['loss']:.4f}",
-                difference(row),
-            ]
-            for row in rows
-        ],
+    return columns(
+        rows,
+        {
+            "task": lambda row: row["task"],
+            "way": lambda row: row["way"],
+            "bytes a step": lambda row: f"{row['bytes a step']:,}",
+            "times fewer": lambda row: f"{row['fewer bytes']:.1f}",
+            "rate": lambda row: f"{row['rate']:g}",
+            "test loss": lambda row: f"{row['loss']:.4f}",
+            "loss, % [95 % interval]": difference,
+        },
     )
 
 
@@ -478,9 +455,7 @@ def filled(page: str) -> str:
 
 def main() -> None:
     """Writes the pages, or checks them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a page differs, and leave it as it is")
     arguments = parser.parse_args()
     for path in PAGES:

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import side_by_side
@@ -16,6 +16,25 @@ from report import Row, parse_size, plot, read_rows, write_json
 
 # The load average above which other programs are assumed to run.
 BUSY = 0.7
+
+
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of a program's command line, whose help is the program's docstring."""
+    return argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def add_names(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    names: Iterable[str],
+    default: Iterable[str] | None = None,
+    help: str | None = None,
+) -> None:
+    """Adds an option that takes some of these names, by default all of them."""
+    known = list(names)
+    chosen = known if default is None else list(default)
+    text = help or ", ".join(known)
+    parser.add_argument(flag, nargs="+", choices=known, default=chosen, metavar="NAME", help=text)
 
 
 def add_options(
@@ -91,7 +110,6 @@ def run(
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], None],
     systems: Mapping[str, str],
-    draw: Callable[[Path, list[Row], Mapping[str, str]], None] = plot,
     run_ranks: Callable[[int, Path, Sequence[str]], None] = side_by_side.run_ranks,
 ) -> list[Row]:
     """Starts the ranks of each world in turn, and writes their measurements; on a rank, measures.
@@ -101,7 +119,6 @@ def run(
         arguments: From `parse_options`.
         measure: Runs on a rank; rank 0 writes its rows to `arguments.rows`.
         systems: Systems of the plot, as in `report.Table`.
-        draw: Makes the plot of all rows.
         run_ranks: Starts the ranks of one world, given their number, the program and its command line.
 
     Returns:
@@ -125,5 +142,5 @@ def run(
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load}, rows)
     if arguments.plot:
-        draw(arguments.plot, rows, systems)
+        plot(arguments.plot, rows, systems)
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,63 +115,81 @@ def read_rows(path: Path) -> list[Row]:
     return [Row(**row | {"times": {name: Times(**t) for name, t in row["times"].items()}}) for row in rows]
 
 
-def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
-    """Draws time over size, with one panel per operation, three in a line, and new lines for each number of ranks.
+def print_steps(
+    head: str, row: Row, titles: Mapping[str, str], column: str, share: Callable[[str], float | None]
+) -> None:
+    """Prints the times of training steps.
+
+    Args:
+        head: What was trained.
+        row: The times.
+        titles: Of the systems.
+        column: The heading of the last column.
+        share: What the last column has for a system; None for a dash.
+    """
+    print(f"\n{head}, {row.iterations} turns")
+    print(f"{'':36}{'ms a step':>11}{'quartiles':>20}{'steps/s':>9}{column:>10}")
+    for name, times in row.times.items():
+        quartiles = f"{times.lower:.2f} - {times.upper:.2f}"
+        ratio = share(name)
+        shown = "-" if ratio is None else f"{ratio:.3f}"
+        title = titles.get(name, name)
+        print(
+            f"{title:36}{times.median:>11.2f}{quartiles:>20}{1e3 / times.median:>9.1f}{shown:>10}", flush=True
+        )
+
+
+def print_shares(head: str, row: Row, titles: Mapping[str, str], names: Iterable[str], least: float) -> None:
+    """Prints which systems reach so much of the speed of the system "none"."""
+    shares = {name: share for name in names if (share := row.ratio("none", name)) is not None}
+    if not shares:
+        return
+    print(f"\nGoal, {head}: at least {least:.1%} of the steps of {titles['none']!r}")
+    for verdict, is_met in (("met", True), ("missed", False)):
+        those = [f"{titles[name]} ({x:.1%})" for name, x in shares.items() if (x >= least) == is_met]
+        if those:
+            print(f"  {verdict}: {'; '.join(those)}")
+
+
+def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str], over: str = "bytes") -> None:
+    """Draws the times of each operation, a panel for each: lines over its sizes, or bars where it has one size only.
 
     Args:
         path: Path of the picture; its ending selects the format.
-        rows: Rows to draw; rows without a size are left out.
+        rows: Rows to draw; lines over sizes leave rows without a size out.
         systems: As in `Table`.
+        over: What lines are over: "bytes", with new panels for each number of ranks, or "ranks", with new ones for sizes.
     """
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row.elements and row.dtype == "float32"]
-    if not shown:
+    panels: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: getattr(row, over)):
+        kind = "" if row.dtype == "float32" else f" {row.dtype}"
+        size = f" {size_text(row.bytes)}" if row.bytes else ""
+        place = f", {row.ranks} ranks" if over == "bytes" else size
+        panels.setdefault(f"{row.operation}{kind}{place}", []).append(row)
+    if not panels:
         return
-    # The lines of panels: each number of ranks begins a new line.
-    lines: list[list[tuple[int, str]]] = []
-    for ranks in sorted({row.ranks for row in shown}):
-        operations = list(dict.fromkeys(row.operation for row in shown if row.ranks == ranks))
-        lines += [[(ranks, name) for name in operations[i : i + 3]] for i in range(0, len(operations), 3)]
-    columns = max(len(line) for line in lines)
-    figure, panels = plt.subplots(
-        len(lines),
-        columns,
-        figsize=(4.6 * columns, 3.2 * len(lines)),
-        squeeze=False,
-        layout="constrained",
-    )
-    for panel in panels.flat:
-        panel.set_visible(False)
-    legend = {}
-    drawings = (
-        (panel, key)
-        for places, line in zip(panels, lines, strict=True)
-        for panel, key in zip(places, line, strict=False)  # the last places of a line may be empty
-    )
-    for place, (ranks, operation) in drawings:
-        place.set_visible(True)
-        place.set_title(f"{operation}, {ranks} ranks")
-        series = sorted(
-            (row for row in shown if row.ranks == ranks and row.operation == operation), key=lambda r: r.bytes
-        )
-        for number, (system, title) in enumerate(systems.items()):
-            drawn = [row for row in series if system in row.times]
-            if not drawn:
-                continue
-            x = [row.bytes for row in drawn]
-            times = [row.times[system] for row in drawn]
-            color = f"C{number}"
-            (legend[title],) = place.loglog(x, [t.median for t in times], marker=".", color=color)
-            place.fill_between(x, [t.lower for t in times], [t.upper for t in times], color=color, alpha=0.2)
-        ticks = [row.bytes for row in series]
-        place.set_xticks(ticks, [size_text(tick) for tick in ticks], rotation=45, fontsize="x-small")
-        place.minorticks_off()
-        place.set_ylabel("ms")
-        place.grid(alpha=0.3)
-    titles = [title for title in systems.values() if title in legend]
-    figure.legend([legend[title] for title in titles], titles, loc="outside upper center", ncols=5)
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, 3.4 * lines), layout="constrained")
+    for number, (title, shown) in enumerate(panels.items(), 1):
+        panel = figure.add_subplot(lines, columns, number)
+        panel.set_title(title, fontsize="medium")
+        panel.grid(alpha=0.3)
+        if len(shown) == 1:
+            times = {systems.get(name, name): shown[0].times[name] for name in reversed(shown[0].times)}
+            errors = [[t.median - t.lower, t.upper - t.median] for t in times.values()]
+            medians = [t.median for t in times.values()]
+            panel.barh(list(times), medians, xerr=list(zip(*errors, strict=True)), ecolor="0.3")
+            continue
+        for color, (system, label) in enumerate(systems.items()):
+            drawn = [row for row in shown if system in row.times and getattr(row, over)]
+            if drawn:
+                x = [getattr(row, over) for row in drawn]
+                times_of = [row.times[system] for row in drawn]
+                panel.loglog(x, [t.median for t in times_of], marker=".", color=f"C{color}", label=label)
+                bounds = [t.lower for t in times_of], [t.upper for t in times_of]
+                panel.fill_between(x, *bounds, color=f"C{color}", alpha=0.2)
+        panel.legend(fontsize="x-small")
     figure.savefig(path, dpi=120)

@@ -28,7 +28,6 @@ reason Gloo listens at 127.0.0.1 (GLOO_SOCKET_IFNAME=lo unless it is set), so th
 
 from __future__ import annotations
 
-import argparse
 import os
 
 # Thread pools do not survive a fork.
@@ -39,7 +38,7 @@ import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -54,7 +53,7 @@ import torch.distributed as dist
 from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
 from goals import Goal, print_goals
 from interleaved import Times
-from report import Row, Table, size_text, write_json
+from report import Row, Table, plot, write_json
 
 from fog_pg._extension import load as load_extension
 
@@ -283,49 +282,9 @@ def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures
     return [row(*key) for key in keys]
 
 
-def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str]) -> None:
-    """Draws each operation over the number of ranks."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    keys = list(dict.fromkeys((row.operation, row.bytes) for row in rows))
-    columns = 4
-    lines = -(-len(keys) // columns)
-    figure, panels = plt.subplots(
-        lines, columns, figsize=(4 * columns, 3 * lines), squeeze=False, layout="constrained"
-    )
-    for panel, (name, count) in zip(panels.flat, keys, strict=False):
-        shown = sorted(
-            (row for row in rows if (row.operation, row.bytes) == (name, count)), key=lambda r: r.ranks
-        )
-        x = [row.ranks for row in shown]
-        for system, title in systems.items():
-            each = [row.times[system] for row in shown if system in row.times]
-            if len(each) < len(x):
-                continue
-            (line,) = panel.plot(x, [t.median for t in each], marker=".", label=title)
-            panel.fill_between(
-                x, [t.lower for t in each], [t.upper for t in each], color=line.get_color(), alpha=0.2
-            )
-        panel.set_title(f"{name} {size_text(count)}" if count else name)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(x, list(map(str, x)))
-        panel.set_ylim(bottom=0)
-        panel.set_ylabel("" if name.startswith(("private", "mapped", "descriptors")) else "ms")
-        panel.grid(alpha=0.3)
-    for panel in panels.flat[len(keys) :]:
-        panel.set_visible(False)
-    panels.flat[0].legend()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Runs the benchmark."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", default=[4, 16, 32], help="numbers of ranks")
     add(
@@ -368,7 +327,7 @@ def main() -> None:
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load, "failures": failures}, rows)
     if arguments.plot:
-        plot(arguments.plot, rows, SYSTEMS)
+        plot(arguments.plot, rows, SYSTEMS, over="ranks")
     if failures:
         sys.exit(f"{len(failures)} worlds did not come to their end:\n" + "\n".join(failures))
 

@@ -1,10 +1,9 @@
-"""Steps to a target loss, and the loss at equal samples beside DDP's, of 8 to 4,096 virtual ranks; and with the time of a
-step, which benchmarks/cluster.py and its model measure, the time to the loss.
+"""Steps to a target loss, and the loss at equal samples beside DDP's, of 8 to 4,096 virtual ranks.
 
 The task: MNIST in 7 x 7 pixels, or scikit-learn's digits where there is no MNIST, and a perceptron with one hidden layer.
 All ways have the same model, start, batches, local optimizer, number of samples in a run, and schedule: a cosine from the
 learning rate to 0. Each way and split has the rate of a grid with which its loss ended lowest for seeds that are not used
-after. Runs of one seed are paired.
+after. Runs of one seed are paired. performance_tables.py multiplies steps by the time of a step, which cluster.py measures.
 The loss is that of the mean of the ranks' models on test images. Ranks' data are alike ("iid"), or their labels are in
 proportions of a Dirichlet distribution ("dirichlet 0.1"). Nothing here takes time into account: a slow link costs nothing.
 """
@@ -109,8 +108,6 @@ WAYS: dict[str, Way] = {
     "gradient_tracking": Way(algorithms.GradientTracking, static_exponential),
 }
 REFERENCE = "ddp_fog"
-# Other names of the same steps.
-STEPS_OF = {"ddp_gloo": REFERENCE}
 
 
 def load() -> tuple[str, Tensor, Tensor, Tensor, Tensor]:
@@ -221,77 +218,6 @@ def differences(points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def read_step_times(folder: Path) -> list[dict[str, Any]]:
-    """Returns the times of a step that other benchmarks have left: way, ranks, scenario, seconds and whether modelled."""
-    rows = []
-    for name in ("cluster.json", "model.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        content = json.loads(path.read_text())
-        for p in content.get("points", content) if isinstance(content, dict) else content:
-            if not isinstance(p, dict) or "way" not in p or "step_s" not in p or p.get("cpu_bound"):
-                continue
-            if p.get("scaling", "weak") != "weak":
-                continue
-            seconds = p["step_s"]["median"] if isinstance(p["step_s"], dict) else p["step_s"]
-            ranks = p.get("ranks", p.get("hosts", 0) * p.get("ranks_per_host", 1))
-            label = f"{p.get('scenario', '')} {p.get('model', '')}".strip()
-            rows.append(
-                {
-                    "way": p["way"], "ranks": ranks, "scenario": label, "step_s": seconds,
-                    "modelled": bool(p.get("modelled", name == "model.json")),
-                }
-            )  # fmt: skip
-    return rows
-
-
-def time_to_loss(
-    steps: Mapping[tuple[str, int, str], float], times: Iterable[Mapping[str, Any]]
-) -> list[dict[str, Any]]:
-    """Joins steps to the target with the time of a step, by way and number of ranks.
-
-    The steps are of this file's small task, and the time is of another, larger model: the product says what a way's speed
-    is worth if it costs as many steps, in relation to DDP, there as here.
-
-    Args:
-        steps: By way, ranks and split: `median_steps`.
-        times: Rows of `read_step_times`.
-    """
-    rows = []
-    for row in times:
-        name = STEPS_OF.get(row["way"], row["way"])
-        for (way, ranks, split), count in steps.items():
-            if way == name and ranks == row["ranks"]:
-                seconds = count * row["step_s"] if math.isfinite(count) else None
-                own = count if math.isfinite(count) else None
-                rows.append({**row, "split": split, "steps": own, "seconds_to_loss": seconds})
-    return rows
-
-
-def mixing_theory() -> list[dict[str, Any]]:
-    """Returns the consensus distance that is simulated beside what theory predicts, without gradients."""
-    rows = []
-    for ranks in (16, 60, 64):
-        for name, make in (
-            ("static_exp", static_exponential),
-            ("one_peer_exp", topologies.one_peer_exponential),
-            ("base_k", base_3),
-        ):
-            topology = make(ranks)
-            seen = simulate.consensus(topology, 24)
-            assert seen.predicted is not None and seen.second_eigenvalue is not None
-            rows.append(
-                {
-                    "topology": name, "ranks": ranks, "period": topology.period,
-                    "second_eigenvalue": float(f"{seen.second_eigenvalue:.6g}"), "exact_after": seen.exact_after,
-                    "distance": [float(f"{each:.3g}") for each in seen.distance],
-                    "predicted": [float(f"{each:.3g}") for each in seen.predicted],
-                }
-            )  # fmt: skip
-    return rows
-
-
 def show(content: Mapping[str, Any]) -> None:
     """Prints the tables."""
     steps = median_steps(content["points"], content["facts"]["target"])
@@ -311,14 +237,6 @@ def show(content: Mapping[str, Any]) -> None:
             verdict = "yes" if row["within_goal"] else "no"
             words += f"[{row['lower']:+.2%}, {row['upper']:+.2%}]  {verdict}"
         print(words)
-    if content["time_to_loss"]:
-        print("\ntime to the loss: steps here x seconds a step there")
-        for row in content["time_to_loss"]:
-            seconds = "-" if row["seconds_to_loss"] is None else f"{row['seconds_to_loss']:.1f} s"
-            kind = "modelled" if row["modelled"] else "measured"
-            print(
-                f"  {row['scenario']:24}{row['way']:18}{row['ranks']:>6}  {row['split']:14}{seconds:>10}  {kind}"
-            )
 
 
 def plot(content: Mapping[str, Any], path: Path) -> None:
@@ -408,13 +326,6 @@ def read_options() -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
     add("--plot", type=Path, metavar="FILE", help="a picture, by its ending")
     add(
-        "--times",
-        type=Path,
-        metavar="FOLDER",
-        default=RESULTS,
-        help="of cluster.json and model.json, if they are there",
-    )
-    add(
         "--resume",
         action="store_true",
         help="goes on with the runs that --json has, which is written after each run",
@@ -422,7 +333,7 @@ def read_options() -> argparse.Namespace:
     add(
         "--table-only",
         action="store_true",
-        help="reads the losses of --json, and joins them with the times anew",
+        help="reads the losses of --json, and shows them anew",
     )
     return parser.parse_args()
 
@@ -489,7 +400,7 @@ def train_all(options: argparse.Namespace) -> dict[str, Any]:
             f"{point['seconds']:6.1f} s: {way}, {ranks} ranks, {split}, seed {seed}: loss {last:.4f}",
             flush=True,
         )
-    return {**content, "theory": mixing_theory()}
+    return content
 
 
 def write(content: Mapping[str, Any], path: Path) -> None:
@@ -510,9 +421,6 @@ def main() -> None:
     torch.set_num_threads(1)
     content = json.loads(options.json.read_text()) if options.table_only else train_all(options)
     content["differences"] = differences(content["points"])
-    content["time_to_loss"] = time_to_loss(
-        median_steps(content["points"], content["facts"]["target"]), read_step_times(options.times)
-    )
     write(content, options.json)
     show(content)
     if options.plot is not None:

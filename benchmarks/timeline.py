@@ -83,9 +83,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[2, 4], seconds=25.0, has_sizes=False)
     return program.parse_options(parser)
 

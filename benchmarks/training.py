@@ -21,15 +21,16 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import program
 import side_by_side
 from interleaved import take_turns
-from report import Row, write_json
+from report import Row, print_shares, print_steps, write_json
 from training_step import training_step
 
 # The examples show how to train in each mode, so they are measured.
@@ -159,7 +160,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
         elements = sum(parameter.numel() for parameter in task.make().parameters())
         rows.append(Row(task.title, size, "float32", elements, 4 * elements, 0, iterations, times))
         if systems.rank == 0:
-            print_row(rows[-1])
+            head = f"{task.title}, {size} ranks, {os.cpu_count()} cores"
+            print_steps(head, rows[-1], SYSTEMS, "x none", partial(rows[-1].ratio, "none"))
         del steps
     if systems.rank == 0:
         write_json(arguments.rows, program.facts(), rows)
@@ -167,97 +169,29 @@ def measure_all(arguments: argparse.Namespace) -> None:
     side_by_side.leave()
 
 
-def print_row(row: Row) -> None:
-    """Prints a table of one model's modes."""
-    print(f"\n{row.operation}, ranks: {row.ranks}, {os.cpu_count()} cores, {row.iterations} turns")
-    print(f"{'':36}{'ms a step':>10}{'quartiles':>18}{'steps/s':>9}{'x none':>8}")
-    for name, times in row.times.items():
-        quartiles = f"{times.lower:.2f} - {times.upper:.2f}"
-        ratio = row.ratio("none", name)
-        share = "-" if ratio is None else f"{ratio:.2f}"
-        print(f"{SYSTEMS[name]:36}{times.median:>10.2f}{quartiles:>18}{1e3 / times.median:>9.1f}{share:>8}")
-    sys.stdout.flush()
-
-
-def goal_of(row: Row) -> float:
-    """Returns the share of the steps per second without communication that modes should reach."""
-    return SPEED_GOAL if row.ranks > 1 else 1 / OVERHEAD_GOAL
-
-
 def print_goals(rows: Sequence[Row]) -> None:
-    """Prints which modes reach the goals."""
+    """Prints which modes reach the goals: beside others, and of modes that have nobody to talk to."""
     for row in rows:
-        modes = NEIGHBOR_MODES if row.ranks > 1 else [name for name in SYSTEMS if name != "none"]
-        shares = {mode: share for mode in modes if (share := row.ratio("none", mode)) is not None}
-        if not shares:
-            continue
-        kind = "neighbor modes" if row.ranks > 1 else "modes that have nobody to talk to"
-        print(
-            f"\nGoal, {row.operation}, {row.ranks} ranks: {kind} reach {goal_of(row):.0%} of no communication"
-        )
-        for verdict, is_met in (("met", True), ("missed", False)):
-            those = [f"{SYSTEMS[m]} ({x:.0%})" for m, x in shares.items() if (x >= goal_of(row)) == is_met]
-            if those:
-                print(f"  {verdict}: {'; '.join(those)}")
-
-
-def draw(path: Path, rows: Sequence[Row], titles: Mapping[str, str]) -> None:
-    """Draws the steps per second of all modes, relative to no communication, with one panel per row."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(2, len(rows))
-    lines = -(-len(rows) // columns)
-    height = 1.2 + 0.26 * max(len(row.times) for row in rows)
-    figure, panels = plt.subplots(
-        lines, columns, figsize=(7 * columns, height * lines), squeeze=False, layout="constrained"
-    )
-    for panel in panels.flat[len(rows) :]:
-        panel.set_visible(False)
-    for place, row in zip(panels.flat, rows, strict=False):
-        names = list(row.times)[::-1]
-        rates = [1e3 / row.times[name].median for name in names]
-        errors = [
-            [rate - 1e3 / row.times[name].upper for name, rate in zip(names, rates, strict=True)],
-            [1e3 / row.times[name].lower - rate for name, rate in zip(names, rates, strict=True)],
-        ]
-        color = {"none": "0.6", "ddp": "tab:orange", "ddp gloo": "tab:orange"}
-        colors = [color.get(name, "tab:blue") for name in names]
-        place.barh([titles[name] for name in names], rates, xerr=errors, color=colors, ecolor="0.3")
-        if "none" in row.times:
-            alone = 1e3 / row.times["none"].median
-            place.axvline(goal_of(row) * alone, color="tab:red", linestyle="--")
-        ranks = f"{row.ranks} rank{'s' if row.ranks > 1 else ''}"
-        place.set_title(f"{row.operation}, {ranks}; dashed: {goal_of(row):.0%} of none")
-        place.set_xlabel("steps per second of each rank")
-        place.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=120)
+        head = f"{row.operation}, {row.ranks} ranks"
+        if row.ranks > 1:
+            print_shares(head, row, SYSTEMS, NEIGHBOR_MODES, SPEED_GOAL)
+        else:
+            print_shares(head, row, SYSTEMS, [name for name in SYSTEMS if name != "none"], 1 / OVERHEAD_GOAL)
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[1, 4], seconds=60.0, has_sizes=False, back_to_back=10)
-    parser.add_argument("--models", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="NAME")
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=list(SYSTEMS),
-        default=list(SYSTEMS),
-        metavar="NAME",
-        help=", ".join(SYSTEMS),
-    )
+    program.add_names(parser, "--models", TASKS)
+    program.add_names(parser, "--modes", SYSTEMS)
     parser.add_argument("--topology", default="exp2", help="of fogdist.topology.TOPOLOGY_NAMES")
     return program.parse_options(parser)
 
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS, draw)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     print_goals(rows)
 
 

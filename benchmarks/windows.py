@@ -432,18 +432,9 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[2, 4], seconds=1.5)
-    parser.add_argument(
-        "--operations",
-        nargs="+",
-        choices=OPERATIONS,
-        default=OPERATIONS,
-        metavar="NAME",
-        help=", ".join(OPERATIONS),
-    )
+    program.add_names(parser, "--operations", OPERATIONS)
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     for ranks in arguments.ranks:

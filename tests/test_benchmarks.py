@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from harness import WorldPool
 from scripts import run_script
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,14 +125,6 @@ def test_rows(tmp_path: Path, command: str, count: int, goals: int | None, expec
     assert goals is None or printed.count("\nGoal, ") == goals, printed
 
 
-def test_stragglers(script_worlds: WorldPool, tmp_path: Path) -> None:
-    options = ["--steps", "20", "--milliseconds", "1", "--modes", "sync", "sync, patience"]
-    script = [ROOT / "benchmarks" / "stragglers.py", *options]
-    lines = run_script(script, 3, tmp_path / "log", script_worlds).splitlines()
-    assert [line[:28].strip() for line in lines] == ["", "sync", "sync, patience"], lines
-    assert all(0 < int(share.rstrip("%")) <= 100 for line in lines[1:] for share in line[28:].split()), lines
-
-
 @pytest.mark.long
 def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     """Runs the same code as on GPUs, with Gloo in place of NCCL."""
@@ -148,7 +139,6 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     assert all(set(row["times"]) == {"fog", "torch", "limit"} for row in timed)
     steps = [row for row in rows if "limit" not in row["times"]]
     assert [list(row["times"]) for row in steps] == [["none", "awc", "ddp_sync", "win_put"]] * 2
-    assert (tmp_path / "picture-training.png").stat().st_size > 1000
     traces = sorted((tmp_path / "traces").iterdir())
     assert [trace.name for trace in traces] == [
         f"mlp-awc-{rank}.json.gz" for rank in ("1ranks-rank0", "2ranks-rank0", "2ranks-rank1")

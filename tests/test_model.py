@@ -1,4 +1,4 @@
-"""The model of time behind benchmarks/model.py: by hand, and against itself; benchmarks/model.py compares it with SimGrid."""
+"""The model of time behind benchmarks/model.py: by hand, and against itself."""
 
 from __future__ import annotations
 

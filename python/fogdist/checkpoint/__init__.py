@@ -5,9 +5,9 @@ A checkpoint is whole or absent, and can be loaded on another number of ranks. `
 
 from __future__ import annotations
 
+import copy
 import os
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,31 +20,31 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.checkpoint.folders import (
-    Description,
+    MEAN,
     begin,
-    check_piece,
     complete,
-    describe,
     discard,
     find,
     folder_of,
     latest,
+    piece_of,
     remove_old,
-    sizes,
     steps,
     sync,
 )
-from fogdist.checkpoint.means import Source, has_mean, means
-from fogdist.checkpoint.pieces import Piece, Shape, write
+from fogdist.checkpoint.pieces import Piece, write
 from fogdist.checkpoint.states import (
+    Source,
     State,
     capture,
     check,
     check_arguments,
+    means,
     of_all_ranks,
     restore_model,
     restore_optimizer,
     settle,
+    weights_of,
 )
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import Context, current
@@ -80,10 +80,20 @@ class Loaded:
 class Saving:
     """A checkpoint that is being written, made by `save_nonblocking`. It is not there before all ranks call `wait`."""
 
-    def __init__(self, context: Context, hidden: Path, plan: _Plan, written: Future[dict[str, int]]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        hidden: Path,
+        step: int,
+        pieces: list[str],
+        keep: int | None,
+        written: Future[None],
+    ) -> None:
         self._context = context
         self._hidden = hidden
-        self._plan = plan
+        self._step = step
+        self._pieces = pieces
+        self._keep = keep
         self._written = written
         self._ended: Path | Exception | None = None
         _in_flight[hidden.parent] = self
@@ -104,6 +114,9 @@ class Saving:
             try:
                 self._ended = self._complete()
             except Exception as error:
+                # If a rank did not come, others may still be writing; the next save removes the files.
+                if self._context.rank == 0 and not isinstance(error, dist.DistBackendError):
+                    discard(self._hidden)
                 self._ended = error
             _in_flight.pop(self._hidden.parent, None)
         if isinstance(self._ended, Exception):
@@ -111,42 +124,15 @@ class Saving:
         return self._ended
 
     def _complete(self) -> Path:
-        context, plan, root = self._context, self._plan, self._hidden.parent
-        what = f"write the checkpoint of step {plan.step} in {root}"
-        try:
-            files: dict[str, int] = {}
-            for part in tell(context, what, together(context, what, self._written.result)):
-                files.update(part)
-            description = Description(
-                plan.step, context.size, list(plan.weights), [*plan.weights.values()], files, _versions()
-            )
-            together(
-                context, what, lambda: complete(self._hidden, description) if context.rank == 0 else None
-            )
-        except dist.DistBackendError:
-            raise  # other ranks may still be writing; the next save removes the files
-        except Exception:
-            if context.rank == 0:
-                discard(self._hidden)
-            raise
-        if context.rank == 0 and plan.keep is not None:
-            remove_old(root, plan.keep, plan.step)
-        return folder_of(root, plan.step)
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """What is being written.
-
-    Attributes:
-        step: The user's number.
-        keep: The number of checkpoints to keep, or None for all.
-        weights: By the name of each piece, its weight in the mean of all ranks' parameters.
-    """
-
-    step: int
-    keep: int | None
-    weights: dict[str, float]
+        context, step, root = self._context, self._step, self._hidden.parent
+        which = f"the checkpoint of step {step} in {root}"
+        together(context, f"write {which}", self._written.result)
+        is_first = context.rank == 0
+        completes = f"complete {which}"
+        together(context, completes, lambda: complete(self._hidden, step, self._pieces) if is_first else None)
+        if is_first and self._keep is not None:
+            remove_old(root, self._keep, step)
+        return folder_of(root, step)
 
 
 @suspend_detection()
@@ -268,12 +254,42 @@ def load(
     check_same_everywhere(context.backend, "checkpoint", [what, f"optimizer: {optimizer is not None}"])
     chosen = together(context, what, lambda: find(root, step).name if context.rank == 0 else None)
     folder = root / tell(context, what, chosen)[0]
-    reading = together(context, what, lambda: _Reading(context, folder, model, optimizer))
-    tensors = reading.tensors(what)
+    has_mean_only = (folder / MEAN).is_dir()
+
+    def opened(name: str) -> Piece:
+        piece = Piece(folder / name)
+        piece.check()
+        return piece
+
+    def begun() -> tuple[Piece, dict[str, Any], int, bool]:
+        piece = opened(MEAN if has_mean_only else piece_of(0))
+        ranks = piece.head()["ranks"]
+        # From several states, rank 0's gives the numbers, and the names and shapes of the tensors.
+        is_combined = not has_mean_only and ranks not in (1, context.size)
+        if not has_mean_only and ranks == context.size:
+            piece = opened(piece_of(context.rank))
+        rest = piece.rest()
+        check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
+        if is_combined:
+            rest = of_all_ranks(rest, optimizer)
+            rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
+        return piece, rest, ranks, is_combined
+
+    def sources() -> list[Source]:
+        mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
+        return [Source(each.tensors, weights_of(each.shapes, each.rest(), each.head())) for each in mine]
+
+    piece, rest, ranks, is_combined = together(context, what, begun)
+    parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
+    shapes = {name: shape for name, shape in piece.shapes.items() if name.startswith(parts)}
+    found: dict[str, torch.Tensor] = {}
+    if is_combined:
+        found = means(context, what, shapes, together(context, what, sources))
+    tensors = found | together(context, what, lambda: piece.tensors(shapes.keys() - found.keys()))
     if optimizer is not None:
-        together(context, what, lambda: restore_optimizer(optimizer, reading.rest, tensors))
-    together(context, what, lambda: restore_model(model, reading.rest, tensors))
-    return Loaded(reading.description.step, reading.description.ranks, reading.is_mean, reading.rest["extra"])
+        together(context, what, lambda: restore_optimizer(optimizer, rest, tensors))
+    together(context, what, lambda: restore_model(model, rest, tensors))
+    return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined or has_mean_only, rest["extra"])
 
 
 # --- inside ---
@@ -291,7 +307,9 @@ def _begin(
     *,
     is_copied: bool,
 ) -> Saving:
-    """Begins a checkpoint; with `is_copied` of copies, in another thread, otherwise its files are written at the end."""
+    """Begins a checkpoint: a thread writes the state, or with `is_copied` a copy of it."""
+    from fog_pg._build_info import VERSION  # written by the build, which ranks need
+
     check_arguments(model, optimizer)
     step = check_int(step, "step", minimum=0)
     check_flags(average=average)
@@ -308,128 +326,42 @@ def _begin(
     check_same_everywhere(context.backend, "checkpoint", [what, f"{average=}", f"{keep=}", f"{is_copied=}"])
     begun = together(context, what, lambda: begin(root, step).name if context.rank == 0 else None)
     hidden = root / tell(context, what, begun)[0]
+    pieces = [MEAN] if average else [piece_of(rank) for rank in range(context.size)]
     if average:
         try:
             state = _mean_of(context, what, state, optimizer)
         except Exception:
             discard(hidden)
             raise
-        plan = _Plan(step, keep, {"mean": 1.0})
-        piece = "mean" if context.rank == 0 else None
-    else:
-        weights = tell(context, what, state.weight)
-        plan = _Plan(step, keep, {f"rank{rank}": weight for rank, weight in enumerate(weights)})
-        piece = f"rank{context.rank}"
-    return Saving(context, hidden, plan, _written(hidden, piece, state, is_copied))
-
-
-def _written(hidden: Path, piece: str | None, state: State, is_copied: bool) -> Future[dict[str, int]]:
-    """Writes a piece, at once or in a thread; the result is the sizes of its files."""
-    if piece is not None and is_copied:
+    head = {"ranks": context.size, "versions": {"fogdist": VERSION, "torch": torch.__version__}}
+    written: Future[None] = Future()
+    if context.rank < len(pieces):
+        # Here, because streams of devices belong to threads.
+        tensors = {name: tensor.to("cpu", copy=is_copied) for name, tensor in state.tensors.items()}
+        rest = copy.deepcopy(state.rest) if is_copied else state.rest
         executor = ThreadPoolExecutor(1, thread_name_prefix="fogdist.checkpoint")
-        try:
-            return executor.submit(_write, hidden / piece, state.copied())
-        finally:
-            executor.shutdown(wait=False)
-    done: Future[dict[str, int]] = Future()
-    try:
-        done.set_result({} if piece is None else _write(hidden / piece, state))
-    except Exception as error:
-        done.set_exception(error)
-    return done
+        kept = State(tensors, rest, state.head | head)
+        written = executor.submit(_write, hidden / pieces[context.rank], kept)
+        executor.shutdown(wait=False)
+    else:
+        written.set_result(None)
+    return Saving(context, hidden, step, pieces, keep, written)
 
 
-def _write(folder: Path, state: State) -> dict[str, int]:
-    write(folder, state.tensors, state.rest)
+def _write(folder: Path, state: State) -> None:
+    write(folder, state.tensors, state.rest, state.head)
     sync(folder)
-    return sizes(folder)
 
 
 def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | None) -> State:
     """Returns the mean of the states of all ranks, with the numbers of rank 0. Collective."""
-    own = {name: [str(shape.dtype), shape.size] for name, shape in state.shapes.items()}
-    described = tell(context, what, own if context.rank == 0 else None)[0]
+    own = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()]
+    told = tell(context, what, own if context.rank == 0 else None)[0]
     shapes = {
-        name: Shape(getattr(torch, dtype.removeprefix("torch.")), tuple(size))
-        for name, (dtype, size) in described.items()
+        name: torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+        for name, dtype, size in told
     }
-    source = Source(
-        state.weight,
-        state.tensors,
-        lambda names: {name: state.tensors[name] for name in names},
-        state.rest.get("weights", {}),
-    )
-    found, failure = means(context, shapes, [source])
-    together(context, what, _raising(failure))
+    weights = weights_of(state.tensors, state.rest, state.head)
+    found = means(context, what, shapes, [Source(lambda names: state.tensors, weights)])
     others = {name: tensor for name, tensor in state.tensors.items() if name not in found}
-    return State({**others, **found}, of_all_ranks(state.rest, optimizer), 1.0)
-
-
-class _Reading:
-    """A checkpoint on its way into this rank. The constructor checks it, and does not communicate.
-
-    Attributes:
-        description: The checkpoint's.
-        is_mean: Whether this rank gets the mean of all ranks that saved it.
-        rest: What this rank gets besides tensors.
-    """
-
-    def __init__(self, context: Context, folder: Path, model: Module, optimizer: Optimizer | None) -> None:
-        self._context, self._folder = context, folder
-        self.description = describe(folder)
-        names, ranks = self.description.pieces, self.description.ranks
-        self._is_combined = len(names) > 1 and ranks != context.size
-        self.is_mean = self._is_combined or self.description.is_mean
-        # Of a combination rank 0's piece gives the numbers, and the names and shapes of the tensors.
-        self._piece = self._open(names[0 if self._is_combined or len(names) == 1 else context.rank])
-        self.rest = self._piece.rest()
-        check(model, optimizer, self._piece.shapes, self.rest, is_mean=self._is_combined)
-        if self._is_combined:
-            self.rest = of_all_ranks(self.rest, optimizer)
-            self.rest["extra"] = self._open(names[context.rank % ranks]).rest()["extra"]
-        parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
-        self._shapes = {name: shape for name, shape in self._piece.shapes.items() if name.startswith(parts)}
-
-    def tensors(self, what: str) -> dict[str, torch.Tensor]:
-        """Reads or computes the tensors of this rank. Collective."""
-        if not self._is_combined:
-            return together(self._context, what, lambda: self._piece.tensors(self._shapes))
-        sources: list[Source] = []
-        failure: Exception | None = None
-        try:
-            sources = self._sources()
-        except Exception as error:
-            failure = error
-        found, unread = means(self._context, self._shapes, sources)
-        together(self._context, what, _raising(failure or unread))
-        counts = [name for name, shape in self._shapes.items() if not has_mean(shape)]
-        return {**found, **together(self._context, what, lambda: self._piece.tensors(counts))}
-
-    def _sources(self) -> list[Source]:
-        """Returns the pieces that this rank adds up."""
-        pieces = list(zip(self.description.pieces, self.description.weights, strict=True))
-        opened = [
-            (weight, self._open(name)) for name, weight in pieces[self._context.rank :: self._context.size]
-        ]
-        return [
-            Source(weight, piece.shapes, piece.tensors, piece.rest().get("weights", {}))
-            for weight, piece in opened
-        ]
-
-    def _open(self, name: str) -> Piece:
-        check_piece(self._folder, self.description, name)
-        return Piece(self._folder / name)
-
-
-def _raising(failure: Exception | None) -> Callable[[], None]:
-    def action() -> None:
-        if failure is not None:
-            raise failure
-
-    return action
-
-
-def _versions() -> dict[str, str]:
-    from fog_pg._build_info import VERSION  # written by the build, which ranks need
-
-    return {"fogdist": VERSION, "torch": torch.__version__}
+    return State({**others, **found}, of_all_ranks(state.rest, optimizer), {"weight": 1.0})

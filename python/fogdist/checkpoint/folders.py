@@ -1,56 +1,27 @@
 """The folder of the checkpoints: one folder per step, which appears under its name in one step once it is whole.
 
-A checkpoint is written into a hidden folder. Rank 0 checks that it sees all files that the ranks have written, adds the
-description, and renames the folder. A folder with the name of a step and a description is therefore whole. Hidden
-folders are what saves left that did not end.
+A checkpoint is written into a hidden folder. Rank 0 checks that it sees all files that the ranks have written, and
+renames the folder. A folder with the name of a step is therefore whole. Hidden folders are what saves left that did not
+end.
 """
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+from fogdist.checkpoint.pieces import Piece
 from fogdist.warn import warn_user
 
 _NAME = re.compile(r"step-(\d+)")
-_DESCRIPTION = "fog.json"
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a checkpoint has.
-
-    Attributes:
-        step: The user's number of it.
-        ranks: The number of ranks that saved it.
-        pieces: The names of its folders, one for each rank in order, or one for the mean of all.
-        weights: The weight of each piece in the mean of all ranks' parameters.
-        files: The names and sizes of all files.
-        versions: Of the libraries that wrote it.
-        format: Of this description and of the files.
-    """
-
-    step: int
-    ranks: int
-    pieces: list[str]
-    weights: list[float]
-    files: dict[str, int]
-    versions: dict[str, str]
-    format: int = _FORMAT
-
-    @property
-    def is_mean(self) -> bool:
-        """Whether it has the mean of all ranks in place of each rank's own values."""
-        return self.pieces == ["mean"]
+# The piece with the mean of all ranks, if they saved that; else each has its own.
+MEAN = "mean"
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
@@ -59,10 +30,11 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
     Args:
         path: The folder that `save` was given; it may be missing.
     """
-    root = Path(path)
-    names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-    found = [(name, match) for name in names if (match := _NAME.fullmatch(name))]
-    return sorted(int(match[1]) for name, match in found if (root / name / _DESCRIPTION).is_file())
+    found = [(each, _NAME.fullmatch(each.name)) for each in Path(path).glob("step-*")]
+    names = f"{MEAN}/.metadata", f"{piece_of(0)}/.metadata"
+    return sorted(
+        int(match[1]) for each, match in found if match and any((each / n).is_file() for n in names)
+    )
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:
@@ -80,12 +52,13 @@ def folder_of(root: Path, step: int) -> Path:
     return root / f"step-{step:08d}"
 
 
-def find(root: Path, step: int | None) -> Path:
-    """Returns the folder of a step's checkpoint, or of the highest step.
+def piece_of(rank: int) -> str:
+    """Returns the name of a rank's piece."""
+    return f"rank{rank}"
 
-    Raises:
-        FileNotFoundError: There is none.
-    """
+
+def find(root: Path, step: int | None) -> Path:
+    """Returns the folder of a step's checkpoint, or of the highest step. Raises FileNotFoundError if there is none."""
     known = steps(root)
     if not known or (step is not None and step not in known):
         wanted = "a checkpoint" if step is None else f"a checkpoint of step {step}"
@@ -104,81 +77,31 @@ def begin(root: Path, step: int) -> Path:
     folder = folder_of(root, step)
     if folder.exists():
         raise FileExistsError(errno.EEXIST, f"path must have no checkpoint of step {step} yet, got {folder}")
-    for entry in root.iterdir():
-        if entry.name.startswith(".") and _NAME.match(entry.name[1:]):
-            shutil.rmtree(entry, ignore_errors=True)
+    for entry in root.glob(".step-*"):
+        discard(entry)
     hidden = _hidden(folder)
     hidden.mkdir()
     return hidden
 
 
-def complete(hidden: Path, description: Description) -> Path:
-    """Checks that all files of a checkpoint are there, and gives its folder its name. Returns the folder.
+def complete(hidden: Path, step: int, pieces: Iterable[str]) -> None:
+    """Checks that all files of a checkpoint are there, and gives its folder its name.
 
     Raises:
-        OSError: A file is missing or of another size, or the system refuses.
+        OSError: A file is missing or too short, or the system refuses.
     """
-    root = hidden.parent
-    if missing := _missing(hidden, description.files):
+    try:
+        for piece in pieces:
+            Piece(hidden / piece).check()
+    except FileNotFoundError as error:
         raise FileNotFoundError(
             errno.ENOENT,
-            f"path must be a folder that all ranks share, got {root}, where rank 0 does not see {len(missing)} of "
-            f"{len(description.files)} files as they were written, such as {missing[0]}",
-        )
-    with (hidden / _DESCRIPTION).open("w") as file:
-        json.dump(asdict(description), file)
-        file.flush()
-        os.fsync(file.fileno())
+            f"path must be a folder that all ranks share, got {hidden.parent}, where rank 0 does not see all files as "
+            f"they were written: {error}",
+        ) from error
     sync(hidden)
-    folder = folder_of(root, description.step)
-    hidden.rename(folder)
-    sync(root)
-    return folder
-
-
-def describe(folder: Path) -> Description:
-    """Reads the description of a checkpoint.
-
-    Raises:
-        OSError: It cannot be read.
-        ValueError: A newer version of fogdist wrote it.
-    """
-    with damage_named(folder):
-        read = dict(json.loads((folder / _DESCRIPTION).read_text()))
-    if read.get("format") != _FORMAT:
-        raise ValueError(
-            f"path must have checkpoints of format {_FORMAT}, got one of format {read.get('format')} in {folder}; it "
-            f"was written by {read.get('versions')}"
-        )
-    with damage_named(folder):
-        described = Description(**read)
-        numbers = [described.step, described.ranks, *described.weights, *described.files.values()]
-        names = [*described.pieces, *described.files]
-        if len(described.pieces) != len(described.weights) or not described.pieces:
-            raise ValueError(f"it has {len(described.pieces)} pieces, with {len(described.weights)} weights")
-        if not all(type(each) in (int, float) for each in numbers) or not all(type(n) is str for n in names):
-            raise TypeError("a name or a number is of another type")
-    return described
-
-
-@contextmanager
-def damage_named(folder: Path) -> Iterator[None]:
-    """Raises an OSError that names a folder for whatever its damaged files have made a reader raise."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise OSError(errno.EIO, f"the checkpoint in {folder} is damaged: {error!r}") from error
-
-
-def check_piece(folder: Path, description: Description, piece: str) -> None:
-    """Raises FileNotFoundError if a file of a piece is missing or of another size."""
-    files = {name: size for name, size in description.files.items() if name.startswith(f"{piece}/")}
-    if missing := _missing(folder, files):
-        raise FileNotFoundError(
-            errno.ENOENT, f"the checkpoint in {folder} is damaged: {missing[0]} is missing or not whole"
-        )
+    hidden.rename(folder_of(hidden.parent, step))
+    sync(hidden.parent)
 
 
 def remove_old(root: Path, keep: int, but: int) -> None:
@@ -190,9 +113,7 @@ def remove_old(root: Path, keep: int, but: int) -> None:
     for step in others[: max(0, len(others) - keep + 1)]:
         folder = folder_of(root, step)
         try:
-            hidden = _hidden(folder)
-            folder.rename(hidden)  # never seen without some of its files
-            shutil.rmtree(hidden)
+            shutil.rmtree(folder.rename(_hidden(folder)))  # never seen without some of its files
         except OSError as error:
             warn_user(f"an old checkpoint could not be removed: {error}")
 
@@ -212,23 +133,5 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sizes(piece: Path) -> dict[str, int]:
-    """Returns the sizes of a piece's files, by their names within the checkpoint."""
-    return {f"{piece.name}/{file.name}": file.stat().st_size for file in sorted(piece.iterdir())}
-
-
 def _hidden(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}-{uuid.uuid4().hex[:8]}")
-
-
-def _missing(folder: Path, files: Mapping[str, int]) -> list[str]:
-    """Returns the files that are missing or of another size than they were written."""
-    missing = []
-    for name, size in files.items():
-        try:
-            is_there = (folder / name).stat().st_size == size
-        except OSError:
-            is_there = False
-        if not is_there:
-            missing.append(f"{name} of {size} bytes")
-    return missing

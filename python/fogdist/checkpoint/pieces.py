@@ -6,42 +6,28 @@ one, and a piece can be read on any number of ranks, also by torch.distributed.c
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import errno
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fogdist.checkpoint.folders import damage_named
 from fogdist.nested import replaced
 
-# The entry with all that is no tensor. It is a tuple, because torch.distributed.checkpoint would take a dict apart.
-_REST = "fog"
+# The entries with what readers know first, and with all that is no tensor. They are tuples, because
+# torch.distributed.checkpoint would take a dict apart.
+_HEAD, _REST = "fog_head", "fog"
+# Of these entries.
+_FORMAT = 2
 # The key of the dict that stands in the tree for a tensor; its value is the tensor's name.
 _TENSOR = "fog tensor"
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Of a saved tensor."""
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {self.size}"
-
-
 def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Returns a state dict with names in place of its tensors, which are added to `tensors`.
-
-    Args:
-        state: A state as of `fogdist.nested.replaced`.
-        name: As there.
-        tensors: The tensors by name.
-    """
+    """Returns a state dict, as of `fogdist.nested.replaced`, with names for its tensors, which it adds to `tensors`."""
 
     def take(value: Any, name: str) -> Any:
         if not isinstance(value, Tensor):
@@ -63,22 +49,25 @@ def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return replaced(tree, put)
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], rest: Any) -> None:
+def write(
+    folder: Path, tensors: Mapping[str, Tensor], rest: Any, head: Mapping[str, Any] | None = None
+) -> None:
     """Writes a piece into a new folder; its files are on the disk when this returns.
 
     Args:
         folder: The piece's folder, which must not exist.
         tensors: By name; a name has its part of the state before its first dot, as in "model.layer.weight".
         rest: All else, of any types that can be pickled.
+        head: What readers know first, see `Piece.head`.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    state: dict[str, Any] = {_REST: (rest,)}
+    state: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **(head or {})},), _REST: (rest,)}
     for name, tensor in tensors.items():
         part, _, inner = name.partition(".")
         state.setdefault(part, {})[inner] = tensor
-    # The steps of `torch.distributed.checkpoint.save`, without its exchanges.
+    # The steps of `torch.distributed.checkpoint.save`, which warns if it has no group of ranks.
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     writer.set_up_storage_writer(True)
     planner.set_up_planner(state, writer.storage_meta(), True)
@@ -90,13 +79,10 @@ def write(folder: Path, tensors: Mapping[str, Tensor], rest: Any) -> None:
 
 
 class Piece:
-    """A piece that was written before.
-
-    Args:
-        folder: The piece's folder.
+    """A piece that was written before, in a folder.
 
     Attributes:
-        shapes: Of its tensors, by name.
+        shapes: Of its tensors, by name, as tensors on the device "meta".
     """
 
     def __init__(self, folder: Path) -> None:
@@ -108,36 +94,66 @@ class Piece:
             self._reader = FileSystemReader(folder)
             self._metadata = self._reader.read_metadata()
             self.shapes = {
-                name: Shape(entry.properties.dtype, tuple(entry.size))
+                name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
                 for name, entry in self._metadata.state_dict_metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             }
 
+    def check(self) -> None:
+        """Raises FileNotFoundError if a file is missing or shorter than what was written."""
+        with damage_named(self._folder):
+            for part in self._metadata.storage_data.values():
+                file = self._folder / part.relative_path
+                if not file.is_file() or file.stat().st_size < part.offset + part.length:
+                    name = f"{self._folder.name}/{part.relative_path}"
+                    text = (
+                        f"the checkpoint in {self._folder.parent} is damaged: {name} is missing or not whole"
+                    )
+                    raise FileNotFoundError(errno.ENOENT, text)
+
+    def head(self) -> dict[str, Any]:
+        """Reads what the piece's checkpoint is: "ranks", "weight" of this piece in the mean of all, and "versions".
+
+        Raises:
+            ValueError: A newer version of fogdist wrote it.
+        """
+        (head,) = self._read({_HEAD: None})[_HEAD]
+        if head.get("format") != _FORMAT:
+            raise ValueError(
+                f"path must have checkpoints of format {_FORMAT}, got one of format {head.get('format')} in "
+                f"{self._folder}; it was written by {head.get('versions')}"
+            )
+        return dict(head)
+
     def rest(self) -> Any:
         """Reads all that is no tensor."""
-        with damage_named(self._folder):
-            return self._read({_REST: None})[_REST][0]
+        return self._read({_REST: None})[_REST][0]
 
-    def tensors(self, names: Collection[str]) -> dict[str, Tensor]:
+    def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Reads tensors, into the memory of the host."""
-        shapes = {name: self.shapes[name] for name in names}
-        with damage_named(self._folder):
-            return self._read(
-                {
-                    name: torch.empty(shape.size, dtype=shape.dtype, device="cpu")
-                    for name, shape in shapes.items()
-                }
-            )
+        return self._read({name: torch.empty_like(self.shapes[name], device="cpu") for name in names})
 
     def _read(self, wanted: dict[str, Any]) -> dict[str, Any]:
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-        # The steps of `torch.distributed.checkpoint.load`, without its exchanges.
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
-        planner.set_up_planner(wanted, self._metadata, True)
-        self._reader.set_up_storage_reader(self._metadata, True)
-        plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        # The steps of `torch.distributed.checkpoint.load`, which warns if it has no group of ranks.
+        with damage_named(self._folder):
+            planner = DefaultLoadPlanner(flatten_state_dict=False)
+            planner.set_up_planner(wanted, self._metadata, True)
+            self._reader.set_up_storage_reader(self._metadata, True)
+            plan = self._reader.prepare_local_plan(planner.create_local_plan())
+            (plan,) = self._reader.prepare_global_plan(planner.create_global_plan([plan]))
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
         read: dict[str, Any] = planner.state_dict
         return read
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Raises an OSError that names a folder for whatever its damaged files have made a reader raise."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(errno.EIO, f"the checkpoint in {folder} is damaged: {error!r}") from error

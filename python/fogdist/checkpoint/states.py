@@ -1,24 +1,32 @@
-"""The state of a training on one rank, on its way into a piece of a checkpoint and back."""
+"""The state of a training on one rank, on its way into a piece of a checkpoint and back; and the mean of several."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from fogdist.checkpoint.pieces import Shape, put_together, take_apart
+from fogdist.checkpoint.pieces import put_together, take_apart
+from fogdist.checkpoint.together import together
+from fogdist.collectives import allreduce_
+from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
+from fogdist.packing import make_buckets
 from fogdist.shards import is_sharded
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.saved_state import set_number
 
 # The most differences that an error message names.
 _SHOWN = 5
+# The bytes of the sums, in double, that are exchanged at a time.
+_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -28,22 +36,20 @@ class State:
     Attributes:
         tensors: By name: "model.NAME" and "optimizer.NAME".
         rest: All else, with the names of tensors in their places.
-        weight: Of the parameters in the mean over all ranks.
+        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
     """
 
     tensors: dict[str, Tensor]
     rest: dict[str, Any]
-    weight: float
+    head: dict[str, Any]
 
-    @property
-    def shapes(self) -> dict[str, Shape]:
-        """Of the tensors, by name."""
-        return {name: Shape(tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()}
 
-    def copied(self) -> State:
-        """Returns a copy in the memory of the host, which training does not change."""
-        tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
-        return replace(self, tensors=tensors, rest=copy.deepcopy(self.rest))
+@dataclass(frozen=True)
+class Source:
+    """A state that counts in a mean: how its tensors are read, and the weight of each, by name."""
+
+    read: Callable[[list[str]], Mapping[str, Tensor]]
+    weights: Mapping[str, float]
 
 
 def check_arguments(model: Module, optimizer: Optimizer | None) -> None:
@@ -82,15 +88,16 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
             "parameters": _names(model, optimizer),
             "state": take_apart(optimizer.state_dict(), "optimizer", tensors),
         }
-        if isinstance(optimizer, Algorithm) and optimizer.mean_weight is not None:
+    if isinstance(optimizer, Algorithm):
+        if optimizer.mean_weight is not None:
             weight = float(optimizer.numbers[optimizer.mean_weight])
-        if isinstance(optimizer, Algorithm) and (weights := optimizer.mean_weights()):
+        if weights := optimizer.mean_weights():
             rest["weights"] = {
                 f"model.{name}": weights[parameter]
                 for name, parameter in model.named_parameters(remove_duplicate=False)
                 if parameter in weights
             }
-    return State(tensors, rest, weight)
+    return State(tensors, rest, {"weight": weight})
 
 
 def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -104,30 +111,71 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
     return changed
 
 
+def weights_of(
+    names: Mapping[str, Any], rest: Mapping[str, Any], head: Mapping[str, Any]
+) -> dict[str, float]:
+    """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
+    own, weight = rest.get("weights", {}), head["weight"]
+    return {name: own.get(name, weight if name.startswith("model.") else 1.0) for name in names}
+
+
+def has_mean(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a mean; counts do not."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def means(
+    context: Context, what: str, shapes: Mapping[str, Tensor], sources: Sequence[Source]
+) -> dict[str, Tensor]:
+    """Returns the means over the states of all ranks. Collective.
+
+    Sums are in double, so the mean of equal numbers of a smaller type is that number. A state without a tensor does not
+    count in the mean of that tensor.
+
+    Args:
+        context: The group.
+        what: As of `together`.
+        shapes: Of the tensors, as tensors, the same on all ranks; only those that have means count.
+        sources: This rank's part of the states.
+    """
+    kept = {name: shape for name, shape in shapes.items() if has_mean(shape)}
+    names, found = list(kept), {}
+    sizes = [shape.numel() * (1 + shape.is_complex()) for shape in kept.values()]
+    doubles = [torch.empty(size, dtype=torch.float64, device="meta") for size in sizes]
+    for bucket in make_buckets(doubles, _BYTES):
+        mine = {names[place]: sizes[place] for place in bucket.places}
+        flat = together(context, what, partial(_sums, sources, mine))
+        allreduce_(flat, average=False, group=context.group)
+        *sums, weights = torch.split(flat, [*mine.values(), len(mine)])
+        for name, total, weight in zip(mine, sums, weights, strict=True):
+            shape = kept[name]
+            pairs = total.div_(weight).view(*shape.shape, 1 + shape.is_complex())
+            mean = torch.view_as_complex(pairs) if shape.is_complex() else pairs[..., 0]
+            found[name] = mean.to(shape.dtype)
+    return found
+
+
 def check(
     model: Module,
     optimizer: Optimizer | None,
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, Tensor],
     rest: Mapping[str, Any],
     *,
     is_mean: bool,
 ) -> None:
-    """Raises ValueError if a saved state is of another model or optimizer, before anything is changed.
-
-    Args:
-        model: The model to load it into.
-        optimizer: The optimizer to load it into, if any.
-        shapes: Of the saved tensors.
-        rest: All else that was saved.
-        is_mean: Whether the means of several states are to be loaded.
-    """
-    own = {
-        f"model.{name}": Shape(value.dtype, tuple(value.shape))
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
+    """Raises ValueError if a saved state, or the mean of several, is of another model or optimizer."""
+    own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
-    _check_same("model", own, saved)
+    differences = [
+        f"{name.partition('.')[2]!r} is {_text(value)} and was saved as {_text(saved[name])}"
+        for name, value in own.items()
+        if name in saved and _text(value) != _text(saved[name])
+    ]
+    for one, other, where in ((own, saved, "in the model"), (saved, own, "in the checkpoint")):
+        if names := [name.partition(".")[2] for name in sorted(one.keys() - other.keys())]:
+            differences.append(f"only {where}: {_some(names)}")
+    if differences:
+        raise ValueError(f"model must be that of the checkpoint, but {_some(differences, '; ')}")
     if optimizer is None:
         return
     known = rest.get("optimizer")
@@ -162,6 +210,21 @@ def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, 
         model.round = rest.get("round", 0)
 
 
+def _sums(sources: Sequence[Source], sizes: Mapping[str, int]) -> Tensor:
+    """Returns the weighted sums of some tensors of the sources, and then the sum of the weights of each, in double."""
+    flat = torch.zeros(sum(sizes.values()) + len(sizes), dtype=torch.float64, device="cpu")
+    *sums, weights = torch.split(flat, [*sizes.values(), len(sizes)])
+    for source in sources:
+        read = source.read([name for name in sizes if name in source.weights])
+        for place, name in enumerate(sizes):
+            if name in source.weights:
+                tensor = read[name].resolve_conj()
+                reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+                sums[place].add_(reals.reshape(-1).to("cpu", torch.float64), alpha=source.weights[name])
+                weights[place] += source.weights[name]
+    return flat
+
+
 def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:
     """Returns the names of an optimizer's parameters in each group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -171,20 +234,8 @@ def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def _check_same(argument: str, own: Mapping[str, Shape], saved: Mapping[str, Shape]) -> None:
-    differences = [
-        f"{name.partition('.')[2]!r} is {shape} and was saved as {saved[name]}"
-        for name, shape in own.items()
-        if name in saved and saved[name] != shape
-    ]
-    for names, where in (
-        (set(own) - set(saved), "in the model"),
-        (set(saved) - set(own), "in the checkpoint"),
-    ):
-        if names:
-            differences.append(f"only {where}: {_some([each.partition('.')[2] for each in sorted(names)])}")
-    if differences:
-        raise ValueError(f"{argument} must be that of the checkpoint, but {_some(differences, '; ')}")
+def _text(tensor: Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:

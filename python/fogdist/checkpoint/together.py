@@ -30,27 +30,26 @@ def together(context: Context, what: str, action: Callable[[], _Result]) -> _Res
         torch.distributed.DistBackendError: A rank did not come.
     """
     failure: Exception | None = None
-    result: _Result | None = None
+    result: Any = None
     try:
         result = action()
     except Exception as error:
         failure = error
-    told = tell(context, what, None if failure is None else _described(failure))
-    ranks_of: dict[tuple[str, int, str], list[int]] = {}
-    for rank, described in enumerate(told):
+    ranks_of: dict[tuple[str, int, str], list[str]] = {}
+    for rank, described in enumerate(tell(context, what, failure and _described(failure))):
         if described is not None:
-            ranks_of.setdefault(tuple(described), []).append(rank)
+            ranks_of.setdefault(tuple(described), []).append(str(rank))
     if ranks_of:
         lines = [
             text
             if len(ranks) == context.size
-            else f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+            else f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
             for (_, _, text), ranks in ranks_of.items()
         ]
         kind, number, _ = next(iter(ranks_of))
         message = f"could not {what}: {'; '.join(lines)}"
         raise (OSError(number, message) if number else _KINDS.get(kind, RuntimeError)(message)) from failure
-    return result  # type: ignore[return-value]  # it is set if nothing failed
+    return result  # type: ignore[no-any-return]
 
 
 def tell(context: Context, what: str, value: Any) -> list[Any]:
