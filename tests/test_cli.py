@@ -500,11 +500,11 @@ def test_programs_that_hang_are_killed() -> None:
 
 
 def test_topologies_are_those_of_fogdist() -> None:
-    from fogdist.topology import TOPOLOGY_NAMES
+    from fogdist.topology import SEQUENCE_NAMES, TOPOLOGY_NAMES, named
 
-    assert topology.STATIC == TOPOLOGY_NAMES
+    assert topology.STATIC == TOPOLOGY_NAMES and topology.SEQUENCES == SEQUENCE_NAMES
     for name in (*topology.STATIC, *topology.SEQUENCES):
-        made = topology.make(name, 8, 0)
+        made = named(name, 8)
         assert made.size == 8 and made.name == name
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ Sequences of rounds: {sequences}.
 docs/topologies.md says which to choose.
 """
 
-# The names of fogdist.topology.by_name, repeated here because importing it imports torch and networkx. A test compares
+# The names of fogdist.topology.named, repeated here because importing it imports torch and networkx. A test compares
 # the two lists.
 STATIC = (
     "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus",
@@ -88,7 +87,7 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the numbers."""
-    from fogdist.topology import TopologyError, plot, summary
+    from fogdist.topology import TopologyError, named, plot, summary
 
     try:
         if arguments.name == "all":
@@ -96,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise UsageError("all: --plot and --edges need the name of one topology")
             print(summary(arguments.ranks))
             return 0
-        topology = make(arguments.name, arguments.ranks, arguments.seed)
+        topology = named(arguments.name, arguments.ranks, seed=arguments.seed)
         print("\n".join(describe(topology, arguments.bytes)))
         if arguments.edges:
             print("\n".join(edges(topology)))
@@ -111,27 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
             raise
         raise UsageError(f"--plot {arguments.plot}: {error}") from error
     return 0
-
-
-def make(name: str, ranks: int, seed: int) -> Topology:
-    """Returns a topology by its name.
-
-    Raises:
-        TopologyError: The topology does not exist for this number of ranks.
-    """
-    from fogdist import topology
-
-    if name in STATIC:
-        return topology.Topology.from_graph(name, topology.by_name(name, ranks))
-    sequences: dict[str, Callable[[], Topology]] = {
-        "one-peer-exp2": lambda: topology.one_peer_exponential(ranks),
-        "one-peer-hypercube": lambda: topology.one_peer_hypercube(ranks),
-        "base-2": lambda: topology.base_graph(ranks, 1),
-        "base-3": lambda: topology.base_graph(ranks, 2),
-        "base-4": lambda: topology.base_graph(ranks, 3),
-        "random-matching": lambda: topology.random_matching(ranks, seed=seed),
-    }
-    return sequences[name]()
 
 
 def describe(topology: Topology, size: int) -> list[str]:
