@@ -167,14 +167,6 @@ CONFIRM = Variable(
     "messages. A disagreement of ranks then raises in the same call on both sides, instead of the sender's next call. "
     "This takes time, so it is off by default, except with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
 )
-EARLY_BYTES = Variable(
-    "FOG_EARLY_BYTES",
-    whole(0, (1 << 48) - 1, "bytes"),
-    16 << 20,
-    "C++",
-    "The most bytes of messages that a rank keeps for each rank that runs ahead of it, before it starts their "
-    "operations. Further data stays at the sender, whose operations wait.",
-)
 TIMELINE = Variable(
     "FOG_TIMELINE",
     TEXT,
@@ -206,21 +198,6 @@ NODES_PER_MACHINE = Variable(
     "Python",
     "Read by fogdist.init: this number of consecutive ranks form one machine for hierarchical operations and the "
     "machine numbers, regardless of their hosts. It must divide the number of ranks. By default a machine is a host.",
-)
-EXCHANGE_ALONE = Variable(
-    "FOG_EXCHANGE_ALONE",
-    FLAG,
-    False,
-    "Python",
-    "With 1, a single rank trains in the same way as one of several ranks, with hooks, buckets and exchanges without "
-    "peers, so that these can be observed and measured in one process.",
-)
-RESTARTS = Variable(
-    "FOG_RESTARTS",
-    whole(0, (1 << 31) - 1, "numbers"),
-    0,
-    "Python",
-    "Set by `fog run --keep-going`: how often this rank was started again, alone (then FOG_JOIN is 1) or with all others.",
 )
 JOIN = Variable(
     "FOG_JOIN",

@@ -109,7 +109,6 @@ def test_cpp_reads_what_is_listed() -> None:
     ("pattern", "value"),
     [
         (r"kHostTimeout = (\d+);", environment.HOST_TIMEOUT.default),
-        (r"kMostOfOne = size_t\((\d+)\) << 20;", environment.EARLY_BYTES.default >> 20),
         (r"kDefault = size_t\((\d+)\) << 20;", environment.RMA_BYTES.default >> 20),
     ],
 )
@@ -142,7 +141,7 @@ def test_values() -> None:
         ("FOG_CONFIRM", "yes", "0 and 1"),
         ("FOG_LOCAL_LINKS", "off", "0 and 1"),
         ("FOG_BETWEEN_HOSTS", "RMA", "auto, tcp and rma (tcp has replaced MPI's messages)"),
-        ("FOG_EARLY_BYTES", "16M", "whole bytes from 0 on"),
+        ("FOG_RMA_BYTES", "16M", "whole bytes from 1048576 on"),
         ("FOG_RMA_BYTES", "1024", "whole bytes from 1048576 on"),
         ("FOG_HOST_TIMEOUT", "3", "whole seconds from 4 to 32767"),
         ("FOG_HOST_TIMEOUT", "\u0664", "whole seconds from 4 to 32767"),  # a digit that C++ does not accept
