@@ -20,7 +20,7 @@ _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
 def confirm_by_default() -> bool:
-    """Returns FOG_CONFIRM, or otherwise whether torch debugs collectives; must be the same on all ranks."""
+    """Returns whether torch debugs collectives, unless a test decides; must be the same on all ranks."""
     debugging = environment.DISTRIBUTED_DEBUG.get().upper() == "DETAIL"
     return environment.CONFIRM.get() if environment.CONFIRM.is_set() else debugging
 

@@ -69,7 +69,7 @@ class Variable(Generic[T]):
         default: The value if the variable is not set or empty.
         reader: "Python", "C++", "Python, C++", "fog run", or "build" (setup.py and the programs that it calls).
         meaning: One or two sentences.
-        owner: The program that defines the variable; "fog" for fog's own variables.
+        owner: The program that defines the variable; "fog" for fog's own variables, "tests" for private ones.
         is_secret: Whether nothing may show the value.
     """
 
@@ -114,14 +114,6 @@ MPI_LIBRARY = Variable(
     "Path or name of the MPI library to load. It must have the standard ABI (MPICH 5, Intel MPI, Open MPI 6). "
     "By default it is the library of the PyPI package mpich, then the system's.",
 )
-LOCAL_LINKS = Variable(
-    "FOG_LOCAL_LINKS",
-    FLAG,
-    True,
-    "C++",
-    "With 0, ranks of one host also send their messages by TCP instead of shared memory. With FOG_BETWEEN_HOSTS=rma each "
-    "rank is then a separate node for MPI.",
-)
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
     choice("auto", "tcp", "rma", note=" (tcp has replaced MPI's messages)"),
@@ -157,15 +149,6 @@ INTERFACE = Variable(
     "C++",
     "Name of the network interface for the connections between ranks of different hosts. By default it is the interface "
     "that reaches the job's store.",
-)
-CONFIRM = Variable(
-    "FOG_CONFIRM",
-    FLAG,
-    False,
-    "Python",
-    "With 1, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
-    "messages. A disagreement of ranks then raises in the same call on both sides, instead of the sender's next call. "
-    "This takes time, so it is off by default, except with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
 )
 TIMELINE = Variable(
     "FOG_TIMELINE",
@@ -239,6 +222,25 @@ LOG_LEVEL = Variable(
     "Python",
     "The level of the loggers fogdist and fog_pg, which print on standard error. If TORCH_CPP_LOG_LEVEL is not set, "
     "fog sets it to the same level, because fog's C++ code uses torch's logging.",
+)
+
+# --- options of tests, which the documentation does not list ----------------------------------------------------
+
+LOCAL_LINKS = Variable(
+    "_FOG_LOCAL_LINKS",
+    FLAG,
+    True,
+    "C++",
+    "With 0, ranks of one host reach this one as if they were on other hosts; for MPI each is a node of its own.",
+    owner="tests",
+)
+CONFIRM = Variable(
+    "_FOG_CONFIRM",
+    FLAG,
+    False,
+    "Python",
+    "The default of `ProcessGroupFog.Options.confirm`, in place of TORCH_DISTRIBUTED_DEBUG=DETAIL.",
+    owner="tests",
 )
 
 # --- fog's own variables for a build ---------------------------------------------------------------------------
@@ -317,7 +319,9 @@ DISTRIBUTED_DEBUG = Variable(
     TEXT,
     "",
     "Python",
-    "DETAIL turns on FOG_CONFIRM, unless that is set.",
+    "With DETAIL, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
+    "messages, as with `ProcessGroupFog.Options.confirm`. A disagreement of ranks then raises in the same call on both "
+    "sides, instead of the sender's next call.",
     owner="torch",
 )
 USE_NCCL2 = Variable(

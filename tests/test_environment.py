@@ -56,7 +56,7 @@ def row(variable: Variable[object]) -> str:
 
 
 def test_documentation_has_each_variable_as_the_module_has_it() -> None:
-    wanted = [row(variable) for variable in VARIABLES]
+    wanted = [row(variable) for variable in VARIABLES if variable.owner != "tests"]
     assert [line for line in TABLE.splitlines() if line.startswith("| `")] == wanted, "\n".join(wanted)
 
 
@@ -138,8 +138,7 @@ def test_values() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
-        ("FOG_CONFIRM", "yes", "0 and 1"),
-        ("FOG_LOCAL_LINKS", "off", "0 and 1"),
+        ("FOG_RUN", "yes", "0 and 1"),
         ("FOG_BETWEEN_HOSTS", "RMA", "auto, tcp and rma (tcp has replaced MPI's messages)"),
         ("FOG_RMA_BYTES", "16M", "whole bytes from 1048576 on"),
         ("FOG_RMA_BYTES", "1024", "whole bytes from 1048576 on"),

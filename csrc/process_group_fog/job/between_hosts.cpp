@@ -97,7 +97,7 @@ size_t rma_bytes() {
 }
 
 bool has_local_links() {
-  return environment("FOG_LOCAL_LINKS") != "0";
+  return environment("_FOG_LOCAL_LINKS") != "0";
 }
 
 } // namespace fog

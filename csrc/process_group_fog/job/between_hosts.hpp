@@ -31,7 +31,7 @@ std::string fabric_hint();
 // ValueError if the variable is not such a number.
 size_t rma_bytes();
 
-// Returns false with FOG_LOCAL_LINKS=0: ranks of one host then reach this one as if they were on other hosts.
+// Returns false with _FOG_LOCAL_LINKS=0: ranks of one host then reach this one as if they were on other hosts.
 bool has_local_links();
 
 } // namespace fog
