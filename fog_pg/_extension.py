@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from fog_pg import _logging, environment
+from fog_pg import _logging, _settings, environment
 
 _log = logging.getLogger("fog_pg")
 
@@ -109,6 +109,7 @@ def load() -> ModuleType:
     from fog_pg._build_info import VERSION
 
     _C.set_version(VERSION)
+    _settings.apply(_C)
     try:
         library = "" if _C.native_mpi else find_mpi_library()
         _C.choose_mpi(library)
