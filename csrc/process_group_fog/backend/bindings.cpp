@@ -17,7 +17,6 @@
 #include "backend/given_timeout.hpp"
 #include "backend/joining_bindings.hpp"
 #include "backend/observation_bindings.hpp"
-#include "backend/testing_bindings.hpp"
 #include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
@@ -28,6 +27,12 @@
 #include "windows/window.hpp"
 
 namespace py = pybind11;
+
+namespace fog {
+
+__attribute__((weak)) void bind_testing(py::module_& module); // in builds that contain testing/
+
+} // namespace fog
 
 namespace {
 
@@ -387,7 +392,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
   fog::bind_joining(module);
-  fog::bind_testing(module);
+  if (fog::bind_testing != nullptr) {
+    fog::bind_testing(module);
+  }
   module.def(
       "set_delegate_factory",
       [](const std::string& device_type, std::optional<py::function> make) {
