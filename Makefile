@@ -126,13 +126,13 @@ test-torch-%:
 # same for windows. Tests that kill ranks are left out: UCX's shared memory ends a process whose peer vanishes.
 test-rma: build
 	@echo "== exchanges by MPI RMA"
-	@FOG_BETWEEN_HOSTS=rma FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
+	@FOG_BETWEEN_HOSTS=rma _FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py -k "not killed" $(ARGS)
 
 # Exchanges, collectives and windows over TCP, between ranks of this host; tests/test_faults.py has killed ranks.
 test-tcp: build
 	@echo "== everything by TCP"
-	@FOG_BETWEEN_HOSTS=tcp FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
+	@FOG_BETWEEN_HOSTS=tcp _FOG_LOCAL_LINKS=0 $(PYTEST) tests/test_neighbor.py tests/test_collectives.py \
 		tests/test_hierarchical.py tests/test_random_exchanges.py tests/test_group_operations.py tests/test_windows.py $(ARGS)
 
 # Codecs, virtual ranks and real ones, the latter by shared memory and by TCP.

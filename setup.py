@@ -40,6 +40,8 @@ def fail(message: str) -> None:
 # Compiling in place needs no version.
 if importlib.util.find_spec("setuptools_scm") is None and "build_ext" not in sys.argv:
     fail("the version comes from git, by setuptools-scm, which is not installed: pip install setuptools-scm")
+# What only tests use is left out of wheels. Tests run an editable install, or what "setup.py build" makes.
+IS_WHEEL = "bdist_wheel" in sys.argv
 # These commands only copy files, for any torch.
 IS_FOR_ANY_TORCH = not {"sdist", "egg_info", "build_py"}.isdisjoint(sys.argv)
 if IS_FOR_ANY_TORCH:
@@ -202,7 +204,9 @@ def sanitizer_flags() -> list[str]:
 
 
 def extension() -> Extension:
-    sources = sorted(str(source) for source in SOURCES.rglob("*.cpp"))
+    sources = sorted(
+        str(source) for source in SOURCES.rglob("*.cpp") if not (IS_WHEEL and source.parent.name == "testing")
+    )
     if IS_FOR_ANY_TORCH:
         return Extension("fog_pg._C", sources)
     include_mpi, compile_mpi, link_mpi = mpi_flags()

@@ -19,9 +19,9 @@ The parts, and the columns of times in milliseconds:
     windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
                    from another GPU if there is one (cudaMemcpyPeer), otherwise within this one
     training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
-                   "none" is the bare optimizer, the others are modes of examples/modes.py. A single rank has
-                   FOG_EXCHANGE_ALONE=1, unless it is set otherwise: it then does all work of a rank with neighbors
-                   (hooks, buckets, streams, the exchange), and the difference between a mode and "none" is its cost
+                   "none" is the bare optimizer, the others are modes of examples/modes.py. A single rank does all
+                   work of a rank with neighbors (hooks, buckets, streams, the exchange), so the difference between a
+                   mode and "none" is its cost
 
 "limit" is the least time of the links or the memory: bytes divided by bandwidth. The bandwidth of this machine is
 measured first, with large copies, by one rank after the other: of the memory of a GPU, and of the link to another GPU
@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -65,8 +64,6 @@ PARTS = ("collectives", "neighbor", "windows", "training")
 # The parts that need more than one rank, and the parts that use NCCL.
 OF_SEVERAL = ("neighbor", "windows")
 OVER_NCCL = ("collectives", "neighbor", "training")
-# With the value "1", a single rank does all work of a rank with neighbors.
-ALONE_VARIABLE = "FOG_EXCHANGE_ALONE"
 SYSTEMS = {"fog": "fog", "torch": "torch", "limit": "limit"}
 TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit")])
 SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]
@@ -603,8 +600,7 @@ def measure_training(place: Place, arguments: argparse.Namespace) -> list[Row]:
         title = named(task.title, place)
         rows.append(Row(title, place.size, arguments.precision, count, 4 * count, 0, iterations, times))
         if place.rank == 0:
-            how = f" with {ALONE_VARIABLE}={alone()}" if place.size == 1 else ""
-            head = f"{title}, {arguments.precision}, {place.size} ranks{how}"
+            head = f"{title}, {arguments.precision}, {place.size} ranks"
             print_steps(head, rows[-1], MODE_TITLES, "x bare", partial(rows[-1].ratio, "none"))
         if arguments.traces is not None:
             for mode in (mode for mode in steps if mode in arguments.traced_modes):
@@ -633,7 +629,7 @@ def print_goals(rows: Sequence[Row]) -> None:
     """Prints which modes reach the goal for the overhead on one rank."""
     for row in rows:
         if row.ranks == 1:
-            head = f"{row.operation}, one rank, with {ALONE_VARIABLE}={alone()}"
+            head = f"{row.operation}, one rank"
             print_shares(head, row, MODE_TITLES, [m for m in MODE_TITLES if m != "none"], 1 / OVERHEAD_GOAL)
 
 
@@ -645,14 +641,15 @@ def measure_all(arguments: argparse.Namespace) -> None:
     import devices
     import fogdist
     import torch
+    from fogdist.context import Context
 
     place = join(arguments.device, arguments.parts)
     fogdist.init()
+    Context.exchanges_alone = True
     facts = program.facts() | {
         "device": arguments.device,
         "memory, GB/s a rank": place.memory / 1e9,
         "link, GB/s a rank": place.link / 1e9,
-        ALONE_VARIABLE: alone(),
     }
     if place.device.type == "cuda":
         facts |= {
@@ -728,19 +725,9 @@ def choose_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
     arguments.ranks = ranks
 
 
-def alone() -> str:
-    """The value of ALONE_VARIABLE that ranks have."""
-    return os.environ.get(ALONE_VARIABLE, "1")
-
-
-def run_ranks(ranks: int, script: Path, arguments: Sequence[str]) -> None:
-    """Starts the ranks of a world. By default a single rank does all work of a rank with neighbors."""
-    side_by_side.run_ranks(ranks, script, arguments, environment={ALONE_VARIABLE: alone()})
-
-
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES, run_ranks)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES)
     print_goals(rows)
 
 

@@ -97,7 +97,7 @@ FABRICS = {
     "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["tcp"], ["exchange, tcp"]),
 }
 # MPI and fog treat every rank as a separate node.
-APART = {"MPIR_CVAR_NOLOCAL": "1", "FOG_LOCAL_LINKS": "0"}
+APART = {"MPIR_CVAR_NOLOCAL": "1", "_FOG_LOCAL_LINKS": "0"}
 OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
 RANKS = 2

@@ -753,8 +753,25 @@ def mpi_library() -> str:
 def mpi_version() -> str:
     """The result of MPI_Get_library_version; needs an open library."""
 
-def launcher_world() -> tuple[int, int] | None:
-    """This process's rank and size from mpiexec or srun; None if torchrun or no launcher started it."""
+class Settings:
+    """What the environment says; `fog_pg._settings` fills it."""
+
+    between_hosts: str
+    interface: str
+    job_secret: str
+    timeline: str
+    local_links: bool
+    rma_bytes: int
+    host_timeout: int
+    warn_after: int
+    lost_after: int
+    max_ranks: int
+    local_ranks: int
+    launcher_size: int
+    launcher_rank: int
+
+def set_settings(settings: Settings) -> None:
+    """Sets what groups that are made from now on use."""
 
 def start_from_launcher(timeout: timedelta) -> tuple[int, int]:
     """Starts MPI with the help of the launcher, without a Store; returns rank and size.

@@ -50,10 +50,11 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _joining, _known, _last_words, _store, _timeouts, environment
+    from fog_pg import _joining, _known, _last_words, _settings, _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
+    _settings.apply(extension)  # a program may have changed the environment since the last group
     part = backend_options if isinstance(backend_options, Part) else None
     if part is not None:
         backend_options = part.whole.options  # a copy

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from fog_pg import _logging, environment
+from fog_pg import _logging, _settings, environment
 
 _log = logging.getLogger("fog_pg")
 
@@ -20,7 +20,7 @@ _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
 def confirm_by_default() -> bool:
-    """Returns FOG_CONFIRM, or otherwise whether torch debugs collectives; must be the same on all ranks."""
+    """Returns whether torch debugs collectives, unless a test decides; must be the same on all ranks."""
     debugging = environment.DISTRIBUTED_DEBUG.get().upper() == "DETAIL"
     return environment.CONFIRM.get() if environment.CONFIRM.is_set() else debugging
 
@@ -109,6 +109,7 @@ def load() -> ModuleType:
     from fog_pg._build_info import VERSION
 
     _C.set_version(VERSION)
+    _settings.apply(_C)
     try:
         library = "" if _C.native_mpi else find_mpi_library()
         _C.choose_mpi(library)

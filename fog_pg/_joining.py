@@ -82,7 +82,7 @@ def note_member() -> None:
 
     The mark is an open anonymous file. It shows in /proc, also while the process hangs, and ends with it.
     """
-    if environment.RESTARTS.is_set():
+    if environment.JOIN.is_set():  # `fog run --keep-going` sets it to 0 or 1
         os.memfd_create("fog_member")
 
 

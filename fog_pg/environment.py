@@ -1,8 +1,8 @@
 """All environment variables that fog reads, with their descriptions, and functions to read them in Python.
 
 `docs/environment.md` has the same list for users; tests/test_environment.py compares the list, this module and the
-variables that Python and C++ code reads. C++ code reads its variables itself ("C++" in `reader`); `check` validates
-their values before.
+variables that Python and C++ code reads. C++ code gets the values by `fog_pg/_settings.py`; it reads only what others
+have set for MPI ("C++" in `reader`).
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Variable(Generic[T]):
         name: Its name.
         kind: The type of its values.
         default: The value if the variable is not set or empty.
-        reader: "Python", "C++", "Python, C++", "fog run", or "build" (setup.py and the programs that it calls).
+        reader: "Python", "C++", "fog run", or "build" (setup.py and the programs that it calls).
         meaning: One or two sentences.
-        owner: The program that defines the variable; "fog" for fog's own variables.
+        owner: The program that defines the variable; "fog" for fog's own variables, "tests" for private ones.
         is_secret: Whether nothing may show the value.
     """
 
@@ -114,19 +114,11 @@ MPI_LIBRARY = Variable(
     "Path or name of the MPI library to load. It must have the standard ABI (MPICH 5, Intel MPI, Open MPI 6). "
     "By default it is the library of the PyPI package mpich, then the system's.",
 )
-LOCAL_LINKS = Variable(
-    "FOG_LOCAL_LINKS",
-    FLAG,
-    True,
-    "C++",
-    "With 0, ranks of one host also send their messages by TCP instead of shared memory. With FOG_BETWEEN_HOSTS=rma each "
-    "rank is then a separate node for MPI.",
-)
 BETWEEN_HOSTS = Variable(
     "FOG_BETWEEN_HOSTS",
     choice("auto", "tcp", "rma", note=" (tcp has replaced MPI's messages)"),
     "auto",
-    "C++",
+    "Python",
     "The transport of large data between hosts; headers and small data always go by connections of fog's own. tcp: "
     "these connections; MPI is neither loaded nor started. rma: MPI RMA, the sender puts the data into the receiver's "
     "memory. auto: TCP, unless each host has a device for RDMA, or a variable that chooses MPI's fabric (UCX_TLS, "
@@ -137,7 +129,7 @@ RMA_BYTES = Variable(
     "FOG_RMA_BYTES",
     whole(1 << 20, (1 << 48) - 1, "bytes"),
     256 << 20,
-    "C++",
+    "Python",
     "The size of a rank's memory into which ranks of other hosts can put data. Data for which there is no room goes by "
     "TCP. Each rank that sends in exchanges is lent 32 MiB, or a quarter of the "
     "free memory if that is less; a window of n bytes takes about n bytes, and 2 n for each neighbor that puts.",
@@ -146,7 +138,7 @@ HOST_TIMEOUT = Variable(
     "FOG_HOST_TIMEOUT",
     whole(4, 32767, "seconds"),
     11,
-    "Python, C++",
+    "Python",
     "After this time without a sign of life on the job's network, a host and its ranks count as lost. Requests to a Store "
     "on such a host raise.",
 )
@@ -154,32 +146,15 @@ INTERFACE = Variable(
     "FOG_INTERFACE",
     TEXT,
     "",
-    "C++",
+    "Python",
     "Name of the network interface for the connections between ranks of different hosts. By default it is the interface "
     "that reaches the job's store.",
-)
-CONFIRM = Variable(
-    "FOG_CONFIRM",
-    FLAG,
-    False,
-    "Python",
-    "With 1, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
-    "messages. A disagreement of ranks then raises in the same call on both sides, instead of the sender's next call. "
-    "This takes time, so it is off by default, except with TORCH_DISTRIBUTED_DEBUG=DETAIL.",
-)
-EARLY_BYTES = Variable(
-    "FOG_EARLY_BYTES",
-    whole(0, (1 << 48) - 1, "bytes"),
-    16 << 20,
-    "C++",
-    "The most bytes of messages that a rank keeps for each rank that runs ahead of it, before it starts their "
-    "operations. Further data stays at the sender, whose operations wait.",
 )
 TIMELINE = Variable(
     "FOG_TIMELINE",
     TEXT,
     "",
-    "C++",
+    "Python",
     "Each rank records its operations, from the first group on, in the file of this prefix, its rank and `.json`: "
     "docs/observing.md.",
 )
@@ -187,7 +162,7 @@ WARN_AFTER = Variable(
     "FOG_WARN_AFTER",
     whole(0, 1_000_000, "seconds"),
     30,
-    "C++",
+    "Python",
     "An operation that has waited for this time warns once and names the ranks that have not come; 0 turns the warning "
     "off.",
 )
@@ -195,7 +170,7 @@ LOST_AFTER = Variable(
     "FOG_LOST_AFTER",
     whole(0, 1_000_000, "seconds"),
     0,
-    "C++",
+    "Python",
     "A rank that still runs, but shows no sign of life for at least this time while others wait for it, is declared "
     "lost; 0: never. All other times of this judgement follow from it: docs/hangs.md.",
 )
@@ -206,21 +181,6 @@ NODES_PER_MACHINE = Variable(
     "Python",
     "Read by fogdist.init: this number of consecutive ranks form one machine for hierarchical operations and the "
     "machine numbers, regardless of their hosts. It must divide the number of ranks. By default a machine is a host.",
-)
-EXCHANGE_ALONE = Variable(
-    "FOG_EXCHANGE_ALONE",
-    FLAG,
-    False,
-    "Python",
-    "With 1, a single rank trains in the same way as one of several ranks, with hooks, buckets and exchanges without "
-    "peers, so that these can be observed and measured in one process.",
-)
-RESTARTS = Variable(
-    "FOG_RESTARTS",
-    whole(0, (1 << 31) - 1, "numbers"),
-    0,
-    "Python",
-    "Set by `fog run --keep-going`: how often this rank was started again, alone (then FOG_JOIN is 1) or with all others.",
 )
 JOIN = Variable(
     "FOG_JOIN",
@@ -233,7 +193,7 @@ MAX_RANKS = Variable(
     "FOG_MAX_RANKS",
     whole(1, 1 << 12, "numbers of ranks"),
     0,
-    "Python, C++",
+    "Python",
     "The most ranks that the job can have, counting those that join with numbers beyond the first ones: "
     "docs/membership.md. By default it is the number of ranks at the start. It must be the same on all ranks.",
 )
@@ -249,7 +209,7 @@ JOB_SECRET = Variable(
     "FOG_JOB_SECRET",
     secret(16),
     "",
-    "Python, C++",
+    "Python",
     "The job's secret, the same on all ranks. Ranks of other hosts that connect, and ranks that join, prove that they "
     "know it. `fog run` makes one; without it rank 0 does, and passes it on through the Store, unless that is a file: "
     "docs/security.md.",
@@ -262,6 +222,25 @@ LOG_LEVEL = Variable(
     "Python",
     "The level of the loggers fogdist and fog_pg, which print on standard error. If TORCH_CPP_LOG_LEVEL is not set, "
     "fog sets it to the same level, because fog's C++ code uses torch's logging.",
+)
+
+# --- options of tests, which the documentation does not list ----------------------------------------------------
+
+LOCAL_LINKS = Variable(
+    "_FOG_LOCAL_LINKS",
+    FLAG,
+    True,
+    "Python",
+    "With 0, ranks of one host reach this one as if they were on other hosts; for MPI each is a node of its own.",
+    owner="tests",
+)
+CONFIRM = Variable(
+    "_FOG_CONFIRM",
+    FLAG,
+    False,
+    "Python",
+    "The default of `ProcessGroupFog.Options.confirm`, in place of TORCH_DISTRIBUTED_DEBUG=DETAIL.",
+    owner="tests",
 )
 
 # --- fog's own variables for a build ---------------------------------------------------------------------------
@@ -308,12 +287,12 @@ def _whole_of(owner: str, name: str, reader: str, meaning: str) -> Variable[int]
 
 RANK = _whole_of("torchrun", "RANK", "Python", "This process's rank.")
 WORLD_SIZE = _whole_of("torchrun", "WORLD_SIZE", "Python", "The number of ranks.")
-LOCAL_WORLD_SIZE = _whole_of("torchrun", "LOCAL_WORLD_SIZE", "C++", "The number of ranks of this host.")
+LOCAL_WORLD_SIZE = _whole_of("torchrun", "LOCAL_WORLD_SIZE", "Python", "The number of ranks of this host.")
 TORCHELASTIC_RUN_ID = Variable(
     "TORCHELASTIC_RUN_ID",
     TEXT,
     "",
-    "C++",
+    "Python",
     "If it is set, torchrun started this process, and the variables of an MPI launcher belong to torchrun itself.",
     owner="torchrun",
 )
@@ -340,7 +319,9 @@ DISTRIBUTED_DEBUG = Variable(
     TEXT,
     "",
     "Python",
-    "DETAIL turns on FOG_CONFIRM, unless that is set.",
+    "With DETAIL, ranks that only send in an operation (the root of a broadcast) wait until the receivers have accepted the "
+    "messages, as with `ProcessGroupFog.Options.confirm`. A disagreement of ranks then raises in the same call on both "
+    "sides, instead of the sender's next call.",
     owner="torch",
 )
 USE_NCCL2 = Variable(
@@ -404,30 +385,30 @@ BLUEFOG_TIMELINE = Variable(
     "BLUEFOG_TIMELINE",
     TEXT,
     "",
-    "C++",
+    "Python",
     "The same as FOG_TIMELINE, which takes precedence.",
     owner="BlueFog",
 )
-PMI_RANK = _whole_of("MPICH", "PMI_RANK", "Python, C++", "This process's rank, from mpiexec.")
-PMI_SIZE = _whole_of("MPICH", "PMI_SIZE", "C++", "The number of ranks, from mpiexec.")
+PMI_RANK = _whole_of("MPICH", "PMI_RANK", "Python", "This process's rank, from mpiexec.")
+PMI_SIZE = _whole_of("MPICH", "PMI_SIZE", "Python", "The number of ranks, from mpiexec.")
 PMI_FD = Variable(
-    "PMI_FD", TEXT, "", "C++", "If it is set, srun or mpiexec serves PMI to this process.", owner="MPICH"
+    "PMI_FD", TEXT, "", "Python", "If it is set, srun or mpiexec serves PMI to this process.", owner="MPICH"
 )
 PMIX_RANK = Variable(
-    "PMIX_RANK", TEXT, "", "C++", "If it is set, srun or mpirun serves PMIx to this process.", owner="PMIx"
+    "PMIX_RANK", TEXT, "", "Python", "If it is set, srun or mpirun serves PMIx to this process.", owner="PMIx"
 )
 MPICH_LOCAL_RANK = _whole_of("MPICH", "MPI_LOCALRANKID", "Python", "This process's rank on its host.")
-MPICH_LOCAL_SIZE = _whole_of("MPICH", "MPI_LOCALNRANKS", "Python, C++", "The number of ranks of this host.")
-OPEN_MPI_RANK = _whole_of("Open MPI", "OMPI_COMM_WORLD_RANK", "Python, C++", "This process's rank.")
-OPEN_MPI_SIZE = _whole_of("Open MPI", "OMPI_COMM_WORLD_SIZE", "C++", "The number of ranks.")
+MPICH_LOCAL_SIZE = _whole_of("MPICH", "MPI_LOCALNRANKS", "Python", "The number of ranks of this host.")
+OPEN_MPI_RANK = _whole_of("Open MPI", "OMPI_COMM_WORLD_RANK", "Python", "This process's rank.")
+OPEN_MPI_SIZE = _whole_of("Open MPI", "OMPI_COMM_WORLD_SIZE", "Python", "The number of ranks.")
 OPEN_MPI_LOCAL_RANK = _whole_of(
     "Open MPI", "OMPI_COMM_WORLD_LOCAL_RANK", "Python", "This process's rank on its host."
 )
 OPEN_MPI_LOCAL_SIZE = _whole_of(
-    "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "Python, C++", "The number of ranks of this host."
+    "Open MPI", "OMPI_COMM_WORLD_LOCAL_SIZE", "Python", "The number of ranks of this host."
 )
-SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "C++", "This process's rank, if PMI or PMIx is served.")
-SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "C++", "The number of ranks, if PMI or PMIx is served.")
+SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "Python", "This process's rank, if PMI or PMIx is served.")
+SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "Python", "The number of ranks, if PMI or PMIx is served.")
 SLURM_JOB = Variable(
     "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
 )

@@ -217,7 +217,7 @@ def world_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
 @pytest.fixture(scope="module")
 def script_worlds() -> Iterator[harness.WorldPool]:
     """Worlds whose ranks run scripts, see ``scripts.run_script``."""
-    pool = harness.WorldPool(initialize=False, environment={"FOG_CONFIRM": "0"})
+    pool = harness.WorldPool(initialize=False, environment={"_FOG_CONFIRM": "0"})
     yield pool
     pool.close()
 

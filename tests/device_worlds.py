@@ -24,6 +24,7 @@ import device_double
 import harness
 import pytest
 import torch
+from fogdist.context import Context
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,8 +39,6 @@ SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2"}
 # Gives each stream its own hardware queue, as far as there are any, so a kernel that waits for another rank does not
 # block other streams.
 QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-# Makes a rank that is alone do everything that one of several does.
-ALONE = {"FOG_EXCHANGE_ALONE": "1"}
 
 if ON_GPUS and os.environ.get(NCCL_VARIABLE):
     # A library is preloaded when a program starts, so this comes before the fork server of the ranks starts.
@@ -78,11 +77,11 @@ class DeviceWorlds(WindowWorlds):
     """Worlds whose ranks have a GPU each, or a part of one; a test is skipped if NCCL cannot share a GPU."""
 
     def __call__(self, size: int) -> harness.World:
-        environment = ALONE if size == 1 else {}
+        environment: dict[str, str] = {}
         if ON_GPUS and size > gpus():
             if isinstance(shared := _sharing(), str):
                 pytest.skip(f"{size} ranks, {gpus()} GPUs: {shared}")
-            environment = environment | shared
+            environment = shared
         self._options["environment"] = environment | QUEUES
         return super().__call__(size)
 
@@ -125,7 +124,8 @@ def nccl_version() -> tuple[int, int, int] | None:
 
 
 def place(device: str = DEVICE) -> torch.device:
-    """Returns this rank's device of a type, ready to be used by groups of fog and by windows."""
+    """Returns this rank's device of a type, ready for groups of fog and windows. A rank alone works like one of several."""
+    Context.exchanges_alone = True
     if device == device_double.DEVICE:
         return _ready_double()
     if device == "cuda":

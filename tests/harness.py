@@ -393,7 +393,7 @@ class World:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
             # With this, ranks that disagree raise in the same call, whether they send or receive.
-            "FOG_CONFIRM": "1",
+            "_FOG_CONFIRM": "1",
             **_ONE_THREAD,
             **environment,
         }

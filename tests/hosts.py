@@ -170,7 +170,7 @@ def run_on_hosts(
         RankFailures: A rank did not end in time, or not as it should.
     """
     # fog's own default, unless the test has set something else
-    variables = {"FOG_CONFIRM": os.environ.get("FOG_CONFIRM", "0")} | dict(environment or {})
+    variables = {"_FOG_CONFIRM": os.environ.get("_FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
     with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
         world = world_on_hosts(names, placement, folder, variables, timeout=timeout, finalizing=finalizing)

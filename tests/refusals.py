@@ -109,7 +109,7 @@ def operations_without_memory(ranks: Ranks) -> None:
 
 def windows_without_memory(ranks: Ranks) -> None:
     """Regression: a request whose data got no memory was applied nevertheless, without data."""
-    os.environ["FOG_LOCAL_LINKS"] = "0"  # everything goes by messages
+    os.environ["_FOG_LOCAL_LINKS"] = "0"  # everything goes by messages
     ranks.join()
     numel = 1 << 15
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))

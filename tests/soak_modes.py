@@ -118,7 +118,7 @@ class Mode:
     @contextlib.contextmanager
     def around(cls) -> Iterator[dict[str, str]]:
         """What the ranks of a world need beside them; gives their environment variables."""
-        yield {"FOG_CONFIRM": "0"}
+        yield {"_FOG_CONFIRM": "0"}
 
     def step(self) -> bool:
         """Makes a step; returns whether all ranks have agreed to end, or this one may end by itself."""

@@ -720,7 +720,7 @@ def check_turns(world: World, run: Run) -> None:
 
 def test_turns_between_hosts(new_world):
     # the ranks exchange messages, as between hosts
-    world = new_world(4, environment={"FOG_LOCAL_LINKS": "0"})
+    world = new_world(4, environment={"_FOG_LOCAL_LINKS": "0"})
     check_turns(world, Run(topology="one-peer", damping=0.5))
 
 
@@ -880,7 +880,7 @@ def stop_a_neighbor(max_staleness: Any, timeout: timedelta) -> None:
 @pytest.mark.parametrize(("max_staleness", "timeout"), [(2, timedelta(seconds=2)), ("auto", LONG)])
 def test_a_neighbor_on_another_host_stops(new_world, max_staleness, timeout):
     """A given bound holds until the timeout. With the default, a rank waits for one second in all, not at each step."""
-    world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
+    world = new_world(2, environment={"_FOG_LOCAL_LINKS": "0"})
     # Waiting for LONG at each of 30 steps would be a hang.
     world.run(stop_a_neighbor, max_staleness, timeout)
 
@@ -976,7 +976,7 @@ def end_early() -> None:
 
 @pytest.mark.parametrize("local_links", ["1", "0"], ids=["memory", "tcp"])
 def test_a_rank_ends_early(new_world, local_links):
-    new_world(2, environment={"FOG_LOCAL_LINKS": local_links}, finalizing=None).run(end_early)
+    new_world(2, environment={"_FOG_LOCAL_LINKS": local_links}, finalizing=None).run(end_early)
 
 
 def leave(mode: str) -> None:

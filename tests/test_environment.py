@@ -9,29 +9,33 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from scripts import ROOT
 
-from fog_pg import _logging, environment
+from fog_pg import _C, _logging, _settings, environment
 from fog_pg.environment import VARIABLES, Variable
 
 PYTHON = [*ROOT.glob("fog_pg/*.py"), *ROOT.glob("python/fogdist/**/*.py")]
 # The command line works without fog_pg, whose import imports torch.
 COMMAND_LINE = list(ROOT.glob("python/fog_cli/**/*.py"))
-CPP = [
-    path for path in ROOT.glob("csrc/**/*.[ch]pp") if re.search(r"getenv\(|whole_seconds\(", path.read_text())
-]
+CPP = [path for path in ROOT.glob("csrc/**/*.[ch]pp") if "getenv(" in path.read_text()]
 TABLE = (ROOT / "docs" / "environment.md").read_text()
 
 # Names that the C++ code sets or removes for the start of MPI, and does not read.
 SET_FOR_MPI = {
     "MPIR_CVAR_PMI_VERSION",
     "PMIX_NAMESPACE",
+    "PMIX_RANK",
     "PMIX_SERVER_URI2",
     "PMIX_SERVER_URI3",
+    "PMI_FD",
     "PMI_ID",
     "PMI_PORT",
+    "PMI_RANK",
+    "PMI_SIZE",
 }
 
 
@@ -56,7 +60,7 @@ def row(variable: Variable[object]) -> str:
 
 
 def test_documentation_has_each_variable_as_the_module_has_it() -> None:
-    wanted = [row(variable) for variable in VARIABLES]
+    wanted = [row(variable) for variable in VARIABLES if variable.owner != "tests"]
     assert [line for line in TABLE.splitlines() if line.startswith("| `")] == wanted, "\n".join(wanted)
 
 
@@ -105,17 +109,53 @@ def test_cpp_reads_what_is_listed() -> None:
     assert names - SET_FOR_MPI == listed("C++")
 
 
+def test_cpp_gets_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has another value than the default here, so none is forgotten."""
+    given = {"BETWEEN_HOSTS": "tcp", "INTERFACE": "lo", "JOB_SECRET": "a secret of tests", "TIMELINE": "t_"}
+    given |= {
+        "RMA_BYTES": "1048576",
+        "HOST_TIMEOUT": "4",
+        "WARN_AFTER": "5",
+        "LOST_AFTER": "6",
+        "MAX_RANKS": "7",
+    }
+    for name, text in given.items():
+        monkeypatch.setenv(f"FOG_{name}", text)
+    others = {"_FOG_LOCAL_LINKS": "0", "LOCAL_WORLD_SIZE": "8", "PMI_RANK": "9", "PMI_SIZE": "10"}
+    for name, text in others.items():
+        monkeypatch.setenv(name, text)
+    seen: list[Any] = []
+    _settings.apply(SimpleNamespace(Settings=_C.Settings, set_settings=seen.append))
+    values = {
+        name: getattr(seen[0], name)
+        for name, value in vars(_C.Settings).items()
+        if isinstance(value, property)
+    }
+    wanted = {name.lower(): int(text) if text.isdecimal() else text for name, text in given.items()}
+    assert values == wanted | {
+        "local_links": False,
+        "local_ranks": 8,
+        "launcher_rank": 9,
+        "launcher_size": 10,
+    }
+
+
 @pytest.mark.parametrize(
-    ("pattern", "value"),
+    ("variables", "world"),
     [
-        (r"kHostTimeout = (\d+);", environment.HOST_TIMEOUT.default),
-        (r"kMostOfOne = size_t\((\d+)\) << 20;", environment.EARLY_BYTES.default >> 20),
-        (r"kDefault = size_t\((\d+)\) << 20;", environment.RMA_BYTES.default >> 20),
+        ("", None),
+        ("PMI_RANK=1 PMI_SIZE=2", (1, 2)),
+        ("PMI_RANK=1 PMI_SIZE=2 TORCHELASTIC_RUN_ID=x", None),
+        ("OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=3", (0, 3)),
+        ("SLURM_PROCID=0 SLURM_NTASKS=4", None),  # a batch shell
+        ("SLURM_PROCID=0 SLURM_NTASKS=4 PMIX_RANK=0", (0, 4)),
     ],
 )
-def test_defaults_are_those_of_the_cpp_code(pattern: str, value: int) -> None:
-    (found,) = {number for path in CPP for number in re.findall(pattern, path.read_text())}
-    assert int(found) == value
+def test_worlds_of_launchers(
+    monkeypatch: pytest.MonkeyPatch, variables: str, world: tuple[int, int] | None
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(word.split("=") for word in variables.split()))
+    assert _settings.launcher_world() == world
 
 
 def test_build_reads_what_is_listed() -> None:
@@ -139,10 +179,9 @@ def test_values() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "allowed"),
     [
-        ("FOG_CONFIRM", "yes", "0 and 1"),
-        ("FOG_LOCAL_LINKS", "off", "0 and 1"),
+        ("FOG_RUN", "yes", "0 and 1"),
         ("FOG_BETWEEN_HOSTS", "RMA", "auto, tcp and rma (tcp has replaced MPI's messages)"),
-        ("FOG_EARLY_BYTES", "16M", "whole bytes from 0 on"),
+        ("FOG_RMA_BYTES", "16M", "whole bytes from 1048576 on"),
         ("FOG_RMA_BYTES", "1024", "whole bytes from 1048576 on"),
         ("FOG_HOST_TIMEOUT", "3", "whole seconds from 4 to 32767"),
         ("FOG_HOST_TIMEOUT", "\u0664", "whole seconds from 4 to 32767"),  # a digit that C++ does not accept

@@ -243,7 +243,7 @@ def disagree(calls: list[str]) -> None:
 
 WAYS = {
     "memory": {},
-    "tcp": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
+    "tcp": {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
 }
 
 
@@ -272,7 +272,7 @@ def broadcast_of_another_shape() -> list[str]:
 def test_a_root_that_does_not_wait_fails_in_its_next_operation(
     new_world: Callable[..., World], confirm: str
 ) -> None:
-    world = new_world(2, timeout=LONG_TIMEOUT, environment={"FOG_CONFIRM": confirm})
+    world = new_world(2, timeout=LONG_TIMEOUT, environment={"_FOG_CONFIRM": confirm})
     for said in world.run(broadcast_of_another_shape):
         # either the broadcast fails, or the barrier after it; all later operations fail too
         for text in said:

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 LONG_TIMEOUT = 4 * RUN_TIMEOUT
 WATCHDOG_SECONDS = 20.0
-OVER_MPI = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+OVER_MPI = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
 
 # Objects that stay alive until the end, like globals of a script.
 kept: list[Any] = []

@@ -232,8 +232,8 @@ def lose_a_rank(victim: int, moment: str, way: str, folder: str, kinds: list[str
 
 
 # For each way: the host of each rank, and the options of `run_on_hosts`; one host with shared memory has none.
-TCP = {"FOG_CONFIRM": "1"}
-RMA = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "FOG_CONFIRM": "1"}
+TCP = {"_FOG_CONFIRM": "1"}
+RMA = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "_FOG_CONFIRM": "1"}
 WAYS: dict[str, tuple[list[int], dict[str, Any]]] = {
     "memory": ([0, 0, 0], {}),
     "tcp, with a witness": ([0, 1, 1], {"environment": TCP, "rate": "1gbit"}),
@@ -326,7 +326,7 @@ def receive_from_the_lost(numel: int) -> tuple[str, bool]:
 @pytest.mark.parametrize(("numel", "arrives"), [(30_000, True), (1_000_000, False)])
 def test_a_message_of_a_rank_lost_since(new_world: Callable[..., World], numel: int, arrives: bool) -> None:
     """A message that fits into the ring arrives; of a longer one the rest is lost, and the receiver must not wait."""
-    world = new_world(2, timeout=LONG_TIMEOUT, environment={"FOG_LOCAL_LINKS": "1"})
+    world = new_world(2, timeout=LONG_TIMEOUT, environment={"_FOG_LOCAL_LINKS": "1"})
     survivor = world.run_raw(receive_from_the_lost, numel)[0]
     assert survivor.state == "returned", str(survivor)
     error, equal = survivor.value

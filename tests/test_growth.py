@@ -136,9 +136,9 @@ def test_closed_groups_are_forgotten() -> None:
 
 # A rank that runs ahead
 
-COUNT = 2000
-NUMEL = 2048  # in float32 elements: 8 KiB each, so 16 MiB in all
-LIMIT = 64 << 10
+COUNT = 8000
+NUMEL = 2048  # in float32 elements: 8 KiB each, so 64 MiB in all
+LIMIT = 16 << 20
 # Headers, and data that may be on its way when the receiver asks for less: by TCP also what the sockets hold (4 MiB, the
 # system's limit for a sender).
 ROOM = {"1": (5 << 20) + COUNT * 512, "0": (9 << 20) + COUNT * 512}
@@ -188,7 +188,7 @@ def run_ahead(kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("links", ["1", "0"], ids=["shared memory", "TCP"])
 def test_a_rank_that_runs_ahead_waits(new_world: Callable[..., World], links: str) -> None:
     """This includes the root of a broadcast and senders of small messages, which otherwise never wait."""
-    environment = {"FOG_CONFIRM": "0", "FOG_EARLY_BYTES": str(LIMIT), "FOG_LOCAL_LINKS": links}
+    environment = {"_FOG_CONFIRM": "0", "_FOG_LOCAL_LINKS": links}
     world = new_world(2, environment=environment)
     for kind in ("broadcast", "send"):
         (completed, _), (early, _) = world.run(run_ahead, kind)
@@ -222,7 +222,7 @@ def large_over_tcp(rounds: int) -> int:
 
 def test_data_that_came_over_tcp_is_released(new_world: Callable[..., World]) -> None:
     """Regression: the receiver and the transfer kept each other alive."""
-    world = new_world(2, environment={"FOG_LOCAL_LINKS": "0"})
+    world = new_world(2, environment={"_FOG_LOCAL_LINKS": "0"})
     assert max(world.run(large_over_tcp, 150)) < 30 << 20  # before, more than one MiB per round was kept
 
 

@@ -78,9 +78,9 @@ def task() -> agent.Task:
 
 
 def test_ranks_have_the_environment_of_torchrun() -> None:
-    found = agent.rank_environment(task(), 5, 4711, restarts=2, joins=True)
+    found = agent.rank_environment(task(), 5, 4711, joins=True)
     expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
-    expected |= {"MASTER_ADDR": "a", "MASTER_PORT": "4711", "A": "1", "FOG_RESTARTS": "2", "FOG_JOIN": "1"}
+    expected |= {"MASTER_ADDR": "a", "MASTER_PORT": "4711", "A": "1", "FOG_JOIN": "1"}
     # Some versions of torch give ranks of another count another name space in the Store.
     expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     assert expected.items() <= found.items()
@@ -200,7 +200,10 @@ def test_all_well_means_no_words(tmp_path: Path) -> None:
 # Some ranks fail in their first processes: before there is a group, or all of them after its first operation.
 FAILS = """
 import os, sys
-restarts, failures, where = int(os.environ["FOG_RESTARTS"]), int(sys.argv[1]), sys.argv[2]
+failures, where = int(sys.argv[1]), sys.argv[2]
+with open(__file__ + "." + os.environ["RANK"], "a") as starts:
+    restarts = starts.tell()
+    starts.write("x")
 print("start", restarts, flush=True)
 if where == "before" and os.environ["RANK"] == "1" and restarts < failures:
     sys.exit(3)
@@ -408,7 +411,7 @@ import torch, torch.distributed as dist
 import fogdist
 dist.init_process_group("fog")
 fogdist.init()
-rank, is_again = dist.get_rank(), int(os.environ["FOG_RESTARTS"]) > 0
+rank, is_again = dist.get_rank(), os.environ["FOG_JOIN"] == "1"
 model = torch.nn.Linear(4, 1)
 fogdist.broadcast_parameters(model.state_dict(), 0)
 sgd = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -50,7 +50,7 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
 
 # --- nobody is late --------------------------------------------------------------------------------------------
 
-APART = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
+APART = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
 FOREVER = 1e9  # a patience that is not used up
 
 

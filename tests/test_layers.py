@@ -21,12 +21,12 @@ ALLOWED = {
     "transport/shared_memory": {"core", "transport"},
     "transport/mpi": {"core", "job", "transport"},
     "transport/tcp": {"core", "job", "transport"},
-    "transport/in_process": {"core", "transport"},
     "engine": {"core", "job", "transport"},
     "collectives": {"core", "transport", "engine"},
     "windows": {"core", "transport", "engine"},
     "device": {"core", "transport", "engine", "windows"},
     "backend": {"core", "job", "transport", "engine", "collectives", "windows", "device"},
+    "testing": {"core", "job", "transport", "engine", "collectives", "windows", "device", "backend"},
 }
 # Files that may include more than their folder, each with the reason.
 MORE = {
@@ -55,8 +55,10 @@ MORE = {
     "transport/mpi/put_arrivals": {"transport/tcp"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
-    # Tensors of lists and results are in the arena; tests make worlds of virtual ranks.
-    "backend": {"transport/shared_memory", "transport/in_process"},
+    # Tensors of lists and results are in the arena.
+    "backend": {"transport/shared_memory"},
+    # Worlds of virtual ranks have each way between ranks that needs no MPI.
+    "testing": {"transport/shared_memory", "transport/tcp"},
 }
 
 

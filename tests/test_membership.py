@@ -289,7 +289,7 @@ def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
     new_world: Callable[..., World], kind: str
 ) -> None:
     """It is of before the first exchange: windows, replicas and numbers of exchanges are others when it comes in."""
-    world = new_world(3, initialize=False, finalizing=0, environment={"FOG_CONFIRM": "0"})
+    world = new_world(3, initialize=False, finalizing=0, environment={"_FOG_CONFIRM": "0"})
     ends = world.run(join_before_the_first_exchange, kind)
     assert {members for members, _, _ in ends} == {Membership(1, (0, 1, 2), frozenset())}
     least, most = min(least for _, least, _ in ends), max(most for _, _, most in ends)

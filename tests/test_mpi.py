@@ -25,7 +25,7 @@ TIMEOUT = 600.0  # enough for a busy machine
 OPERATIONS = [ROOT / "tests" / "all_operations.py", *([] if ALL else ["--small"])]
 # Hides torch's warnings about names that later versions will drop.
 QUIET = {"PYTHONWARNINGS": "ignore"}
-LINKS_OFF = {"FOG_LOCAL_LINKS": "0"}
+LINKS_OFF = {"_FOG_LOCAL_LINKS": "0"}
 PORT = 29511
 
 only_in_full = pytest.mark.skipif(not ALL, reason="one of the slower ones: make test-mpi runs it")

@@ -22,8 +22,8 @@ from wrapped_mpi import compile_wrapper
 
 pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
-TCP = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
-RMA = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
+TCP = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}
+RMA = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}
 # The timeout of the stuck operations, in seconds; calls are ended half a second later at the earliest.
 TIMEOUT = 0.5
 

@@ -1,8 +1,7 @@
-"""Tests a rank alone: training exchanges nothing, unless FOG_EXCHANGE_ALONE asks for the exchanges of several ranks."""
+"""Tests a rank alone: training exchanges nothing, unless a test asks for the exchanges of several ranks."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from unittest import mock
 
@@ -10,6 +9,7 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
+from fogdist.context import Context
 from harness import WorldPool
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
@@ -54,10 +54,10 @@ def train(mode: str | None) -> tuple[list[Tensor], set[str]]:
     return [parameter.detach().clone() for parameter in model.parameters()], names
 
 
-def train_alone(mode: str, variable: str) -> set[str]:
+def train_alone(mode: str, exchanges: bool) -> set[str]:
     fogdist.init()
     assert dist.get_world_size() == 1
-    with mock.patch.dict(os.environ, {"FOG_EXCHANGE_ALONE": variable}):
+    with mock.patch.object(Context, "exchanges_alone", exchanges):
         found, names = train(mode)
     expected, _ = train(None)
     for one, other in zip(found, expected, strict=True):
@@ -67,7 +67,7 @@ def train_alone(mode: str, variable: str) -> set[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_alone_exchanges_if_asked(worlds: WorldPool, mode: str) -> None:
-    assert worlds(1).run(train_alone, mode, "0") == [set()]
-    (names,) = worlds(1).run(train_alone, mode, "1")
+    assert worlds(1).run(train_alone, mode, False) == [set()]
+    (names,) = worlds(1).run(train_alone, mode, True)
     kinds = {"gradient": "fog:all_reduce", "pull_get": "fog:win_get", "win_put": "fog:win_put"}
     assert kinds.get(mode, "fog:neighbor_allreduce") in names

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
 KIB, MIB = 1 << 10, 1 << 20
 RANKS, PER_MACHINE = 4, 2
-APART = {"FOG_LOCAL_LINKS": "0"}
+APART = {"_FOG_LOCAL_LINKS": "0"}
 RMA = {**APART, "FOG_BETWEEN_HOSTS": "rma"}
 SIZES = [400_000, 5 * MIB]
 # The functions that move data.
@@ -295,7 +295,7 @@ def exchange_with_a_stopped_target() -> None:
 
 def test_the_senders_part_ends_while_the_target_is_stopped(new_world: Callable[..., World]) -> None:
     """All data is there afterwards. Without confirmations, a sender does not wait until its receiver agrees."""
-    variables = {**RMA, "FOG_CONFIRM": "0"}
+    variables = {**RMA, "_FOG_CONFIRM": "0"}
     new_world(2, timeout=LONG_TIMEOUT, environment=variables).run(exchange_with_a_stopped_target)
 
 

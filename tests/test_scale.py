@@ -153,7 +153,7 @@ def count_messages(name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("size", REAL)
 def test_messages_of_real_ranks(new_world: Callable[..., harness.World], size: int) -> None:
-    world = new_world(size, environment={"FOG_CONFIRM": "0"})
+    world = new_world(size, environment={"_FOG_CONFIRM": "0"})
     for name, cost in COSTS.items():
         check(cost, size, 1, world.run(count_messages, name))
 

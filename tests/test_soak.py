@@ -324,7 +324,7 @@ def soak(seed: int, operations: int) -> Report:
 def test_soak(new_world: Callable[..., World]) -> None:
     """`pytest tests/test_soak.py -rP` shows the numbers of the run."""
     # As users run it: without the confirmations that other tests ask for.
-    world = new_world(RANKS, timeout=60.0, environment={"FOG_CONFIRM": "0"})
+    world = new_world(RANKS, timeout=60.0, environment={"_FOG_CONFIRM": "0"})
     reports: list[Report] = world.run(soak, SEED, OPERATIONS, timeout=60 + 0.2 * OPERATIONS)
     for rank, report in enumerate(reports):
         mebibytes = [round(r / 2**20, 1) for r in report.resident]

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 KIB, MIB = 1 << 10, 1 << 20
 RANKS = 4
 TCP = {"FOG_BETWEEN_HOSTS": "tcp"}
-APART = {**TCP, "FOG_LOCAL_LINKS": "0"}
+APART = {**TCP, "_FOG_LOCAL_LINKS": "0"}
 # From small data, which comes with its header, to data of many parts.
 SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
 # A stranger has five seconds to say who it is; the rest is for a busy machine.

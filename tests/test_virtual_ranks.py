@@ -24,6 +24,7 @@ from reference import Checks
 from torch import Tensor
 
 from fog_pg._C import NeighborPlan, ProcessGroupFog, VirtualWorld
+from fog_pg._extension import load
 
 RANKS_PER_HOST = 8
 
@@ -244,7 +245,7 @@ def fail(rank: int, group: ProcessGroupFog) -> None:
 @pytest.mark.parametrize("wire", ["in process", "memory", "tcp"])
 def test_ranks_that_are_threads(wire: str) -> None:
     """ThreadSanitizer sees all that the ranks share, see tests/sanitized.py."""
-    world = VirtualWorld(4, ranks_per_host=4, wire=wire)
+    world = load().VirtualWorld(4, ranks_per_host=4, wire=wire)  # connections need the settings
     with ThreadPoolExecutor(4) as pool:
         threads = Threads(world.groups, pool)
         for numel in (3, 2_000, 70_001):

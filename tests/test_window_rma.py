@@ -33,7 +33,7 @@ MIB = 1 << 20
 @pytest.mark.usefixtures("no_shared_memory_left")
 def test_contents_between_hosts(tmp_path: Path) -> None:
     """Ranks have neighbors on both hosts; UCX's shared memory reaches both, and stands in for RDMA."""
-    environment = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "FOG_CONFIRM": "1"}
+    environment = {"FOG_BETWEEN_HOSTS": "rma", "UCX_TLS": "shm,self", "_FOG_CONFIRM": "1"}
     calls = [("by_every_interface", [promise]) for promise in CONTENTS]
     run_on_hosts(tmp_path, [0, 0, 1], "test_windows", calls, environment=environment)
 

@@ -299,7 +299,7 @@ def disagreements() -> None:
 def transports() -> None:
     """A window says how it reaches each neighbor, which hosts and environment decide."""
     between = "rma" if os.environ.get("FOG_BETWEEN_HOSTS") == "rma" else "messages"
-    hosts, linked = backend().hosts, os.environ.get("FOG_LOCAL_LINKS") != "0"
+    hosts, linked = backend().hosts, os.environ.get("_FOG_LOCAL_LINKS") != "0"
     here = {rank: linked and hosts[rank] == hosts[dist.get_rank()] for rank in others()}
     window = create(full(0))
     ways = {rank: "shared memory" if mapped else between for rank, mapped in here.items()}

@@ -30,9 +30,9 @@ INTERFACES = ["_C", "object", "name"]
 # which the first has all ranks but one, so both memory and TCP are used.
 WAYS = {
     "memory": {},
-    "tcp": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
-    "rma": {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"},
-    "hosts": {"FOG_CONFIRM": "1", "FOG_BETWEEN_HOSTS": "tcp"},
+    "tcp": {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"},
+    "rma": {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"},
+    "hosts": {"_FOG_CONFIRM": "1", "FOG_BETWEEN_HOSTS": "tcp"},
 }
 SIZE = 3
 # Limits of hangs.

@@ -124,7 +124,7 @@ def tracing() -> Finding:
         "ptrace",
         "note",
         f"yama's ptrace_scope is {scope}",
-        "fog does not need it. MPI with FOG_LOCAL_LINKS=0 and py-spy do: sysctl kernel.yama.ptrace_scope=0",
+        "fog does not need it. MPI RMA between ranks of this host and py-spy do: sysctl kernel.yama.ptrace_scope=0",
     )
 
 

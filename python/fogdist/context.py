@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -118,6 +118,8 @@ class Context:
     windows: dict[str, OpenWindow] = field(default_factory=dict)
     survivors: Survivors | None = None
     is_joining: bool = False
+    # Tests and benchmarks set it: a rank alone then does the work of one of several, with exchanges without peers.
+    exchanges_alone: ClassVar[bool] = False
 
     def next_number(self) -> int:
         """Returns the next number of an object that the ranks make collectively, for the names of its messages."""
@@ -148,7 +150,7 @@ class Context:
     @property
     def is_alone(self) -> bool:
         """Whether this rank is the only one of the group, so that training needs no exchange."""
-        return self.size == 1 and not environment.EXCHANGE_ALONE.get()
+        return self.size == 1 and not self.exchanges_alone
 
     @property
     def held(self) -> int:

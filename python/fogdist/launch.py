@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import fog_pg  # registers the backend
-from fog_pg import _extension, environment
+from fog_pg import _extension, _settings, environment
 from fog_pg._timeouts import within_reach
 
 __all__ = ["connect"]
@@ -39,7 +39,7 @@ def connect(timeout: timedelta = default_pg_timeout) -> None:
         dist.init_process_group("fog", timeout=timeout)
         return
     extension = _extension.load()
-    if extension.launcher_world() is None:
+    if _settings.launcher_world() is None:
         dist.init_process_group("fog", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     rank, size = extension.start_from_launcher(timeout)

@@ -17,16 +17,22 @@
 #include "backend/given_timeout.hpp"
 #include "backend/joining_bindings.hpp"
 #include "backend/observation_bindings.hpp"
-#include "backend/testing_bindings.hpp"
 #include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
+#include "core/settings.hpp"
 #include "backend/process_group_fog.hpp"
 #include "core/python_lock.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/window.hpp"
 
 namespace py = pybind11;
+
+namespace fog {
+
+__attribute__((weak)) void bind_testing(py::module_& module); // in builds that contain testing/
+
+} // namespace fog
 
 namespace {
 
@@ -386,7 +392,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("share", &fog::share, py::arg("tensor"));
   module.def("is_shared", &fog::is_shared, py::arg("tensor"));
   fog::bind_joining(module);
-  fog::bind_testing(module);
+  if (fog::bind_testing != nullptr) {
+    fog::bind_testing(module);
+  }
   module.def(
       "set_delegate_factory",
       [](const std::string& device_type, std::optional<py::function> make) {
@@ -405,10 +413,22 @@ PYBIND11_MODULE(_C, module) {
       py::arg("version"));
   module.def("mpi_library", &fog::library_path);
   module.def("mpi_version", &fog::library_version);
-  module.def("launcher_world", []() -> std::optional<std::pair<int, int>> {
-    const auto world = fog::launcher_world();
-    return world.size > 0 ? std::make_optional(std::make_pair(world.rank, world.size)) : std::nullopt;
-  });
+  py::class_<fog::Settings>(module, "Settings")
+      .def(py::init())
+      .def_readwrite("between_hosts", &fog::Settings::between_hosts)
+      .def_readwrite("interface", &fog::Settings::interface)
+      .def_readwrite("job_secret", &fog::Settings::job_secret)
+      .def_readwrite("timeline", &fog::Settings::timeline)
+      .def_readwrite("local_links", &fog::Settings::local_links)
+      .def_readwrite("rma_bytes", &fog::Settings::rma_bytes)
+      .def_readwrite("host_timeout", &fog::Settings::host_timeout)
+      .def_readwrite("warn_after", &fog::Settings::warn_after)
+      .def_readwrite("lost_after", &fog::Settings::lost_after)
+      .def_readwrite("max_ranks", &fog::Settings::max_ranks)
+      .def_readwrite("local_ranks", &fog::Settings::local_ranks)
+      .def_readwrite("launcher_size", &fog::Settings::launcher_size)
+      .def_readwrite("launcher_rank", &fog::Settings::launcher_rank);
+  module.def("set_settings", &fog::set_settings, py::arg("settings"));
   module.def(
       "start_from_launcher",
       [](GivenTimeout timeout) {

@@ -1,22 +1,11 @@
 #include "engine/early_messages.hpp"
 
-#include <cstdlib>
-
 namespace fog {
 namespace {
 
-constexpr size_t kMostOfOne = size_t(16) << 20;
-
-size_t most_of_one() {
-  const char* value = std::getenv("FOG_EARLY_BYTES");
-  char* end = nullptr;
-  const auto bytes = value != nullptr ? std::strtoull(value, &end, 10) : 0;
-  return value != nullptr && end != value && *end == '\0' ? static_cast<size_t>(bytes) : kMostOfOne;
-}
+constexpr size_t kMost = size_t(16) << 20; // per process
 
 } // namespace
-
-EarlyLoad::EarlyLoad() : most_(most_of_one()) {}
 
 void EarlyLoad::add(int peer_id, size_t bytes) {
   const auto index = static_cast<size_t>(peer_id);
@@ -26,7 +15,7 @@ void EarlyLoad::add(int peer_id, size_t bytes) {
   }
   bytes_ += bytes;
   loads_[index] += bytes;
-  if (loads_[index] > most_ && !held_[index]) {
+  if (loads_[index] > kMost && !held_[index]) {
     changed_.insert(peer_id);
   }
 }
@@ -35,7 +24,7 @@ void EarlyLoad::subtract(int peer_id, size_t bytes) {
   const auto index = static_cast<size_t>(peer_id);
   bytes_ -= bytes;
   loads_[index] -= bytes;
-  if (held_[index] && loads_[index] <= most_ / 2) {
+  if (held_[index] && loads_[index] <= kMost / 2) {
     changed_.insert(peer_id);
   }
 }
@@ -44,7 +33,7 @@ std::vector<std::pair<int, bool>> EarlyLoad::take_changes() {
   std::vector<std::pair<int, bool>> changes;
   for (const int peer_id : std::exchange(changed_, {})) {
     const auto index = static_cast<size_t>(peer_id);
-    const bool hold = held_[index] ? loads_[index] > most_ / 2 : loads_[index] > most_;
+    const bool hold = held_[index] ? loads_[index] > kMost / 2 : loads_[index] > kMost;
     if (hold != held_[index]) {
       held_[index] = hold;
       changes.emplace_back(peer_id, hold);

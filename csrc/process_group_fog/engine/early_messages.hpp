@@ -18,8 +18,6 @@ namespace fog {
 // Counts the bytes of early messages per process. Every call needs the engine's lock.
 class EarlyLoad {
  public:
-  EarlyLoad();
-
   void add(int peer_id, size_t bytes);
   void subtract(int peer_id, size_t bytes);
   size_t bytes() const {
@@ -33,7 +31,6 @@ class EarlyLoad {
   std::vector<std::pair<int, bool>> take_changes();
 
  private:
-  const size_t most_; // per process
   size_t bytes_ = 0;
   std::vector<size_t> loads_; // by world rank
   std::vector<bool> held_;

@@ -3,9 +3,8 @@
 #include <c10/util/Logging.h>
 #include <c10/util/StringUtil.h>
 
-#include "core/whole_seconds.hpp"
+#include "core/settings.hpp"
 #include "engine/engine.hpp"
-#include "engine/long_wait.hpp"
 
 namespace fog {
 namespace {
@@ -13,10 +12,6 @@ namespace {
 constexpr auto kNoteInterval = std::chrono::seconds(1);
 
 } // namespace
-
-std::chrono::seconds long_wait() {
-  return whole_seconds("FOG_WARN_AFTER", 30, 0, 1'000'000);
-}
 
 void Engine::record_to(std::unique_ptr<FlightRecord> record) {
   const auto lock = locked();
@@ -39,7 +34,7 @@ void Engine::note_wait(Operation& operation, Deadline now) {
   if (record_) {
     note_awaited(operation);
   }
-  static const auto patience = long_wait(); // connect() has checked the value before the first group
+  const auto patience = std::chrono::seconds(settings().warn_after);
   if (patience.count() > 0 && !operation.warned && now >= begun + patience) {
     operation.warned = true;
     LOG(WARNING) << "fog: " << operation.describe() << " has waited " << patience.count() << " s" << operation.describe_awaited();

@@ -134,7 +134,7 @@ void prepare_to_join(
     int rank, int size, const std::vector<std::string>& entries, const std::string& store_host, std::chrono::milliseconds timeout) {
   auto& runtime = Runtime::instance();
   auto& engine = process_engine();
-  read_settings();
+  use_settings();
   TORCH_CHECK_VALUE(!entries.empty(), "prepare_to_join: entries: got none; allowed is at least one");
   TORCH_CHECK_WITH(
       DistBackendError, !runtime.joined() && process_transport() == nullptr,

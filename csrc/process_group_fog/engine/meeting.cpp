@@ -76,8 +76,7 @@ void Meeting::meet(const std::string& name) {
     mine.address = made->address();
   } else {
     links_ = std::make_unique<shared_memory::Links>(
-        joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), mine.max_ranks,
-        has_local_links());
+        joined ? runtime.rank() : rendezvous_->rank(), joined ? runtime.size() : rendezvous_->size(), mine.max_ranks, mine.links);
     mine.address = links_->address(false);
     connections_ = std::make_unique<tcp::Connections>();
     use_sockets(connections_.get());

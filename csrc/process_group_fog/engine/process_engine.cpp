@@ -4,18 +4,14 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
 
+#include "core/settings.hpp"
 #include "core/timeline.hpp"
-#include "core/whole_seconds.hpp"
-#include "engine/long_wait.hpp"
 #include "engine/meeting.hpp"
-#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
-#include "job/peer_sockets.hpp"
 #include "transport/process_transport.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
@@ -74,12 +70,8 @@ void observe_as(int rank, int size, const std::string& script) {
   static std::once_flag once;
   std::call_once(once, [&] {
     process_engine().record_to(std::make_unique<FlightRecord>(rank, size, host_name(), script));
-    for (const char* variable : {"FOG_TIMELINE", "BLUEFOG_TIMELINE"}) {
-      const char* prefix = std::getenv(variable);
-      if (prefix != nullptr && *prefix != '\0') {
-        start_timeline(prefix, rank, size);
-        return;
-      }
+    if (const auto prefix = settings().timeline; !prefix.empty()) {
+      start_timeline(prefix, rank, size);
     }
   });
 }
@@ -114,15 +106,12 @@ Engine& process_engine() {
   return *engine;
 }
 
-void read_settings() {
+void use_settings() {
   auto& engine = process_engine();
   engine.check_not_forked();
-  host_timeout(); // these throw if an environment variable is invalid
   check_interface();
-  rma_bytes();
-  long_wait();
   static std::once_flag once;
-  std::call_once(once, [&] { engine.set_lost_after(whole_seconds("FOG_LOST_AFTER", 0, 0, 1'000'000)); });
+  std::call_once(once, [&] { engine.set_lost_after(std::chrono::seconds(settings().lost_after)); });
 }
 
 std::shared_ptr<Group> connect(
@@ -133,7 +122,7 @@ std::shared_ptr<Group> connect(
     const std::string& name,
     const Acquaintance& known) {
   auto& engine = process_engine();
-  read_settings();
+  use_settings();
   const Suspended suspended(engine); // other ranks may take long to come
   const auto& runtime = Runtime::instance();
   observe_as(runtime.joined() ? runtime.rank() : rank, runtime.joined() ? runtime.size() : size);

@@ -38,8 +38,8 @@ void make_process_transport(
     std::unique_ptr<tcp::Connections> its_connections,
     std::unique_ptr<mpi::RemoteMemory> remote_memory);
 
-// Reads the settings of the environment, before the first group. Throws ValueError for one that is not allowed.
-void read_settings();
+// Applies the settings, before the first group. Throws ValueError for an interface that is not there.
+void use_settings();
 
 // Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is to move data. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known

@@ -1,7 +1,6 @@
 #include "job/between_hosts.hpp"
 
 #include <array>
-#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
@@ -9,6 +8,8 @@
 #include <system_error>
 
 #include <c10/util/Exception.h>
+
+#include "core/settings.hpp"
 
 namespace fog {
 namespace {
@@ -18,23 +19,13 @@ constexpr std::array<BetweenHosts, 3> kWays = {BetweenHosts::kAuto, BetweenHosts
 std::mutex choosing;
 std::optional<BetweenHosts> chosen;
 
-std::string environment(const char* name) {
-  const char* value = std::getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-BetweenHosts parse(const char* argument, const std::string& name) {
+BetweenHosts parse(const std::string& name) {
   for (const auto way : kWays) {
     if (name == name_of(way)) {
       return way;
     }
   }
-  TORCH_CHECK_VALUE(false, argument, ": got '", name, "'; allowed are 'auto', 'tcp' and 'rma' (tcp has replaced MPI's messages)");
-}
-
-BetweenHosts of_environment() {
-  const auto value = environment("FOG_BETWEEN_HOSTS");
-  return value.empty() ? BetweenHosts::kAuto : parse("FOG_BETWEEN_HOSTS", value);
+  TORCH_CHECK_VALUE(false, "between_hosts: got '", name, "'; allowed are 'auto', 'tcp' and 'rma' (tcp has replaced MPI's messages)");
 }
 
 } // namespace
@@ -53,9 +44,9 @@ const char* name_of(BetweenHosts way) {
 
 void choose_between_hosts(const std::string& option) {
   const std::lock_guard<std::mutex> lock(choosing);
-  const auto asked = option.empty() ? std::nullopt : std::make_optional(parse("between_hosts", option));
+  const auto asked = option.empty() ? std::nullopt : std::make_optional(parse(option));
   if (!chosen) {
-    chosen = asked ? *asked : of_environment();
+    chosen = asked ? *asked : parse(settings().between_hosts);
   }
   TORCH_CHECK_VALUE(
       !asked || *asked == *chosen, "between_hosts: got '", option, "'; the first fog group of this process has chosen '",
@@ -64,12 +55,12 @@ void choose_between_hosts(const std::string& option) {
 
 BetweenHosts between_hosts() {
   const std::lock_guard<std::mutex> lock(choosing);
-  return chosen ? *chosen : of_environment();
+  return chosen ? *chosen : parse(settings().between_hosts);
 }
 
 std::string fabric_hint() {
   for (const char* variable : {"UCX_TLS", "FI_PROVIDER", "MPICH_CH4_NETMOD"}) {
-    if (!environment(variable).empty()) {
+    if (const char* value = std::getenv(variable); value != nullptr && *value != '\0') {
       return std::string(variable) + " is set";
     }
   }
@@ -78,26 +69,6 @@ std::string fabric_hint() {
     return "there is the device " + device.path().filename().string();
   }
   return "";
-}
-
-size_t rma_bytes() {
-  constexpr size_t kDefault = size_t(256) << 20;
-  constexpr size_t kLeast = size_t(1) << 20;
-  const auto value = environment("FOG_RMA_BYTES");
-  if (value.empty()) {
-    return kDefault;
-  }
-  char* end = nullptr;
-  errno = 0;
-  const auto bytes = std::strtoull(value.c_str(), &end, 10);
-  TORCH_CHECK_VALUE(
-      errno == 0 && *end == '\0' && value[0] >= '0' && value[0] <= '9' && bytes >= kLeast && bytes < size_t(1) << 48,
-      "FOG_RMA_BYTES: got '", value, "'; allowed are numbers of bytes from ", kLeast, " on");
-  return bytes;
-}
-
-bool has_local_links() {
-  return environment("FOG_LOCAL_LINKS") != "0";
 }
 
 } // namespace fog

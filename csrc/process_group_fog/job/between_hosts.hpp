@@ -1,7 +1,6 @@
 // The user's choice of how data moves between hosts.
 #pragma once
 
-#include <cstddef>
 #include <string>
 
 namespace fog {
@@ -15,8 +14,8 @@ enum class BetweenHosts {
 // Returns "auto", "tcp" or "rma".
 const char* name_of(BetweenHosts way);
 
-// Takes the option of a group, or FOG_BETWEEN_HOSTS if the option is empty, or kAuto if both are. The first group
-// decides for the whole process. Throws ValueError for an unknown name, or for a name that differs from the first
+// Takes the option of a group, or FOG_BETWEEN_HOSTS if the option is empty. The first group decides for the
+// whole process. Throws ValueError for an unknown name, or for a name that differs from the first
 // group's.
 void choose_between_hosts(const std::string& option);
 
@@ -26,12 +25,5 @@ BetweenHosts between_hosts();
 // Returns why this host may have a fabric that does RMA: a device for it, or a variable by which the user tells MPI which
 // one to use. Empty if nothing says so.
 std::string fabric_hint();
-
-// Returns the number of bytes of this process that others can access one-sidedly: FOG_RMA_BYTES, or 256 MiB. Throws
-// ValueError if the variable is not such a number.
-size_t rma_bytes();
-
-// Returns false with FOG_LOCAL_LINKS=0: ranks of one host then reach this one as if they were on other hosts.
-bool has_local_links();
 
 } // namespace fog

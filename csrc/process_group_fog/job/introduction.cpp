@@ -10,6 +10,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/settings.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/secret.hpp"
@@ -51,9 +52,8 @@ Introduction introduce() {
   mine.protocol = own_protocol;
   mine.between_hosts = name_of(between_hosts());
   mine.fabric = fabric_hint();
-  const char* max_ranks = std::getenv("FOG_MAX_RANKS"); // checked in Python
-  mine.max_ranks = max_ranks == nullptr ? 0 : static_cast<int>(std::strtol(max_ranks, nullptr, 10));
-  mine.links = has_local_links();
+  mine.max_ranks = settings().max_ranks;
+  mine.links = settings().local_links;
   if (job_secret().empty()) {
     mine.offered_secret = random_secret();
   } else {

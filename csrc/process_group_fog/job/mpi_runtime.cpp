@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/failure.hpp"
+#include "core/settings.hpp"
 #include "job/hosts.hpp"
 #include "job/introduction.hpp"
 #include "job/timed_call.hpp"
@@ -19,16 +20,6 @@ namespace fog {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-int environment_int(const char* name, int missing) {
-  const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') {
-    return missing;
-  }
-  char* end = nullptr;
-  const long value = std::strtol(text, &end, 10);
-  return *end == '\0' ? static_cast<int>(value) : missing;
-}
 
 // Sets variables for MPI_Init and restores them afterwards. Otherwise programs that this process starts would take
 // themselves for ranks of its job.
@@ -83,28 +74,6 @@ const char* name_of_level(int level) {
 
 } // namespace
 
-LauncherWorld launcher_world() {
-  // Workers of torchrun inherit the variables of the launcher that started torchrun itself. These describe another
-  // world.
-  if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr) {
-    return {};
-  }
-  static constexpr std::array<std::array<const char*, 2>, 3> names = {
-      {{"PMI_RANK", "PMI_SIZE"}, {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, {"SLURM_PROCID", "SLURM_NTASKS"}}};
-  for (const auto& [rank_name, size_name] : names) {
-    const int rank = environment_int(rank_name, -1);
-    const int size = environment_int(size_name, -1);
-    if (rank >= 0 && size > rank) {
-      // A batch shell has SLURM's variables as well; only a rank that srun started also has access to a PMI.
-      const bool slurm = std::strcmp(rank_name, "SLURM_PROCID") == 0;
-      if (!slurm || std::getenv("PMI_FD") != nullptr || std::getenv("PMIX_RANK") != nullptr) {
-        return {rank, size};
-      }
-    }
-  }
-  return {};
-}
-
 Runtime& Runtime::instance() {
   static auto* runtime = new Runtime();
   return *runtime;
@@ -152,8 +121,8 @@ void Runtime::adopt_world(Deadline deadline, std::chrono::milliseconds timeout, 
 }
 
 bool Runtime::launched(int rank, int size) {
-  const auto launcher = launcher_world();
-  return launcher.size == size && launcher.rank == rank;
+  const auto now = settings();
+  return now.launcher_size == size && now.launcher_rank == rank;
 }
 
 void Runtime::join(std::string job, int rank, int size, int max_ranks) {
@@ -220,7 +189,7 @@ void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
   if (started_) {
     return;
   }
-  if (launcher_world().size == 0) {
+  if (settings().launcher_size == 0) {
     C10_THROW_ERROR(DistBackendError, "fog: no launcher: neither mpiexec nor srun set a rank and a size in the environment");
   }
   check_first_start();

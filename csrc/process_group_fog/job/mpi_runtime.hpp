@@ -16,13 +16,6 @@
 
 namespace fog {
 
-// The rank and size from the environment of a launcher (mpiexec, srun). The size is 0 without a launcher.
-struct LauncherWorld {
-  int rank = 0;
-  int size = 0;
-};
-LauncherWorld launcher_world();
-
 // The ranks of the first group are the process's world; later groups are subsets of it. MPI is started on all ranks of
 // the world if a fabric between their hosts may do RMA, and otherwise not at all. The thread level is
 // MPI_THREAD_SERIALIZED because every call of MPI holds the engine's lock. If another part of the program has started

@@ -10,16 +10,14 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <memory>
 
 #include <c10/util/Exception.h>
 
+#include "core/settings.hpp"
+
 namespace fog {
 namespace {
-
-// The ranks of one job may have different values, because their hosts may use different names for the interface.
-constexpr const char* kVariable = "FOG_INTERFACE";
 
 // Returns the address in digits; empty if other hosts cannot use it.
 std::string text_of(const sockaddr* address) {
@@ -58,11 +56,6 @@ std::vector<std::string> addresses_of(const std::string& name) {
   return addresses;
 }
 
-std::string wanted_interface() {
-  const char* name = std::getenv(kVariable);
-  return name == nullptr ? "" : name;
-}
-
 // Returns this machine's address on the route to `host`. It asks the routing table and sends nothing.
 std::string source_address(const std::string& host) {
   addrinfo hints = {};
@@ -95,7 +88,7 @@ std::vector<std::string> own_addresses() {
 }
 
 std::vector<std::string> addresses_towards(const std::string& host) {
-  if (const auto name = wanted_interface(); !name.empty()) {
+  if (const auto name = settings().interface; !name.empty()) {
     auto addresses = addresses_of(name);
     addresses.resize(std::min<size_t>(addresses.size(), 1));
     return addresses;
@@ -111,9 +104,9 @@ std::vector<std::string> addresses_towards(const std::string& host) {
 }
 
 void check_interface() {
-  const auto name = wanted_interface();
+  const auto name = settings().interface;
   TORCH_CHECK_VALUE(
-      name.empty() || !addresses_of(name).empty(), kVariable, ": got '", name,
+      name.empty() || !addresses_of(name).empty(), "FOG_INTERFACE: got '", name,
       "'; allowed is the name of a network interface that is up and has an address ('ip address' lists them)");
 }
 

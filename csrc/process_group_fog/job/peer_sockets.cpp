@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <sstream>
 
-#include "core/whole_seconds.hpp"
 #include "job/network_interface.hpp"
 
 namespace fog {
@@ -43,13 +42,6 @@ bool parse_address(const std::string& text, uint16_t port, PeerAddress* result) 
 }
 
 } // namespace
-
-int host_timeout() {
-  constexpr int kHostTimeout = 11;
-  constexpr int kLeast = 4;
-  constexpr int kMost = 32767; // limit of the system's keep-alive probes
-  return static_cast<int>(whole_seconds("FOG_HOST_TIMEOUT", kHostTimeout, kLeast, kMost).count());
-}
 
 int listen_at(const std::vector<std::string>& addresses) {
   for (const char* all : {"::", "0.0.0.0"}) { // the first one serves both

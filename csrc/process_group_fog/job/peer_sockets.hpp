@@ -9,10 +9,6 @@
 
 namespace fog {
 
-// Returns the number of seconds without a sign of life after which a host counts as lost: FOG_HOST_TIMEOUT. Throws
-// ValueError if the variable is not such a number.
-int host_timeout();
-
 struct PeerAddress {
   sockaddr_storage address = {};
   socklen_t length = 0;

@@ -3,16 +3,14 @@
 #include <sys/random.h>
 
 #include <cerrno>
-#include <cstdlib>
 #include <mutex>
 
 #include <c10/util/Exception.h>
 
+#include "core/settings.hpp"
+
 namespace fog {
 namespace {
-
-constexpr const char* kVariable = "FOG_JOB_SECRET";
-constexpr size_t kLeastLength = 16;
 
 std::mutex mutex;
 std::string secret;
@@ -34,13 +32,8 @@ void fill_randomly(void* data, size_t bytes) {
 
 const std::string& job_secret() {
   const std::lock_guard<std::mutex> lock(mutex);
-  const char* given = secret.empty() ? std::getenv(kVariable) : nullptr;
-  if (given != nullptr && *given != '\0') {
-    const std::string text = given; // an error must not show it
-    TORCH_CHECK_VALUE(
-        text.size() >= kLeastLength, kVariable, ": got ", text.size(), " characters; allowed are texts of at least ", kLeastLength,
-        " characters");
-    secret = text;
+  if (secret.empty()) {
+    secret = settings().job_secret;
   }
   return secret;
 }

@@ -10,7 +10,7 @@
 namespace fog {
 
 // Returns the secret of this process's job: FOG_JOB_SECRET, or what rank 0 of its world has made; empty if there is
-// none yet. Throws ValueError if the variable is too short. The reference stays valid, and its value once there is a job.
+// none yet. The reference stays valid, and its value once there is a job.
 const std::string& job_secret();
 
 // Sets the secret, once, if the environment has none.

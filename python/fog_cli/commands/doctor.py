@@ -28,7 +28,7 @@ _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
     "Only RMA between hosts needs MPI, and mpiexec without a Store's address"
 )
-_TCP_ADVICE = "several hosts, and FOG_LOCAL_LINKS=0, need it: docs/howto/several_hosts.md"
+_TCP_ADVICE = "several hosts need it: docs/howto/several_hosts.md"
 _RMA_ADVICE = (
     "data between hosts then goes by TCP; FOG_BETWEEN_HOSTS=auto finds that out by itself: docs/launchers.md. If there "
     f"is a fabric for RMA: {_MPI_ADVICE}"
@@ -117,9 +117,9 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
     yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
-    # FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts.
+    # _FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts.
     for way, where, advice in (("tcp", "TCP", _TCP_ADVICE), ("rma", "MPI RMA", _RMA_ADVICE)):
-        variables = {"FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": way}
+        variables = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": way}
         ended = run_ranks("self_test", 2, ["hosts"], limit=limit, variables=variables)
         yield from tried(ended, where, suspects, advice)
 

@@ -82,15 +82,13 @@ class Task:
     run_id: str
 
 
-def rank_environment(task: Task, rank: int, port: int, restarts: int, joins: bool) -> dict[str, str]:
+def rank_environment(task: Task, rank: int, port: int, joins: bool) -> dict[str, str]:
     """Returns the environment of a rank, with the variables that torchrun sets.
 
     Args:
         task: Of the agent.
         rank: The rank.
         port: Of the Store.
-        restarts: How often the rank was started again. This does not count in TORCHELASTIC_RESTART_COUNT: with another
-            count some versions of torch look for the other ranks under another name of the Store.
         joins: Whether the others are there already.
     """
     local = rank - task.first
@@ -106,10 +104,10 @@ def rank_environment(task: Task, rank: int, port: int, restarts: int, joins: boo
         "MASTER_ADDR": task.address,
         "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": task.run_id,
+        # With another count some versions of torch look for the other ranks under another name of the Store.
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": True,
-        "FOG_RESTARTS": restarts,
         "FOG_JOIN": int(joins),
     }
     return task.environment | {name: str(value) for name, value in own.items()}
@@ -230,7 +228,7 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
     def _start(self, rank: int, restarts: int, joins: bool) -> None:
-        environment = rank_environment(self._task, rank, self._port, restarts, joins)
+        environment = rank_environment(self._task, rank, self._port, joins)
         program, *words = self._task.command
         pid = os.posix_spawn(
             program,

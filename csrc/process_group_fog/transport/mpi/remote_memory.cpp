@@ -14,6 +14,7 @@
 
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
+#include "core/settings.hpp"
 #include "job/timed_call.hpp"
 #include "transport/shared_memory/arena.hpp"
 #include "transport/transport.hpp"
@@ -74,7 +75,7 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
     Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout) {
   const auto wanted = between_hosts();
   const auto& nodes = runtime.nodes();
-  const size_t bytes = rma_bytes();
+  const size_t bytes = settings().rma_bytes;
   if (rendezvous.size() != runtime.size() || rendezvous.rank() != runtime.rank()) {
     TORCH_CHECK_WITH(
         DistBackendError, wanted != BetweenHosts::kRma,

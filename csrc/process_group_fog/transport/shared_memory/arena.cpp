@@ -5,10 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <new>
 #include <random>
 
+#include "core/settings.hpp"
 #include "transport/shared_memory/machine.hpp"
 #include "transport/shared_memory/memfd.hpp"
 
@@ -37,17 +37,8 @@ constexpr int kManyRanks = 64;
 int expected_ranks = 0;
 
 int local_ranks() {
-  if (expected_ranks > 0) {
-    return expected_ranks;
-  }
-  // of torchrun, MPICH, Open MPI
-  for (const char* name : {"LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"}) {
-    const char* text = std::getenv(name);
-    if (const int ranks = text != nullptr ? std::atoi(text) : 0; ranks > 0) {
-      return ranks;
-    }
-  }
-  return kManyRanks;
+  const int ranks = expected_ranks > 0 ? expected_ranks : settings().local_ranks;
+  return ranks > 0 ? ranks : kManyRanks;
 }
 
 size_t rounded_up(size_t bytes, size_t unit) {

@@ -19,7 +19,7 @@ namespace fog::shared_memory {
 // doorbell().
 class Links {
  public:
-  // FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to TCP. The setting may differ between ranks: a rank without an
+  // _FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to TCP. The setting may differ between ranks: a rank without an
   // inbox neither attaches to others nor is attached by them. Ranks from `size` to below `max_ranks` may come later.
   Links(int rank, int size, int max_ranks, bool on);
   // Sets the ranks that may share this host, including this one; the list is the same on all of them. Each has a ring

@@ -13,6 +13,7 @@
 #include <c10/util/Logging.h>
 
 #include "core/failure.hpp"
+#include "core/settings.hpp"
 #include "job/network_interface.hpp"
 
 namespace fog::tcp {
@@ -94,7 +95,7 @@ std::string Connections::listen(const std::vector<std::string>& addresses) {
 void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_guest) {
   on_guest_ = std::move(on_guest);
   self_ = self;
-  host_timeout_ = fog::host_timeout();
+  host_timeout_ = settings().host_timeout;
   bell_ = &bell;
   if (listener_ >= 0 || !peers_.empty()) {
     use();

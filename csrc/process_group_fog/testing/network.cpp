@@ -1,4 +1,4 @@
-#include "transport/in_process/network.hpp"
+#include "testing/network.hpp"
 
 #include <algorithm>
 #include <cstring>

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "backend/process_group_fog.hpp"
-#include "transport/in_process/network.hpp"
+#include "testing/network.hpp"
 
 namespace fog {
 

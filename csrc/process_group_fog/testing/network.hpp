@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "transport/in_process/recording.hpp"
+#include "testing/recording.hpp"
 #include "transport/transport.hpp"
 
 namespace fog {

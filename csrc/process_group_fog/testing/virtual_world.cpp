@@ -1,4 +1,4 @@
-#include "backend/virtual_world.hpp"
+#include "testing/virtual_world.hpp"
 
 #include <unistd.h>
 

@@ -1,5 +1,4 @@
-#include "backend/testing_bindings.hpp"
-
+// Bindings for tests: inspection of internals, and replacements for the machine and the job.
 #include <map>
 #include <optional>
 #include <string>
@@ -13,13 +12,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "backend/protocol.hpp"
-#include "backend/virtual_world.hpp"
 #include "engine/call_gaps.hpp"
 #include "engine/liveness.hpp"
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "job/rendezvous.hpp"
 #include "job/secret.hpp"
+#include "testing/virtual_world.hpp"
 #include "transport/shared_memory/machine.hpp"
 #include "windows/deferred_free.hpp"
 
