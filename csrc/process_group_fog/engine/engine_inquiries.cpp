@@ -36,21 +36,9 @@ void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
   header.use = operation.use().number;
   header.generation = operation.use().generation;
   header.signature = operation.signature();
+  header.group = operation.group()->id;
   for (const int rank : ranks) {
-    send_quietly(operation.group(), rank, header, "");
-  }
-}
-
-void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text) {
-  header.group = group->id;
-  header.bytes = text.size();
-  const int peer_id = group->members[rank].peer_id;
-  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
-    return;
-  }
-  try {
-    transport_->send(peer_id, header, text.data());
-  } catch (const std::exception&) { // the rank counts as silent
+    send_quietly(operation.group()->members[rank].peer_id, header);
   }
 }
 
@@ -73,8 +61,9 @@ void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Heade
   }
   Header answer;
   answer.kind = MessageKind::kAnswer;
+  answer.group = group->id;
   answer.key = header.key;
-  send_quietly(group, source, answer, standing.written());
+  send_quietly(group->members[source].peer_id, answer, standing.written());
 }
 
 void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {

@@ -9,21 +9,18 @@ namespace fog {
 
 void Engine::on_message(int source, const Header& header, const char* data) {
   // A process that was declared lost may still run; it only has to say what memory it does not use any more.
-  if (silent_.count(source) > 0 && (header.kind != MessageKind::kWindow || static_cast<WindowOp>(header.step) != WindowOp::kLeave)) {
+  if (peers()[source].is_silent() && (header.kind != MessageKind::kWindow || static_cast<WindowOp>(header.step) != WindowOp::kLeave)) {
     transport_->ignore(source, header);
     return;
   }
   if (header.kind == MessageKind::kGoodbye) {
-    departed_.insert(source);
-    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
-    if (header.wants_confirm == 0) {
-      return;
+    if (header.wants_confirm != 0) {
+      Header taken;
+      taken.kind = MessageKind::kGoodbyeTaken;
+      send_quietly(source, taken);
     }
-    Header taken;
-    taken.kind = MessageKind::kGoodbyeTaken;
-    try {
-      transport_->send(source, taken);
-    } catch (const std::exception&) { // the process is ending anyway
+    if (peers_.become(source, Peer::State::kLeft)) {
+      afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
     }
     return;
   }
@@ -76,9 +73,17 @@ void Engine::tell_closed(int source, const Header& header) {
   Header closed;
   closed.kind = MessageKind::kClosed;
   closed.group = header.group;
-  try {
-    transport_->send(source, closed);
-  } catch (const std::exception&) { // the process is ending anyway
+  send_quietly(source, closed);
+}
+
+void Engine::send_quietly(int peer_id, const Header& header, const std::string& text) {
+  if (peers()[peer_id].is_alive()) {
+    auto message = header;
+    message.bytes = text.size();
+    try {
+      transport_->send(peer_id, message, text.data());
+    } catch (const std::exception&) { // no memory, or its process has just ended
+    }
   }
 }
 

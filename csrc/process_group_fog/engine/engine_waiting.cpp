@@ -356,7 +356,7 @@ std::optional<bool> Engine::shutdown() {
   const auto spoken_with = transport_->spoken_with();
   bool elsewhere = false;
   for (const PeerId peer : spoken_with) {
-    if (lost_.count(peer) == 0 && departed_.count(peer) == 0) {
+    if (peers()[peer].is_alive()) {
       try {
         goodbye.wants_confirm = transport_->shares_memory(peer) ? 0 : 1;
         elsewhere = elsewhere || goodbye.wants_confirm != 0;
@@ -372,7 +372,7 @@ std::optional<bool> Engine::shutdown() {
   // host stay in their memory.
   auto everyone_knows = [&] {
     return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
-      return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0 ||
+      return !peers()[peer].is_alive() || released_by_.count(peer) > 0 ||
           (transport_->shares_memory(peer) && !transport_->waits_for_space(peer));
     });
   };

@@ -59,7 +59,7 @@ void take_in(Engine& engine, int rank, const Introduction& peer, Deadline deadli
     } catch (const c10::DistBackendError& error) {
       if (Clock::now() >= deadline) {
         LOG(WARNING) << message_of(error);
-        engine.give_up(rank, kNoSign, true);
+        engine.give_up(rank, Peer::State::kSilent, kNoSign);
         return;
       }
     }
@@ -229,7 +229,8 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
       continue;
     }
     if (!connected) {
-      engine.give_up(rank, processes.has_ended(rank) ? kLost : kNotConnected, !processes.has_ended(rank));
+      const bool ended = processes.has_ended(rank);
+      engine.give_up(rank, ended ? Peer::State::kLost : Peer::State::kSilent, ended ? kLost : kNotConnected);
       continue;
     }
     if (waits(peer)) {

@@ -73,12 +73,14 @@ ProcessTransport::ProcessTransport(
       links_(*owned_links_),
       streams_(links_),
       copies_(streams_, links_, released_),
-      wire_(std::move(connections), static_cast<MessageHandler&>(*this), handler, links_.pulse()),
+      wire_(std::move(connections), static_cast<MessageHandler&>(*this), links_.pulse()),
       remote_memory_(std::move(remote_memory)) {
   wire_.connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
   if (remote_memory_) {
     remote_memory_->ask(
-        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); },
+        [this](PeerId peer) {
+          return !peers()[peer].is_alive() || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
+        },
         [this](PeerId peer) {
           wire_.watch(peer);
           return wire_.connections().fd(peer) >= 0;
@@ -115,7 +117,7 @@ std::vector<PeerId> ProcessTransport::spoken_with() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, kLost, false, links_.has_departed(peer)});
+    ended.push_back({peer, links_.has_departed(peer) ? Peer::State::kLeft : Peer::State::kLost, kLost});
   }
   const auto others = wire_.connections().take_ended();
   ended.insert(ended.end(), others.begin(), others.end());
@@ -144,7 +146,7 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
     if (!puts_) {
       refuse_message(source, sizeof(header), "this process has no memory for RMA");
     }
-    if (handler_.has_ended(source)) { // its slots, lent or borrowed, are forgotten
+    if (peers()[source].is_lost()) { // its slots, lent or borrowed, are forgotten
       return;
     }
     if (header.kind == MessageKind::kSlots) {
@@ -161,7 +163,7 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
 }
 
 void ProcessTransport::on_local(PeerId source, const char* record, size_t length) {
-  if (handler_.has_ended(source)) { // it counts as lost, but still runs
+  if (peers()[source].is_lost()) { // it counts as lost, but still runs
     return;
   }
   const auto header = checked_header(source, record, length, true);

@@ -171,8 +171,8 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void drop_mapped(bool withdraw, Which&& which);
 
   void on_message(PeerId source, const Header& header, const char* data) override;
-  bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
+  const Peers& peers() const override {
+    return handler_.peers();
   }
 
   const PeerId self_;

@@ -282,7 +282,7 @@ std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   const std::lock_guard<std::mutex> lock(network_->mutex_);
   for (const PeerId peer : network_->noticed_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
-      ended.push_back({peer, kLost});
+      ended.push_back({peer, Peer::State::kLost, kLost});
     }
   }
   return ended;
@@ -309,7 +309,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
   for (const auto& [peer, scale, wants_confirm] : destinations) {
-    if (handler_.has_ended(peer)) {
+    if (handler_.peers()[peer].is_lost()) {
       throw Unreachable(peer);
     }
     header.scale = scale;

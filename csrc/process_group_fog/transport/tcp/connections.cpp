@@ -192,7 +192,7 @@ void Connections::end(const Transport::Ended& ended) {
 void Connections::on_end(PeerId number, int error, bool departed, bool expelled) {
   auto& peer = peers_.at(number);
   if (departed || expelled || is_silence(error)) {
-    end({number, expelled ? kCut : kSilent, true, departed});
+    end({number, departed ? fog::Peer::State::kLeft : fog::Peer::State::kSilent, expelled ? kCut : kSilent});
     return;
   }
   if (peer.open != nullptr) {
@@ -219,7 +219,7 @@ std::vector<Transport::Ended> Connections::take_ended() {
     next_look_at_silence_ = now + kSilenceInterval;
     for (const auto& [number, peer] : peers_) {
       if (peer.open != nullptr && is_silent(peer.open->fd, host_timeout_)) {
-        end({number, kSilent, true});
+        end({number, fog::Peer::State::kSilent, kSilent});
       }
     }
   }
@@ -301,7 +301,7 @@ void Connections::look_at_time() {
         peer.broken ? now > peer.began + kDoubt : !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
     if (peer.open != nullptr || peer.over || late) {
       if (peer.open == nullptr && !peer.over) {
-        end({number, peer.broken ? kCut : kNotReached, true});
+        end({number, fog::Peer::State::kSilent, peer.broken ? kCut : kNotReached});
       }
       peer.trying = false;
       trying_[i] = trying_.back();
@@ -381,7 +381,7 @@ void Connections::on_failed(PeerId number, Peer& peer, int error) {
     peer.answered.reset();
   }
   if (std::all_of(peer.refused.begin(), peer.refused.end(), [](bool refused) { return refused; })) {
-    end({number, peer.broken ? kLost : kRefused});
+    end({number, fog::Peer::State::kLost, peer.broken ? kLost : kRefused});
   }
 }
 

@@ -121,7 +121,7 @@ void Connections::on_verdict(Socket& socket, User& user) {
   const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
   if (proven && verdict.word == kNever) {
     refused_.push_back(socket.peer);
-    end({socket.peer, kCut, true});
+    end({socket.peer, fog::Peer::State::kSilent, kCut});
   } else if (!proven || verdict.word != kWelcome || peers_.at(socket.peer).broken) {
     drop(socket);
   } else if (put(socket, &kReady, 1)) {
