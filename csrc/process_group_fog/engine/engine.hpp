@@ -337,7 +337,6 @@ class Engine final : public Driver, public MessageHandler {
     return transport != nullptr ? transport->bell() : early_bell_;
   }
   void watch_in_background();
-  void sleep_until_message(std::chrono::nanoseconds limit);
   // Sleeps in a thread that waits for `done`, until `done` may be set, news may have come, or `limit` is over.
   void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
   void background();

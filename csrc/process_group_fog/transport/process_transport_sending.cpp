@@ -29,11 +29,11 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
   return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
 }
 
-void ProcessTransport::send_inline(PeerId peer, const Header& header, const void* data) {
+void ProcessTransport::send_header(PeerId peer, const Header& header, const void* data, size_t bytes) {
   if (links_.reaches(peer)) {
-    links_.send(peer, header, data, header.bytes);
+    links_.send(peer, header, data, bytes);
   } else {
-    wire_.send(peer, header, data, header.bytes);
+    wire_.send(peer, header, data, bytes);
   }
 }
 
@@ -43,27 +43,8 @@ Transport::Sent ProcessTransport::send(
     const void* data,
     Memory memory,
     const std::shared_ptr<TransferOwner>& owner) {
-  if (destinations.size() == 1 && message.bytes <= kLocalInlineBytes) { // most messages
-    const auto& [peer, scale, wants_confirm] = destinations[0];
-    if (way_of(peer, message, data, memory) == Way::kInline) {
-      auto header = message;
-      header.scale = scale;
-      header.wants_confirm = wants_confirm ? 1 : 0;
-      header.delivery = Delivery::kInline;
-      send_inline(peer, header, data);
-      return {};
-    }
-  }
   auto header = message;
   Sent sent;
-  std::shared_ptr<ToSeveral> outgoing;
-  const auto needed = [&] {
-    if (!outgoing) {
-      outgoing = std::make_shared<ToSeveral>(header.bytes);
-      sent.outgoing = outgoing;
-    }
-    return outgoing;
-  };
   c10::SmallVector<Way, 8> ways;
   std::vector<PeerId> readers;
   for (const auto& destination : destinations) {
@@ -72,28 +53,33 @@ Transport::Sent ProcessTransport::send(
       readers.push_back(destination.peer);
     }
   }
+  std::shared_ptr<ToSeveral> outgoing;
+  if (std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; })) {
+    sent.outgoing = outgoing = std::make_shared<ToSeveral>(header.bytes);
+  }
   // Small data may change as soon as send() returns, so it is copied if it has to be held back. Data that may be
-  // overwritten is copied for receivers whose progress the stream does not track.
-  const bool waits = std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; });
-  const bool waits_beside_stream =
-      std::any_of(ways.begin(), ways.end(), [](Way way) { return way == Way::kMapped || way == Way::kPayload; });
-  if ((waits && header.bytes <= kInlineBytes) || (waits_beside_stream && memory == Memory::kOverwritten)) {
-    needed()->copy = shared_allocator().allocate(header.bytes);
-    std::memcpy(outgoing->copy.get(), data, header.bytes);
-    data = outgoing->copy.get();
+  // overwritten is copied for receivers whose progress the stream does not track; others read the original.
+  const auto copied = [&, original = data] {
+    if (!outgoing->copy) {
+      outgoing->copy = shared_allocator().allocate(header.bytes);
+      std::memcpy(outgoing->copy.get(), original, header.bytes);
+    }
+    return outgoing->copy.get();
+  };
+  if (outgoing && header.bytes <= kInlineBytes) {
+    data = copied();
   }
   if (!readers.empty()) {
-    needed()->stream = streams_.open(readers, header.group, data, header.bytes, owner);
+    outgoing->stream = streams_.open(readers, header.group, data, header.bytes, owner);
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
     const auto& [peer, scale, wants_confirm] = destinations[i];
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     header.delivery = Delivery::kInline;
-    const bool local = links_.reaches(peer);
     switch (ways[i]) {
       case Way::kInline:
-        send_inline(peer, header, data);
+        send_header(peer, header, data, header.bytes);
         break;
       case Way::kStream:
         streams_.announce(*outgoing->stream, header);
@@ -108,14 +94,14 @@ Transport::Sent ProcessTransport::send(
           header.wants_confirm = 0;
           sent.answered.push_back(peer);
         }
-        needed()->add(peer);
+        outgoing->add(peer);
         mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
         links_.send(peer, header, nullptr, 0);
         break;
       case Way::kCopied:
       case Way::kRemote:
       case Way::kPayload: {
-        needed()->add(peer);
+        outgoing->add(peer);
         const auto ended = [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
           if (!error.empty()) {
             outgoing->error = error;
@@ -136,19 +122,10 @@ Transport::Sent ProcessTransport::send(
             break;
           }
         }
-        // for puts that got no slots; other receivers read the original
-        if (memory == Memory::kOverwritten && !outgoing->copy) {
-          outgoing->copy = shared_allocator().allocate(header.bytes);
-          std::memcpy(outgoing->copy.get(), data, header.bytes);
-        }
-        const void* payload = outgoing->copy ? outgoing->copy.get() : data;
+        const void* payload = memory == Memory::kOverwritten ? copied() : data;
         header.delivery = Delivery::kPayload;
         header.payload_tag = wire_.next_tag(peer);
-        if (local) {
-          links_.send(peer, header, nullptr, 0);
-        } else {
-          wire_.send(peer, header, nullptr, 0);
-        }
+        send_header(peer, header, nullptr, 0);
         wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended);
         break;
       }
