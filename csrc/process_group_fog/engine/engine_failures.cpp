@@ -48,7 +48,7 @@ void Engine::spread_news(Group& group) {
   Header header;
   header.kind = MessageKind::kError;
   header.group = group.id;
-  header.key = static_cast<uint64_t>(news.origin);
+  header.failed_rank = news.origin;
   header.bytes = std::min(news.text.size(), Transport::kInlineBytes);
   for (int distance = 1; distance < size; distance = direct ? distance + 1 : 2 * distance) {
     for (int behind = distance; behind < size; ++behind) {

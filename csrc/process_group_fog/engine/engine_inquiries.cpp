@@ -32,10 +32,10 @@ bool Engine::inquire(const std::shared_ptr<Operation>& operation, Deadline now) 
 void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
   Header header;
   header.kind = MessageKind::kAsk;
-  header.key = operation.key();
-  header.use = operation.use().number;
-  header.generation = operation.use().generation;
-  header.signature = operation.signature();
+  header.operation.key = operation.key();
+  header.operation.use = operation.use().number;
+  header.operation.generation = operation.use().generation;
+  header.operation.signature = operation.signature();
   header.group = operation.group()->id;
   for (const int rank : ranks) {
     send_quietly(operation.group()->members[rank].peer_id, header);
@@ -44,16 +44,18 @@ void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
 
 void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Header& header) {
   Standing standing;
-  const auto found = group->by_key.find(header.key);
-  const bool is_named = (header.key & kNamedKey) != 0;
-  const auto since = is_named ? group->names.uses_since(header.key, source, {header.use, header.generation}) : std::nullopt;
-  const bool came = is_named ? since.value_or(-1) >= 0 : header.key < group->next_key;
+  const auto found = group->by_key.find(header.operation.key);
+  const bool is_named = (header.operation.key & kNamedKey) != 0;
+  const auto since = is_named
+      ? group->names.uses_since(header.operation.key, source, {header.operation.use, header.operation.generation})
+      : std::nullopt;
+  const bool came = is_named ? since.value_or(-1) >= 0 : header.operation.key < group->next_key;
   if (found != group->by_key.end() && since.value_or(0) == 0) {
     // If both ranks first wait for other ranks, no message between them has shown the disagreement.
     const auto& own = found->second->signature();
     TORCH_CHECK_WITH(
-        DistBackendError, is_named || own.agrees_with(header.signature), found->second->describe(),
-        ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.signature.describe());
+        DistBackendError, is_named || own.agrees_with(header.operation.signature), found->second->describe(),
+        ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.operation.signature.describe());
     standing.waits_for = found->second->awaited();
     standing.state = Standing::State::kWaits;
   } else if (came) {
@@ -62,12 +64,12 @@ void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Heade
   Header answer;
   answer.kind = MessageKind::kAnswer;
   answer.group = group->id;
-  answer.key = header.key;
+  answer.operation.key = header.operation.key;
   send_quietly(group->members[source].peer_id, answer, standing.written());
 }
 
 void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
-  const auto found = group->by_key.find(header.key);
+  const auto found = group->by_key.find(header.operation.key);
   if (found != group->by_key.end() && found->second->inquiry) {
     const auto standing = Standing::read(std::string(data, header.bytes), group->size());
     auto& inquiry = *found->second->inquiry;

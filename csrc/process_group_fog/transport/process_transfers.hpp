@@ -10,11 +10,6 @@
 
 namespace fog {
 
-inline bool is_in_order(const Header& header) {
-  // News of failures and ends do not wait.
-  return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
-}
-
 class ProcessTransport::ToSeveral final : public Outgoing {
  public:
   explicit ToSeveral(size_t bytes) : bytes_(bytes) {}

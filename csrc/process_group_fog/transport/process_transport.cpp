@@ -21,7 +21,7 @@ class ProcessTransport::Mapped final : public Incoming {
         header_(header),
         arena_(transport.links_.arena_of(source)),
         inbox_(transport.links_.shared_inbox_of(source)),
-        data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
+        data_(arena_ ? arena_->at(header.shared.address, header.bytes) : nullptr) {
     if (!arena_) { // the peer was forgotten meanwhile
       throw Unreachable(source);
     }
@@ -43,10 +43,10 @@ class ProcessTransport::Mapped final : public Incoming {
     if (transport_.links_.shared_inbox_of(source_) != inbox_) { // another process has taken the sender's place
       return false;
     }
-    const bool stands = transport_.links_.stands(source_, header_.transfer, header_.withdrawals);
+    const bool stands = transport_.links_.stands(source_, header_.shared.transfer, header_.shared.withdrawals);
     Header taken;
     taken.kind = MessageKind::kTaken;
-    taken.transfer = header_.transfer;
+    taken.shared.transfer = header_.shared.transfer;
     transport_.links_.send(source_, taken, nullptr, 0);
     return stands;
   }
@@ -169,7 +169,7 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
   const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
     case MessageKind::kTaken:
-      if (const auto found = mapped_.find(header.transfer);
+      if (const auto found = mapped_.find(header.shared.transfer);
           found != mapped_.end() && found->second.peer == source) { // otherwise it was withdrawn
         auto reading = std::move(found->second);
         mapped_.erase(found);
@@ -186,10 +186,8 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
       streams_.on_wanted(source, header);
       return;
     default:
-      if (header.delivery == Delivery::kStream && is_in_order(header)) {
+      if (header.delivery == Delivery::kStream) {
         streams_.on_announcement(source, header);
-      } else if (header.delivery == Delivery::kStream) {
-        copies_.on_announcement(source, header);
       }
       handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
   }
@@ -229,7 +227,7 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
 
 void ProcessTransport::ignore(PeerId source, const Header& header) {
   if (header.delivery == Delivery::kStream) {
-    streams_.ignore(source, is_in_order(header) ? header : shared_memory::Copies::of_stream(header));
+    streams_.ignore(source, header);
   } else if (header.delivery == Delivery::kRemote) {
     arrivals_->ignore(source, header);
   }

@@ -87,15 +87,13 @@ Transport::Sent ProcessTransport::send(
         break;
       case Way::kMapped:
         header.delivery = Delivery::kMapped;
-        header.address = reinterpret_cast<uintptr_t>(data);
-        header.transfer = streams_.next_transfer();
-        header.withdrawals = links_.inbox().withdrawals();
+        header.shared = {streams_.next_transfer(), reinterpret_cast<uintptr_t>(data), links_.inbox().withdrawals(), 0};
         if (wants_confirm) { // the kTaken message confirms it too
           header.wants_confirm = 0;
           sent.answered.push_back(peer);
         }
         outgoing->add(peer);
-        mapped_.emplace(header.transfer, Reading{outgoing, owner, peer});
+        mapped_.emplace(header.shared.transfer, Reading{outgoing, owner, peer});
         links_.send(peer, header, nullptr, 0);
         break;
       case Way::kCopied:
