@@ -34,7 +34,7 @@
 
 namespace fog {
 
-struct Introduction;
+struct PeerInformation;
 
 class Engine final : public Driver, public MessageHandler {
  public:
@@ -65,10 +65,10 @@ class Engine final : public Driver, public MessageHandler {
   }
   // That process takes the place of a peer that is lost, or that this process has not known yet. Throws DistBackendError
   // if the process before may still write to this one's memory, or is not lost. `is_here`: it is on this host.
-  void take_in(int peer_id, const Introduction& peer, bool is_here);
+  void admit(int peer_id, const PeerInformation& peer, bool is_here);
   // The same as declare_lost(), for a process that joins.
   void give_up(int peer_id, Peer::State state, const std::string& how);
-  // Returns whether the peer has taken this process in too; throws Unreachable if it is lost.
+  // Returns whether the peer has admitted this process too; throws Unreachable if it is lost.
   bool is_connected_with(int peer_id);
   // Makes the group refuse all operations on this rank, with this reason. The other ranks are not told.
   void refuse_work(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -374,7 +374,7 @@ class Engine final : public Driver, public MessageHandler {
   Outbox outbox_;
   Peers peers_;
   std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye
-  std::unordered_map<int, Member> taken_in_; // processes, by world rank; without the number of their host
+  std::unordered_map<int, Member> admitted_; // processes, by world rank; without the number of their host
   std::chrono::steady_clock::time_point last_news_; // time of the last progress
   std::chrono::steady_clock::time_point next_check_;
   int checks_left_out_ = 0; // since the last check

@@ -10,7 +10,7 @@
 #include "core/failure.hpp"
 #include "core/signature.hpp"
 #include "engine/engine.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 
 namespace fog {
 namespace {
@@ -66,11 +66,11 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
   std::vector<Member> members;
   auto lock = locked();
   for (const int rank : ranks) {
-    // A rank that came later is known since it was taken in.
+    // A rank that came later is known since it was admitted.
     const auto& own = whole.members[whole.rank];
     auto member = rank < whole.size() ? whole.members[rank] : Member{rank, 0, own.host, own.host_id, own.host_name};
     id = hash_more(id, static_cast<int64_t>(member.peer_id));
-    if (const auto joined = taken_in_.find(member.peer_id); joined != taken_in_.end()) {
+    if (const auto joined = admitted_.find(member.peer_id); joined != admitted_.end()) {
       member = joined->second;
     }
     member.host = hosts.emplace(member.host_id, static_cast<int>(hosts.size())).first->second;
@@ -82,7 +82,7 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
   return add_group(id, std::move(name), static_cast<int>(mine - ranks.begin()), std::move(members), {});
 }
 
-void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
+void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
   auto lock = locked();
   check_peers(lock);
   const auto its = peers()[peer_id];
@@ -102,7 +102,7 @@ void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
     liveness_.forget(peer_id);
     FlightRecord::note_lost(peer_id, false);
   }
-  taken_in_[peer_id] = {peer_id, peer.pid, 0, peer.host, peer.host_name};
+  admitted_[peer_id] = {peer_id, peer.pid, 0, peer.host, peer.host_name};
   if (is_here) {
     transport_->attach(peer_id, peer.pid, peer.address);
   }

@@ -43,7 +43,7 @@ void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
 }
 
 void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Header& header) {
-  Standing standing;
+  Reply reply;
   const auto found = group->by_key.find(header.operation.key);
   const bool is_named = (header.operation.key & kNamedKey) != 0;
   const auto since = is_named
@@ -56,25 +56,25 @@ void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Heade
     TORCH_CHECK_WITH(
         DistBackendError, is_named || own.agrees_with(header.operation.signature), found->second->describe(),
         ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.operation.signature.describe());
-    standing.waits_for = found->second->awaited();
-    standing.state = Standing::State::kWaits;
+    reply.waits_for = found->second->awaited();
+    reply.state = Reply::State::kWaits;
   } else if (came) {
-    standing.state = Standing::State::kEnded;
+    reply.state = Reply::State::kEnded;
   }
   Header answer;
   answer.kind = MessageKind::kAnswer;
   answer.group = group->id;
   answer.operation.key = header.operation.key;
-  send_quietly(group->members[source].peer_id, answer, standing.written());
+  send_quietly(group->members[source].peer_id, answer, reply.written());
 }
 
 void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
   const auto found = group->by_key.find(header.operation.key);
   if (found != group->by_key.end() && found->second->inquiry) {
-    const auto standing = Standing::read(std::string(data, header.bytes), group->size());
+    const auto reply = Reply::read(std::string(data, header.bytes), group->size());
     auto& inquiry = *found->second->inquiry;
-    inquiry.answer(source, standing);
-    auto others = standing.waits_for;
+    inquiry.answer(source, reply);
+    auto others = reply.waits_for;
     others.erase(group->rank);
     ask(*found->second, inquiry.next(others));
   }

@@ -27,7 +27,7 @@ enum class MessageKind : uint8_t {
   kSlots, // the sender lends the receiver slots for its puts, see notified_puts
   kPlaced, // says where the data of a put goes whose header did not know it yet
   kAsk, // the sender's operation is late: asks whether the receiver waits in it, and for which ranks
-  kAnswer, // the answer to kAsk, see Standing
+  kAnswer, // the answer to kAsk, see Reply
   kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 

@@ -18,7 +18,7 @@
 namespace fog::tcp {
 namespace {
 
-// A visitor must prove within this time who it is.
+// Whoever connects must prove within this time who it is.
 constexpr auto kPatience = std::chrono::seconds(5);
 // An address may take this long to answer in the first round, and longer in each further round.
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
@@ -26,8 +26,8 @@ constexpr size_t kLongestRound = 3;
 // Between an attempt that has failed and the next one.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
-// The visitors that have not proved who they are, and at most an eighth of the descriptors; the oldest gives way.
-constexpr rlim_t kMostVisitors = 256;
+// The accepted sockets whose other side has not proved who it is, and at most an eighth of the descriptors; the oldest gives way.
+constexpr rlim_t kMostUnproven = 256;
 // How long it may take to find out why a connection has ended. Then its process may still run, but messages may be lost,
 // so it counts as lost.
 constexpr auto kDoubt = std::chrono::milliseconds(500);
@@ -91,8 +91,8 @@ std::string Connections::listen(const std::vector<std::string>& addresses) {
   return line_;
 }
 
-void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_guest) {
-  on_guest_ = std::move(on_guest);
+void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_call) {
+  on_call_ = std::move(on_call);
   self_ = self;
   host_timeout_ = fog::host_timeout();
   bell_ = &bell;
@@ -148,7 +148,7 @@ void Connections::want(PeerId number) {
   peer.began = Clock::now();
   peer.again = peer.began;
   trying_.push_back(number);
-  if (peer.visitor == nullptr) {
+  if (peer.accepted == nullptr) {
     try_next(number, peer);
   }
 }
@@ -177,7 +177,7 @@ void Connections::close(PeerId number) {
   }
   auto& peer = found->second;
   peer.over = true;
-  for (auto* socket : {peer.own, peer.visitor, peer.open}) {
+  for (auto* socket : {peer.own, peer.accepted, peer.open}) {
     if (socket != nullptr) {
       drop(*socket);
     }
@@ -250,7 +250,7 @@ void Connections::poll(User& user) {
   ringer.heard(); // before the look: later news ring again
   const auto now = proven_ == 0 && !is_connecting() && !rung ? Clock::now() : Clock::time_point();
   if (now != Clock::time_point() && now < next_look_) {
-    return; // only a visitor could come, which is no hurry
+    return; // only a new connection could come, which is no hurry
   }
   std::array<epoll_event, 32> events;
   const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
@@ -316,15 +316,15 @@ void Connections::look_at_time() {
       }
       drop(*peer.own);
     }
-    if (peer.own == nullptr && peer.visitor == nullptr && now >= peer.again) {
+    if (peer.own == nullptr && peer.accepted == nullptr && now >= peer.again) {
       try_next(number, peer);
     }
     ++i;
   }
-  const auto visitors = visitors_;
-  for (auto* visitor : visitors) {
-    if (now > visitor->limit) {
-      drop(*visitor);
+  const auto unproven = unproven_;
+  for (auto* accepted : unproven) {
+    if (now > accepted->limit) {
+      drop(*accepted);
     }
   }
 }
@@ -340,14 +340,14 @@ void Connections::accept_all() {
       }
       return;
     }
-    if (visitors_.size() >= std::min(kMostVisitors, most_descriptors() / 8)) {
-      drop(*visitors_.front());
+    if (unproven_.size() >= std::min(kMostUnproven, most_descriptors() / 8)) {
+      drop(*unproven_.front());
     }
     keep_alive(fd, host_timeout_);
-    auto* visitor = take(fd, State::kVisitor, -1);
-    visitor->limit = Clock::now() + kPatience;
-    visitors_.push_back(visitor);
-    watch(*visitor, EPOLLIN);
+    auto* accepted = take(fd, State::kAccepted, -1);
+    accepted->limit = Clock::now() + kPatience;
+    unproven_.push_back(accepted);
+    watch(*accepted, EPOLLIN);
   }
 }
 
@@ -415,16 +415,16 @@ void Connections::drop(Socket& socket) {
   const int fd = socket.fd.exchange(-1);
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly, because a forked child may hold the same connection
   ::close(fd);
-  if (const auto position = std::find(visitors_.begin(), visitors_.end(), &socket); position != visitors_.end()) {
-    visitors_.erase(position);
+  if (const auto position = std::find(unproven_.begin(), unproven_.end(), &socket); position != unproven_.end()) {
+    unproven_.erase(position);
   }
   if (socket.peer >= 0) {
     auto& peer = peers_.at(socket.peer);
-    proven_ -= peer.open == &socket || peer.visitor == &socket ? 1 : 0;
+    proven_ -= peer.open == &socket || peer.accepted == &socket ? 1 : 0;
     if (peer.own == &socket && !peer.over) {
       try_later(peer);
     }
-    for (auto* its : {&peer.own, &peer.visitor, &peer.open}) {
+    for (auto* its : {&peer.own, &peer.accepted, &peer.open}) {
       if (*its == &socket) {
         *its = nullptr;
       }

@@ -40,7 +40,7 @@ void Connections::on_event(Socket& socket, User& user) {
     case State::kProving:
       on_verdict(socket, user);
       break;
-    case State::kVisitor:
+    case State::kAccepted:
       on_hello(socket);
       break;
     case State::kChallenged:
@@ -151,10 +151,10 @@ void Connections::on_proof(Socket& socket) {
   Proof proof;
   std::memcpy(proof.data(), socket.received.data(), sizeof(proof));
   if (!is_proof(proof, Side::kConnects, socket.hello, socket.nonce)) {
-    if (!std::exchange(told_of_stranger_, true)) {
+    if (!std::exchange(told_of_refusal_, true)) {
       LOG(WARNING)
           << "fog: world rank " << self_ << ": a process "
-          << (socket.hello.from == kGuest ? "that is no rank yet" : "that says it is world rank " + std::to_string(socket.hello.from))
+          << (socket.hello.from == kJoins ? "that is no rank yet" : "that says it is world rank " + std::to_string(socket.hello.from))
           << " has connected, but does not know the job's secret (FOG_JOB_SECRET); it was dropped. Further cases are not reported.";
     }
     drop(socket);
@@ -168,9 +168,9 @@ void Connections::on_proof(Socket& socket) {
   const auto is_under_way = [&](const Peer& its) { // an attempt that nothing has answered may have a way that is closed
     return its.own != nullptr && its.own->state != State::kConnecting && self_ < from;
   };
-  if (from != kGuest && found != peers_.end() && is_past(found->second)) {
+  if (from != kJoins && found != peers_.end() && is_past(found->second)) {
     verdict.word = kNever;
-  } else if (from == kGuest) {
+  } else if (from == kJoins) {
     verdict.word = kWelcome;
   } else if (
       found == peers_.end() || found->second.mark != mark || found->second.open != nullptr || found->second.broken ||
@@ -185,23 +185,23 @@ void Connections::on_proof(Socket& socket) {
   if (!put(socket, &verdict, sizeof(verdict))) {
     return;
   }
-  if (from == kGuest) {
-    on_guest_();
+  if (from == kJoins) {
+    on_call_();
   }
-  if (verdict.word != kWelcome || from == kGuest) {
+  if (verdict.word != kWelcome || from == kJoins) {
     drop(socket);
     return;
   }
   auto& peer = found->second;
-  for (auto* other : {peer.own, peer.visitor}) { // an attempt that gives way, and one that the other side has left
+  for (auto* other : {peer.own, peer.accepted}) { // an attempt that gives way, and one that the other side has left
     if (other != nullptr) {
       drop(*other);
     }
   }
-  visitors_.erase(std::find(visitors_.begin(), visitors_.end(), &socket));
+  unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
   socket.peer = from;
   socket.state = State::kWelcomed;
-  peer.visitor = &socket;
+  peer.accepted = &socket;
   ++proven_;
 }
 
@@ -218,9 +218,9 @@ void Connections::on_ready(Socket& socket, User& user) {
 void Connections::open(Socket& socket, User& user) {
   auto& peer = peers_.at(socket.peer);
   proven_ += peer.own == &socket ? 1 : 0;
-  (peer.own == &socket ? peer.own : peer.visitor) = nullptr;
-  if (peer.visitor != nullptr) {
-    drop(*peer.visitor);
+  (peer.own == &socket ? peer.own : peer.accepted) = nullptr;
+  if (peer.accepted != nullptr) {
+    drop(*peer.accepted);
   }
   peer.open = &socket;
   socket.state = State::kOpen;
