@@ -123,7 +123,7 @@ def record(folder: Path) -> None:
                 write(folder / f"flight record/{rank}", os.pread(int(name), 1 << 24, 0))
     write(folder / f"message/{rank}", RingTo(rank).last_record())
     entry = _C.own_entry()
-    write(folder / f"introduction/{rank}", entry)
+    write(folder / f"peer information/{rank}", entry)
     framed = [struct.pack("QQ", each, len(entry)) + entry.encode() for each in range(2)]
     write(folder / f"rendezvous/{rank}", framed[1] if rank else b"".join(reversed(framed)))
     told = dist.HashStore()
@@ -250,7 +250,7 @@ TARGETS = {
     "timeline": Target(feed_timeline, (ValueError,)),
     "checkpoint": Target(feed_checkpoint, (OSError, ValueError), 0.2),
     "rendezvous": Target(feed_rendezvous, (dist.DistBackendError,)),
-    "introduction": Target(lambda _, data, __: _C.read_entry(data.decode(errors="replace")), ()),
+    "peer information": Target(lambda _, data, __: _C.read_entry(data.decode(errors="replace")), ()),
     "joining": Target(feed_joining, (RuntimeError,)),
     "state": Target(feed_state, (dist.DistBackendError,)),
     "a state's wire": Target(feed_state_wire, (dist.DistBackendError, OSError)),

@@ -275,7 +275,7 @@ class Job:
         """Starts a process that joins, as `start` does."""
         return self.start(rank, environment={"FOG_JOIN": "1", **(environment or {})}, **options)
 
-    def take_in(self, rank: int, **options: Any) -> int:
+    def admit(self, rank: int, **options: Any) -> int:
         """Starts a process that joins, and waits until it is a rank; returns its number."""
         self.members[rank] = self.join(rank, **options)
         self.agree()
@@ -420,11 +420,11 @@ def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> No
     """
     job = new_job(kind=kind)
     job.lose(2, meet=kind in IN_STEP)
-    job.take_in(2, fresh=kind == "wrapper")
+    job.admit(2, fresh=kind == "wrapper")
     job.cool()
     before = job.last("cooled", "values")
     job.lose(1, meet=kind in IN_STEP)
-    job.take_in(1)
+    job.admit(1)
     after = end_alike(job, job.last("epoch", "step"), in_step=kind in IN_STEP)
     # With its own parameters, the mean would be another by some 0.1. DiLoCo's outer momentum still moves it a little.
     np.testing.assert_allclose(after, before, rtol=0.0, atol=1e-2)
@@ -439,7 +439,7 @@ def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job], way: s
     job = new_job("hosts", {**ON_HOSTS, "FOG_BETWEEN_HOSTS": way, "UCX_TLS": "shm,self"})
     for rank, host in [(1, 0), (2, 1), (3, FREE), (0, FREE)]:
         job.lose(rank)
-        job.take_in(rank, host=host, fresh=rank == 0)
+        job.admit(rank, host=host, fresh=rank == 0)
     end_alike(job, job.last("epoch", "step"))
 
 
@@ -451,7 +451,7 @@ def test_ranks_that_go_at_their_own_pace(
     job = new_job(at, kind="wrapper/async")
     for epoch, rank in enumerate(ranks, start=1):
         job.lose(rank, meet=False)
-        job.take_in(rank)
+        job.admit(rank)
         job.until(lambda: set(job.last("epoch", "epoch")) == {epoch}, "they are not in one epoch")
     job.end()
 
@@ -488,10 +488,10 @@ def test_ranks_come_and_go(new_job: Callable[..., Job]) -> None:
     check_averages(job)
     for rank in (5, 1):
         job.lose(rank)
-    job.take_in(1)
+    job.admit(1)
     assert job.last("epoch", "lost") == [[5]] * 5, job.report()
     job.lose(1)  # which has joined
-    job.take_in(1)
+    job.admit(1)
     job.lose(0)  # which gave it its state
     job.members |= {0: job.join(0), 5: job.join(5)}
     job.agree()
@@ -510,7 +510,7 @@ def test_a_process_that_joins_adds_its_share(new_job: Callable[..., Job], kind: 
     """Sums over all ranks: those of before, and those of the process, which begins with another rank's average."""
     job = new_job(kind=kind, first={"FOG_MAX_RANKS": "5"}, rate=0.0, apart=True, settles=True)
     job.cool()  # so that ranks have the mean of 1, 2, 3 and 4
-    job.take_in(4)
+    job.admit(4)
     job.cool()
     job.end()
     weights, values = (np.array(job.last("settled", of)) for of in ("weights", "values"))
@@ -527,7 +527,7 @@ def test_a_graph_without_a_place_for_more_ranks(new_job: Callable[..., Job]) -> 
     job = new_job(first={"FOG_MAX_RANKS": "5"}, scale=0.9)
     job.refused(4, "the topology has no place for more ranks than 4")
     job.lose(2)
-    job.take_in(2)
+    job.admit(2)
     job.end()
 
 
@@ -541,16 +541,16 @@ def test_fewer_ranks_at_most_than_at_the_start(tmp_path: Path) -> None:
 
 # --- a process that joins, or the rank that gives its state, is lost ----------------------------------------------
 
-NEWCOMER = "fogdist.joining.Newcomer"
+JOINER = "fogdist.joining.Joiner"
 # Where a process ends while it joins.
 PHASES = [
     ("fog_pg._joining", "begin", "after"),
-    (NEWCOMER, "pull", "before"),
-    (NEWCOMER, "_read", "before"),
-    (NEWCOMER, "enter", "before"),
-    (NEWCOMER, "_await", "before"),
-    (NEWCOMER, "enter", "after"),
-    (NEWCOMER, "entries", "after"),
+    (JOINER, "pull", "before"),
+    (JOINER, "_read", "before"),
+    (JOINER, "enter", "before"),
+    (JOINER, "_await", "before"),
+    (JOINER, "enter", "after"),
+    (JOINER, "entries", "after"),
     ("fogdist.membership.Members", "_formed", "after"),
     ("fogdist.membership.Members", "_join", "after"),
 ]
@@ -574,7 +574,7 @@ def stop(job: Job) -> None:
         return [job.log(number).count("of which [2] joined") for number in job.members.values()]
 
     before = taken_in()
-    new = job.join(2, faults=[(NEWCOMER, "enter", "after", "SIGSTOP")])
+    new = job.join(2, faults=[(JOINER, "enter", "after", "SIGSTOP")])
     job.until(lambda: taken_in() == [times + 1 for times in before], "it is not taken in")
     job.agree()
     job.kill(new)
@@ -583,26 +583,26 @@ def stop(job: Job) -> None:
 
 def lose_the_giver(job: Job, method: str) -> None:
     """The process stops, the rank with the lowest number is killed, and the process goes on."""
-    new = job.join(2, faults=[(NEWCOMER, method, "before", "SIGSTOP")])
+    new = job.join(2, faults=[(JOINER, method, "before", "SIGSTOP")])
     job.until_stopped(new)
     job.lose(0)
     job.kill(new, signal.SIGCONT)
     job.members[2] = new
     job.agree()
-    job.take_in(0)
+    job.admit(0)
     job.lose(2)
 
 
 def come_too_late(job: Job) -> None:
     """Two processes want one number; the one that comes too late is refused, and leaves nothing that others read."""
-    late = job.join(2, faults=[(NEWCOMER, "enter", "before", "SIGSTOP")])
+    late = job.join(2, faults=[(JOINER, "enter", "before", "SIGSTOP")])
     job.until_stopped(late)
-    job.take_in(2)
+    job.admit(2)
     job.kill(late, signal.SIGCONT)
     assert job.status(late) == 1
     assert "is refused: rank 2 still runs" in job.log(late)
     job.lose(3)
-    job.take_in(3)
+    job.admit(3)
     job.lose(2)
 
 
@@ -618,7 +618,7 @@ def test_processes_that_fail_while_they_join(new_job: Callable[..., Job], at: st
         lose_the_giver(job, "enter")
         stop(job)
         come_too_late(job)
-    job.take_in(2)
+    job.admit(2)
     job.end()
 
 
@@ -633,7 +633,7 @@ def test_a_rank_that_is_stopped_keeps_its_number(new_job: Callable[..., Job]) ->
     job.kill(stopped, signal.SIGCONT)
     assert job.status(stopped) == 1
     assert "takes no part any more" in job.log(stopped) or "takes no further part" in job.log(stopped)
-    job.take_in(2)
+    job.admit(2)
     job.end()
 
 
@@ -644,7 +644,7 @@ def test_a_host_that_is_cut_off_is_replaced(new_job: Callable[..., Job]) -> None
     old = job.members.pop(3)
     with cut_link(INTERFACE, namespace=job.names[2]):
         job.agree()
-        job.take_in(3, host=FREE)
+        job.admit(3, host=FREE)
     assert job.status(old) != 0, job.report()
     job.agree()
     job.end()
@@ -655,7 +655,7 @@ def test_a_host_that_is_cut_off_is_replaced(new_job: Callable[..., Job]) -> None
 STILL_RUNS = "still runs; a process takes the number of a rank that is gone"
 ANOTHER_SECRET = {"FOG_JOB_SECRET": "another secret than the job's"}
 DIFFERS = "must be the same as on the ranks of the job that this process joins"
-# Requests that no newcomer writes.
+# Requests that no joiner writes.
 GARBAGE = ["garbage", "[1, 2]", '{"request": {"rank": 2}, "proof": 7}', "1", "", "[" * 100_000]
 
 
@@ -677,7 +677,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     other = "it makes fogdist.LocalSGD 0, the job has fogdist.DecentralizedSGD 0"
     job.refused(2, other, kind="LocalSGD")
     job.refused(2, "this process joins a running job, and ExactDiffusion", kind="ExactDiffusion")
-    job.take_in(2)
+    job.admit(2)
     assert all(each["loss"] < 3.0 for each in job.end()[:2]), job.report()
 
 
@@ -689,7 +689,7 @@ def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})
     with cut_link(INTERFACE, peer=address(2), namespace=job.names[FREE]):
         job.refused(2, "it does not reach rank 3 on host", host=FREE)
-    job.take_in(2)
+    job.admit(2)
     job.end()
 
 
@@ -704,9 +704,9 @@ GROUP = 7
 
 
 class Answering:
-    """A rank that answers, and what it asks the extension; newcomers are children of the test."""
+    """A rank that answers, and what it asks the extension; joiners are children of the test."""
 
-    door: joining.Door
+    admission: joining.Admission
 
     def __init__(self) -> None:
         self.secret = "a secret of this test"
@@ -729,28 +729,28 @@ class Answering:
         return str(os.getpid())
 
     def ask(self, entry: object) -> int:
-        """Asks as a newcomer does; returns its ticket."""
-        newcomer = newcomer_of(self.store, 10.0)
-        newcomer._entry = str(entry)
-        newcomer._seats = ["one"], "one"
-        newcomer._ticket = self.store.add("fog/join/count", 1)
-        newcomer._request()
-        return newcomer._ticket
+        """Asks as a joiner does; returns its ticket."""
+        joiner = joiner_of(self.store, 10.0)
+        joiner._entry = str(entry)
+        joiner._seats = ["one"], "one"
+        joiner._ticket = self.store.add("fog/join/count", 1)
+        joiner._request()
+        return joiner._ticket
 
-    def look(self, door: joining.Door | None = None) -> None:
+    def look(self, admission: joining.Admission | None = None) -> None:
         def judge(request: joining.Request) -> str:
             self.judged.append(request.ticket)
             return ""
 
-        (door or self.door).look(0, judge, lambda: {"one": {"values": torch.ones(1000)}}, [0])
+        (admission or self.admission).look(0, judge, lambda: {"one": {"values": torch.ones(1000)}}, [0])
 
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Answering:
     answering = Answering()
     monkeypatch.setattr(joining._extension, "load", lambda: answering)
-    answering.door = joining.Door(answering.store, GROUP)  # which loads the extension
-    answering.door.publish_nonce()
+    answering.admission = joining.Admission(answering.store, GROUP)  # which loads the extension
+    answering.admission.publish_nonce()
     return answering
 
 
@@ -761,15 +761,15 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def newcomer_of(store: dist.Store, timeout: float) -> joining.Newcomer:
-    """Returns a newcomer that this process plays."""
-    newcomer = joining.Newcomer(_joining.World(store, GROUP, RANKS, {}, {}, RANKS), 2, timeout)
-    newcomer._entry = str(os.getpid())
-    return newcomer
+def joiner_of(store: dist.Store, timeout: float) -> joining.Joiner:
+    """Returns a joiner that this process plays."""
+    joiner = joining.Joiner(_joining.World(store, GROUP, RANKS, {}, {}, RANKS), 2, timeout)
+    joiner._entry = str(os.getpid())
+    return joiner
 
 
 def states() -> int:
-    """Returns how many states this process holds for newcomers."""
+    """Returns how many states this process holds for joiners."""
     names = []
     for each in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -793,7 +793,7 @@ def test_garbage_is_refused_once(rank: Answering, text: str) -> None:
     assert rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])
     keys = rank.store.num_keys()
-    rank.look(joining.Door(rank.store, GROUP))
+    rank.look(joining.Admission(rank.store, GROUP))
     assert rank.judged == []
     assert rank.store.get("fog/join/first") == b"2"
     assert rank.store.num_keys() == keys
@@ -834,10 +834,10 @@ def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.P
         other.add("fog/join/count", 1)
         other.set("fog/join/1/request", text)
         rank.judged.clear()
-        rank.look(joining.Door(other, group))
+        rank.look(joining.Admission(other, group))
         assert other.check(["fog/join/1/refused"]) == is_refused
         assert rank.judged == [] and not other.check(["fog/join/1/answer"])
-    rank.door.leave_to_another(0)
+    rank.admission.leave_to_another(0)
 
 
 def test_a_state_is_kept_only_for_a_process_that_lives(
@@ -846,7 +846,7 @@ def test_a_state_is_kept_only_for_a_process_that_lives(
     rank.ask(child.pid)
     rank.look()
     until_states(1)
-    rank.door.leave_to_another(1)  # a rank with a lower number answers now
+    rank.admission.leave_to_another(1)  # a rank with a lower number answers now
     until_states(0)
     rank.ask(child.pid)
     rank.look()
@@ -874,7 +874,7 @@ def test_a_ticket_that_its_process_has_left_is_over(
     until_states(1)
     rank.look()
     assert rank.store.get("fog/join/first") == b"2"
-    rank.door.leave_to_another(1)
+    rank.admission.leave_to_another(1)
     until_states(0)
 
 
@@ -892,7 +892,7 @@ def test_a_rank_that_cannot_give_its_state_trains_on(
         monkeypatch.setattr(os, "memfd_create", fail)
     if part == "thread":
         monkeypatch.setattr(threading.Thread, "start", fail)
-    rank.door.look(0, lambda _: "", fail if part == "state" else lambda: {"one": {}}, [3, 4])
+    rank.admission.look(0, lambda _: "", fail if part == "state" else lambda: {"one": {}}, [3, 4])
     assert b"rank 3 could not copy its state" in rank.store.get(f"fog/join/{ticket}/refused")
     assert b"no more of these" in rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])
@@ -901,7 +901,7 @@ def test_a_rank_that_cannot_give_its_state_trains_on(
 
 @pytest.mark.usefixtures("rank")
 def test_a_rank_that_is_stopped_while_it_writes_its_state() -> None:
-    """Its process lives, so the newcomer must not wait for it without end."""
+    """Its process lives, so the joiner must not wait for it without end."""
     file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with pytest.raises(
@@ -913,43 +913,43 @@ def test_a_rank_that_is_stopped_while_it_writes_its_state() -> None:
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_newcomer_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example if a firewall closes the port of the rank that gives the state: nobody is gone, and no state comes."""
-    newcomer = newcomer_of(dist.HashStore(), 0.5)
+    joiner = joiner_of(dist.HashStore(), 0.5)
     asked: list[int] = []
 
     def no_state(_: object) -> None:
-        asked.append(newcomer._ticket)
+        asked.append(joiner._ticket)
         assert time.monotonic() < end, "it asks without end"
         time.sleep(0.05)
 
     def answered(_: str) -> str:
         place = json.dumps({"living": []})
-        proof = joining._proof("answer", newcomer._nonce, place, group=GROUP, ticket=newcomer._ticket)
+        proof = joining._proof("answer", joiner._nonce, place, group=GROUP, ticket=joiner._ticket)
         return json.dumps({"place": place, "proof": proof})
 
-    monkeypatch.setattr(newcomer, "_await", answered)
-    monkeypatch.setattr(newcomer, "_read", no_state)
+    monkeypatch.setattr(joiner, "_await", answered)
+    monkeypatch.setattr(joiner, "_read", no_state)
     end = time.monotonic() + 10.0
     with pytest.raises(
         dist.DistBackendError, match=r"cannot join the job as rank 2: no state came within 0\.5 s"
     ):
-        newcomer.pull(["one"], "one")
+        joiner.pull(["one"], "one")
     assert len(asked) > 1 and asked == sorted(set(asked))
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_newcomer_that_is_forgotten_does_not_wait() -> None:
-    """A rank takes a newcomer for ended if the connection breaks over which that one has got its state."""
+def test_a_joiner_that_is_forgotten_does_not_wait() -> None:
+    """A rank takes a joiner for ended if the connection breaks over which that one has got its state."""
     store = dist.HashStore()
-    newcomer = newcomer_of(store, 10.0)
-    newcomer._seats = ["one"], "one"
-    newcomer._ticket = store.add("fog/join/count", 1)
-    newcomer._others = lambda: [str(os.getpid())]  # type: ignore[method-assign]
-    newcomer._request()
-    joining._delete(store, newcomer._ticket, "request")
+    joiner = joiner_of(store, 10.0)
+    joiner._seats = ["one"], "one"
+    joiner._ticket = store.add("fog/join/count", 1)
+    joiner._others = lambda: [str(os.getpid())]  # type: ignore[method-assign]
+    joiner._request()
+    joining._delete(store, joiner._ticket, "request")
     with pytest.raises(dist.DistBackendError, match="rank 2: the rank that answers has taken it for ended"):
-        newcomer.enter()
+        joiner.enter()
 
 
 def test_the_entry_of_a_later_process_stays() -> None:
@@ -961,7 +961,7 @@ def test_the_entry_of_a_later_process_stays() -> None:
     assert _joining.read_world(store, RANKS).size == RANKS
 
 
-# --- what it costs without newcomers ----------------------------------------------------------------------------
+# --- what it costs without joiners ----------------------------------------------------------------------------
 
 
 def train_quietly(steps: int) -> list[int]:
@@ -994,7 +994,7 @@ def train_quietly(steps: int) -> list[int]:
     return [asked, packets()]
 
 
-def test_steps_without_newcomers_ask_the_store_nothing(new_world: Callable[..., World]) -> None:
+def test_steps_without_joiners_ask_the_store_nothing(new_world: Callable[..., World]) -> None:
     for before, after in new_world(2).run(train_quietly, 100):
         assert before <= after <= before + 1  # an acknowledgement may come late
 

@@ -311,7 +311,7 @@ def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
 
 
 class Extension:
-    """The extension of a rank without connections; newcomers are on another host."""
+    """The extension of a rank without connections; joiners are on another host."""
 
     def __getattr__(self, name: str) -> Any:
         values = {"job_secret": "a secret of this test", "announced": 0, "own_entry": "1", "announce": True}
@@ -325,15 +325,15 @@ def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.Monk
     monkeypatch.setattr(joining._extension, "load", Extension)
     monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
     store, group = dist.HashStore(), 7
-    joining.Door(store, group).publish_nonce()
-    newcomer = joining.Newcomer(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
-    newcomer._ticket = store.add("fog/join/count", 1)
-    newcomer._request()
+    joining.Admission(store, group).publish_nonce()
+    joiner = joining.Joiner(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
+    joiner._ticket = store.add("fog/join/count", 1)
+    joiner._request()
     if end == "failed":
-        newcomer.leave()
-    door = joining.Door(store, group)  # of the rank that answers next
+        joiner.leave()
+    admission = joining.Admission(store, group)  # of the rank that answers next
     for _ in range(2):
-        door.look(0, lambda _: "", dict, [0])
+        admission.look(0, lambda _: "", dict, [0])
     assert store.check(["fog/join/first"]) and not store.check(["fog/join/1/request"])
     assert store.get("fog/join/first") == b"2"
 

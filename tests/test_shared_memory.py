@@ -264,24 +264,22 @@ def test_transport_tells_which_neighbors_are_reached_by_messages(pair: World) ->
 
 
 class Header(ctypes.Structure):
-    """The header in csrc/process_group_fog/transport/message.hpp, up to the signature."""
+    """The header in csrc/process_group_fog/transport/message.hpp, with what it says of failures and windows."""
 
     _fields_ = [
         ("kind", ctypes.c_uint8),
         ("delivery", ctypes.c_uint8),
         ("wants_confirm", ctypes.c_uint8),
-        ("step", ctypes.c_uint16),
-        ("use", ctypes.c_uint16),
         ("payload_tag", ctypes.c_uint32),
-        ("withdrawals", ctypes.c_uint32),
-        ("chunk", ctypes.c_uint32),
-        ("flags", ctypes.c_uint32),
-        ("generation", ctypes.c_uint32),
-        ("transfer", ctypes.c_uint64),
-        ("address", ctypes.c_uint64),
         ("group", ctypes.c_uint64),
-        ("key", ctypes.c_uint64),
         ("bytes", ctypes.c_uint64),
+        ("scale", ctypes.c_double),
+        ("failed_rank", ctypes.c_int32),
+        ("of_window", ctypes.c_char * 40),
+        ("window_op", ctypes.c_uint16),
+        ("of_operation", ctypes.c_char * 98),
+        ("of_transfer", ctypes.c_char * 20),
+        ("chunk", ctypes.c_uint32),
     ]
 
 
@@ -340,11 +338,11 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"delivery": 4}, "it carries data"),
     ({"kind": 5, "chunk": 5000}, "its sender has no such chunk"),
     ({"kind": 7, "delivery": 1}, "its text is not all there"),
-    ({"kind": 11, "step": 8}, "there is no such operation on a window"),
+    ({"kind": 11, "window_op": 8}, "there is no such operation on a window"),
     ({"kind": 5}, "it carries data"),
 ]
 # The news of a failure, whose text was cut within a character, and has a byte that is no text.
-NEWS, CUT, REPORTED = {"kind": 7, "key": 1}, b"\xc3b\xe2\x82", r"rank 1 reports: \?b\?\?"
+NEWS, CUT, REPORTED = {"kind": 7, "failed_rank": 1}, b"\xc3b\xe2\x82", r"rank 1 reports: \?b\?\?"
 
 
 def write_to_inbox(name: str, write: Callable[[RingTo], None]) -> str:

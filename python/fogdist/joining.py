@@ -2,14 +2,14 @@
 
 A process that joins takes a *ticket* in the Store of the job's first group, and tells what it is: its rank, how to
 connect with it, its objects, and a proof that it knows the job's secret. It draws the attention of the ranks by a
-counter in their shared memory, so a rank that looks for newcomers in each step reads a number and asks nobody
-(`Door.is_quiet`). The rank with the lowest number answers: it refuses, with the reason, or copies the state of its
-objects and trains on, while the newcomer reads that (`fogdist.state_transfer`). When the newcomer has loaded the state it
+counter in their shared memory, so a rank that looks for joiners in each step reads a number and asks nobody
+(`Admission.is_quiet`). The rank with the lowest number answers: it refuses, with the reason, or copies the state of its
+objects and trains on, while the joiner reads that (`fogdist.state_transfer`). When the joiner has loaded the state it
 says that it is ready. Only then do the ranks meet, as after a loss (`fogdist.membership`), and all that they do for it
 is to agree.
 
-Between hosts, the newcomer calls each rank at the port where that one listens for messages, and
-proves that it knows the secret; then the rank counts the call by itself. The newcomer is ready only when all ranks have
+Between hosts, the joiner calls each rank at the port where that one listens for messages, and
+proves that it knows the secret; then the rank counts the call by itself. The joiner is ready only when all ranks have
 heard it, so a link that is cut keeps it away, and delays nobody.
 """
 
@@ -41,15 +41,15 @@ _COUNT = "fog/join/count"
 _FIRST = "fog/join/first"
 _NONCE = "fog/join/nonce"
 _OBJECTS = "fog/join/objects"
-# The pauses between two looks of a newcomer at the Store, in seconds, and between two looks at the ranks' processes.
+# The pauses between two looks of a joiner at the Store, in seconds, and between two looks at the ranks' processes.
 _PAUSE = 2e-3
 _LIFE_PAUSE = 0.5
-# How long ranks of other hosts may take to hear a newcomer, before it asks anew which ranks are left.
+# How long ranks of other hosts may take to hear a joiner, before it asks anew which ranks are left.
 _REACH_TIMEOUT = 3.0
-# A ticket without a request to the rank that answers is over after this time, in seconds. A newcomer takes a ticket a moment
+# A ticket without a request to the rank that answers is over after this time, in seconds. A joiner takes a ticket a moment
 # before it asks, and asks anew within _LIFE_PAUSE when another rank answers.
 _EMPTY_TIMEOUT = 60.0
-# A newcomer that has waited so long for an answer says so.
+# A joiner that has waited so long for an answer says so.
 _WARN_AFTER = 30.0
 
 
@@ -82,14 +82,14 @@ TOPOLOGY = "topology"
 
 
 def publish_object(store: dist.Store, name: str, items: Sequence[str]) -> None:
-    """Tells the Store what a newcomer's object of this name must be like."""
+    """Tells the Store what a joiner's object of this name must be like."""
     objects = _objects(store)
     objects[name] = list(items)
     store.set(_OBJECTS, json.dumps(objects))
 
 
 def check_object(world: World, name: str, argument: str, items: Sequence[str]) -> None:
-    """Compares an object of a newcomer with that of the job.
+    """Compares an object of a joiner with that of the job.
 
     Args:
         world: The job.
@@ -133,7 +133,7 @@ def _some(items: set[str]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """What a newcomer tells.
+    """What a joiner tells.
 
     Attributes:
         ticket: Its ticket.
@@ -141,8 +141,8 @@ class Request:
         entry: How to connect with it.
         seats: The names of its seats, ascending.
         seat: The name of the seat at whose next exchange it comes in.
-        nonce: The newcomer's random number, for proofs that the ranks know the job's secret.
-        challenge: The random number of the rank that answered when the newcomer asked.
+        nonce: The joiner's random number, for proofs that the ranks know the job's secret.
+        challenge: The random number of the rank that answered when the joiner asked.
     """
 
     ticket: int
@@ -158,7 +158,7 @@ class Request:
         """Returns the request of a ticket.
 
         Raises:
-            ValueError: Its proof or its form is wrong; the message is the reason for the newcomer.
+            ValueError: Its proof or its form is wrong; the message is the reason for the joiner.
         """
         try:
             signed = json.loads(text)
@@ -180,8 +180,8 @@ class Request:
         return request
 
 
-class Door:
-    """Looks for newcomers, on a rank of the job.
+class Admission:
+    """Looks for joiners, on a rank of the job.
 
     Args:
         store: That of the first group.
@@ -200,24 +200,24 @@ class Door:
             int, float
         ] = {}  # tickets without a request to this rank, and when they were first seen
         self._copies: dict[int, Copy] = {}
-        self._helped: dict[int, str] = {}  # entries of newcomers that another rank answers
+        self._helped: dict[int, str] = {}  # entries of joiners that another rank answers
 
     def is_quiet(self, epoch: int) -> bool:
         """Returns whether nothing has happened since the last look. It asks nobody, and makes no system call."""
         return not self._waits and self._announced() == self._seen and epoch == self._epoch
 
     def publish_nonce(self) -> None:
-        """Tells newcomers the random number that their proofs must contain, on the rank that answers."""
+        """Tells joiners the random number that their proofs must contain, on the rank that answers."""
         self._store.set(_NONCE, self._nonce)
 
     def leave_to_another(self, epoch: int) -> None:
-        """Does nothing for newcomers, because another rank answers in this epoch."""
+        """Does nothing for joiners, because another rank answers in this epoch."""
         self._seen, self._epoch, self._waits = self._announced(), epoch, False
         for ticket in list(self._copies):
             self._close(ticket)
 
     def help(self, epoch: int, rank: int, save: Callable[[], Mapping[str, Any]]) -> None:
-        """Gives the state to the newcomers of this host that the rank that answers has left to this one.
+        """Gives the state to the joiners of this host that the rank that answers has left to this one.
 
         Args:
             epoch: The present one.
@@ -226,7 +226,7 @@ class Door:
         """
         self._seen, self._epoch, self._waits = self._announced(), epoch, False
         for ticket in list(self._copies):
-            if not self._has(ticket, "giver"):  # the newcomer has come in, or another rank answers
+            if not self._has(ticket, "giver"):  # the joiner has come in, or another rank answers
                 self._close(ticket)
             elif ticket in self._helped and not self._is_there(self._helped[ticket]):
                 self._end(ticket)
@@ -253,14 +253,14 @@ class Door:
         living: Sequence[int],
         giver: Callable[[Request], int | None] = lambda _: None,
     ) -> list[Request]:
-        """Answers newcomers.
+        """Answers joiners.
 
         Args:
             epoch: The present one.
-            judge: Returns why a newcomer is refused, "" if it is not, None if that is not known yet.
-            save: Returns the state for a newcomer; its tensors may change later.
-            living: The ranks that a newcomer must reach; this one is the first.
-            giver: Returns the rank that gives a newcomer its state; None if it is this one.
+            judge: Returns why a joiner is refused, "" if it is not, None if that is not known yet.
+            save: Returns the state for a joiner; its tensors may change later.
+            living: The ranks that a joiner must reach; this one is the first.
+            giver: Returns the rank that gives a joiner its state; None if it is this one.
 
         Returns:
             The requests of those that are ready, of several for one rank the first.
@@ -325,7 +325,7 @@ class Door:
         self._waits = True
 
     def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
-        """Tells a newcomer what the ranks have decided."""
+        """Tells a joiner what the ranks have decided."""
         text = json.dumps(decision)
         signed = {
             "decision": text,
@@ -335,7 +335,7 @@ class Door:
         self._end(ticket)
 
     def _is_still_there(self, request: Request) -> bool:
-        """Returns whether a newcomer has not ended, as far as that is known."""
+        """Returns whether a joiner has not ended, as far as that is known."""
         if _extension.load().read_entry(request.entry)["is_visible"]:
             return bool(self._is_there(request.entry))
         copy = self._copies.get(request.ticket)
@@ -344,7 +344,7 @@ class Door:
     def _give(
         self, request: Request, save: Callable[[], Mapping[str, Any]], living: Sequence[int], rank: int
     ) -> None:
-        """Gives a newcomer a copy of the state of this rank, or refuses it if there is no memory or file for that."""
+        """Gives a joiner a copy of the state of this rank, or refuses it if there is no memory or file for that."""
         ticket = request.ticket
         try:
             copy = self._copies[ticket] = self._copy(request, save())
@@ -382,7 +382,7 @@ class Door:
         return bool(self._store.check([_key(ticket, what)]))
 
     def _end(self, ticket: int) -> None:
-        """Ends a ticket; what the newcomer has not read yet, it deletes itself."""
+        """Ends a ticket; what the joiner has not read yet, it deletes itself."""
         self._over.add(ticket)
         _delete(self._store, ticket, "request", "giver", "answer", "ready")
         self._close(ticket)
@@ -399,10 +399,10 @@ class Door:
             copy.close()
 
 
-# --- a newcomer -------------------------------------------------------------------------------------------------
+# --- a joiner -------------------------------------------------------------------------------------------------
 
 
-class Newcomer:
+class Joiner:
     """A process that joins a job.
 
     Args:

@@ -36,7 +36,7 @@ from fogdist.context import Context, Survivors
 from fogdist.detection import suspend_detection
 from fogdist.exchange import MACHINES, RANKS, Nodes
 from fogdist.flight_record import note_epoch
-from fogdist.joining import TOPOLOGY, Door, Newcomer, Request, check_object, publish_object
+from fogdist.joining import TOPOLOGY, Admission, Joiner, Request, check_object, publish_object
 from fogdist.lazy import nx
 from fogdist.meeting import Decision, Log
 from fogdist.static_topology import StaticTopology, see_topology
@@ -176,7 +176,7 @@ class Seat:
     def enter(self) -> bool:
         """Call it where a rank can join, before an exchange (or a step with several) is begun.
 
-        On a rank of the job it looks for newcomers, which costs a comparison if there is none. On a process that joins
+        On a rank of the job it looks for joiners, which costs a comparison if there is none. On a process that joins
         it gets the state of all objects, and joins the others.
 
         Returns:
@@ -244,9 +244,9 @@ class Members:
         self._context: Context | None = None
         self._seats: weakref.WeakValueDictionary[str, Seat] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
-        self._door: Door | None = None
+        self._admission: Admission | None = None
         self._postponed = self._pauses = 0  # meetings in a row that let nobody in; rounds before the next one
-        self._newcomer: Newcomer | None = None
+        self._joiner: Joiner | None = None
         self._asked: dict[
             int, float
         ] = {}  # tickets for ranks that may be gone, and when they were first seen
@@ -254,7 +254,7 @@ class Members:
         if first.is_joining:
             world = _joining.world_to_join(first.backend)
             assert world is not None  # its backend was made so
-            self._newcomer = Newcomer(world, first.rank, first.backend.options._timeout.total_seconds())
+            self._joiner = Joiner(world, first.rank, first.backend.options._timeout.total_seconds())
 
     @property
     def context(self) -> Context:
@@ -270,7 +270,7 @@ class Members:
                 be joined.
         """
         seat = self._seats[name] = Seat(self, name, state)
-        self._open_door()
+        self._open_admission()
         # Other ranks may have made theirs, and exchanges, before the last loss.
         seat.resume = self._numbers.get(name, 0)
         return seat
@@ -286,23 +286,23 @@ class Members:
         Raises:
             ValueError: They differ. torch.distributed.DistBackendError: A rank does not come.
         """
-        self._open_door()
-        if self._newcomer is not None:
-            check_object(self._newcomer.world, name, argument, items)
-            check_object(self._newcomer.world, TOPOLOGY, "the topology", self._whole().topology.items())
+        self._open_admission()
+        if self._joiner is not None:
+            check_object(self._joiner.world, name, argument, items)
+            check_object(self._joiner.world, TOPOLOGY, "the topology", self._whole().topology.items())
             return
         check_same_everywhere(self.context.backend, argument, items)
-        if self._door is not None and self.context.rank == 0:
+        if self._admission is not None and self.context.rank == 0:
             publish_object(self._joining_store(), TOPOLOGY, self._whole().topology.items())
             publish_object(self._joining_store(), name, items)
 
     def enter(self, seat: Seat) -> bool:
         """See `Seat.enter`."""
-        if self._newcomer is not None:
-            self._join(self._newcomer, seat)
+        if self._joiner is not None:
+            self._join(self._joiner, seat)
             return True
-        if self._door is not None and not self._door.is_quiet(self.membership.epoch):
-            self._attend(self._door, seat)
+        if self._admission is not None and not self._admission.is_quiet(self.membership.epoch):
+            self._attend(self._admission, seat)
         return False
 
     def meet_if_needed(self) -> None:
@@ -321,23 +321,23 @@ class Members:
             failure: Why they meet, which is raised if there is no change.
             joins: Processes that are ready to join.
         """
-        if self._newcomer is not None:  # it is none of them yet
+        if self._joiner is not None:  # it is none of them yet
             raise failure
         context, before = self.context, self.membership
         decision = self._agreed(context, failure, joins)
         if decision is None:
             raise failure
         for rank, join in decision.joins.items():
-            assert self._door is not None  # all ranks have one if the lowest has let a process in
+            assert self._admission is not None  # all ranks have one if the lowest has let a process in
             # Before the process is admitted: from then on it is the one that has this rank.
             self._publish(rank, join.entry, before.epoch + 1)
-            self._door.admit(join.ticket, join.nonce, decision.to_json(before.epoch + 1))
+            self._admission.admit(join.ticket, join.nonce, decision.to_json(before.epoch + 1))
         if decision.joins:
             entries = {rank: join.entry for rank, join in decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
             self._postponed = 0
-        elif joins and self._door is not None:  # the ranks were in exchanges of different objects
-            self._door.look_again()
+        elif joins and self._admission is not None:  # the ranks were in exchanges of different objects
+            self._admission.look_again()
             self._postponed += 1
             self._pauses = min(2**self._postponed, _MOST_PAUSES)
         ended = self._adopt(decision, before.epoch + 1)
@@ -482,9 +482,9 @@ class Members:
         assert store is not None  # this is the process's first group
         return store
 
-    def _open_door(self) -> None:
+    def _open_admission(self) -> None:
         """Tells the Store how to connect with this rank, when its first object that goes on after losses is made."""
-        if self._door is not None or self._newcomer is not None or not self._is_first():
+        if self._admission is not None or self._joiner is not None or not self._is_first():
             return
         extension, first = _extension.load(), self._whole()
         store = self._joining_store()
@@ -492,9 +492,9 @@ class Members:
             if self.context.rank == 0:
                 _joining.close(store, _NO_SECRET)
             return
-        self._door = Door(store, first.backend.id)
+        self._admission = Admission(store, first.backend.id)
         if self.context.rank == 0:
-            self._door.publish_nonce()
+            self._admission.publish_nonce()
             if not environment.JOB_SECRET.is_set():
                 _joining.publish_secret(store, extension.job_secret())
         self._publish(first.rank, extension.own_entry(), 0)
@@ -505,8 +505,8 @@ class Members:
         host = hosts[rank] if rank < len(hosts) else hosts[first.rank]  # a later rank is on this host
         _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch, host)
 
-    def _attend(self, door: Door, seat: Seat) -> None:
-        """Answers newcomers, on the rank with the lowest number, and meets the others if one is ready.
+    def _attend(self, admission: Admission, seat: Seat) -> None:
+        """Answers joiners, on the rank with the lowest number, and meets the others if one is ready.
 
         Ranks that go at their own pace may not have met since a rank was lost, so that one does not count.
         """
@@ -515,19 +515,19 @@ class Members:
             # If that one is lost, this rank may be the next to answer.
             self.context.backend.watch([self.membership.living.index(living[0])])
             if self._is_first_of_host(living):
-                self._asking(lambda: door.help(epoch, rank, self._saved))
+                self._asking(lambda: admission.help(epoch, rank, self._saved))
             else:
-                door.leave_to_another(epoch)
+                admission.leave_to_another(epoch)
             return
         if self._pauses:
             self._pauses -= 1
             return
-        ready = self._asking(lambda: door.look(epoch, self._judged, self._saved, living, self._giver))
+        ready = self._asking(lambda: admission.look(epoch, self._judged, self._saved, living, self._giver))
         if ready is None:
             return
         joins = [request for request in ready if request.seat == seat.name]
         if len(joins) < len(ready):
-            door.look_again()
+            admission.look_again()
         if joins:
             ranks = sorted(request.rank for request in joins)
             self.context.backend.abort()
@@ -576,7 +576,7 @@ class Members:
         return beside[0] if beside and beside[0] != living[0] else None
 
     def _judged(self, request: Request) -> str | None:
-        """Returns why a newcomer is refused; "" if it is not, and None if this is not known yet."""
+        """Returns why a joiner is refused; "" if it is not, and None if this is not known yet."""
         rank, own = request.rank, sorted(self._seats)
         most = _joining.max_ranks(self._whole().size)
         if not 0 <= rank < most:
@@ -619,30 +619,30 @@ class Members:
             return f"the topology has no place for more ranks than {first.size}: {error}"
         return ""
 
-    def _join(self, newcomer: Newcomer, seat: Seat) -> None:
+    def _join(self, joiner: Joiner, seat: Seat) -> None:
         """Makes this process a member of the job."""
         try:
-            state = newcomer.pull(sorted(self._seats), seat.name)
+            state = joiner.pull(sorted(self._seats), seat.name)
             for name, each in list(self._seats.items()):
                 if each.state is not None:
                     each.state.load(state[name])
-            told = newcomer.enter()
+            told = joiner.enter()
         except BaseException:
-            newcomer.leave()
+            joiner.leave()
             raise
         epoch, decision = told["epoch"], Decision.from_json(told)
         extension, rank = _extension.load(), self._whole().rank
-        extension.connect_with(newcomer.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)
+        extension.connect_with(joiner.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)
         # Those that join with this process: they are as new as this one, so nobody has to wait for the other. They come last,
         # because one that stands still would keep this process away from the ranks, which wait no longer.
         beside = {other: join.entry for other, join in decision.joins.items() if other != rank}
         extension.connect_with(beside, True, _CONNECT_TIMEOUT)
-        newcomer.leave()
-        self._newcomer, self._whole().is_joining = None, False
+        joiner.leave()
+        self._joiner, self._whole().is_joining = None, False
         _joining.note_member()
-        self.membership = Membership(epoch - 1, (), newcomer.numbers())
+        self.membership = Membership(epoch - 1, (), joiner.numbers())
         self._adopt(decision, epoch)
-        self._door = Door(self._joining_store(), self._whole().backend.id)
+        self._admission = Admission(self._joining_store(), self._whole().backend.id)
         for name, each in list(self._seats.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
         for each in list(self._seats.values()):

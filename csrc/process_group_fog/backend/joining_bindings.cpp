@@ -12,7 +12,7 @@
 #include "engine/joining.hpp"
 #include "engine/process_engine.hpp"
 #include "job/between_hosts.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/rendezvous.hpp"
 #include "job/secret.hpp"
@@ -31,7 +31,7 @@ void bind_joining(py::module_& module) {
   module.def(
       "read_entry",
       [](const std::string& entry) {
-        const auto read = read_introduction(entry);
+        const auto read = read_peer_information(entry);
         py::dict result;
         result["protocol"] = read.protocol;
         result["rank"] = read.world_rank;

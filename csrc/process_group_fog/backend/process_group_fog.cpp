@@ -49,15 +49,15 @@ ProcessGroupFog::ProcessGroupFog(
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
   choose_between_hosts(options_->between_hosts);
-  Acquaintance acquaintance;
+  PriorGroup prior;
   if (known != nullptr) {
     TORCH_CHECK_VALUE(
         known_ranks.size() == static_cast<size_t>(size), "known_ranks: got ", known_ranks.size(), " ranks; allowed are ", size,
         ", one for each rank of this group");
     known->check_ranks("known_ranks", known_ranks, known->size_);
-    acquaintance = {known->group_, std::move(known_ranks)};
+    prior = {known->group_, std::move(known_ranks)};
   }
-  group_ = connect(store, rank, size, options_->timeout, name, acquaintance);
+  group_ = connect(store, rank, size, options_->timeout, name, prior);
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   if (options_->enable_reconfigure) {
     await_reconfiguration();

@@ -15,16 +15,18 @@ namespace {
 
 // Increased with each change of the messages between processes, or of their use of each other's memory, that leaves all
 // sizes unchanged.
-constexpr int kProtocol = 6;
+constexpr int kProtocol = 7;
 
 uint32_t layout() {
   using namespace shared_memory;
   uint64_t hash = kEmptyHash;
   for (const size_t number :
        {sizeof(Header),
-        offsetof(Header, transfer),
         offsetof(Header, bytes),
-        offsetof(Header, signature),
+        offsetof(Header, operation),
+        offsetof(Header, shared),
+        offsetof(OfOperation, signature),
+        sizeof(OfWindow),
         sizeof(Signature),
         offsetof(Signature, shape),
         offsetof(Signature, plan),

@@ -64,7 +64,7 @@ void GatherConcat::compute() {
   for (const int source : sources_) {
     const bool is_own = source == rank();
     bytes.push_back(is_own ? tensor_.nbytes() : header(receive).bytes);
-    calls_.push_back(is_own ? PeerCall{signature_} : PeerCall{header(receive).signature, header(receive).scale});
+    calls_.push_back(is_own ? PeerCall{signature_} : PeerCall{header(receive).operation.signature, header(receive).scale});
     receive += is_own ? 0 : 1;
     total += bytes.back();
   }

@@ -87,7 +87,7 @@ void HierarchicalNeighborAllreduce::start_mixing() {
 void HierarchicalNeighborAllreduce::check_plans() const {
   for (const int place : other_places()) {
     TORCH_CHECK_WITH(
-        DistBackendError, header(inputs_[place]).signature.plan == signature_.plan, "ranks disagree: this rank called ",
+        DistBackendError, header(inputs_[place]).operation.signature.plan == signature_.plan, "ranks disagree: this rank called ",
         name_of(signature_.kind), " with ", plan_.describe(), " for its machine, rank ", machines_.local()[place],
         " of the same machine with another plan");
   }

@@ -18,7 +18,7 @@ PointToPointReceive::PointToPointReceive(Signature signature, int peer, int tag,
     : PointToPoint(signature, tag), peer_(peer), data_(data), bytes_(bytes) {}
 
 bool PointToPointReceive::matches(int source, const Header& header) const {
-  return header.key == tag() && (peer_ == -1 || peer_ == source);
+  return header.operation.key == tag() && (peer_ == -1 || peer_ == source);
 }
 
 void PointToPointReceive::launch() {

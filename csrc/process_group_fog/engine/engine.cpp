@@ -174,10 +174,10 @@ void Engine::submit(
     }
     make_ready(operation);
     drive(lock);
-    if (!lost_.empty() && !operation->ended() && !operation->computing) {
+    if (peers_.any_lost() && !operation->ended() && !operation->computing) {
       // The operation may have begun with a message of a process that has ended since and sends no more.
       for (const int peer : operation->awaited()) {
-        if (lost_.count(group->members[peer].peer_id) > 0) {
+        if (peers()[group->members[peer].peer_id].is_lost()) {
           group->check_present(peer);
         }
       }
@@ -441,9 +441,9 @@ void Engine::listen() {
   bell().wake(Doorbell::kBackground);
 }
 
-bool Engine::has_left(int peer_id) {
+Peer Engine::peer(int peer_id) {
   const auto lock = locked();
-  return (lost_.count(peer_id) > 0 && silent_.count(peer_id) == 0) || departed_.count(peer_id) > 0;
+  return peers()[peer_id];
 }
 
 Engine::Bookkeeping Engine::bookkeeping() {

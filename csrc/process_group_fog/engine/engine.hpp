@@ -20,6 +20,7 @@
 
 #include <c10/util/SmallVector.h>
 
+#include "core/peer.hpp"
 #include "engine/call_gaps.hpp"
 #include "engine/completion_pool.hpp"
 #include "engine/flight_record.hpp"
@@ -33,7 +34,7 @@
 
 namespace fog {
 
-struct Introduction;
+struct PeerInformation;
 
 class Engine final : public Driver, public MessageHandler {
  public:
@@ -64,10 +65,10 @@ class Engine final : public Driver, public MessageHandler {
   }
   // That process takes the place of a peer that is lost, or that this process has not known yet. Throws DistBackendError
   // if the process before may still write to this one's memory, or is not lost. `is_here`: it is on this host.
-  void take_in(int peer_id, const Introduction& peer, bool is_here);
-  // Counts a peer as lost. `may_run`: its process may go on.
-  void give_up(int peer_id, const std::string& how, bool may_run);
-  // Returns whether the peer has taken this process in too; throws Unreachable if it is lost.
+  void admit(int peer_id, const PeerInformation& peer, bool is_here);
+  // The same as declare_lost(), for a process that joins.
+  void give_up(int peer_id, Peer::State state, const std::string& how);
+  // Returns whether the peer has admitted this process too; throws Unreachable if it is lost.
   bool is_connected_with(int peer_id);
   // Makes the group refuse all operations on this rank, with this reason. The other ranks are not told.
   void refuse_work(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -171,8 +172,8 @@ class Engine final : public Driver, public MessageHandler {
   bool shares_memory(const std::shared_ptr<Group>& group, int peer);
   // How large data travels to the peer, see Transport::way_to(); "" without a transport.
   std::string way_to(const std::shared_ptr<Group>& group, int peer);
-  // Returns whether a process has ended or has said goodbye.
-  bool has_left(int peer_id);
+  // What is known about a process.
+  Peer peer(int peer_id);
   // Sets a function that is called when a process ends, without the lock and in any thread.
   void set_ended_listener(void (*listener)(int peer_id)) {
     ended_listener_ = listener;
@@ -238,11 +239,8 @@ class Engine final : public Driver, public MessageHandler {
   class Remains;
 
   void on_message(int source, const Header& header, const char* data) override;
-  bool has_ended(int peer) override {
-    return lost_.count(peer) > 0;
-  }
-  bool is_leaving(int peer) override {
-    return departed_.count(peer) > 0;
+  const Peers& peers() const override {
+    return peers_;
   }
   void tell_closed(int source, const Header& header);
   void route(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
@@ -270,8 +268,8 @@ class Engine final : public Driver, public MessageHandler {
   void check_deadlines();
   // Declares the watched peers lost that show no sign of life for too long.
   void judge_peers(Deadline now);
-  // `may_run`: its process may still write to this process's memory.
-  void declare_lost(int peer, const std::string& how, bool may_run);
+  // Gives a peer that was alive the state kSilent or kLost.
+  void declare_lost(int peer, Peer::State state, const std::string& how);
   // The process of a peer that was declared lost has ended.
   void on_end_of_lost(int peer);
   // Leaves the groups of peers that count this process as lost.
@@ -311,8 +309,8 @@ class Engine final : public Driver, public MessageHandler {
   void note_awaited(const Operation& operation);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
-  // Sends a message to a member of the group, if the member can be reached.
-  void send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text);
+  // Sends a message to a process if it can be reached. If not, whoever waits for it learns that by other means.
+  void send_quietly(int peer_id, const Header& header, const std::string& text = "");
   // Handles the end of a process in all groups.
   void lose(int peer_id, const std::string& how, bool announced);
   // Notes that the process sends no more messages for a group that is closed here.
@@ -323,7 +321,7 @@ class Engine final : public Driver, public MessageHandler {
   // Tells this rank's share of the group why it failed, each member at most once.
   void spread_news(Group& group);
   void tell_all_closed(const Group& group);
-  // Returns whether the member needs no more messages.
+  // Returns whether the member has left the group, or its process is not alive: it needs no more messages.
   bool is_away(const Group& group, int rank) const;
   // Returns whether a process is told when this rank closes a group. Processes of other hosts are told only if there is
   // a connection already.
@@ -339,7 +337,6 @@ class Engine final : public Driver, public MessageHandler {
     return transport != nullptr ? transport->bell() : early_bell_;
   }
   void watch_in_background();
-  void sleep_until_message(std::chrono::nanoseconds limit);
   // Sleeps in a thread that waits for `done`, until `done` may be set, news may have come, or `limit` is over.
   void sleep_until_news(const std::atomic<bool>& done, std::chrono::nanoseconds limit);
   void background();
@@ -375,12 +372,9 @@ class Engine final : public Driver, public MessageHandler {
   std::vector<std::function<void()>> afterwards_;
   std::vector<std::pair<std::shared_ptr<Operation>, std::string>> failed_; // operations that failed in a step, and why
   Outbox outbox_;
-  std::unordered_set<int> departed_; // world ranks that said goodbye
-  std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye, or have ended
-  std::unordered_map<int, Member> taken_in_; // processes, by world rank; without the number of their host
-  std::unordered_set<int> lost_; // world ranks that ended without a goodbye
-  // the ones among lost_ that only do not answer: they may still write to this process's memory
-  std::unordered_set<int> silent_;
+  Peers peers_;
+  std::unordered_set<int> released_by_; // world ranks that have received this one's goodbye
+  std::unordered_map<int, Member> admitted_; // processes, by world rank; without the number of their host
   std::chrono::steady_clock::time_point last_news_; // time of the last progress
   std::chrono::steady_clock::time_point next_check_;
   int checks_left_out_ = 0; // since the last check

@@ -17,8 +17,7 @@ constexpr int kToldDirectly = 16;
 } // namespace
 
 bool Engine::is_away(const Group& group, int rank) const {
-  const int peer_id = group.members[rank].peer_id;
-  return group.gone.count(rank) > 0 || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
+  return group.gone.count(rank) > 0 || !peers()[group.members[rank].peer_id].is_alive();
 }
 
 void Engine::tell_all_closed(const Group& group) {
@@ -28,12 +27,8 @@ void Engine::tell_all_closed(const Group& group) {
   for (int peer = 0; peer < group.size(); ++peer) {
     const int peer_id = group.members[peer].peer_id;
     // A peer that has never communicated with this rank does not wait for it, or is told when it sends a message.
-    if (peer == group.rank || lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0 || !hears_of_end(peer_id)) {
-      continue;
-    }
-    try {
-      transport_->send(peer_id, header);
-    } catch (const std::exception&) { // the failure detection handles a peer that has ended
+    if (peer != group.rank && hears_of_end(peer_id)) {
+      send_quietly(peer_id, header);
     }
   }
 }
@@ -53,7 +48,7 @@ void Engine::spread_news(Group& group) {
   Header header;
   header.kind = MessageKind::kError;
   header.group = group.id;
-  header.key = static_cast<uint64_t>(news.origin);
+  header.failed_rank = news.origin;
   header.bytes = std::min(news.text.size(), Transport::kInlineBytes);
   for (int distance = 1; distance < size; distance = direct ? distance + 1 : 2 * distance) {
     for (int behind = distance; behind < size; ++behind) {
@@ -143,14 +138,9 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
 
 void Engine::tell_early_load() {
   for (const auto& [peer_id, hold] : early_load_.take_changes()) {
-    if (lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
-      Header header;
-      header.kind = hold ? MessageKind::kHold : MessageKind::kRelease;
-      try {
-        transport_->send(peer_id, header);
-      } catch (const std::exception&) { // the peer sends no more messages
-      }
-    }
+    Header header;
+    header.kind = hold ? MessageKind::kHold : MessageKind::kRelease;
+    send_quietly(peer_id, header);
   }
 }
 
@@ -162,7 +152,7 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
   for (const auto& [id, ranks] : closed) {
     forget_closed(id, peer_id);
   }
-  if (silent_.count(peer_id) == 0) {
+  if (!peers()[peer_id].is_silent()) {
     outbox_.ended.push_back(peer_id);
   }
   const auto groups = groups_;
@@ -201,12 +191,11 @@ void Engine::check_peers(Lock& lock) {
 
 void Engine::on_process_end(Lock& lock, const Transport::Ended& ended) {
   const int peer = ended.peer;
-  released_by_.insert(peer);
-  if (silent_.erase(peer) > 0) {
+  if (peers()[peer].is_silent()) {
     on_end_of_lost(peer);
     return;
   }
-  if (departed_.count(peer) > 0 || lost_.count(peer) > 0) { // the system and a connection may both tell of it
+  if (!peers()[peer].is_alive()) { // the system and a connection may both tell of it
     return;
   }
   // Take the messages that it sent before its end: it may have said goodbye, or sent all the awaited data.
@@ -218,15 +207,11 @@ void Engine::on_process_end(Lock& lock, const Transport::Ended& ended) {
     }
     step_ready(lock);
   }
-  if (departed_.count(peer) > 0) {
-    return;
-  }
-  if (ended.departed) { // without a goodbye, because the two never communicated
-    departed_.insert(peer);
+  if (ended.state != Peer::State::kLeft) {
+    declare_lost(peer, ended.state, ended.how);
+  } else if (peers_.become(peer, ended.state)) { // without a goodbye, because the two never communicated
     lose(peer, kEnded, false);
-    return;
   }
-  declare_lost(peer, ended.how, ended.may_run);
 }
 
 void Engine::watch_awaited(Operation& operation, Deadline now) {

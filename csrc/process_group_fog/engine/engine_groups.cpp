@@ -10,7 +10,7 @@
 #include "core/failure.hpp"
 #include "core/signature.hpp"
 #include "engine/engine.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 
 namespace fog {
 namespace {
@@ -50,11 +50,9 @@ std::shared_ptr<Group> Engine::add_group(
       on_message(message.source, message.header, message.data.data());
     }
     for (int member = 0; member < group->size(); ++member) { // members that ended while the group was being created
-      const int peer_id = group->members[member].peer_id;
-      if (lost_.count(peer_id) > 0) {
-        group->gone.emplace(member, silent_.count(peer_id) > 0 ? kNoSign : kLost);
-      } else if (departed_.count(peer_id) > 0) {
-        group->gone.emplace(member, kEnded);
+      const auto& its = peers()[group->members[member].peer_id];
+      if (!its.is_alive()) {
+        group->gone.emplace(member, its.is_silent() ? kNoSign : its.is_lost() ? kLost : kEnded);
       }
     }
   }
@@ -68,11 +66,11 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
   std::vector<Member> members;
   auto lock = locked();
   for (const int rank : ranks) {
-    // A rank that came later is known since it was taken in.
+    // A rank that came later is known since it was admitted.
     const auto& own = whole.members[whole.rank];
     auto member = rank < whole.size() ? whole.members[rank] : Member{rank, 0, own.host, own.host_id, own.host_name};
     id = hash_more(id, static_cast<int64_t>(member.peer_id));
-    if (const auto joined = taken_in_.find(member.peer_id); joined != taken_in_.end()) {
+    if (const auto joined = admitted_.find(member.peer_id); joined != admitted_.end()) {
       member = joined->second;
     }
     member.host = hosts.emplace(member.host_id, static_cast<int>(hosts.size())).first->second;
@@ -84,28 +82,27 @@ std::shared_ptr<Group> Engine::add_part(const Group& whole, uint64_t number, std
   return add_group(id, std::move(name), static_cast<int>(mine - ranks.begin()), std::move(members), {});
 }
 
-void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
+void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
   auto lock = locked();
   check_peers(lock);
-  const bool is_gone = lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0;
+  const auto its = peers()[peer_id];
   // A process that has this one's memory mapped must have ended, and the verdict of a rank does not suffice. One that
   // has only a connection is not heard any more.
-  if ((silent_.count(peer_id) > 0 && transport_->shares_memory(peer_id)) || (!is_gone && transport_->knows(peer_id))) {
+  if ((its.is_silent() && transport_->shares_memory(peer_id)) || (its.is_alive() && transport_->knows(peer_id))) {
     C10_THROW_ERROR(
         DistBackendError, c10::str("fog: a process cannot take the place of world rank ", peer_id, ", whose process may still run"));
   }
-  if (is_gone) {
-    if (silent_.erase(peer_id) > 0) {
+  if (!its.is_alive()) {
+    if (its.is_silent()) {
       on_end_of_lost(peer_id);
     }
     transport_->renew(peer_id);
-    lost_.erase(peer_id);
-    departed_.erase(peer_id);
+    peers_.become(peer_id, Peer::State::kAlive);
     released_by_.erase(peer_id);
     liveness_.forget(peer_id);
     FlightRecord::note_lost(peer_id, false);
   }
-  taken_in_[peer_id] = {peer_id, peer.pid, 0, peer.host, peer.host_name};
+  admitted_[peer_id] = {peer_id, peer.pid, 0, peer.host, peer.host_name};
   if (is_here) {
     transport_->attach(peer_id, peer.pid, peer.address);
   }
@@ -115,18 +112,16 @@ void Engine::take_in(int peer_id, const Introduction& peer, bool is_here) {
   unlock_and_deliver(lock);
 }
 
-void Engine::give_up(int peer_id, const std::string& how, bool may_run) {
+void Engine::give_up(int peer_id, Peer::State state, const std::string& how) {
   auto lock = locked();
-  if (lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0) {
-    declare_lost(peer_id, how, may_run);
-  }
+  declare_lost(peer_id, state, how);
   unlock_and_deliver(lock);
 }
 
 bool Engine::is_connected_with(int peer_id) {
   look_for_ended_peers();
   const auto lock = locked();
-  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
+  if (!peers()[peer_id].is_alive()) {
     throw Unreachable(peer_id);
   }
   return transport_->is_connected_with(peer_id);
@@ -179,8 +174,7 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     groups_.erase(group->id);
     for (int peer = 0; peer < group->size(); ++peer) {
       const int peer_id = group->members[peer].peer_id;
-      if (peer != group->rank && group->gone.count(peer) == 0 && lost_.count(peer_id) == 0 && departed_.count(peer_id) == 0 &&
-          hears_of_end(peer_id)) {
+      if (peer != group->rank && !is_away(*group, peer) && hears_of_end(peer_id)) {
         closed_groups_[group->id].insert(peer_id);
       }
     }

@@ -32,58 +32,49 @@ bool Engine::inquire(const std::shared_ptr<Operation>& operation, Deadline now) 
 void Engine::ask(const Operation& operation, const std::vector<int>& ranks) {
   Header header;
   header.kind = MessageKind::kAsk;
-  header.key = operation.key();
-  header.use = operation.use().number;
-  header.generation = operation.use().generation;
-  header.signature = operation.signature();
+  header.operation.key = operation.key();
+  header.operation.use = operation.use().number;
+  header.operation.generation = operation.use().generation;
+  header.operation.signature = operation.signature();
+  header.group = operation.group()->id;
   for (const int rank : ranks) {
-    send_quietly(operation.group(), rank, header, "");
-  }
-}
-
-void Engine::send_quietly(const std::shared_ptr<Group>& group, int rank, Header header, const std::string& text) {
-  header.group = group->id;
-  header.bytes = text.size();
-  const int peer_id = group->members[rank].peer_id;
-  if (lost_.count(peer_id) > 0 || departed_.count(peer_id) > 0) {
-    return;
-  }
-  try {
-    transport_->send(peer_id, header, text.data());
-  } catch (const std::exception&) { // the rank counts as silent
+    send_quietly(operation.group()->members[rank].peer_id, header);
   }
 }
 
 void Engine::on_ask(const std::shared_ptr<Group>& group, int source, const Header& header) {
-  Standing standing;
-  const auto found = group->by_key.find(header.key);
-  const bool is_named = (header.key & kNamedKey) != 0;
-  const auto since = is_named ? group->names.uses_since(header.key, source, {header.use, header.generation}) : std::nullopt;
-  const bool came = is_named ? since.value_or(-1) >= 0 : header.key < group->next_key;
+  Reply reply;
+  const auto found = group->by_key.find(header.operation.key);
+  const bool is_named = (header.operation.key & kNamedKey) != 0;
+  const auto since = is_named
+      ? group->names.uses_since(header.operation.key, source, {header.operation.use, header.operation.generation})
+      : std::nullopt;
+  const bool came = is_named ? since.value_or(-1) >= 0 : header.operation.key < group->next_key;
   if (found != group->by_key.end() && since.value_or(0) == 0) {
     // If both ranks first wait for other ranks, no message between them has shown the disagreement.
     const auto& own = found->second->signature();
     TORCH_CHECK_WITH(
-        DistBackendError, is_named || own.agrees_with(header.signature), found->second->describe(),
-        ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.signature.describe());
-    standing.waits_for = found->second->awaited();
-    standing.state = Standing::State::kWaits;
+        DistBackendError, is_named || own.agrees_with(header.operation.signature), found->second->describe(),
+        ": ranks disagree: this rank called ", own.describe(), ", rank ", source, " called ", header.operation.signature.describe());
+    reply.waits_for = found->second->awaited();
+    reply.state = Reply::State::kWaits;
   } else if (came) {
-    standing.state = Standing::State::kEnded;
+    reply.state = Reply::State::kEnded;
   }
   Header answer;
   answer.kind = MessageKind::kAnswer;
-  answer.key = header.key;
-  send_quietly(group, source, answer, standing.written());
+  answer.group = group->id;
+  answer.operation.key = header.operation.key;
+  send_quietly(group->members[source].peer_id, answer, reply.written());
 }
 
 void Engine::on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
-  const auto found = group->by_key.find(header.key);
+  const auto found = group->by_key.find(header.operation.key);
   if (found != group->by_key.end() && found->second->inquiry) {
-    const auto standing = Standing::read(std::string(data, header.bytes), group->size());
+    const auto reply = Reply::read(std::string(data, header.bytes), group->size());
     auto& inquiry = *found->second->inquiry;
-    inquiry.answer(source, standing);
-    auto others = standing.waits_for;
+    inquiry.answer(source, reply);
+    auto others = reply.waits_for;
     others.erase(group->rank);
     ask(*found->second, inquiry.next(others));
   }

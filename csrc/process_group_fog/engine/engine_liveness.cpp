@@ -71,11 +71,11 @@ std::vector<int> Engine::ranks_that(const Group& group, const std::function<bool
 }
 
 std::vector<int> Engine::lost_ranks(const Group& group) {
-  return ranks_that(group, [&](int rank) { return lost_.count(group.members[rank].peer_id) > 0; });
+  return ranks_that(group, [&](int rank) { return peers()[group.members[rank].peer_id].is_lost(); });
 }
 
 std::vector<int> Engine::left_ranks(const Group& group) {
-  return ranks_that(group, [&](int rank) { return is_away(group, rank) && lost_.count(group.members[rank].peer_id) == 0; });
+  return ranks_that(group, [&](int rank) { return is_away(group, rank) && !peers()[group.members[rank].peer_id].is_lost(); });
 }
 
 std::vector<int> Engine::suspect_ranks(const Group& group) {
@@ -113,23 +113,21 @@ void Engine::judge_peers(Deadline now) {
   const bool paused = pulse.waiting.load() == 0 && now - gaps_.last() > pause;
   // Signs from other hosts take messages, so they are only asked for if it is worth it.
   const auto read = [this](PeerId peer) -> std::optional<Signs> {
-    const bool gone = lost_.count(peer) > 0 || departed_.count(peer) > 0;
     const bool asks = liveness_.lost_after().count() > 0 || transport_->shares_memory(peer);
-    return gone || !asks ? std::nullopt : transport_->signs_of(peer);
+    return asks && peers()[peer].is_alive() ? transport_->signs_of(peer) : std::nullopt;
   };
   for (const auto& [peer, how] : liveness_.judge(now, paused, read)) {
-    declare_lost(peer, how, true);
+    declare_lost(peer, Peer::State::kSilent, how);
   }
 }
 
-void Engine::declare_lost(int peer, const std::string& how, bool may_run) {
-  unhealthy_ = true;
-  lost_.insert(peer);
-  liveness_.forget(peer);
-  if (may_run) {
-    silent_.insert(peer);
+void Engine::declare_lost(int peer, Peer::State state, const std::string& how) {
+  if (!peers_.become(peer, state)) {
+    return;
   }
-  if (transport_ && may_run) {
+  unhealthy_ = true;
+  liveness_.forget(peer);
+  if (transport_ && peers()[peer].is_silent()) {
     transport_->expel(peer);
   }
   if (transport_) {
@@ -150,6 +148,7 @@ void Engine::declare_lost(int peer, const std::string& how, bool may_run) {
 }
 
 void Engine::on_end_of_lost(int peer) {
+  peers_.become(peer, Peer::State::kLost);
   outbox_.ended.push_back(peer);
   for (const auto& [id, group] : groups_) {
     if (const int rank = group->group_rank(peer); rank >= 0) {

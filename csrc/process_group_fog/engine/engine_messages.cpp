@@ -9,21 +9,18 @@ namespace fog {
 
 void Engine::on_message(int source, const Header& header, const char* data) {
   // A process that was declared lost may still run; it only has to say what memory it does not use any more.
-  if (silent_.count(source) > 0 && (header.kind != MessageKind::kWindow || static_cast<WindowOp>(header.step) != WindowOp::kLeave)) {
+  if (peers()[source].is_silent() && (header.kind != MessageKind::kWindow || header.window.op != WindowOp::kLeave)) {
     transport_->ignore(source, header);
     return;
   }
   if (header.kind == MessageKind::kGoodbye) {
-    departed_.insert(source);
-    afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
-    if (header.wants_confirm == 0) {
-      return;
+    if (header.wants_confirm != 0) {
+      Header taken;
+      taken.kind = MessageKind::kGoodbyeTaken;
+      send_quietly(source, taken);
     }
-    Header taken;
-    taken.kind = MessageKind::kGoodbyeTaken;
-    try {
-      transport_->send(source, taken);
-    } catch (const std::exception&) { // the process is ending anyway
+    if (peers_.become(source, Peer::State::kLeft)) {
+      afterwards_.emplace_back([this, source] { lose(source, kEnded, false); });
     }
     return;
   }
@@ -76,9 +73,17 @@ void Engine::tell_closed(int source, const Header& header) {
   Header closed;
   closed.kind = MessageKind::kClosed;
   closed.group = header.group;
-  try {
-    transport_->send(source, closed);
-  } catch (const std::exception&) { // the process is ending anyway
+  send_quietly(source, closed);
+}
+
+void Engine::send_quietly(int peer_id, const Header& header, const std::string& text) {
+  if (peers()[peer_id].is_alive()) {
+    auto message = header;
+    message.bytes = text.size();
+    try {
+      transport_->send(peer_id, message, text.data());
+    } catch (const std::exception&) { // no memory, or its process has just ended
+    }
   }
 }
 
@@ -86,9 +91,9 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
   switch (header.kind) {
     case MessageKind::kError: {
       TORCH_CHECK_WITH(
-          DistBackendError, header.key < group->members.size(), "rank ", source,
+          DistBackendError, header.failed_rank >= 0 && header.failed_rank < group->size(), "rank ", source,
           " reports a failure of a rank that is not in the group");
-      Group::News news{static_cast<int>(header.key), text_from_peer(data, header.bytes), {source, static_cast<int>(header.key)}};
+      Group::News news{header.failed_rank, text_from_peer(data, header.bytes), {source, header.failed_rank}};
       afterwards_.emplace_back([this, group, news = std::move(news)] {
         if (group->failure.reason.empty() && !group->news) {
           group->news = news;
@@ -112,7 +117,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       on_point_to_point(group, source, header, data);
       return;
     case MessageKind::kConfirm: {
-      const auto found = group->by_key.find(header.key);
+      const auto found = group->by_key.find(header.operation.key);
       if (found != group->by_key.end()) {
         found->second->on_confirm(source);
       }
@@ -123,21 +128,21 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
         transport_->ignore(group->members[source].peer_id, header);
         return;
       }
-      const auto found = group->by_key.find(header.key);
+      const auto found = group->by_key.find(header.operation.key);
       if (found != group->by_key.end() && found->second->owns(source, header)) {
         const auto operation = found->second; // a copy, because a failure removes it from the map
         hand_over(operation, source, header, data);
         return;
       }
-      if ((header.key & kNamedKey) == 0 && header.key < group->next_key) {
+      if ((header.operation.key & kNamedKey) == 0 && header.operation.key < group->next_key) {
         C10_THROW_ERROR(
             DistBackendError,
             c10::str(
-                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.signature.describe(),
+                "ranks disagree in group '", group->name, "': rank ", source, " called ", header.operation.signature.describe(),
                 " and sends to this rank ", group->rank,
                 " in it, which has ended its operation at that place of its program without rank ", source));
       }
-      group->early[header.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
+      group->early[header.operation.key].emplace_back(early_load_, group->members[source].peer_id, source, header, data);
       return;
     }
     case MessageKind::kAsk:

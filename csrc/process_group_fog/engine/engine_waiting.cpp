@@ -244,18 +244,6 @@ void Engine::drive_once(const std::atomic<bool>& done) {
   last = Clock::now();
 }
 
-// Sleeps until a message comes, but not longer than `limit`.
-void Engine::sleep_until_message(std::chrono::nanoseconds limit) {
-  const auto ticket = bell().listen(Doorbell::kWaiter);
-  auto* transport = linked_.load();
-  if (transport != nullptr) {
-    transport->before_sleep();
-  }
-  if (transport == nullptr || !transport->news()) {
-    bell().sleep(Doorbell::kWaiter, ticket, limit);
-  }
-}
-
 bool Engine::busy() const {
   return in_flight_ > 0 || failing_ || service_->busy() || (transport_ && transport_->sending());
 }
@@ -356,7 +344,7 @@ std::optional<bool> Engine::shutdown() {
   const auto spoken_with = transport_->spoken_with();
   bool elsewhere = false;
   for (const PeerId peer : spoken_with) {
-    if (lost_.count(peer) == 0 && departed_.count(peer) == 0) {
+    if (peers()[peer].is_alive()) {
       try {
         goodbye.wants_confirm = transport_->shares_memory(peer) ? 0 : 1;
         elsewhere = elsewhere || goodbye.wants_confirm != 0;
@@ -372,30 +360,25 @@ std::optional<bool> Engine::shutdown() {
   // host stay in their memory.
   auto everyone_knows = [&] {
     return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
-      return lost_.count(peer) > 0 || departed_.count(peer) > 0 || released_by_.count(peer) > 0 ||
+      return !peers()[peer].is_alive() || released_by_.count(peer) > 0 ||
           (transport_->shares_memory(peer) && !transport_->waits_for_space(peer));
     });
   };
-  const auto limit = Clock::now() + (unhealthy_ ? std::chrono::milliseconds(200) : std::chrono::milliseconds(kLeaveTimeout));
-  Backoff backoff(true);
-  while (!everyone_knows() && Clock::now() < limit) {
-    if (drive(lock)) {
-      backoff.reset();
+  const auto drive_while = [&](std::chrono::milliseconds longest, const auto& needed) {
+    const std::atomic<bool> never{false};
+    Backoff backoff(true);
+    for (const auto end = Clock::now() + longest; needed() && Clock::now() < end; lock.lock()) {
+      if (drive(lock)) {
+        backoff.reset();
+      }
+      unlock_and_deliver(lock);
+      if (const auto pause = backoff.pause(false); pause.count() > 0) {
+        sleep_until_news(never, pause);
+      }
     }
-    unlock_and_deliver(lock);
-    const auto pause = backoff.pause(false);
-    if (pause.count() > 0) {
-      sleep_until_message(pause);
-    }
-    lock.lock();
-  }
-  // delivers this rank's own answers
-  for (const auto end = Clock::now() + kAnswerTime; elsewhere && Clock::now() < end;) {
-    drive(lock);
-    unlock_and_deliver(lock);
-    sleep_until_message(std::chrono::milliseconds(1));
-    lock.lock();
-  }
+  };
+  drive_while(unhealthy_ ? std::chrono::milliseconds(200) : kLeaveTimeout, [&] { return !everyone_knows(); });
+  drive_while(kAnswerTime, [&] { return elsewhere; }); // delivers this rank's own answers
   const bool healthy = !unhealthy_;
   lock.unlock();
   watchdog_.stop();

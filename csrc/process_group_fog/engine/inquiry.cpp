@@ -8,7 +8,7 @@
 
 namespace fog {
 
-std::string Standing::written() const {
+std::string Reply::written() const {
   std::vector<int32_t> numbers{static_cast<int32_t>(state)};
   for (const int rank : waits_for) {
     if (numbers.size() <= kMostNamed) {
@@ -18,7 +18,7 @@ std::string Standing::written() const {
   return {reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int32_t)};
 }
 
-Standing Standing::read(const std::string& text, int size) {
+Reply Reply::read(const std::string& text, int size) {
   std::vector<int32_t> numbers(text.size() / sizeof(int32_t));
   copy_bytes(numbers.data(), text.data(), numbers.size() * sizeof(int32_t));
   const auto is_rank = [size](int32_t number) { return number >= 0 && number < size; };
@@ -41,9 +41,9 @@ std::vector<int> Inquiry::next(const std::set<int>& ranks) {
   return unasked;
 }
 
-void Inquiry::answer(int rank, const Standing& standing) {
-  if (silent_.erase(rank) > 0 && standing.state != Standing::State::kWaits) {
-    (standing.state == Standing::State::kAbsent ? absent_ : ended_).insert(rank);
+void Inquiry::answer(int rank, const Reply& reply) {
+  if (silent_.erase(rank) > 0 && reply.state != Reply::State::kWaits) {
+    (reply.state == Reply::State::kAbsent ? absent_ : ended_).insert(rank);
   }
 }
 

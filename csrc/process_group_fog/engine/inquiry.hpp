@@ -16,7 +16,7 @@
 namespace fog {
 
 // The answer of a rank.
-struct Standing {
+struct Reply {
   enum class State : int32_t {
     kAbsent, // the rank has not started the operation
     kWaits, // the rank is in the operation and waits for others
@@ -30,7 +30,7 @@ struct Standing {
 
   // Conversion to and from a message. read() throws DistBackendError if the text is malformed.
   std::string written() const;
-  static Standing read(const std::string& text, int size);
+  static Reply read(const std::string& text, int size);
 };
 
 class Inquiry {
@@ -39,7 +39,7 @@ class Inquiry {
 
   // Returns the ranks among `ranks` that should be asked and have not been asked yet.
   std::vector<int> next(const std::set<int>& ranks);
-  void answer(int rank, const Standing& standing);
+  void answer(int rank, const Reply& reply);
 
   // Returns whether all ranks have answered or the time for answers is over.
   bool is_over(Deadline now) const {

@@ -13,7 +13,7 @@
 #include "engine/process_engine.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
 #include "job/peer_sockets.hpp"
@@ -24,7 +24,7 @@
 #include "transport/shared_memory/inbox.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
-#include "transport/tcp/guest.hpp"
+#include "transport/tcp/join_call.hpp"
 
 namespace fog {
 namespace {
@@ -40,26 +40,26 @@ constexpr auto kDoubt = std::chrono::milliseconds(500);
 constexpr auto kShortCall = std::chrono::seconds(1);
 constexpr const char* kNotConnected = "was lost: it joined, but did not connect in time";
 
-bool is_here(const Introduction& peer) {
+bool is_here(const PeerInformation& peer) {
   return peer.host == Runtime::instance().host();
 }
 
 // Whether this process can look into that one's memory, if it has not ended.
-bool is_visible(const Introduction& peer) {
+bool is_visible(const PeerInformation& peer) {
   return peer.host_id == host_id() && !peer.address.empty();
 }
 
-// Takes a process in on a member. The rank that has let it join has seen that the process before it ended; this process
+// Admits a process on a member. The rank that has let it join has seen that the process before it ended; this process
 // may learn that a moment later. If it does not, it goes on without the new one, and so do the others with the next epoch.
-void take_in(Engine& engine, int rank, const Introduction& peer, Deadline deadline) {
+void admit(Engine& engine, int rank, const PeerInformation& peer, Deadline deadline) {
   while (true) {
     try {
-      engine.take_in(rank, peer, is_here(peer));
+      engine.admit(rank, peer, is_here(peer));
       return;
     } catch (const c10::DistBackendError& error) {
       if (Clock::now() >= deadline) {
         LOG(WARNING) << message_of(error);
-        engine.give_up(rank, kNoSign, true);
+        engine.give_up(rank, Peer::State::kSilent, kNoSign);
         return;
       }
     }
@@ -69,7 +69,7 @@ void take_in(Engine& engine, int rank, const Introduction& peer, Deadline deadli
 }
 
 // Throws DistBackendError if this process has another version or setting than a rank of the job.
-void check_alike(const Introduction& mine, const Introduction& first) {
+void check_alike(const PeerInformation& mine, const PeerInformation& first) {
   TORCH_CHECK_WITH(
       DistBackendError, mine.protocol == first.protocol,
       "fog: this process cannot join the job, which has another version: the job's is ", first.protocol, "; this one's is ",
@@ -81,13 +81,13 @@ void check_alike(const Introduction& mine, const Introduction& first) {
 }
 
 // Returns whether this process and all members are on one host, and share its memory.
-bool share_memory(const Introduction& mine, const std::vector<Introduction>& members) {
+bool share_memory(const PeerInformation& mine, const std::vector<PeerInformation>& members) {
   return mine.links &&
-      std::all_of(members.begin(), members.end(), [&](const Introduction& member) { return is_visible(member) && member.links; });
+      std::all_of(members.begin(), members.end(), [&](const PeerInformation& member) { return is_visible(member) && member.links; });
 }
 
 // The name of this process's host: that which the members there have for it, or a new one if none is left.
-std::string host_among(const std::vector<Introduction>& members) {
+std::string host_among(const std::vector<PeerInformation>& members) {
   for (const auto& member : members) {
     if (is_visible(member) && shared_memory::Inbox::announce(member.address)) {
       return member.host;
@@ -104,7 +104,7 @@ std::string own_entry() {
   if (transport == nullptr || !runtime.joined()) {
     return {};
   }
-  auto mine = introduce();
+  auto mine = own_information();
   mine.job = runtime.job();
   mine.world_rank = runtime.rank();
   mine.host = runtime.host();
@@ -119,15 +119,15 @@ std::string own_entry() {
 }
 
 bool is_visible(const std::string& entry) {
-  return is_visible(read_introduction(entry));
+  return is_visible(read_peer_information(entry));
 }
 
 bool announce(const std::string& entry) {
-  const auto peer = read_introduction(entry);
+  const auto peer = read_peer_information(entry);
   if (is_visible(peer)) {
     return shared_memory::Inbox::announce(peer.address);
   }
-  return !peer.tcp.empty() && tcp::call_as_guest(peer.tcp, peer.world_rank, kCall);
+  return !peer.tcp.empty() && tcp::call_to_join(peer.tcp, peer.world_rank, kCall);
 }
 
 void prepare_to_join(
@@ -139,18 +139,18 @@ void prepare_to_join(
   TORCH_CHECK_WITH(
       DistBackendError, !runtime.joined() && process_transport() == nullptr,
       "fog: this process has a world already, and cannot join another job");
-  std::vector<Introduction> members;
+  std::vector<PeerInformation> members;
   for (const auto& entry : entries) {
-    members.push_back(read_introduction(entry));
+    members.push_back(read_peer_information(entry));
   }
-  const auto mine = introduce();
+  const auto mine = own_information();
   check_alike(mine, members.front());
   const bool uses_tcp = !share_memory(mine, members);
   TORCH_CHECK_WITH(
       DistBackendError, !uses_tcp || mine.secret_mark == members.front().secret_mark,
       "fog: this process cannot join the job: it does not know the job's secret (FOG_JOB_SECRET)"); // no rank would hear it
   const auto host = uses_tcp ? host_among(members) : members.front().host;
-  const auto neighbors = std::count_if(members.begin(), members.end(), [&](const Introduction& each) { return each.host == host; });
+  const auto neighbors = std::count_if(members.begin(), members.end(), [&](const PeerInformation& each) { return each.host == host; });
   const int max_ranks = members.front().max_ranks;
   auto links = std::make_unique<shared_memory::Links>(rank, size, max_ranks, mine.links);
   TORCH_CHECK_VALUE(
@@ -196,19 +196,19 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
   auto& engine = process_engine();
   const auto deadline = deadline_after(timeout);
   const bool shares = !process_transport()->address().empty();
-  std::map<int, Introduction> peers;
+  std::map<int, PeerInformation> peers;
   std::vector<int> come;
   ProcessWatch processes;
   // On one host, members attach first, and a process that joins attaches each member that has done so. Between hosts
   // the order does not matter: a connection is open once both sides know of each other.
-  const auto waits = [&](const Introduction& peer) { return !is_member && shares && is_here(peer) && !peer.address.empty(); };
+  const auto waits = [&](const PeerInformation& peer) { return !is_member && shares && is_here(peer) && !peer.address.empty(); };
   for (const auto& [rank, entry] : entries) {
-    const auto& peer = peers[rank] = read_introduction(entry);
+    const auto& peer = peers[rank] = read_peer_information(entry);
     if (is_here(peer)) {
       processes.watch(rank, peer.pid);
     }
     if (!waits(peer)) {
-      take_in(engine, rank, peer, deadline);
+      admit(engine, rank, peer, deadline);
     }
   }
   for (const auto& [rank, peer] : peers) {
@@ -219,7 +219,7 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
         engine.check_interrupt();
         std::this_thread::sleep_for(kPause);
         if (Clock::now() >= doubt && !is_here(peer)) {
-          if (!tcp::call_as_guest(peer.tcp, rank, kShortCall)) {
+          if (!tcp::call_to_join(peer.tcp, rank, kShortCall)) {
             break;
           }
           doubt = Clock::now() + kDoubt;
@@ -229,11 +229,12 @@ std::vector<int> connect_with(const std::map<int, std::string>& entries, bool is
       continue;
     }
     if (!connected) {
-      engine.give_up(rank, processes.has_ended(rank) ? kLost : kNotConnected, !processes.has_ended(rank));
+      const bool ended = processes.has_ended(rank);
+      engine.give_up(rank, ended ? Peer::State::kLost : Peer::State::kSilent, ended ? kLost : kNotConnected);
       continue;
     }
     if (waits(peer)) {
-      take_in(engine, rank, peer, deadline);
+      admit(engine, rank, peer, deadline);
     }
     come.push_back(rank);
   }

@@ -4,7 +4,7 @@
 //
 // The process that joins begins with the job's first group, which takes no work on it, and with no connection. It asks
 // the members for attention (announce), and tells each its entry. When the members have agreed that it is one of them,
-// each takes it in: it empties the ring of the process that has ended, and attaches the new one. Only when that is seen
+// each admits it: it empties the ring of the process that has ended, and attaches the new one. Only when that is seen
 // may the new one attach the member. Between hosts both sides connect. So both wait for each other, for less than a
 // millisecond on one host if both run, and for a few round trips between hosts.
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace fog {
 
-// What a process tells others about itself, so that they can connect: the text of an Introduction. Empty if no process
+// What a process tells others about itself, so that they can connect: the text of an PeerInformation. Empty if no process
 // can join this one's world: it has none yet.
 std::string own_entry();
 

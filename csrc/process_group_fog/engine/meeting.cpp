@@ -19,11 +19,11 @@
 #include "transport/shared_memory/arena.hpp"
 
 namespace fog {
-// The second message of a rank, after it knows the others' introductions; its text has a line for each member.
+// The second message of a rank, after it knows what the others tell about themselves; its text has a line for each member.
 struct Meeting::Place {
   std::string host;
   bool linked = false; // the rank shares memory with all others
-  std::string address; // as in Introduction, with its arena
+  std::string address; // as in PeerInformation, with its arena
   std::string tcp; // address for messages over TCP, unless all ranks share a host
 };
 
@@ -65,7 +65,7 @@ bool Meeting::has_several_hosts() const {
 void Meeting::meet(const std::string& name) {
   const auto& runtime = Runtime::instance();
   const bool joined = runtime.joined();
-  auto mine = introduce();
+  auto mine = own_information();
   mine.beacon = beacon_.name();
   mine.job = runtime.job();
   mine.host = runtime.host();
@@ -86,7 +86,7 @@ void Meeting::meet(const std::string& name) {
   }
   mine.world_rank = joined ? runtime.rank() : rendezvous_->rank();
   for (const auto& text : rendezvous_->allgather("rank", fog::to_text(mine))) {
-    ranks_.push_back(read_introduction(text));
+    ranks_.push_back(read_peer_information(text));
   }
   check_alike(ranks_);
   check_one_world(name);
@@ -94,7 +94,7 @@ void Meeting::meet(const std::string& name) {
   for (const auto& rank : ranks_) {
     places_.push_back({rank.host, false, rank.address, ""});
   }
-  if (std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return !rank.host.empty(); })) {
+  if (std::all_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& rank) { return !rank.host.empty(); })) {
     return;
   }
   find_places();
@@ -124,7 +124,7 @@ void Meeting::check_secret() const {
 
 // Returns whether all ranks of the world create their first group, so that all have the same knowledge of each other.
 bool Meeting::is_new_world() const {
-  return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const Introduction& rank) { return rank.host.empty(); });
+  return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& rank) { return rank.host.empty(); });
 }
 
 void Meeting::find_places() {
@@ -144,7 +144,7 @@ void Meeting::find_places() {
   }
   shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
   Place mine{find_host(ranks_, rank), false, ranks_[rank].address, ""};
-  if (!alone || std::any_of(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return !each.links; })) {
+  if (!alone || std::any_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return !each.links; })) {
     mine.tcp = listen();
   }
   if (links_) {
@@ -197,7 +197,7 @@ bool Meeting::wants_rma() const {
   if (between_hosts() != BetweenHosts::kAuto || !has_several_hosts()) {
     return between_hosts() == BetweenHosts::kRma && !all_linked();
   }
-  const auto without = std::find_if(ranks_.begin(), ranks_.end(), [](const Introduction& each) { return each.fabric.empty(); });
+  const auto without = std::find_if(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return each.fabric.empty(); });
   const bool may_be_there = without == ranks_.end();
   if (rendezvous_->rank() == 0) {
     LOG(INFO) << "fog: between hosts data goes by TCP"

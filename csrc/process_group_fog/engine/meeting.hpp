@@ -11,7 +11,7 @@
 #include "engine/group.hpp"
 #include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 #include "job/rendezvous.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
@@ -26,7 +26,7 @@ class Meeting {
   Meeting(const Meeting&) = delete;
   Meeting& operator=(const Meeting&) = delete;
 
-  // Exchanges the ranks' introductions. The first groups also create the world.
+  // Exchanges what the ranks tell about themselves. The first groups also create the world.
   void meet(const std::string& name);
 
   uint64_t id() const {
@@ -66,7 +66,7 @@ class Meeting {
   const Beacon beacon_; // until all ranks have looked for it
   std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
   std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
-  std::vector<Introduction> ranks_;
+  std::vector<PeerInformation> ranks_;
   std::vector<Place> places_;
 };
 

@@ -69,8 +69,8 @@ bool Operation::expects(int peer) const {
 }
 
 bool Operation::owns(int source, const Header& header) const {
-  return (header.key & kNamedKey) == 0 ||
-      group_->names.is_of_latest(header.key, source, {header.use, header.generation}, expects(source));
+  return (header.operation.key & kNamedKey) == 0 ||
+      group_->names.is_of_latest(header.operation.key, source, {header.operation.use, header.operation.generation}, expects(source));
 }
 
 std::string Operation::describe() const {
@@ -131,13 +131,13 @@ std::set<int> Operation::awaited(bool announced) const {
 Header Operation::header_for(uint16_t step, size_t bytes) const {
   Header header;
   header.kind = signature_.kind == OpKind::kPointToPoint ? MessageKind::kPointToPoint : MessageKind::kData;
-  header.step = step;
-  header.use = use_.number;
-  header.generation = use_.generation;
+  header.operation.step = step;
+  header.operation.use = use_.number;
+  header.operation.generation = use_.generation;
   header.group = group_->id;
-  header.key = key_;
+  header.operation.key = key_;
   header.bytes = bytes;
-  header.signature = signature_;
+  header.operation.signature = signature_;
   return header;
 }
 
@@ -145,21 +145,22 @@ void Operation::on_unmatched(int source, const Header& header) {
   C10_THROW_ERROR(
       DistBackendError,
       c10::str(
-          "got a message from rank ", source, " that it does not expect: rank ", source, " called ", header.signature.describe(),
-          " and sends to this rank, which does not receive from it"));
+          "got a message from rank ", source, " that it does not expect: rank ", source, " called ",
+          header.operation.signature.describe(), " and sends to this rank, which does not receive from it"));
 }
 
 void Operation::on_message(int source, const Header& header, const char* data) {
   if (ended()) {
     return;
   }
-  if (!signature_.agrees_with(header.signature)) {
+  if (!signature_.agrees_with(header.operation.signature)) {
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ", header.signature.describe()));
+            "ranks disagree: this rank called ", signature_.describe(), ", rank ", source, " called ",
+            header.operation.signature.describe()));
   }
-  const auto found = find_receive(source, header.step);
+  const auto found = find_receive(source, header.operation.step);
   if (!found) {
     on_unmatched(source, header);
     return;
@@ -170,7 +171,7 @@ void Operation::on_message(int source, const Header& header, const char* data) {
         DistBackendError,
         c10::str(
             "ranks disagree: this rank expects ", receive.bytes, " bytes from rank ", source, ", which sends ", header.bytes, " (",
-            header.signature.describe(), ")"));
+            header.operation.signature.describe(), ")"));
   }
   receive.arrived = true;
   receive.peer = source;

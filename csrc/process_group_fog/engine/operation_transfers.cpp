@@ -329,8 +329,8 @@ void Operation::confirm_to(int peer) {
   Header header;
   header.kind = MessageKind::kConfirm;
   header.group = group_->id;
-  header.key = key_;
-  header.signature = signature_;
+  header.operation.key = key_;
+  header.operation.signature = signature_;
   try {
     group_->transport->send(group_->members[peer].peer_id, header);
     ++group_->sent_messages;

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 
 #include "core/settings.hpp"
@@ -39,6 +40,25 @@ class Suspended {
  private:
   Engine& engine_;
 };
+
+// Returns how those of these members of the new group are called whose processes have ended, or that were declared lost.
+// From now on the ends of all of them are noticed.
+std::map<int, std::string> gone_members(const PriorGroup& prior, const std::vector<int>& members) {
+  auto& engine = process_engine();
+  std::vector<int> asked;
+  for (const int member : members) {
+    asked.push_back(prior.ranks.at(static_cast<size_t>(member)));
+  }
+  engine.watch(*prior.group, asked);
+  engine.look_for_ended_peers();
+  std::map<int, std::string> gone;
+  for (size_t i = 0; i < members.size(); ++i) {
+    if (!engine.peer(prior.group->members[asked[i]].peer_id).is_alive()) { // one that has only closed that group may come
+      gone.emplace(members[i], prior.group->describe_member(asked[i]) + " of group '" + prior.group->name + "'");
+    }
+  }
+  return gone;
+}
 
 } // namespace
 
@@ -120,7 +140,7 @@ std::shared_ptr<Group> connect(
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    const Acquaintance& known) {
+    const PriorGroup& prior) {
   auto& engine = process_engine();
   use_settings();
   const Suspended suspended(engine); // other ranks may take long to come
@@ -137,8 +157,8 @@ std::shared_ptr<Group> connect(
   runtime.check_first_start();
   engine.watchdog().check();
   Rendezvous::Gone gone;
-  if (known.group) {
-    gone = [known](const std::vector<int>& members) { return known.gone(members); };
+  if (prior.group) {
+    gone = [prior](const std::vector<int>& members) { return gone_members(prior, members); };
   }
   Meeting meeting(store, rank, size, timeout, std::move(gone));
   engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile

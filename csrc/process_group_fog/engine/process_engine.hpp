@@ -4,10 +4,10 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "engine/acquaintance.hpp"
 #include "engine/engine.hpp"
 #include "job/between_hosts.hpp"
 
@@ -41,6 +41,12 @@ void make_process_transport(
 // Applies the settings, before the first group. Throws ValueError for an interface that is not there.
 void use_settings();
 
+// An older group that contains all members of a new one, and their ranks in it; null if there is none.
+struct PriorGroup {
+  std::shared_ptr<Group> group;
+  std::vector<int> ranks;
+};
+
 // Creates a group of the ranks that meet at `store`, and starts MPI with the first group if it is to move data. Blocks until
 // every rank has come; throws DistBackendError with the missing ranks after `timeout`, or as soon as one of them is known
 // to be gone.
@@ -50,7 +56,7 @@ std::shared_ptr<Group> connect(
     int size,
     std::chrono::milliseconds timeout,
     const std::string& name,
-    const Acquaintance& known);
+    const PriorGroup& prior);
 
 // Sets the rank and size that observers of this process see, and starts the timeline if FOG_TIMELINE is set. Only the
 // first call has an effect; connect() calls it if it was not called before.

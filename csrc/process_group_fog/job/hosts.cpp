@@ -77,7 +77,7 @@ void emulate_host(const std::string& host_id) {
   emulated_host_id = host_id;
 }
 
-std::string find_host(const std::vector<Introduction>& ranks, int rank) {
+std::string find_host(const std::vector<PeerInformation>& ranks, int rank) {
   const auto& id = ranks[static_cast<size_t>(rank)].host_id;
   int first = 0;
   while (first < rank &&
@@ -87,7 +87,7 @@ std::string find_host(const std::vector<Introduction>& ranks, int rank) {
   return id + "#rank " + std::to_string(first);
 }
 
-std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<Introduction>& ranks) {
+std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<PeerInformation>& ranks) {
   for (size_t rank = 0; rank < ranks.size() && between_hosts() == BetweenHosts::kRma; ++rank) {
     if (!ranks[rank].links) {
       hosts[rank] += "#alone " + std::to_string(rank);

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 
 namespace fog {
 
@@ -42,10 +42,10 @@ class Beacon {
 // Returns a name for the host of rank `rank` that all its ranks have in common and no other host has: it contains the
 // lowest rank whose beacon is found there. A rank that is alone on its host, or whose system has no beacons, finds only
 // itself.
-std::string find_host(const std::vector<Introduction>& ranks, int rank);
+std::string find_host(const std::vector<PeerInformation>& ranks, int rank);
 
 // Returns the division into nodes that MPI is told, see Runtime::nodes().
-std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<Introduction>& ranks);
+std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<PeerInformation>& ranks);
 
 // For tests: makes host_id() return this value from now on, unless it is empty.
 void emulate_host(const std::string& host_id);

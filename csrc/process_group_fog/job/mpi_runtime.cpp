@@ -13,7 +13,7 @@
 #include "core/failure.hpp"
 #include "core/settings.hpp"
 #include "job/hosts.hpp"
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 #include "job/timed_call.hpp"
 
 namespace fog {
@@ -149,7 +149,7 @@ void Runtime::start(const std::shared_ptr<Rendezvous>& rendezvous, const std::st
     return;
   }
   check_first_start();
-  check_versions(rendezvous->allgather("mpi", introduce().protocol + ", MPI " + short_version(library_version())));
+  check_versions(rendezvous->allgather("mpi", own_information().protocol + ", MPI " + short_version(library_version())));
   try {
     launched_ = launched(rank, size);
     ScopedEnvironment environment;

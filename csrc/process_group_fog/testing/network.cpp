@@ -114,7 +114,7 @@ class InProcessNetwork::Endpoint final : public Transport {
   void withdraw(const TransferOwner& owner) override;
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override {
-    coming_.erase(header.transfer);
+    coming_.erase(header.shared.transfer);
   }
 
   bool poll() override;
@@ -282,7 +282,7 @@ std::vector<Transport::Ended> InProcessNetwork::Endpoint::ended() {
   const std::lock_guard<std::mutex> lock(network_->mutex_);
   for (const PeerId peer : network_->noticed_) {
     if (peer != self_ && seen_lost_.insert(peer).second) {
-      ended.push_back({peer, kLost});
+      ended.push_back({peer, Peer::State::kLost, kLost});
     }
   }
   return ended;
@@ -292,7 +292,7 @@ void InProcessNetwork::Endpoint::say(
     PeerId peer, MessageKind kind, uint64_t transfer, size_t bytes, std::shared_ptr<std::vector<char>> data) {
   Parcel parcel;
   parcel.header.kind = kind;
-  parcel.header.transfer = transfer;
+  parcel.header.shared.transfer = transfer;
   parcel.header.bytes = bytes;
   parcel.data = std::move(data);
   network_->put(self_, peer, std::move(parcel));
@@ -309,7 +309,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
   for (const auto& [peer, scale, wants_confirm] : destinations) {
-    if (handler_.has_ended(peer)) {
+    if (handler_.peers()[peer].is_lost()) {
       throw Unreachable(peer);
     }
     header.scale = scale;
@@ -340,10 +340,9 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     }
     going->readers.push_back({peer, 0});
     header.delivery = memory == Memory::kMessages ? Delivery::kPayload : chunked ? Delivery::kStream : Delivery::kMapped;
-    header.transfer = memory == Memory::kMessages ? header.transfer : going->transfer;
-    header.address = memory == Memory::kMessages ? header.address : reinterpret_cast<uintptr_t>(going->data);
+    header.shared = {going->transfer, reinterpret_cast<uintptr_t>(going->data), 0, 0};
     Parcel parcel{header, nullptr};
-    if (memory == Memory::kMessages) { // the fields of the header belong to the caller, so the data is in the parcel
+    if (memory == Memory::kMessages) { // the data is in the parcel
       parcel.data = std::make_shared<std::vector<char>>(going->data, going->data + going->bytes);
       going->readers.back().taken = going->bytes;
     }
@@ -359,7 +358,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
 std::shared_ptr<Incoming> InProcessNetwork::Endpoint::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
   const bool payload = header.delivery == Delivery::kPayload;
-  const auto found = coming_.find(payload ? kOwnNumber | header.payload_tag : header.transfer);
+  const auto found = coming_.find(payload ? kOwnNumber | header.payload_tag : header.shared.transfer);
   auto coming = found->second;
   coming->owner = owner;
   if (payload) {
@@ -371,7 +370,7 @@ std::shared_ptr<Incoming> InProcessNetwork::Endpoint::receive(
 }
 
 void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
-  const auto found = going_.find(header.transfer);
+  const auto found = going_.find(header.shared.transfer);
   if (found == going_.end()) {
     return; // it was withdrawn
   }
@@ -385,7 +384,7 @@ void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
   if (going->taken_by_all()) {
     {
       const std::lock_guard<std::mutex> lock(network_->mutex_);
-      network_->standing_.erase(header.transfer);
+      network_->standing_.erase(header.shared.transfer);
     }
     going_.erase(found);
     released_.push_back(std::move(going->owner));
@@ -411,7 +410,7 @@ bool InProcessNetwork::Endpoint::poll() {
       continue;
     }
     if (header.kind == MessageKind::kFilled) {
-      if (const auto found = coming_.find(header.transfer); found != coming_.end()) {
+      if (const auto found = coming_.find(header.shared.transfer); found != coming_.end()) {
         auto& coming = *found->second;
         coming.chunks.push_back({{coming.available_bytes, header.bytes, parcel.data->data()}, parcel.data});
         coming.available_bytes = header.bytes;
@@ -430,7 +429,7 @@ bool InProcessNetwork::Endpoint::poll() {
       coming->source = source;
       coming->group = header.group;
       coming->total = header.bytes;
-      coming->transfer = header.transfer;
+      coming->transfer = header.shared.transfer;
       coming->message = parcel.message;
       if (header.delivery == Delivery::kPayload) { // under a number of this side
         coming->available_bytes = header.bytes;
@@ -440,9 +439,9 @@ bool InProcessNetwork::Endpoint::poll() {
       } else {
         if (header.delivery == Delivery::kMapped) {
           coming->available_bytes = header.bytes;
-          coming->chunks.push_back({{0, header.bytes, reinterpret_cast<const char*>(header.address)}, nullptr});
+          coming->chunks.push_back({{0, header.bytes, reinterpret_cast<const char*>(header.shared.address)}, nullptr});
         }
-        coming_.emplace(header.transfer, coming);
+        coming_.emplace(header.shared.transfer, coming);
       }
     }
     handler_.on_message(source, header, header.delivery == Delivery::kInline && parcel.data ? parcel.data->data() : nullptr);

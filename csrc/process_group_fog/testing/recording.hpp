@@ -57,7 +57,8 @@ class Recording {
     if (!is_on_) {
       return kNone;
     }
-    messages_.push_back({from, to, header.bytes, header.key, header.step, arrivals_[static_cast<size_t>(from)].size()});
+    messages_.push_back(
+        {from, to, header.bytes, header.operation.key, header.operation.step, arrivals_[static_cast<size_t>(from)].size()});
     return start_ << 32 | (messages_.size() - 1);
   }
   // The message with this number has completely arrived.

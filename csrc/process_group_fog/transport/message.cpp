@@ -24,7 +24,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
     case MessageKind::kWanted:
-      if (header.chunk >= Inbox::kChunks) {
+      if (header.shared.chunk >= Inbox::kChunks) {
         return "its sender has no such chunk";
       }
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;
@@ -47,13 +47,13 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       return header.delivery != Delivery::kInline || came != header.bytes ? "its text is not all there" : nullptr;
     case MessageKind::kWindow:
     case MessageKind::kWindowReply:
-      if (header.step > static_cast<uint16_t>(WindowOp::kLeave)) {
+      if (header.window.op > WindowOp::kLeave) {
         return "there is no such operation on a window";
       }
       if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload && header.delivery != Delivery::kStream) {
         return "the data of windows does not come so";
       }
-      if (header.kind == MessageKind::kWindowReply && header.flags != 0 && header.delivery != Delivery::kInline) {
+      if (header.kind == MessageKind::kWindowReply && header.window.failed != 0 && header.delivery != Delivery::kInline) {
         return "its text is not all there";
       }
       break;

@@ -16,7 +16,7 @@ enum class MessageKind : uint8_t {
   kTaken, // the receiver has read the data in the sender's arena
   kFilled, // the data of a stream from the end of the last chunk to `bytes` is in the chunk `chunk`
   kEmptied, // a reader of a stream has taken `bytes` of its data; 0 bytes if that answers kWanted before any were taken
-  kError, // the group failed; the data is the reason, and the key the rank where it failed, which may not be the sender
+  kError, // the group failed; the data is the reason
   kClosed, // the sender has destroyed its group
   kGoodbye, // the sender ends; only answers to others' goodbyes follow
   kGoodbyeTaken, // the sender has received the receiver's goodbye and all messages before it
@@ -24,48 +24,98 @@ enum class MessageKind : uint8_t {
   kWindowReply,
   kHold, // too much of the receiver's data waits at the sender: keep the data of its messages until asked for it
   kRelease, // ends kHold
-  // the receiver may put data into `chunk` slots at `address` of the sender's pool, see notified_puts; 0 if there is no
-  // room
-  kSlots,
-  kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; if `flags` is 0 it goes as payload
+  kSlots, // the sender lends the receiver slots for its puts, see notified_puts
+  kPlaced, // says where the data of a put goes whose header did not know it yet
   kAsk, // the sender's operation is late: asks whether the receiver waits in it, and for which ranks
-  kAnswer, // the answer to kAsk, see Standing
+  kAnswer, // the answer to kAsk, see Reply
   kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
 };
 
-// The operation of a kWindow message, in its `step`.
+// What a kWindow message asks for.
 enum class WindowOp : uint16_t { kPut, kAccumulate, kGet, kWrite, kSignal, kLock, kUnlock, kLeave };
 
-// The place of a message's data.
+// The place of a message's data. Data that streams, is put, or is read in the sender's arena is a transfer, and has a
+// number of the sender.
 enum class Delivery : uint8_t {
   kInline, // behind the header
   kPayload, // by TCP with the tag `payload_tag`, received directly into their place
   kStream, // in chunks of shared memory; the sender is on this host and fills them as its readers empty them
   kRemote, // in the receiver's memory, into whose slots the sender puts it
-  kMapped, // at `address` in the arena of the sender, which is on this host; the receiver has mapped that arena
+  kMapped, // in the arena of the sender, which is on this host; the receiver has mapped that arena
 };
 
-// Every message begins with a header.
+// Of kData, kPointToPoint, kConfirm, kAsk and kAnswer.
+struct OfOperation {
+  uint64_t key = 0; // of the operation within the group
+  uint32_t generation = 0; // of the count in `use`
+  uint16_t use = 0; // how often the sender has used the operation's name
+  uint16_t step = 0; // number of the message in the operation, between these two ranks
+  Signature signature;
+};
+
+// Of kWindow and kWindowReply.
+struct OfWindow {
+  uint64_t number; // of the window within the group
+  uint64_t request; // the origin's number, which the reply repeats; 0 if it expects none
+  uint64_t offset; // where kWrite writes
+  uint64_t puts; // see WindowRequest
+  double p; // the weight that goes with the data, if `has_p`
+  uint32_t codec_bytes; // at the end of the data: the text of its codec
+  WindowOp op;
+  uint8_t has_p;
+  uint8_t needs_mutex;
+  uint8_t failed; // of a reply: its data is the reason
+};
+
+// Of kStream, kMapped, kTaken, kFilled, kEmptied and kWanted: a transfer through the memory of a host.
+struct InSharedMemory {
+  uint64_t transfer;
+  uint64_t address; // in the sender's arena, for kMapped
+  uint32_t withdrawals; // number of transfers that the sender had withdrawn before this one began
+  uint32_t chunk; // for kFilled
+};
+
+// Of kRemote and kPlaced: a transfer by RMA.
+struct InSlots {
+  uint64_t transfer;
+  uint64_t credit; // address in the sender's pool, where the receiver writes how much it has taken
+  uint32_t first_slot;
+  uint32_t slots; // in kRemote, 0 if they are not known yet; in kPlaced, 0 if the data goes as payload
+};
+
+// Of kSlots.
+struct LentSlots {
+  uint64_t address; // in the sender's pool
+  uint32_t slots; // 0 if there is no room
+};
+
+// Every message begins with a header. Its kind says which member of `of` is set; its delivery, or its kind, which one of
+// `by`.
 struct Header {
   MessageKind kind = MessageKind::kData;
   Delivery delivery = Delivery::kInline;
   uint8_t wants_confirm = 0;
-  uint16_t step = 0; // number of the message in the operation, between these two ranks
-  uint16_t use = 0; // how often the sender has used the operation's name
-  uint32_t payload_tag = 0;
-  uint32_t withdrawals = 0; // number of transfers that the sender had withdrawn before this one began
-  uint32_t chunk = 0; // a chunk of shared memory, or the first slot
-  uint32_t flags = 0; // flags of window messages; or the number of slots, 0 if it is not known yet
-  uint32_t generation = 0; // generation of that count
-  uint64_t transfer = 0; // the sender's number of data that is streamed, put, or read in its arena
-  uint64_t address = 0; // in its arena; or in its pool, where the receiver writes how much it has taken
+  uint32_t payload_tag = 0; // for kPayload, and for kRemote if that becomes a payload
   uint64_t group = 0;
-  uint64_t key = 0; // of the operation within the group
-  uint64_t bytes = 0; // size of the data
+  uint64_t bytes = 0; // size of the data, or of its part of which the message tells
   double scale = 1.0; // the sender's weight for this receiver
-  Signature signature;
+  union {
+    OfOperation operation = {};
+    OfWindow window;
+    int32_t failed_rank; // of kError: the rank where the group failed, which may not be the sender
+  };
+  union {
+    InSharedMemory shared = {};
+    InSlots put;
+    LentSlots lent;
+  };
 };
 static_assert(std::is_trivially_copyable_v<Header>);
+
+// Returns whether it belongs to an operation. News of failures and ends, and windows' messages, do not wait for others.
+inline bool is_in_order(const Header& header) {
+  return header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
+}
 
 // Throws DistBackendError: process `source` has sent a message of `length` bytes that is not valid.
 [[noreturn]] void refuse_message(int source, size_t length, const char* why);

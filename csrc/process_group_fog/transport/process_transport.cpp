@@ -1,8 +1,12 @@
 #include "transport/process_transport.hpp"
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 
-#include "transport/process_transfers.hpp"
+#include <c10/util/SmallVector.h>
+
+#include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
 namespace {
@@ -11,6 +15,47 @@ namespace {
 constexpr auto kFlowTime = std::chrono::milliseconds(2);
 
 } // namespace
+
+// The transfers of one call of send().
+class ProcessTransport::ToSeveral final : public Outgoing {
+ public:
+  explicit ToSeveral(size_t bytes) : bytes_(bytes) {}
+
+  bool done() const override {
+    return readers_.empty() && (!stream || stream->sent_all());
+  }
+  bool done(PeerId peer) const override {
+    return std::find(readers_.begin(), readers_.end(), peer) == readers_.end() && (!stream || stream->sent_all(peer));
+  }
+  size_t sent() const override {
+    size_t sent = stream ? stream->sent() : bytes_;
+    for (const auto& put : puts) {
+      sent = std::min(sent, put->sent());
+    }
+    return sent;
+  }
+  std::optional<Fill> next_fill() override {
+    return stream ? stream->next_fill() : std::nullopt;
+  }
+  void filled(const Fill& fill) override {
+    stream->filled(fill);
+  }
+
+  void add(PeerId reader) {
+    readers_.push_back(reader);
+  }
+  void remove(PeerId reader) {
+    readers_.erase(std::find(readers_.begin(), readers_.end(), reader));
+  }
+
+  std::shared_ptr<shared_memory::OutgoingStream> stream;
+  std::vector<std::shared_ptr<mpi::OutgoingPut>> puts;
+  c10::DataPtr copy; // a copy of the data if the owner's memory may change
+
+ private:
+  const size_t bytes_;
+  std::vector<PeerId> readers_; // peers that do not read the stream
+};
 
 // Data that this process reads in a peer's arena.
 class ProcessTransport::Mapped final : public Incoming {
@@ -21,7 +66,7 @@ class ProcessTransport::Mapped final : public Incoming {
         header_(header),
         arena_(transport.links_.arena_of(source)),
         inbox_(transport.links_.shared_inbox_of(source)),
-        data_(arena_ ? arena_->at(header.address, header.bytes) : nullptr) {
+        data_(arena_ ? arena_->at(header.shared.address, header.bytes) : nullptr) {
     if (!arena_) { // the peer was forgotten meanwhile
       throw Unreachable(source);
     }
@@ -43,10 +88,10 @@ class ProcessTransport::Mapped final : public Incoming {
     if (transport_.links_.shared_inbox_of(source_) != inbox_) { // another process has taken the sender's place
       return false;
     }
-    const bool stands = transport_.links_.stands(source_, header_.transfer, header_.withdrawals);
+    const bool stands = transport_.links_.stands(source_, header_.shared.transfer, header_.shared.withdrawals);
     Header taken;
     taken.kind = MessageKind::kTaken;
-    taken.transfer = header_.transfer;
+    taken.shared.transfer = header_.shared.transfer;
     transport_.links_.send(source_, taken, nullptr, 0);
     return stands;
   }
@@ -73,12 +118,14 @@ ProcessTransport::ProcessTransport(
       links_(*owned_links_),
       streams_(links_),
       copies_(streams_, links_, released_),
-      wire_(std::move(connections), static_cast<MessageHandler&>(*this), handler, links_.pulse()),
+      wire_(std::move(connections), static_cast<MessageHandler&>(*this), links_.pulse()),
       remote_memory_(std::move(remote_memory)) {
   wire_.connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
   if (remote_memory_) {
     remote_memory_->ask(
-        [this](PeerId peer) { return handler_.is_leaving(peer) || has_ended(peer); },
+        [this](PeerId peer) {
+          return !peers()[peer].is_alive() || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
+        },
         [this](PeerId peer) {
           wire_.watch(peer);
           return wire_.connections().fd(peer) >= 0;
@@ -115,11 +162,135 @@ std::vector<PeerId> ProcessTransport::spoken_with() const {
 std::vector<Transport::Ended> ProcessTransport::ended() {
   std::vector<Ended> ended;
   for (const PeerId peer : processes_.ended()) {
-    ended.push_back({peer, kLost, false, links_.has_departed(peer)});
+    ended.push_back({peer, links_.has_departed(peer) ? Peer::State::kLeft : Peer::State::kLost, kLost});
   }
   const auto others = wire_.connections().take_ended();
   ended.insert(ended.end(), others.begin(), others.end());
   return ended;
+}
+
+bool ProcessTransport::holds_back(PeerId destination) const {
+  constexpr size_t kMostUnsent = size_t(4) << 20;
+  return held_.count(destination) > 0 || links_.unsent(destination) + wire_.unsent(destination) > kMostUnsent;
+}
+
+ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header& header, const void* data, Memory memory) const {
+  const bool hold = is_in_order(header) && header.bytes > 0 && holds_back(destination);
+  const bool local = links_.reaches(destination);
+  if (header.bytes <= kLocalInlineBytes && !hold) {
+    return Way::kInline;
+  }
+  if (!local && memory != Memory::kMessages && is_in_order(header) && header.bytes > kInlineBytes && puts_ &&
+      puts_->reaches(destination)) {
+    return Way::kRemote; // held back or not: the data stays in its slots until it is taken
+  }
+  if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
+    return Way::kMapped;
+  }
+  return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
+}
+
+void ProcessTransport::send_header(PeerId peer, const Header& header, const void* data, size_t bytes) {
+  if (links_.reaches(peer)) {
+    links_.send(peer, header, data, bytes);
+  } else {
+    wire_.send(peer, header, data, bytes);
+  }
+}
+
+Transport::Sent ProcessTransport::send(
+    c10::ArrayRef<Destination> destinations,
+    const Header& message,
+    const void* data,
+    Memory memory,
+    const std::shared_ptr<TransferOwner>& owner) {
+  auto header = message;
+  Sent sent;
+  c10::SmallVector<Way, 8> ways;
+  std::vector<PeerId> readers;
+  for (const auto& destination : destinations) {
+    ways.push_back(way_of(destination.peer, header, data, memory));
+    if (ways.back() == Way::kStream) {
+      readers.push_back(destination.peer);
+    }
+  }
+  std::shared_ptr<ToSeveral> outgoing;
+  if (std::any_of(ways.begin(), ways.end(), [](Way way) { return way != Way::kInline; })) {
+    sent.outgoing = outgoing = std::make_shared<ToSeveral>(header.bytes);
+  }
+  // Small data may change as soon as send() returns, so it is copied if it has to be held back. Data that may be
+  // overwritten is copied for receivers whose progress the stream does not track; others read the original.
+  const auto copied = [&, original = data] {
+    if (!outgoing->copy) {
+      outgoing->copy = shared_allocator().allocate(header.bytes);
+      std::memcpy(outgoing->copy.get(), original, header.bytes);
+    }
+    return outgoing->copy.get();
+  };
+  if (outgoing && header.bytes <= kInlineBytes) {
+    data = copied();
+  }
+  if (!readers.empty()) {
+    outgoing->stream = streams_.open(readers, header.group, data, header.bytes, owner);
+  }
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    const auto& [peer, scale, wants_confirm] = destinations[i];
+    header.scale = scale;
+    header.wants_confirm = wants_confirm ? 1 : 0;
+    header.delivery = Delivery::kInline;
+    switch (ways[i]) {
+      case Way::kInline:
+        send_header(peer, header, data, header.bytes);
+        break;
+      case Way::kStream:
+        streams_.announce(*outgoing->stream, header);
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kMapped:
+        header.delivery = Delivery::kMapped;
+        header.shared = {streams_.next_transfer(), reinterpret_cast<uintptr_t>(data), links_.inbox().withdrawals(), 0};
+        if (wants_confirm) { // the kTaken message confirms it too
+          header.wants_confirm = 0;
+          sent.answered.push_back(peer);
+        }
+        outgoing->add(peer);
+        mapped_.emplace(header.shared.transfer, Reading{outgoing, owner, peer});
+        links_.send(peer, header, nullptr, 0);
+        break;
+      case Way::kCopied:
+      case Way::kRemote:
+      case Way::kPayload: {
+        outgoing->add(peer);
+        const auto ended = [outgoing, to = peer, owner = std::weak_ptr<TransferOwner>(owner)](const std::string& error) {
+          if (!error.empty()) {
+            outgoing->error = error;
+            outgoing->failed_peer = to;
+          }
+          outgoing->remove(to);
+          if (const auto alive = owner.lock()) {
+            alive->on_progress();
+          }
+        };
+        if (ways[i] == Way::kCopied) {
+          copies_.send(peer, header, data, owner, [ended] { ended(""); });
+          break;
+        }
+        if (ways[i] == Way::kRemote) {
+          if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten, owner, ended)) {
+            outgoing->puts.push_back(std::move(put));
+            break;
+          }
+        }
+        const void* payload = memory == Memory::kOverwritten ? copied() : data;
+        header.delivery = Delivery::kPayload;
+        header.payload_tag = wire_.next_tag(peer);
+        send_header(peer, header, nullptr, 0);
+        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended);
+        break;
+      }
+    }
+  }
+  return sent;
 }
 
 std::shared_ptr<Incoming> ProcessTransport::receive(
@@ -144,7 +315,7 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
     if (!puts_) {
       refuse_message(source, sizeof(header), "this process has no memory for RMA");
     }
-    if (handler_.has_ended(source)) { // its slots, lent or borrowed, are forgotten
+    if (peers()[source].is_lost()) { // its slots, lent or borrowed, are forgotten
       return;
     }
     if (header.kind == MessageKind::kSlots) {
@@ -161,13 +332,13 @@ void ProcessTransport::on_message(PeerId source, const Header& header, const cha
 }
 
 void ProcessTransport::on_local(PeerId source, const char* record, size_t length) {
-  if (handler_.has_ended(source)) { // it counts as lost, but still runs
+  if (peers()[source].is_lost()) { // it counts as lost, but still runs
     return;
   }
   const auto header = checked_header(source, record, length, true);
   switch (header.kind) {
     case MessageKind::kTaken:
-      if (const auto found = mapped_.find(header.transfer);
+      if (const auto found = mapped_.find(header.shared.transfer);
           found != mapped_.end() && found->second.peer == source) { // otherwise it was withdrawn
         auto reading = std::move(found->second);
         mapped_.erase(found);
@@ -184,10 +355,8 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
       streams_.on_wanted(source, header);
       return;
     default:
-      if (header.delivery == Delivery::kStream && is_in_order(header)) {
+      if (header.delivery == Delivery::kStream) {
         streams_.on_announcement(source, header);
-      } else if (header.delivery == Delivery::kStream) {
-        copies_.on_announcement(source, header);
       }
       handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
   }
@@ -227,7 +396,7 @@ void ProcessTransport::withdraw(const TransferOwner& owner) {
 
 void ProcessTransport::ignore(PeerId source, const Header& header) {
   if (header.delivery == Delivery::kStream) {
-    streams_.ignore(source, is_in_order(header) ? header : shared_memory::Copies::of_stream(header));
+    streams_.ignore(source, header);
   } else if (header.delivery == Delivery::kRemote) {
     arrivals_->ignore(source, header);
   }

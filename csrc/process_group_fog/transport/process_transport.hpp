@@ -163,7 +163,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   // Returns whether data for `destination` must stay here, because the peer has asked for that or too much data waits
   // for it already.
   bool holds_back(PeerId destination) const;
-  void send_inline(PeerId peer, const Header& header, const void* data);
+  void send_header(PeerId peer, const Header& header, const void* data, size_t bytes);
   Way way_of(PeerId destination, const Header& header, const void* data, Memory memory) const;
   void on_local(PeerId source, const char* record, size_t length);
   void end(Reading reading);
@@ -171,8 +171,8 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void drop_mapped(bool withdraw, Which&& which);
 
   void on_message(PeerId source, const Header& header, const char* data) override;
-  bool has_ended(PeerId peer) override {
-    return handler_.has_ended(peer) || processes_.has_ended(peer) || wire_.connections().is_closed_by(peer);
+  const Peers& peers() const override {
+    return handler_.peers();
   }
 
   const PeerId self_;

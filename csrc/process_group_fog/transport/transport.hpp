@@ -18,6 +18,7 @@
 #include <c10/util/ArrayRef.h>
 
 #include "core/failure.hpp"
+#include "core/peer.hpp"
 #include "transport/block.hpp"
 #include "transport/doorbell.hpp"
 #include "transport/message.hpp"
@@ -101,12 +102,8 @@ class MessageHandler {
   virtual ~MessageHandler() = default;
   // `data` holds header.bytes bytes if they came with the header; otherwise it is nullptr.
   virtual void on_message(PeerId source, const Header& header, const char* data) = 0;
-  // Returns whether a process is known to have ended. Messages must not be sent to it.
-  virtual bool has_ended(PeerId peer) = 0;
-  // Returns whether it has said goodbye: it reads messages that have arrived, but its memory may disappear at any time.
-  virtual bool is_leaving(PeerId peer) {
-    return false;
-  }
+  // What it knows about the other processes. Messages must not be sent to one that is lost.
+  virtual const Peers& peers() const = 0;
 };
 
 // Every call needs the engine's lock unless its comment says otherwise.
@@ -131,9 +128,8 @@ class Transport {
   virtual void depart() {}
   struct Ended {
     PeerId peer;
+    Peer::State state; // what it becomes
     const char* how; // what to say about its end, unless it had announced it
-    bool may_run = false; // its end is not certain
-    bool departed = false; // it had announced its end
   };
   // Returns the processes whose end has been noticed since the last call.
   virtual std::vector<Ended> ended() = 0;

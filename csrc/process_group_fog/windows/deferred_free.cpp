@@ -52,7 +52,7 @@ void DeferredFree::keep(Engine& engine, Name name, std::shared_ptr<WindowMemory>
   }
   // From now on release() is called for users that end; some may have ended before.
   for (const auto& user : users) {
-    if (engine.has_left(user.peer)) {
+    if (const auto its = engine.peer(user.peer); !its.is_alive() && !its.is_silent()) {
       release(user.peer);
     }
   }

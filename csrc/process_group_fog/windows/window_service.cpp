@@ -105,9 +105,10 @@ Header WindowService::header_for(MessageKind kind, uint64_t group, uint64_t wind
   Header header;
   header.kind = kind;
   header.group = group;
-  header.key = window;
-  header.step = static_cast<uint16_t>(op);
-  header.transfer = request;
+  header.window = {};
+  header.window.number = window;
+  header.window.op = op;
+  header.window.request = request;
   return header;
 }
 
@@ -127,16 +128,14 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
   request->service_ = this;
   request->id_ = next_request_++;
   auto header = header_for(MessageKind::kWindow, group.id, request->window, request->op, request->id_);
+  auto& window = header.window;
+  window.offset = request->offset;
+  window.puts = request->puts;
+  window.p = request->p.value_or(0.0);
+  window.has_p = request->p ? 1 : 0;
+  window.codec_bytes = static_cast<uint32_t>(request->codec_bytes);
+  window.needs_mutex = request->mutex ? 1 : 0;
   header.scale = request->weight;
-  if (request->op == WindowOp::kWrite) {
-    header.address = request->offset;
-  } else {
-    const double p = request->p.value_or(0.0);
-    std::memcpy(&header.address, &p, sizeof(p));
-  }
-  header.signature.numel = static_cast<int64_t>(request->puts);
-  header.signature.tensors = static_cast<uint32_t>(request->codec_bytes);
-  header.flags = (request->p ? kHasP : 0U) | (request->mutex ? kNeedsMutex : 0U);
   header.bytes = request->data.defined() ? request->data.nbytes() : 0;
   requests_.emplace(request->id_, request);
   try {
@@ -171,9 +170,9 @@ void WindowService::tell_now(const Group& group, uint64_t window, int peer, Wind
 }
 
 void WindowService::on_reply(PeerId source, const Header& header, const char* data) {
-  const auto found = requests_.find(header.transfer);
+  const auto found = requests_.find(header.window.request);
   const auto request = found == requests_.end() ? nullptr : found->second;
-  if (header.flags != 0) {
+  if (header.window.failed != 0) {
     if (request) {
       fail(request, c10::str(": rank ", request->peer, " reports: ", text_from_peer(data, header.bytes)));
     }

@@ -166,8 +166,6 @@ class WindowService final : public Service {
   // an error. For an accumulate, the signature's `numel` is the number of one-sided puts that its origin had made
   // before it. For values that are encoded, the signature's `tensors` is the length of the codec's text, with which the
   // data ends. The rest of the signature is unused.
-  static constexpr uint32_t kHasP = 1;
-  static constexpr uint32_t kNeedsMutex = 2;
   static Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request);
 
   // --- as the origin ---

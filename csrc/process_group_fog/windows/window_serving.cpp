@@ -35,7 +35,7 @@ class WindowService::Serving final : public TransferOwner {
     return !incoming || !incoming->error.empty() || incoming->available() == header.bytes;
   }
   WindowOp op() const {
-    return static_cast<WindowOp>(header.step);
+    return header.window.op;
   }
 
   const Header header;
@@ -83,17 +83,14 @@ void WindowService::ServingTask::apply() {
     serving_->data = shared_allocator().allocate(serving_->bytes);
     window_->read(serving_->data.get());
   } else if (serving_->op() == WindowOp::kWrite) {
-    window_->receive(header.address, serving_->data.get(), header.bytes);
+    window_->receive(header.window.offset, serving_->data.get(), header.bytes);
   } else {
-    std::optional<double> p;
-    if ((header.flags & kHasP) != 0) {
-      std::memcpy(&p.emplace(), &header.address, sizeof(double));
-    }
-    const auto puts = static_cast<uint64_t>(header.signature.numel);
+    const auto& window = header.window;
+    const auto p = window.has_p != 0 ? std::make_optional(window.p) : std::nullopt;
     const auto* data = static_cast<const char*>(serving_->data.get());
-    const size_t bytes = header.bytes - std::min<size_t>(header.bytes, header.signature.tensors);
+    const size_t bytes = header.bytes - std::min<size_t>(header.bytes, window.codec_bytes);
     const std::string codec(data + bytes, header.bytes - bytes);
-    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, puts, data, bytes, codec);
+    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, window.puts, data, bytes, codec);
   }
 }
 
@@ -154,12 +151,12 @@ void WindowService::on_message(const std::shared_ptr<Group>& group, int source, 
 }
 
 void WindowService::on_request(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data) {
-  const Origin origin{group->id, header.key, source};
+  const Origin origin{group->id, header.window.number, source};
   auto& queue = queues_[origin];
   if (!queue.group) {
     queue.group = group;
     queue.source = source;
-    const auto found = windows_.find({group->id, header.key});
+    const auto found = windows_.find({group->id, header.window.number});
     if (found != windows_.end()) {
       queue.window = found->second.window;
     }
@@ -167,7 +164,7 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
   if (const auto window = lock(queue.window); window && !window->is_neighbor(source)) {
     queue.window.reset(); // the window does not have that rank as a neighbor
   }
-  if (static_cast<WindowOp>(header.step) == WindowOp::kLock) {
+  if (header.window.op == WindowOp::kLock) {
     queue.locks.push_back(header);
   } else {
     auto serving = std::make_shared<Serving>(*this, origin, header);
@@ -263,7 +260,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
         continue;
       case WindowOp::kLeave:
         release(queue);
-        on_left(queue, header.key);
+        on_left(queue, header.window.number);
         reply(queue, header, "");
         continue;
       default:
@@ -278,7 +275,7 @@ bool WindowService::advance(const Origin& origin, Queue& queue) {
       reply(queue, header, "");
       continue;
     }
-    if ((header.flags & kNeedsMutex) != 0 && queue.hold == Hold::kNone && !obtain(queue, *window, Hold::kOperation)) {
+    if (header.window.needs_mutex != 0 && queue.hold == Hold::kNone && !obtain(queue, *window, Hold::kOperation)) {
       return true;
     }
     tasks_.push_back(std::make_shared<ServingTask>(*this, serving, window));
@@ -308,17 +305,16 @@ void WindowService::advance() {
 
 void WindowService::reply(const Queue& queue, const Header& request, const std::string& error, const std::shared_ptr<Serving>& data) {
   // No reply is expected, or the source knows the outcome without it.
-  if (request.transfer == 0 || queue.group->closed || queue.group->gone.count(queue.source) > 0) {
+  if (request.window.request == 0 || queue.group->closed || queue.group->gone.count(queue.source) > 0) {
     return;
   }
-  auto header =
-      header_for(MessageKind::kWindowReply, request.group, request.key, static_cast<WindowOp>(request.step), request.transfer);
+  auto header = header_for(MessageKind::kWindowReply, request.group, request.window.number, request.window.op, request.window.request);
   const void* content = error.data();
   if (data) {
     content = data->data.get();
     header.bytes = data->bytes;
   } else if (!error.empty()) {
-    header.flags = 1;
+    header.window.failed = 1;
     header.bytes = std::min(error.size(), Transport::kInlineBytes);
   }
   try {

@@ -61,10 +61,8 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
   put->ended_ = std::move(ended);
   put->tag_ = wire_.next_tag(peer);
   header.delivery = Delivery::kRemote;
-  header.transfer = put->transfer_;
-  header.address = *memory_.address_of(&credit(put->credit_), sizeof(uint64_t));
-  header.chunk = static_cast<uint32_t>(put->first_slot_);
-  header.flags = static_cast<uint32_t>(put->slots_);
+  const auto credit_at = *memory_.address_of(&credit(put->credit_), sizeof(uint64_t));
+  header.put = {put->transfer_, credit_at, static_cast<uint32_t>(put->first_slot_), static_cast<uint32_t>(put->slots_)};
   header.payload_tag = put->tag_;
   if (granted.state == Granted::State::kHas) {
     going_.push_back(put);
@@ -114,9 +112,7 @@ bool NotifiedPuts::place(OutgoingPut& put, Granted& granted) {
 void NotifiedPuts::say_placed(const OutgoingPut& put) {
   Header header;
   header.kind = MessageKind::kPlaced;
-  header.transfer = put.transfer_;
-  header.chunk = static_cast<uint32_t>(put.first_slot_);
-  header.flags = static_cast<uint32_t>(put.slots_);
+  header.put = {put.transfer_, 0, static_cast<uint32_t>(put.first_slot_), static_cast<uint32_t>(put.slots_)};
   wire_.send(put.peer_, header, nullptr, 0);
 }
 
@@ -160,12 +156,12 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   if (granted.state != Granted::State::kAsked) {
     refuse_message(source, sizeof(header), "this rank has not asked for its slots");
   }
-  if (header.chunk > kMostSlots || header.address % kLine != 0) {
+  if (header.lent.slots > kMostSlots || header.lent.address % kLine != 0) {
     refuse_message(source, sizeof(header), "there are no such slots");
   }
-  granted.at = header.address;
-  granted.taken.assign(header.chunk, false);
-  granted.state = header.chunk > 0 ? Granted::State::kHas : Granted::State::kRefused;
+  granted.at = header.lent.address;
+  granted.taken.assign(header.lent.slots, false);
+  granted.state = header.lent.slots > 0 ? Granted::State::kHas : Granted::State::kRefused;
   for (const auto& put : std::exchange(granted.waiting, {})) {
     if (put->done_) { // withdrawn: only the receiver's final credit is missing
       continue;

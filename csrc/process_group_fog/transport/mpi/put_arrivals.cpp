@@ -74,7 +74,7 @@ class PutArrivals::Arrival final : public Incoming {
     }
     const size_t before = come_;
     const size_t chunks = slots_ > 0 ? chunks_of(header.bytes) : 0;
-    while (come_ < chunks && version_of(slot_of(come_)) == word_of(header.transfer, come_ + 1)) {
+    while (come_ < chunks && version_of(slot_of(come_)) == word_of(header.put.transfer, come_ + 1)) {
       ++come_;
     }
     return come_ > before;
@@ -118,10 +118,10 @@ void PutArrivals::grant(PeerId source) {
   }
   Header header;
   header.kind = MessageKind::kSlots;
-  header.chunk = static_cast<uint32_t>(lent.slots);
+  header.lent.slots = static_cast<uint32_t>(lent.slots);
   if (lent.slots > 0) {
     std::memset(lent.memory, 0, versions_bytes(lent.slots));
-    header.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
+    header.lent.address = *memory_.address_of(lent.memory, region_bytes(lent.slots));
   } else if (!std::exchange(warned_, true)) {
     TORCH_WARN(
         "fog: the pool for RMA has no room for the data of world rank ", source, ", which goes by TCP: ", memory_.free_bytes(),
@@ -134,12 +134,12 @@ void PutArrivals::grant(PeerId source) {
 }
 
 void PutArrivals::on_announcement(PeerId source, const Header& header) {
-  const auto [position, added] = arrivals_.emplace(std::make_pair(source, header.transfer), nullptr);
+  const auto [position, added] = arrivals_.emplace(std::make_pair(source, header.put.transfer), nullptr);
   if (!added) {
     refuse_message(source, sizeof(header), "its data has come already");
   }
   position->second = std::make_shared<Arrival>(*this, source, header);
-  if (header.flags > 0) {
+  if (header.put.slots > 0) {
     on_placed(source, header);
   } else if (lent_.count(source) == 0) {
     grant(source);
@@ -147,12 +147,12 @@ void PutArrivals::on_announcement(PeerId source, const Header& header) {
 }
 
 void PutArrivals::on_placed(PeerId source, const Header& header) {
-  const auto found = arrivals_.find({source, header.transfer});
+  const auto found = arrivals_.find({source, header.put.transfer});
   if (found == arrivals_.end()) { // the data is ignored
     return;
   }
   auto& arrival = *found->second;
-  if (header.flags == 0) {
+  if (header.put.slots == 0) {
     arrival.goes_by_wire = true;
     if (const auto listener = arrival.listener.lock()) {
       take_by_wire(arrival, listener);
@@ -160,10 +160,10 @@ void PutArrivals::on_placed(PeerId source, const Header& header) {
     return;
   }
   const auto lent = lent_.find(source);
-  if (lent == lent_.end() || header.flags > lent->second.slots || header.chunk > lent->second.slots - header.flags) {
+  if (lent == lent_.end() || header.put.slots > lent->second.slots || header.put.first_slot > lent->second.slots - header.put.slots) {
     refuse_message(source, sizeof(header), "it has no such slots");
   }
-  arrival.place(lent->second, header.chunk, header.flags);
+  arrival.place(lent->second, header.put.first_slot, header.put.slots);
 }
 
 void PutArrivals::take_by_wire(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner) {
@@ -173,7 +173,7 @@ void PutArrivals::take_by_wire(Arrival& arrival, const std::shared_ptr<TransferO
 }
 
 std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
-  const auto found = arrivals_.find({source, header.transfer});
+  const auto found = arrivals_.find({source, header.put.transfer});
   if (found == arrivals_.end()) { // the peer was forgotten meanwhile
     throw Unreachable(source);
   }
@@ -190,7 +190,7 @@ std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& head
 
 void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
   try {
-    memory_.notify(arrival.source, arrival.header.address, word_of(arrival.header.transfer, taken));
+    memory_.notify(arrival.source, arrival.header.put.credit, word_of(arrival.header.put.transfer, taken));
   } catch (const Unreachable&) { // the sender has ended and does not wait any more
   } catch (const std::exception& failure) { // neither the sender nor the receiver can go on
     arrival.error = message_of(failure);
@@ -201,7 +201,7 @@ void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
 }
 
 void PutArrivals::close(Arrival& arrival) {
-  const auto found = arrivals_.find({arrival.source, arrival.header.transfer});
+  const auto found = arrivals_.find({arrival.source, arrival.header.put.transfer});
   if (found == arrivals_.end()) {
     return;
   }
@@ -212,7 +212,7 @@ void PutArrivals::close(Arrival& arrival) {
 }
 
 void PutArrivals::ignore(PeerId source, const Header& header) {
-  if (const auto found = arrivals_.find({source, header.transfer}); found != arrivals_.end()) {
+  if (const auto found = arrivals_.find({source, header.put.transfer}); found != arrivals_.end()) {
     close(*found->second);
   }
 }

@@ -106,31 +106,16 @@ void Copies::send(
   out->ended = std::move(ended);
   out_.push_back(out);
   out->stream = streams_.open({peer}, 0, data, header.bytes, out);
-  auto announced = header;
-  streams_.announce(*out->stream, announced);
-  header.delivery = announced.delivery;
-  header.withdrawals = announced.withdrawals;
-  header.payload_tag = static_cast<uint32_t>(announced.transfer);
-  header.generation = static_cast<uint32_t>(announced.transfer >> 32);
+  streams_.announce(*out->stream, header);
   links_.send(peer, header, nullptr, 0);
   out->copy();
-}
-
-Header Copies::of_stream(Header header) {
-  header.group = 0;
-  header.transfer = (static_cast<uint64_t>(header.generation) << 32) | header.payload_tag;
-  return header;
-}
-
-void Copies::on_announcement(PeerId source, const Header& header) {
-  streams_.on_announcement(source, of_stream(header));
 }
 
 std::shared_ptr<Incoming> Copies::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
   auto in = std::make_shared<In>(*this, source, place, header.bytes, owner);
   in_.insert(in);
-  in->begin(streams_.receive(source, of_stream(header), in));
+  in->begin(streams_.receive(source, header, in));
   return in;
 }
 

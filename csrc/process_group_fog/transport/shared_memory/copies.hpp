@@ -23,10 +23,6 @@ class Copies {
   // Sends `header` and the data to a peer that has attached this process's inbox. `owner` is kept alive, and the data
   // must not change, until `ended` has been called.
   void send(PeerId peer, Header header, const void* data, const std::shared_ptr<TransferOwner>& owner, std::function<void()> ended);
-  // Returns the header for the stream. These messages use `transfer` for themselves, and belong to no group because
-  // they must arrive even if a group has failed.
-  static Header of_stream(Header header);
-  void on_announcement(PeerId source, const Header& header);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
 
   // Returns true if data moved.

@@ -58,11 +58,11 @@ class Streams::Reading final : public Incoming {
  public:
   Reading(Streams& streams, PeerId source, const Header& header)
       : bytes(header.bytes),
-        transfer(header.transfer),
-        group(header.group),
+        transfer(header.shared.transfer),
+        group(is_in_order(header) ? header.group : 0),
         streams_(streams),
         source_(source),
-        before_(header.withdrawals),
+        before_(header.shared.withdrawals),
         inbox_(streams.links_.shared_inbox_of(source)) {}
 
   size_t available() const override {
@@ -94,7 +94,7 @@ class Streams::Reading final : public Incoming {
 
   const size_t bytes;
   const uint64_t transfer;
-  const uint64_t group;
+  const uint64_t group; // 0 for data that must arrive even if its group has failed
   size_t filled = 0;
   size_t taken = 0;
   bool wanted = false; // the sender has sent kWanted
@@ -112,9 +112,8 @@ class Streams::Reading final : public Incoming {
 void Streams::say(PeerId peer, MessageKind kind, uint64_t transfer, size_t bytes, uint32_t chunk) {
   Header header;
   header.kind = kind;
-  header.transfer = transfer;
   header.bytes = bytes;
-  header.chunk = chunk;
+  header.shared = {transfer, 0, 0, chunk};
   links_.send(peer, header, nullptr, 0);
 }
 
@@ -139,8 +138,7 @@ std::shared_ptr<OutgoingStream> Streams::open(
 
 void Streams::announce(const OutgoingStream& stream, Header& header) const {
   header.delivery = Delivery::kStream;
-  header.transfer = stream.transfer_;
-  header.withdrawals = links_.inbox().withdrawals();
+  header.shared = {stream.transfer_, 0, links_.inbox().withdrawals(), 0};
 }
 
 size_t Streams::share() const {
@@ -388,15 +386,15 @@ void Streams::forget(PeerId peer, uint64_t group) {
 // --- incoming ---
 
 void Streams::on_announcement(PeerId source, const Header& header) {
-  reading_[source].emplace(header.transfer, std::make_shared<Reading>(*this, source, header));
+  reading_[source].emplace(header.shared.transfer, std::make_shared<Reading>(*this, source, header));
 }
 
 std::shared_ptr<Incoming> Streams::receive(PeerId source, const Header& header, const std::shared_ptr<TransferOwner>& owner) {
-  const auto reading = reading_[source].at(header.transfer);
+  const auto reading = reading_[source].at(header.shared.transfer);
   reading->owner = owner;
   reading->taking = true;
   if (reading->wanted) {
-    say(source, MessageKind::kEmptied, header.transfer, 0);
+    say(source, MessageKind::kEmptied, header.shared.transfer, 0);
   }
   return reading;
 }
@@ -412,7 +410,7 @@ void Streams::abandon(const TransferOwner& owner) {
 // --- messages of peers; those about unknown transfers come too late and are ignored ---
 
 void Streams::on_filled(PeerId source, const Header& header) {
-  const auto found = reading_[source].find(header.transfer);
+  const auto found = reading_[source].find(header.shared.transfer);
   if (found == reading_[source].end()) {
     return;
   }
@@ -420,7 +418,7 @@ void Streams::on_filled(PeerId source, const Header& header) {
   if (header.bytes > reading.bytes || header.bytes <= reading.filled || header.bytes - reading.filled > Inbox::kChunkBytes) {
     refuse_message(source, sizeof(header), "a stream has more data than was announced");
   }
-  reading.chunks.push_back({reading.filled, header.bytes, links_.inbox_of(source).chunk(header.chunk)});
+  reading.chunks.push_back({reading.filled, header.bytes, links_.inbox_of(source).chunk(header.shared.chunk)});
   reading.filled = header.bytes;
   if (const auto owner = reading.owner.lock()) {
     owner->on_progress();
@@ -428,7 +426,7 @@ void Streams::on_filled(PeerId source, const Header& header) {
 }
 
 void Streams::on_emptied(PeerId source, const Header& header) {
-  const auto found = outgoing_.find(header.transfer);
+  const auto found = outgoing_.find(header.shared.transfer);
   if (found == outgoing_.end()) {
     return;
   }
@@ -445,17 +443,17 @@ void Streams::on_emptied(PeerId source, const Header& header) {
 }
 
 void Streams::ignore(PeerId source, const Header& header) {
-  reading_[source].erase(header.transfer);
+  reading_[source].erase(header.shared.transfer);
 }
 
 void Streams::on_wanted(PeerId source, const Header& header) {
-  const auto found = reading_[source].find(header.transfer);
+  const auto found = reading_[source].find(header.shared.transfer);
   if (found == reading_[source].end()) {
     return;
   }
   found->second->wanted = true;
   if (found->second->taking) {
-    say(source, MessageKind::kEmptied, header.transfer, found->second->taken);
+    say(source, MessageKind::kEmptied, header.shared.transfer, found->second->taken);
   }
 }
 

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <utility>
 
 #include <c10/util/Logging.h>
 
@@ -19,7 +21,7 @@
 namespace fog::tcp {
 namespace {
 
-// A visitor must prove within this time who it is.
+// Whoever connects must prove within this time who it is.
 constexpr auto kPatience = std::chrono::seconds(5);
 // An address may take this long to answer in the first round, and longer in each further round.
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
@@ -27,8 +29,8 @@ constexpr size_t kLongestRound = 3;
 // Between an attempt that has failed and the next one.
 constexpr auto kPause = std::chrono::milliseconds(20);
 constexpr auto kLookInterval = std::chrono::milliseconds(5);
-// The visitors that have not proved who they are, and at most an eighth of the descriptors; the oldest gives way.
-constexpr rlim_t kMostVisitors = 256;
+// The accepted sockets whose other side has not proved who it is, and at most an eighth of the descriptors; the oldest gives way.
+constexpr rlim_t kMostUnproven = 256;
 // How long it may take to find out why a connection has ended. Then its process may still run, but messages may be lost,
 // so it counts as lost.
 constexpr auto kDoubt = std::chrono::milliseconds(500);
@@ -63,6 +65,18 @@ bool leave_bbr(int fd) {
   return true;
 }
 
+void prepare(int fd, int host_timeout) {
+  keep_alive(fd, host_timeout);
+  // A receiver that is stopped, or busy, does not read for a while; that is no silence. is_silent() sees silent hosts.
+  const unsigned never = 0;
+  setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof(never));
+  send_at_once(fd);
+}
+
+bool is_for_later(int error) {
+  return error == EAGAIN || error == EINTR;
+}
+
 } // namespace
 
 Connections::Connections() : epoll_fd_(epoll_create1(EPOLL_CLOEXEC)) {}
@@ -92,8 +106,8 @@ std::string Connections::listen(const std::vector<std::string>& addresses) {
   return line_;
 }
 
-void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_guest) {
-  on_guest_ = std::move(on_guest);
+void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_call) {
+  on_call_ = std::move(on_call);
   self_ = self;
   host_timeout_ = settings().host_timeout;
   bell_ = &bell;
@@ -149,7 +163,7 @@ void Connections::want(PeerId number) {
   peer.began = Clock::now();
   peer.again = peer.began;
   trying_.push_back(number);
-  if (peer.visitor == nullptr) {
+  if (peer.accepted == nullptr) {
     try_next(number, peer);
   }
 }
@@ -178,7 +192,7 @@ void Connections::close(PeerId number) {
   }
   auto& peer = found->second;
   peer.over = true;
-  for (auto* socket : {peer.own, peer.visitor, peer.open}) {
+  for (auto* socket : {peer.own, peer.accepted, peer.open}) {
     if (socket != nullptr) {
       drop(*socket);
     }
@@ -193,7 +207,7 @@ void Connections::end(const Transport::Ended& ended) {
 void Connections::on_end(PeerId number, int error, bool departed, bool expelled) {
   auto& peer = peers_.at(number);
   if (departed || expelled || is_silence(error)) {
-    end({number, expelled ? kCut : kSilent, true, departed});
+    end({number, departed ? fog::Peer::State::kLeft : fog::Peer::State::kSilent, expelled ? kCut : kSilent});
     return;
   }
   if (peer.open != nullptr) {
@@ -220,7 +234,7 @@ std::vector<Transport::Ended> Connections::take_ended() {
     next_look_at_silence_ = now + kSilenceInterval;
     for (const auto& [number, peer] : peers_) {
       if (peer.open != nullptr && is_silent(peer.open->fd, host_timeout_)) {
-        end({number, kSilent, true});
+        end({number, fog::Peer::State::kSilent, kSilent});
       }
     }
   }
@@ -251,7 +265,7 @@ void Connections::poll(User& user) {
   ringer.heard(); // before the look: later news ring again
   const auto now = proven_ == 0 && !is_connecting() && !rung ? Clock::now() : Clock::time_point();
   if (now != Clock::time_point() && now < next_look_) {
-    return; // only a visitor could come, which is no hurry
+    return; // only a new connection could come, which is no hurry
   }
   std::array<epoll_event, 32> events;
   const int count = epoll_wait(epoll_fd_, events.data(), static_cast<int>(events.size()), 0);
@@ -302,7 +316,7 @@ void Connections::look_at_time() {
         peer.broken ? now > peer.began + kDoubt : !peer.answered && now > peer.began + std::chrono::seconds(host_timeout_);
     if (peer.open != nullptr || peer.over || late) {
       if (peer.open == nullptr && !peer.over) {
-        end({number, peer.broken ? kCut : kNotReached, true});
+        end({number, fog::Peer::State::kSilent, peer.broken ? kCut : kNotReached});
       }
       peer.trying = false;
       trying_[i] = trying_.back();
@@ -317,15 +331,15 @@ void Connections::look_at_time() {
       }
       drop(*peer.own);
     }
-    if (peer.own == nullptr && peer.visitor == nullptr && now >= peer.again) {
+    if (peer.own == nullptr && peer.accepted == nullptr && now >= peer.again) {
       try_next(number, peer);
     }
     ++i;
   }
-  const auto visitors = visitors_;
-  for (auto* visitor : visitors) {
-    if (now > visitor->limit) {
-      drop(*visitor);
+  const auto unproven = unproven_;
+  for (auto* accepted : unproven) {
+    if (now > accepted->limit) {
+      drop(*accepted);
     }
   }
 }
@@ -341,14 +355,14 @@ void Connections::accept_all() {
       }
       return;
     }
-    if (visitors_.size() >= std::min(kMostVisitors, most_descriptors() / 8)) {
-      drop(*visitors_.front());
+    if (unproven_.size() >= std::min(kMostUnproven, most_descriptors() / 8)) {
+      drop(*unproven_.front());
     }
     keep_alive(fd, host_timeout_);
-    auto* visitor = take(fd, State::kVisitor, -1);
-    visitor->limit = Clock::now() + kPatience;
-    visitors_.push_back(visitor);
-    watch(*visitor, EPOLLIN);
+    auto* accepted = take(fd, State::kAccepted, -1);
+    accepted->limit = Clock::now() + kPatience;
+    unproven_.push_back(accepted);
+    watch(*accepted, EPOLLIN);
   }
 }
 
@@ -382,7 +396,7 @@ void Connections::on_failed(PeerId number, Peer& peer, int error) {
     peer.answered.reset();
   }
   if (std::all_of(peer.refused.begin(), peer.refused.end(), [](bool refused) { return refused; })) {
-    end({number, peer.broken ? kLost : kRefused});
+    end({number, fog::Peer::State::kLost, peer.broken ? kLost : kRefused});
   }
 }
 
@@ -416,16 +430,16 @@ void Connections::drop(Socket& socket) {
   const int fd = socket.fd.exchange(-1);
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly, because a forked child may hold the same connection
   ::close(fd);
-  if (const auto position = std::find(visitors_.begin(), visitors_.end(), &socket); position != visitors_.end()) {
-    visitors_.erase(position);
+  if (const auto position = std::find(unproven_.begin(), unproven_.end(), &socket); position != unproven_.end()) {
+    unproven_.erase(position);
   }
   if (socket.peer >= 0) {
     auto& peer = peers_.at(socket.peer);
-    proven_ -= peer.open == &socket || peer.visitor == &socket ? 1 : 0;
+    proven_ -= peer.open == &socket || peer.accepted == &socket ? 1 : 0;
     if (peer.own == &socket && !peer.over) {
       try_later(peer);
     }
-    for (auto* its : {&peer.own, &peer.visitor, &peer.open}) {
+    for (auto* its : {&peer.own, &peer.accepted, &peer.open}) {
       if (*its == &socket) {
         *its = nullptr;
       }
@@ -442,6 +456,210 @@ void Connections::watch(Socket& socket, uint32_t events) const {
   if (epoll_ctl(epoll_fd_, EPOLL_CTL_MOD, socket.fd, &event) != 0) {
     epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, socket.fd, &event);
   }
+}
+
+// --- how a connection is made: what the two sides say to each other, and which of two attempts is kept ---
+
+void Connections::on_event(Socket& socket, User& user) {
+  switch (socket.state) {
+    case State::kConnecting:
+      on_connected(socket);
+      break;
+    case State::kGreeting:
+      on_nonce(socket);
+      break;
+    case State::kProving:
+      on_verdict(socket, user);
+      break;
+    case State::kAccepted:
+      on_hello(socket);
+      break;
+    case State::kChallenged:
+      on_proof(socket);
+      break;
+    case State::kWelcomed:
+      on_ready(socket, user);
+      break;
+    case State::kOpen:
+    case State::kFree:
+      break;
+  }
+}
+
+bool Connections::read_word(Socket& socket, size_t bytes) {
+  const auto count = recv(socket.fd, socket.received.data() + socket.count, bytes - socket.count, 0);
+  if (count > 0) {
+    socket.count += static_cast<size_t>(count);
+    if (socket.count == bytes) {
+      socket.count = 0;
+      return true;
+    }
+  } else if (count == 0 || !is_for_later(errno)) {
+    drop(socket);
+  }
+  return false;
+}
+
+bool Connections::put(Socket& socket, const void* data, size_t bytes) { // so few bytes always fit
+  if (::send(socket.fd, data, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes)) {
+    return true;
+  }
+  drop(socket);
+  return false;
+}
+
+void Connections::on_connected(Socket& socket) {
+  const int error = error_of_socket(socket.fd);
+  const bool connected = error == 0;
+  const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
+  if (sent) {
+    auto& peer = peers_.at(socket.peer);
+    peer.answered = peer.place;
+    peer.refused[peer.place] = false;
+    if (!peer.broken) {
+      peer.began = Clock::now(); // if the host falls silent before the connection is open, that counts from here
+    }
+    socket.state = State::kGreeting;
+    watch(socket, EPOLLIN);
+  } else if (!connected || !is_for_later(errno)) { // otherwise the event was that of an earlier socket
+    auto& peer = peers_.at(socket.peer);
+    if (!connected) {
+      on_failed(socket.peer, peer, error);
+    }
+    if (peer.own == &socket) { // the peer has not ended by that
+      drop(socket);
+    }
+  }
+}
+
+void Connections::on_nonce(Socket& socket) {
+  if (!read_word(socket, sizeof(Nonce))) {
+    return;
+  }
+  std::memcpy(socket.nonce.data(), socket.received.data(), sizeof(Nonce));
+  const auto proof = prove(Side::kConnects, socket.hello, socket.nonce);
+  if (put(socket, proof.data(), proof.size())) {
+    socket.state = State::kProving;
+  }
+}
+
+void Connections::on_verdict(Socket& socket, User& user) {
+  if (!read_word(socket, sizeof(Verdict))) {
+    return;
+  }
+  Verdict verdict;
+  std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
+  const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
+  if (proven && verdict.word == kNever) {
+    refused_.push_back(socket.peer);
+    end({socket.peer, fog::Peer::State::kSilent, kCut});
+  } else if (!proven || verdict.word != kWelcome || peers_.at(socket.peer).broken) {
+    drop(socket);
+  } else if (put(socket, &kReady, 1)) {
+    open(socket, user);
+  }
+}
+
+void Connections::on_hello(Socket& socket) {
+  if (!read_word(socket, sizeof(Hello))) {
+    return;
+  }
+  std::memcpy(&socket.hello, socket.received.data(), sizeof(Hello));
+  if (!is_for(socket.hello, self_, mark_)) {
+    drop(socket);
+    return;
+  }
+  socket.nonce = random_nonce();
+  if (put(socket, socket.nonce.data(), socket.nonce.size())) {
+    socket.state = State::kChallenged;
+  }
+}
+
+void Connections::on_proof(Socket& socket) {
+  if (!read_word(socket, sizeof(Proof))) {
+    return;
+  }
+  Proof proof;
+  std::memcpy(proof.data(), socket.received.data(), sizeof(proof));
+  if (!is_proof(proof, Side::kConnects, socket.hello, socket.nonce)) {
+    if (!std::exchange(told_of_refusal_, true)) {
+      LOG(WARNING)
+          << "fog: world rank " << self_ << ": a process "
+          << (socket.hello.from == kJoins ? "that is no rank yet" : "that says it is world rank " + std::to_string(socket.hello.from))
+          << " has connected, but does not know the job's secret (FOG_JOB_SECRET); it was dropped. Further cases are not reported.";
+    }
+    drop(socket);
+    return;
+  }
+  const PeerId from = socket.hello.from;
+  const auto found = peers_.find(from);
+  const auto mark = socket.hello.from_mark;
+  Verdict verdict = {};
+  const auto is_past = [&](const Peer& its) { return std::find(its.past.begin(), its.past.end(), mark) != its.past.end(); };
+  const auto is_under_way = [&](const Peer& its) { // an attempt that nothing has answered may have a way that is closed
+    return its.own != nullptr && its.own->state != State::kConnecting && self_ < from;
+  };
+  if (from != kJoins && found != peers_.end() && is_past(found->second)) {
+    verdict.word = kNever;
+  } else if (from == kJoins) {
+    verdict.word = kWelcome;
+  } else if (
+      found == peers_.end() || found->second.mark != mark || found->second.open != nullptr || found->second.broken ||
+      is_under_way(found->second)) {
+    verdict.word = kLater;
+  } else {
+    verdict.word = found->second.over ? kNever : kWelcome;
+  }
+  if (verdict.word != kLater) {
+    verdict.proof = prove(Side::kAccepts, socket.hello, socket.nonce);
+  }
+  if (!put(socket, &verdict, sizeof(verdict))) {
+    return;
+  }
+  if (from == kJoins) {
+    on_call_();
+  }
+  if (verdict.word != kWelcome || from == kJoins) {
+    drop(socket);
+    return;
+  }
+  auto& peer = found->second;
+  for (auto* other : {peer.own, peer.accepted}) { // an attempt that gives way, and one that the other side has left
+    if (other != nullptr) {
+      drop(*other);
+    }
+  }
+  unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
+  socket.peer = from;
+  socket.state = State::kWelcomed;
+  peer.accepted = &socket;
+  ++proven_;
+}
+
+void Connections::on_ready(Socket& socket, User& user) {
+  if (read_word(socket, 1)) {
+    if (socket.received[0] == kReady) {
+      open(socket, user);
+    } else {
+      drop(socket);
+    }
+  }
+}
+
+void Connections::open(Socket& socket, User& user) {
+  auto& peer = peers_.at(socket.peer);
+  proven_ += peer.own == &socket ? 1 : 0;
+  (peer.own == &socket ? peer.own : peer.accepted) = nullptr;
+  if (peer.accepted != nullptr) {
+    drop(*peer.accepted);
+  }
+  peer.open = &socket;
+  socket.state = State::kOpen;
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, socket.fd, nullptr);
+  socket.fd = moved_up(socket.fd, static_cast<int>(peers_.size()));
+  prepare(socket.fd, host_timeout_);
+  watch(socket, EPOLLIN);
+  user.on_open(socket.peer);
 }
 
 } // namespace fog::tcp

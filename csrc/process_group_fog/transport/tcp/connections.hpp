@@ -50,8 +50,8 @@ class Connections {
     return line_;
   }
   // This process is `self` from now on, news of sockets rings `bell`, and a process that is no member but knows the
-  // secret may ask for attention (call_as_guest()).
-  void start(PeerId self, Doorbell& bell, std::function<void()> on_guest);
+  // secret may ask for attention (call_to_join()).
+  void start(PeerId self, Doorbell& bell, std::function<void()> on_call);
   // `peer` listens at `line`. The first line stays.
   void add(PeerId peer, const std::string& line);
   // Another process, which listens at `line`, has that number from now on. The one before finds nobody here any more.
@@ -86,7 +86,7 @@ class Connections {
   void poll(User& user);
   // Returns whether connections are being made.
   bool is_connecting() const {
-    return !trying_.empty() || !visitors_.empty();
+    return !trying_.empty() || !unproven_.empty();
   }
 
   // Returns whether news may come that does not ring the bell.
@@ -116,7 +116,7 @@ class Connections {
     kConnecting,
     kGreeting, // expects a nonce
     kProving, // expects a verdict
-    kVisitor, // expects a hello
+    kAccepted, // expects a hello
     kChallenged, // expects a proof
     kWelcomed, // expects that the other side is ready
     kOpen,
@@ -126,7 +126,7 @@ class Connections {
     std::atomic<int> fd{-1};
     Socket* next = nullptr; // next of all sockets
     State state = State::kFree;
-    PeerId peer = -1; // -1 for a visitor that has not proved who it is
+    PeerId peer = -1; // -1 if the other side has not proved who it is
     std::array<char, 64> received; // bytes of the other side's next word
     size_t count = 0;
     Hello hello; // of the side that connects
@@ -142,7 +142,7 @@ class Connections {
     size_t rounds = 0;
     std::vector<bool> refused; // by place: nobody listens there, as the last attempt showed
     Socket* own = nullptr; // an attempt from here
-    Socket* visitor = nullptr; // one from there that is welcome
+    Socket* accepted = nullptr; // one from there that is welcome
     Socket* open = nullptr;
     Clock::time_point began; // of the attempts
     Clock::time_point again; // time of the next attempt
@@ -185,7 +185,7 @@ class Connections {
   std::atomic<int> listener_{-1};
   std::string line_;
   uint64_t mark_ = 0;
-  std::function<void()> on_guest_;
+  std::function<void()> on_call_;
   bool listens_ = false; // the listener is watched
   PeerId self_ = -1;
   int host_timeout_ = 0;
@@ -197,10 +197,10 @@ class Connections {
   std::deque<Socket> storage_;
   std::atomic<Socket*> sockets_{nullptr}; // all sockets
   std::vector<Socket*> free_;
-  std::vector<Socket*> visitors_; // that have not proved who they are, by age
+  std::vector<Socket*> unproven_; // accepted, from sides that have not proved who they are, by age
   std::vector<Transport::Ended> ended_;
   std::vector<PeerId> refused_;
-  bool told_of_stranger_ = false;
+  bool told_of_refusal_ = false;
   bool told_of_limit_ = false;
   Clock::time_point next_look_;
   Clock::time_point next_look_at_silence_;

@@ -18,7 +18,7 @@ Hello hello(int from, uint64_t from_mark, int to, uint64_t to_mark) {
 }
 
 bool is_for(const Hello& hello, int self, uint64_t mark) {
-  return hello.magic == kMagic && hello.to == self && hello.to_mark == mark && hello.from != self && hello.from >= kGuest;
+  return hello.magic == kMagic && hello.to == self && hello.to_mark == mark && hello.from != self && hello.from >= kJoins;
 }
 
 uint64_t mark_of(const std::string& line) {

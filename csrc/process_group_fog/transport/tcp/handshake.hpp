@@ -1,7 +1,7 @@
 // What the two sides of a new connection send each other before any message.
 //
 // The side that connects says who it is and whom it means. Then each side proves that it knows the job's secret, for a
-// nonce of the other side: first the one that connects, so that a stranger gets no proof. The connection is used once
+// nonce of the other side: first the one that connects, so that an unknown side gets no proof. The connection is used once
 // the side that connects has said that it has read the welcome.
 #pragma once
 
@@ -19,14 +19,14 @@ using Proof = std::array<uint8_t, 32>;
 // From the side that connects. A number of the job may have several processes one after the other, so each has a mark too.
 struct Hello {
   std::array<char, 8> magic;
-  int32_t from; // or kGuest
+  int32_t from; // or kJoins
   int32_t to;
   uint64_t from_mark;
   uint64_t to_mark;
   Nonce nonce;
 };
 // Of a process that is no member, and only wants the other side's attention.
-constexpr int32_t kGuest = -1;
+constexpr int32_t kJoins = -1;
 // The answer of the side that accepts is a Nonce; then the side that connects sends a Proof.
 
 // From the side that accepts.

@@ -22,8 +22,8 @@ constexpr auto kMeasured = std::chrono::milliseconds(10);
 
 } // namespace
 
-Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine, const Pulse& pulse)
-    : connections_(std::move(connections)), handler_(handler), engine_(engine), pulse_(pulse) {}
+Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, const Pulse& pulse)
+    : connections_(std::move(connections)), handler_(handler), pulse_(pulse) {}
 
 Messages::~Messages() = default;
 
@@ -37,7 +37,7 @@ const std::shared_ptr<Messages::Link>& Messages::shared_link(PeerId peer) {
 
 void Messages::check_reachable(PeerId peer) const {
   // It does no harm to send to a process that has just ended: its loss ends what waits for it.
-  if (engine_.has_ended(peer)) {
+  if (handler_.peers()[peer].is_lost()) {
     throw Unreachable(peer);
   }
   TORCH_CHECK_WITH(DistBackendError, connections_->knows(peer), "fog: the address of world rank ", peer, " is not known");

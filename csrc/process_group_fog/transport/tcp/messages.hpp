@@ -20,9 +20,8 @@ namespace fog::tcp {
 // Every call needs the engine's lock unless its comment says otherwise.
 class Messages final : private Connections::User, private Channel::User {
  public:
-  // `engine` counts a process as ended only once it has told all that depend on it. `pulse` has this process's signs of
-  // life.
-  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, MessageHandler& engine, const Pulse& pulse);
+  // `pulse` has this process's signs of life.
+  Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, const Pulse& pulse);
   ~Messages() override;
 
   // Sends a header with a copy of the data, or without data. Throws Unreachable.
@@ -129,7 +128,6 @@ class Messages final : private Connections::User, private Channel::User {
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;
-  MessageHandler& engine_;
   std::unordered_map<PeerId, std::shared_ptr<Link>> links_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   const Pulse& pulse_;

@@ -13,7 +13,7 @@ void set_protocol(const std::string& protocol);
 // Returns a name that no other job has.
 std::string random_job_name();
 
-struct Introduction {
+struct PeerInformation {
   std::string protocol;
   std::string between_hosts; // the setting of the process
   std::string fabric; // see fabric_hint()
@@ -34,17 +34,17 @@ struct Introduction {
 };
 
 // Describes this process, without a world, a beacon and an address.
-Introduction introduce();
+PeerInformation own_information();
 
-std::string to_text(const Introduction& rank);
-Introduction read_introduction(const std::string& text);
+std::string to_text(const PeerInformation& rank);
+PeerInformation read_peer_information(const std::string& text);
 
 // Throws DistBackendError if two ranks have different versions or settings. The error is the same on all ranks.
-void check_alike(const std::vector<Introduction>& ranks);
+void check_alike(const std::vector<PeerInformation>& ranks);
 
 // Throws DistBackendError if some ranks know another secret than others, or none. If none knows one, rank 0's offer
 // becomes the secret of this process's job.
-void settle_secret(const std::vector<Introduction>& ranks);
+void settle_secret(const std::vector<PeerInformation>& ranks);
 
 // Checks the versions only; `versions` has one description per rank.
 void check_versions(const std::vector<std::string>& versions);

@@ -1,4 +1,4 @@
-#include "transport/tcp/guest.hpp"
+#include "transport/tcp/join_call.hpp"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -69,11 +69,11 @@ class Call {
 
 } // namespace
 
-bool call_as_guest(const std::string& line, int to, std::chrono::milliseconds timeout) {
+bool call_to_join(const std::string& line, int to, std::chrono::milliseconds timeout) {
   const auto places = read_listener(line, {});
   for (size_t i = 0; i < places.size(); ++i) {
     const Call call(places[i], Clock::now() + timeout / places.size());
-    const auto greeting = hello(kGuest, 0, to, mark_of(line));
+    const auto greeting = hello(kJoins, 0, to, mark_of(line));
     Nonce nonce;
     Verdict verdict;
     if (call.connected() && call.put(greeting) && call.take(nonce) && call.put(prove(Side::kConnects, greeting, nonce)) &&

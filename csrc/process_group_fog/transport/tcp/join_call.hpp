@@ -9,6 +9,6 @@ namespace fog::tcp {
 
 // Calls world rank `to`, which listens at `line`, from any thread. Both sides prove that they know the job's secret.
 // Returns whether it has heard the call: false if nobody answers within `timeout`, or somebody else does.
-bool call_as_guest(const std::string& line, int to, std::chrono::milliseconds timeout);
+bool call_to_join(const std::string& line, int to, std::chrono::milliseconds timeout);
 
 } // namespace fog::tcp

@@ -1,4 +1,4 @@
-#include "job/introduction.hpp"
+#include "job/peer_information.hpp"
 
 #include <unistd.h>
 
@@ -46,9 +46,9 @@ std::string random_job_name() {
   return name.str();
 }
 
-Introduction introduce() {
+PeerInformation own_information() {
   std::random_device device;
-  Introduction mine;
+  PeerInformation mine;
   mine.protocol = own_protocol;
   mine.between_hosts = name_of(between_hosts());
   mine.fabric = fabric_hint();
@@ -67,7 +67,7 @@ Introduction introduce() {
 }
 
 // The line with the protocol must come first in all builds, because builds may differ in the lines after it.
-std::string to_text(const Introduction& rank) {
+std::string to_text(const PeerInformation& rank) {
   std::ostringstream text;
   text << rank.protocol << '\n'
        << rank.host_id << '\n'
@@ -89,7 +89,7 @@ std::string to_text(const Introduction& rank) {
   return text.str();
 }
 
-Introduction read_introduction(const std::string& text) {
+PeerInformation read_peer_information(const std::string& text) {
   std::istringstream lines(text);
   const auto next = [&] {
     std::string line;
@@ -97,7 +97,7 @@ Introduction read_introduction(const std::string& text) {
     return line;
   };
   const auto number = [&] { return std::strtoull(next().c_str(), nullptr, 10); };
-  Introduction rank;
+  PeerInformation rank;
   rank.protocol = next();
   rank.host_id = next();
   rank.beacon = next();
@@ -135,7 +135,7 @@ void check_versions(const std::vector<std::string>& versions) {
   }
 }
 
-void check_alike(const std::vector<Introduction>& ranks) {
+void check_alike(const std::vector<PeerInformation>& ranks) {
   std::vector<std::string> versions;
   for (const auto& rank : ranks) {
     versions.push_back(rank.protocol);
@@ -148,11 +148,11 @@ void check_alike(const std::vector<Introduction>& ranks) {
           ranks[0].*setting, "', rank ", rank, " has '", ranks[rank].*setting, "'");
     }
   };
-  check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &Introduction::between_hosts);
-  check_setting("FOG_MAX_RANKS", &Introduction::max_ranks);
+  check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &PeerInformation::between_hosts);
+  check_setting("FOG_MAX_RANKS", &PeerInformation::max_ranks);
 }
 
-void settle_secret(const std::vector<Introduction>& ranks) {
+void settle_secret(const std::vector<PeerInformation>& ranks) {
   const auto& first = ranks[0].secret_mark;
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
     const auto& its = ranks[rank].secret_mark;
