@@ -13,7 +13,7 @@ enum class MessageKind : uint8_t {
   kData = 1, // part of an operation
   kPointToPoint, // a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
-  kTaken, // the receiver has read the data in the sender's arena
+  kTaken, // the receiver has read the data in the sender's arena; or `chunk` chunks of data that is put, see notified_puts
   kFilled, // the data of a stream from the end of the last chunk to `bytes` is in the chunk `chunk`
   kEmptied, // a reader of a stream has taken `bytes` of its data; 0 bytes if that answers kWanted before any were taken
   kError, // the group failed; the data is the reason, and the key the rank where it failed, which may not be the sender
@@ -30,7 +30,9 @@ enum class MessageKind : uint8_t {
   kPlaced, // the data of a transfer is put into `flags` slots from `chunk` on; if `flags` is 0 it goes as payload
   kAsk, // the sender's operation is late: asks whether the receiver waits in it, and for which ranks
   kAnswer, // the answer to kAsk, see Standing
-  kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
+  // the sender of a stream asks for kEmptied as soon as an operation there takes the data; or the receiver of data that is put
+  // takes it now
+  kWanted,
 };
 
 // The operation of a kWindow message, in its `step`.
@@ -58,7 +60,7 @@ struct Header {
   uint32_t flags = 0; // flags of window messages; or the number of slots, 0 if it is not known yet
   uint32_t generation = 0; // generation of that count
   uint64_t transfer = 0; // the sender's number of data that is streamed, put, or read in its arena
-  uint64_t address = 0; // in its arena; or in its pool, where the receiver writes how much it has taken
+  uint64_t address = 0; // in its arena, or in its pool
   uint64_t group = 0;
   uint64_t key = 0; // of the operation within the group
   uint64_t bytes = 0; // size of the data
