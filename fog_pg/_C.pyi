@@ -449,7 +449,7 @@ class ProcessGroupFog(Backend):
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
     def transport(self, rank: int) -> str:
-        """How large data travels to another rank: "shared memory", "rma" or "tcp".
+        """How large data travels to another rank: "shared memory", "rma", "rma, exchanges only" or "tcp".
 
         Raises:
             ValueError: `rank` is not another rank of the group.

@@ -122,8 +122,8 @@ BETWEEN_HOSTS = Variable(
     "The transport of large data between hosts; headers and small data always go by connections of fog's own. tcp: "
     "these connections; MPI is neither loaded nor started. rma: MPI RMA, the sender puts the data into the receiver's "
     "memory. auto: TCP, unless each host has a device for RDMA, or a variable that chooses MPI's fabric (UCX_TLS, "
-    "FI_PROVIDER, MPICH_CH4_NETMOD), and a put at the start shows that the fabric moves data while the target is outside of "
-    "MPI; then RMA. It must be the same on all ranks.",
+    "FI_PROVIDER, MPICH_CH4_NETMOD), and a probe at the start shows that puts complete and are faster than TCP; then RMA, for "
+    "windows only if a put completes while its target is outside of MPI. It must be the same on all ranks.",
 )
 RMA_BYTES = Variable(
     "FOG_RMA_BYTES",

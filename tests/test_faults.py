@@ -298,9 +298,10 @@ def lose_a_host(victim: int) -> str:
     return error_of(lambda: dist.all_reduce(torch.zeros(LARGE)))
 
 
-def test_a_host_that_vanishes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["tcp", "rma"])
+def test_a_host_that_vanishes(tmp_path: Path, way: str) -> None:
     # The shortest silence that is allowed; test_bootstrap tests that the setting holds.
-    setting = {"FOG_HOST_TIMEOUT": "4"}
+    setting = (RMA if way == "rma" else TCP) | {"FOG_HOST_TIMEOUT": "4"}
     calls = [("lose_a_host", [2])]
     found = run_on_hosts(tmp_path, [0, 1, 2], "test_faults", calls, timeout=LONG_TIMEOUT, environment=setting)
     for (error,), expected in zip(

@@ -199,14 +199,15 @@ def lose_the_victim(stopped: bool, fifo: str) -> tuple[str, list[int], str]:
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-@pytest.mark.parametrize("on_hosts", [False, True])
+@pytest.mark.parametrize("way", ["memory", "tcp", "rma"])
 def test_a_rank_that_stops_or_hangs_is_lost_and_learns_it_when_it_returns(
-    new_world: Callable[..., World], tmp_path: Path, on_hosts: bool, stopped: bool, fifo: str
+    new_world: Callable[..., World], tmp_path: Path, way: str, stopped: bool, fifo: str
 ) -> None:
-    if on_hosts:
+    if way != "memory":
+        setting = SETTING | {"FOG_BETWEEN_HOSTS": way, "UCX_TLS": "shm,self"}
         calls = [("lose_the_victim", [stopped, fifo])]
         found = run_on_hosts(
-            tmp_path, [0, 1, 2], "test_hangs", calls, timeout=LONG_TIMEOUT, environment=SETTING
+            tmp_path, [0, 1, 2], "test_hangs", calls, timeout=LONG_TIMEOUT, environment=setting
         )
         outcomes = [outcome for (outcome,) in found]
     else:

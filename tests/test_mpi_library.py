@@ -233,7 +233,6 @@ def start(of_ranks: list[Mapping[str, str]]) -> tuple[str, str]:
 
 
 # The settings of each rank, the type of the error, and patterns in its text.
-TCP_ONLY = {"MPIR_CVAR_NOLOCAL": "1", "UCX_TLS": "tcp,self"}
 SETTINGS: dict[str, tuple[list[Mapping[str, str]], str, list[str]]] = {
     "no such way": (
         [TCP | {"FOG_BETWEEN_HOSTS": "xyz"}] * 2,
@@ -247,10 +246,10 @@ SETTINGS: dict[str, tuple[list[Mapping[str, str]], str, list[str]]] = {
     ),
     "no number": ([RMA | {"FOG_RMA_BYTES": "abc"}] * 2, "ValueError", ["FOG_RMA_BYTES", "abc", "bytes"]),
     "negative": ([RMA | {"FOG_RMA_BYTES": "-5"}] * 2, "ValueError", ["FOG_RMA_BYTES", "-5", "bytes"]),
-    "no RMA": (  # a transfer needs its target
-        [RMA | TCP_ONLY] * 2,
+    "no network for MPI": (
+        [RMA, RMA | {"UCX_TLS": "none"}],
         "DistBackendError",
-        ["FOG_BETWEEN_HOSTS=rma", "not complete within .* while that rank was outside of MPI"],
+        ["MPI_Session_init failed: .*No such device", "With FOG_BETWEEN_HOSTS=tcp"],
     ),
     "different ways": (
         [RMA, TCP, RMA],

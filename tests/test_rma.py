@@ -26,6 +26,7 @@ from hosts import address, emulated_hosts, move_to_host
 from reference import Checks, make_input, mix, sum_in_rank_order
 from scripts import run_script
 from test_machines import VARIABLE, mean_matrix, mix_machines
+from test_window_rma import logged
 from torch import Tensor
 from window_interfaces import pids, stopped
 from wrapped_mpi import compile_wrapper
@@ -350,26 +351,84 @@ def test_a_killed_rank(new_world: Callable[..., World], kind: str, moment: str) 
 # --- what is chosen -----------------------------------------------------------------------------------------
 
 
-def choose(name: str) -> str:
-    """Returns, on an emulated host, the transport to the other rank."""
+EXCHANGES = "rma, exchanges only"
+
+
+def choose(name: str, tls: str) -> tuple[str, str]:
+    """Returns, on an emulated host, the transport to the other rank, and what the start has written."""
     move_to_host(name)
+    os.environ["UCX_TLS"] = tls
     rank = int(os.environ["RANK"])
-    store = dist.TCPStore(address(0), 29515, 2, rank == 0)
-    dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    fogdist.init()
+
+    def join() -> None:
+        store = dist.TCPStore(address(0), 29515, 2, rank == 0)
+        dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+        fogdist.init()
+
+    _, log = logged(join)
     x = torch.full((NUMEL,), float(rank))
     assert fogdist.neighbor_allreduce(x).eq(0.5).all()
-    return fogdist.transport(1 - rank)
+    return fogdist.transport(1 - rank), log
 
 
-@pytest.mark.parametrize(("tls", "transport"), [("tcp,self", "tcp"), ("shm,self", "rma")])
-def test_auto(new_world: Callable[..., World], tls: str, transport: str) -> None:
-    """`auto` chooses the transport that suits the fabric."""
-    with emulated_hosts(2) as names:
-        world = new_world(2, initialize=False, environment={"UCX_TLS": tls, "FOG_BETWEEN_HOSTS": "auto"})
-        outcomes = world.run_by_rank(choose, [(name,) for name in names])
-        assert [outcome.value for outcome in outcomes] == [transport] * 2, list(map(str, outcomes))
+# UCX's transports on each rank, the rate of the link, and the transport. "posix" waits for the target, and is faster than
+# such a link; "none" does not exist, so MPI does not start.
+@pytest.mark.parametrize(
+    ("tls", "rate", "transport"),
+    [
+        (["tcp,self"] * 2, None, "tcp"),
+        (["shm,self"] * 2, "400mbit", "rma"),
+        (["posix,self"] * 2, "200mbit", EXCHANGES),
+        (["shm,self", "none"], None, "tcp"),
+    ],
+)
+def test_auto(new_world: Callable[..., World], tls: list[str], rate: str | None, transport: str) -> None:
+    """`auto` chooses the transport that suits the fabric, on all ranks; rank 0 says once why it is not RMA."""
+    with emulated_hosts(2, rate) as names:
+        variables = {"UCX_TLS": "tcp", "FOG_BETWEEN_HOSTS": "auto", "FOG_LOG_LEVEL": "info"}
+        world = new_world(2, initialize=False, environment=variables)
+        outcomes = world.run_by_rank(choose, list(zip(names, tls, strict=True)))
+        assert [outcome.value[0] for outcome in outcomes] == [transport] * 2, list(map(str, outcomes))
+        said = [outcome.value[1].count("between hosts data goes by ") for outcome in outcomes]
+        why = {"tcp": "MPI did not start: " if "none" in tls else "puts by MPI take "}.get(transport, "RMA")
+        assert said == [1, 0] and why in outcomes[0].value[1], outcomes[0].value[1]
         world.close()
+
+
+def put_and_get() -> set[str]:
+    """Returns the transports of a window, after its operations."""
+    fogdist.init(topologies.FullyConnectedGraph)
+    rank = dist.get_rank()
+    source = (rank + 1) % dist.get_world_size()
+    x = torch.full((NUMEL,), float(rank))
+    window = fogdist.Window(x, zero_init=True)
+
+    def slot() -> Tensor:
+        return window.update(self_weight=0.0, neighbor_weights={source: 1.0}, clone=True)
+
+    window.put(x)
+    dist.barrier()
+    assert slot().eq(source).all()
+    window.get(src_weights={source: 2.0})
+    assert slot().eq(2 * source).all()
+    transports = set(window.transports.values())
+    window.free()
+    return transports
+
+
+@pytest.mark.parametrize(
+    "fabric", [{"UCX_TLS": "tcp,self"}, {"MPICH_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}], ids=["ucx", "ofi"]
+)
+def test_puts_that_wait_for_their_target(
+    new_world: Callable[..., World], counter: str, fabric: dict[str, str]
+) -> None:
+    """They carry exchanges and collectives, in which both ranks call MPI, but not the data of windows."""
+    variables = {"FOG_MPI_LIBRARY": counter, VARIABLE: str(PER_MACHINE)}
+    world = new_world(RANKS, environment=RMA | fabric | variables)
+    assert world.run(exchange_and_check, [KIB, SIZES[1]]) == [[EXCHANGES] * (RANKS - 1)] * RANKS
+    of_ranks = world.run(counts)
+    assert total(of_ranks, ["MPI_Put"]) > RANKS * SIZES[1] and total(of_ranks, FORBIDDEN, 0) == 0, of_ranks
+    assert world.run(put_and_get) == [{"messages"}] * RANKS
 
 
 def test_the_log_says_once_what_is_used(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 #include "device/device_backends.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <utility>
 
@@ -18,9 +17,6 @@ struct Factories {
   std::mutex mutex;
   std::map<at::DeviceType, DelegateFactory> by_type;
 };
-
-// Whether there is a factory for cpu. An atomic, because operations on CPU tensors should not lock for it.
-std::atomic<bool> serves_cpu{false};
 
 Factories& factories() {
   // Never destroyed: a factory may hold Python objects, and the interpreter ends earlier.
@@ -44,9 +40,7 @@ std::string served() {
   const std::lock_guard<std::mutex> lock(factories().mutex);
   std::string text = "cpu";
   for (const auto& [type, factory] : factories().by_type) {
-    if (type != at::kCPU) {
-      text += ", " + c10::DeviceTypeName(type, true);
-    }
+    text += ", " + c10::DeviceTypeName(type, true);
   }
   return text;
 }
@@ -55,9 +49,6 @@ std::string served() {
 
 void set_delegate_factory(at::DeviceType type, DelegateFactory factory) {
   const std::lock_guard<std::mutex> lock(factories().mutex);
-  if (type == at::kCPU) {
-    serves_cpu = static_cast<bool>(factory);
-  }
   if (factory) {
     factories().by_type[type] = std::move(factory);
   } else {
@@ -141,7 +132,7 @@ DelegateCall DeviceBackends::serving(const char* op, c10::ArrayRef<const at::Ten
 }
 
 DelegateCall DeviceBackends::serving(const char* op, const at::Device& device) {
-  if (device.is_cpu() && !serves_cpu && !is_coalescing_) {
+  if (device.is_cpu() && !is_coalescing_) {
     return {};
   }
   auto delegate = find_or_make(op, device, false);

@@ -28,8 +28,8 @@ using DelegateFactory = std::function<BackendPtr(
     const at::Device& device,
     bool eager)>;
 
-// Sets the factory for a type of device; an empty one removes it. It applies to new groups, and to groups that have not
-// used this type yet. CPU tensors, which fog serves itself, need one only to replace fog.
+// Sets the factory for a type of device other than the CPU, which fog serves itself; an empty one removes it. It applies
+// to new groups, and to groups that have not used this type yet.
 void set_delegate_factory(at::DeviceType type, DelegateFactory factory);
 
 // Functions for delegates that only Python can implement.

@@ -156,7 +156,7 @@ void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::T
 void PinnedStaging::copy_to_published(const char* op, Deadline deadline) {
   await(op, read_, deadline);
   // The device may be busy for long: wait before publishing, so that neighbors do not have to wait for that.
-  await(op, record_on(*current_stream(device_)), deadline);
+  await(op, record_on(current_stream(device_)), deadline);
   window_.publish([&] {
     const c10::OptionalStreamGuard guard(stream_.get());
     copy_values(published_, window_.tensor());
@@ -188,7 +188,7 @@ at::Tensor PinnedStaging::update(
   }
   copy_values(tensor, combined);
   Window::count_change(tensor);
-  read_ = record_on(*current_stream(device_));
+  read_ = record_on(current_stream(device_));
   return tensor;
 }
 

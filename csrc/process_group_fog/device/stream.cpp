@@ -45,13 +45,12 @@ bool is_allocated_by_torch(const at::Tensor& tensor) {
 
 } // namespace
 
-std::optional<c10::Stream> current_stream(const at::Device& device) {
-  return device.is_cpu() ? std::nullopt : std::make_optional(VirtualGuardImpl(device.type()).getStream(device));
+c10::Stream current_stream(const at::Device& device) {
+  return VirtualGuardImpl(device.type()).getStream(device);
 }
 
 bool is_capturing(const at::Device& device) {
-  const auto stream = current_stream(device);
-  return stream && ask_whether_capturing(VirtualGuardImpl(device.type()), *stream, 0);
+  return ask_whether_capturing(VirtualGuardImpl(device.type()), current_stream(device), 0);
 }
 
 void use_on(const c10::Stream& stream, const at::Tensor& tensor) {
@@ -75,27 +74,22 @@ Event record_on(const c10::Stream& stream) {
   return event;
 }
 
-Stream::Stream(const at::Device& device) {
-  if (!device.is_cpu()) {
-    stream_ = VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-    allocator_deleter(device); // call it here, because it may allocate, and use_on() is also called in destructors
-  }
+Stream::Stream(const at::Device& device) : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {
+  allocator_deleter(device); // call it here, because it may allocate, and use_on() is also called in destructors
 }
 
 Stream::Guard::Guard(const Stream& stream) {
-  if (const auto& own = stream.get()) {
-    record_on(*current_stream(own->device()))->block(*own);
-    guard_.reset_stream(*own);
-  }
+  record_on(current_stream(stream.get().device()))->block(stream.get());
+  guard_.reset_stream(stream.get());
 }
 
 Event Stream::record() const {
-  return stream_ ? record_on(*stream_) : nullptr;
+  return record_on(stream_);
 }
 
 void order_after(const Event& event) {
   if (event) {
-    event->block(*current_stream({event->device_type(), event->device_index()}));
+    event->block(current_stream({event->device_type(), event->device_index()}));
   }
 }
 

@@ -1,8 +1,7 @@
-// Streams and events of any device, without its toolkit. A CPU has none; all functions do nothing for it.
+// Streams and events of any device but the CPU, without its toolkit.
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -12,10 +11,10 @@
 namespace fog::device {
 
 // A point in the work that a device has been given.
-using Event = std::shared_ptr<c10::Event>; // null on a cpu
+using Event = std::shared_ptr<c10::Event>; // null if there was no such work
 
-// The stream of a device that the program uses on this thread; none on a CPU.
-std::optional<c10::Stream> current_stream(const at::Device& device);
+// The stream of a device that the program uses on this thread.
+c10::Stream current_stream(const at::Device& device);
 
 // Returns whether the program captures the device's current stream into a graph. Torch before 2.13 cannot tell: false.
 bool is_capturing(const at::Device& device);
@@ -46,13 +45,13 @@ class Stream {
   };
   // The end of the stream's present work.
   Event record() const;
-  // The stream itself; none on a CPU.
-  const std::optional<c10::Stream>& get() const {
+  // The stream itself.
+  const c10::Stream& get() const {
     return stream_;
   }
 
  private:
-  std::optional<c10::Stream> stream_;
+  const c10::Stream stream_;
 };
 
 // Makes the program's current stream of the event's device wait for the event, without blocking the host.

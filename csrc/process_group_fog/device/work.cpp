@@ -29,7 +29,7 @@ Work::Work(
     std::vector<at::Tensor> outputs,
     std::vector<c10::intrusive_ptr<c10d::Work>> parts,
     const Stream& stream,
-    std::optional<c10::Stream> launched_on)
+    c10::Stream launched_on)
     : c10d::Work(description.rank, description.type),
       what_(std::move(description.what)),
       sequence_(description.sequence),
@@ -38,12 +38,9 @@ Work::Work(
       stream_(stream.get()),
       launched_on_(launched_on),
       end_(stream.record()) {
-  std::vector<at::Device> devices;
-  if (stream_) {
-    devices.push_back(stream_->device());
-    held_ = inputs;
-    held_.insert(held_.end(), outputs_.begin(), outputs_.end());
-  }
+  const std::vector<at::Device> devices{stream_.device()};
+  held_ = inputs;
+  held_.insert(held_.end(), outputs_.begin(), outputs_.end());
   future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
   future_->markCompleted(c10::IValue(outputs_)); // the Future remembers the current stream, which is the operation's
 }
@@ -52,7 +49,7 @@ Work::~Work() {
   // No wait() was called: the tensors' memory must not be reused before the stream has finished.
   for (const auto& tensor : held_) {
     try {
-      use_on(*stream_, tensor);
+      use_on(stream_, tensor);
     } catch (const std::exception&) { // the device has ended, and its memory with it
     }
   }
@@ -64,9 +61,9 @@ void Work::release() {
   if (held_.empty()) {
     return;
   }
-  if (current_stream(stream_->device()) != launched_on_) {
+  if (current_stream(stream_.device()) != launched_on_) {
     for (const auto& tensor : held_) {
-      use_on(*stream_, tensor);
+      use_on(stream_, tensor);
     }
   }
   held_.clear();

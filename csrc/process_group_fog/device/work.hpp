@@ -28,15 +28,15 @@ class Work : public c10d::Work {
     uint64_t sequence;
   };
   // Must be constructed while the operation's stream is the current one. `parts` are the delegate's Works.
-  // `launched_on` is the program's stream at the time of the call, `stream` the operation's; none on a CPU. The caller
-  // records the operation for the profiler.
+  // `launched_on` is the program's stream at the time of the call, `stream` the operation's. The caller records the
+  // operation for the profiler.
   Work(
       Description description,
       const std::vector<at::Tensor>& inputs,
       std::vector<at::Tensor> outputs,
       std::vector<c10::intrusive_ptr<c10d::Work>> parts,
       const Stream& stream,
-      std::optional<c10::Stream> launched_on);
+      c10::Stream launched_on);
   ~Work() override;
 
   // These two query the device, so they must not be called while it is being captured. They also query the delegate's
@@ -64,8 +64,8 @@ class Work : public c10d::Work {
   const uint64_t sequence_;
   const std::vector<at::Tensor> outputs_;
   const std::vector<c10::intrusive_ptr<c10d::Work>> parts_;
-  const std::optional<c10::Stream> stream_;
-  const std::optional<c10::Stream> launched_on_;
+  const c10::Stream stream_;
+  const c10::Stream launched_on_;
   const Event end_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::mutex held_mutex_;

@@ -199,10 +199,9 @@ bool Meeting::wants_rma() const {
   }
   const auto without = std::find_if(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return each.fabric.empty(); });
   const bool may_be_there = without == ranks_.end();
-  if (rendezvous_->rank() == 0) {
-    LOG(INFO) << "fog: between hosts data goes by TCP"
-              << (may_be_there ? ", unless MPI finds a fabric for RMA: " + ranks_[0].fabric
-                               : ": MPI is not started, as nothing tells of a fabric for RMA on host " + without->host_name);
+  if (rendezvous_->rank() == 0 && !may_be_there) {
+    LOG(INFO) << "fog: between hosts data goes by TCP: MPI is not started, as nothing tells of a fabric for RMA on host "
+              << without->host_name;
   }
   return may_be_there;
 }
@@ -221,14 +220,18 @@ void Meeting::make_transport() {
     const auto local = std::count(hosts.begin(), hosts.end(), places_[rank].host);
     runtime.settle(places_[rank].host, static_cast<int>(local), number_nodes(std::move(hosts), ranks_));
   }
-  const bool uses_mpi = wants_rma(); // otherwise it is not started, which takes longer than everything else
+  bool uses_mpi = wants_rma(); // otherwise it is not started, which takes longer than everything else
   if (uses_mpi) {
     engine.watchdog().start();
-    if (!runtime.started()) {
-      try {
-        runtime.start(rendezvous_, job, timeout_);
-      } catch (const std::exception& error) {
-        C10_THROW_ERROR(DistBackendError, message_of(error) + ". With FOG_BETWEEN_HOSTS=tcp the job does without MPI");
+    if (const auto failure = runtime.start(rendezvous_, job, timeout_); !failure.empty()) {
+      uses_mpi = false;
+      if (between_hosts() == BetweenHosts::kRma) {
+        runtime.fail(failure);
+        C10_THROW_ERROR(DistBackendError, "fog: " + failure + ". With FOG_BETWEEN_HOSTS=tcp the job does without MPI");
+      }
+      if (rank == 0) {
+        LOG(WARNING) << "fog: between hosts data goes by TCP: there may be a fabric for RMA (" << ranks_[0].fabric
+                     << "), but MPI did not start: " << failure;
       }
     }
   }

@@ -16,6 +16,12 @@
 
 namespace fog {
 
+#if MPI_VERSION >= 4
+#define FOG_MPI_SESSIONS(X) X(Info_create) X(Info_set) X(Info_free) X(Session_init) X(Session_finalize)
+#else
+#define FOG_MPI_SESSIONS(X)
+#endif
+
 #define FOG_MPI_FUNCTIONS(X) \
   X(Initialized)             \
   X(Finalized)               \
@@ -36,7 +42,8 @@ namespace fog {
   X(Put)                     \
   X(Get)                     \
   X(Error_string)            \
-  X(Get_library_version)
+  X(Get_library_version)     \
+  FOG_MPI_SESSIONS(X)
 
 struct Api {
 #define FOG_MPI_MEMBER(name) decltype(&MPI_##name) name = nullptr;

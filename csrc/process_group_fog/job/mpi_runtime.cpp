@@ -79,6 +79,31 @@ Runtime& Runtime::instance() {
   return *runtime;
 }
 
+// MPI_Init ends the process where a network cannot be used, for example if UCX_TLS names none. A session reports it.
+void Runtime::prepare(Deadline deadline, std::chrono::milliseconds timeout) {
+  // fog stages device memory itself, and MPI's detection of GPUs would take time at the start.
+  setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
+#if MPI_VERSION >= 4
+  int running = 0;
+  check(api().Initialized(&running), "MPI_Initialized");
+  if (running != 0) {
+    return;
+  }
+  auto session = std::make_shared<MPI_Session>(MPI_SESSION_NULL);
+  call_in_time(
+      "MPI_Session_init", deadline, timeout, [this] { return pmi_ ? pmi_->error() : std::string(); }, nullptr,
+      [session] {
+        MPI_Info info = MPI_INFO_NULL;
+        api().Info_create(&info);
+        api().Info_set(info, "thread_level", "MPI_THREAD_SERIALIZED");
+        const int code = api().Session_init(info, MPI_ERRORS_RETURN, session.get());
+        api().Info_free(&info);
+        return code;
+      });
+  session_ = *session;
+#endif
+}
+
 void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
   int running = 0;
   check(api().Initialized(&running), "MPI_Initialized");
@@ -95,13 +120,16 @@ void Runtime::initialize(Deadline deadline, std::chrono::milliseconds timeout) {
     }
     return;
   }
-  // fog stages device memory itself, and MPI's detection of GPUs would take time at the start.
-  setenv("MPIR_CVAR_ENABLE_GPU", "0", 0);
   auto level = std::make_shared<int>(0);
   call_in_time(
       "MPI_Init_thread", deadline, timeout, [this] { return pmi_ ? pmi_->error() : std::string(); }, nullptr,
       [level] { return api().Init_thread(nullptr, nullptr, MPI_THREAD_SERIALIZED, level.get()); });
   initialized_here_ = true;
+#if MPI_VERSION >= 4
+  if (session_ != MPI_SESSION_NULL) {
+    api().Session_finalize(&session_);
+  }
+#endif
   if (*level < MPI_THREAD_SERIALIZED) {
     C10_THROW_ERROR(
         DistBackendError,
@@ -141,18 +169,20 @@ void Runtime::settle(std::string host, int local_ranks, std::vector<int> nodes) 
   nodes_ = std::move(nodes);
 }
 
-void Runtime::start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout) {
+std::string Runtime::start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout) {
   const int rank = rendezvous->rank();
   const int size = rendezvous->size();
   const std::lock_guard<std::mutex> lock(mutex_);
   if (started_) {
-    return;
+    return "";
   }
   check_first_start();
-  check_versions(rendezvous->allgather("mpi", own_information().protocol + ", MPI " + short_version(library_version())));
-  try {
+  const auto deadline = deadline_after(timeout);
+  ScopedEnvironment environment;
+  // Each step begins on all ranks or on none: within a step, a rank waits for one that has failed until the timeout.
+  auto failure = rendezvous->first_failure("mpi-prepared", [&] {
+    load();
     launched_ = launched(rank, size);
-    ScopedEnvironment environment;
     if (!launched_) {
       pmi_ = std::make_unique<PmiServer>(rendezvous, job, process_mapping(nodes_));
       for (const char* inherited : {"PMI_PORT", "PMI_ID", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_URI2", "PMIX_SERVER_URI3"}) {
@@ -163,25 +193,27 @@ void Runtime::start(const std::shared_ptr<Rendezvous>& rendezvous, const std::st
       environment.set("PMI_SIZE", std::to_string(size));
       environment.set("MPIR_CVAR_PMI_VERSION", "1");
     }
-    const auto deadline = deadline_after(timeout);
-    initialize(deadline, timeout);
-    constexpr const char* kInitialized = "mpi-initialized";
-    rendezvous->note(kInitialized);
-    adopt_world(deadline, timeout, [&] {
-      const auto missing = rendezvous->not_noted(kInitialized);
-      return missing.empty() ? missing : "; not there: rank(s) " + missing;
+    prepare(deadline, timeout);
+  });
+  if (failure.empty()) {
+    const auto versions = rendezvous->allgather("mpi", own_information().protocol + ", MPI " + short_version(library_version()));
+    failure = rendezvous->first_failure("mpi-started", [&] {
+      check_versions(versions);
+      initialize(deadline, timeout);
+      constexpr const char* kInitialized = "mpi-initialized";
+      rendezvous->note(kInitialized);
+      adopt_world(deadline, timeout, [&] {
+        const auto missing = rendezvous->not_noted(kInitialized);
+        return missing.empty() ? missing : "; not there: rank(s) " + missing;
+      });
+      TORCH_CHECK_WITH(
+          DistBackendError, rank_ == rank && size_ == size, "MPI started as rank ", rank_, " of ", size_,
+          ", the group has this process as rank ", rank, " of ", size);
     });
-    TORCH_CHECK_WITH(
-        DistBackendError, rank_ == rank && size_ == size, "fog: MPI started as rank ", rank_, " of ", size_,
-        ", the group has this process as rank ", rank, " of ", size);
-    rendezvous->barrier("mpi-started");
-    started_ = true;
-  } catch (const std::exception& error) {
-    failure_ = message_of(error);
-    unlink_shared_memory_names();
-    throw;
   }
   unlink_shared_memory_names();
+  started_ = failure.empty();
+  return failure;
 }
 
 void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
@@ -197,6 +229,7 @@ void Runtime::start_from_launcher(std::chrono::milliseconds timeout) {
   launched_ = true;
   try {
     const auto deadline = deadline_after(timeout);
+    prepare(deadline, timeout);
     initialize(deadline, timeout);
     adopt_world(deadline, timeout, [] { return std::string("; not every rank that the launcher has started is there"); });
     job_ = broadcast_in_time(random_job_name(), deadline, timeout);

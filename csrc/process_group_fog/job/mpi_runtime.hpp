@@ -33,9 +33,10 @@ class Runtime {
   // Sets the results of meet_on_hosts(). `nodes` is empty if not all ranks of the world have met.
   void settle(std::string host, int local_ranks, std::vector<int> nodes);
   // Starts MPI on the ranks of `rendezvous`, which become the world, unless MPI runs already. If a launcher's world is
-  // this group, MPI starts from the launcher, otherwise from a PMI server over the group's store. Throws
-  // DistBackendError if a rank does not arrive within `timeout` or MPI fails.
-  void start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout);
+  // this group, MPI starts from the launcher, otherwise from a PMI server over the group's store. Returns why it does not
+  // on some rank, the same on all ranks; empty if it does. Throws DistBackendError if a rank does not arrive within
+  // `timeout`.
+  std::string start(const std::shared_ptr<Rendezvous>& rendezvous, const std::string& job, std::chrono::milliseconds timeout);
 
   // Starts MPI from the launcher, without a store. Throws if there is no launcher.
   void start_from_launcher(std::chrono::milliseconds timeout);
@@ -85,9 +86,12 @@ class Runtime {
   // if the text has not arrived within `timeout`; MPI cannot be used any more then.
   std::string broadcast(const std::string& text, std::chrono::milliseconds timeout);
 
-  // Records that a call of MPI which all ranks make at their start has not returned. It still holds MPI, so MPI cannot
-  // be started again.
+  // Records that the start of MPI has failed, and with it the group's. MPI cannot be started again.
   void fail(const std::string& reason);
+  // MPI is not called any more; a call may not have returned.
+  void stop() {
+    started_ = false;
+  }
 
   // Finalizes MPI if this is needed and safe. A launcher expects MPI_Finalize, which returns only if nothing in the
   // world has failed. Without a launcher there is nothing to finalize: fog's own PMI server is in this process, and
@@ -98,6 +102,8 @@ class Runtime {
   Runtime() = default;
   // Describes the possible reasons why a call of MPI has not returned in time.
   using Excuse = std::function<std::string()>;
+  // What is local of the start.
+  void prepare(Deadline deadline, std::chrono::milliseconds timeout);
   void initialize(Deadline deadline, std::chrono::milliseconds timeout);
   void adopt_world(Deadline deadline, std::chrono::milliseconds timeout, const Excuse& excuse);
   std::string broadcast_in_time(const std::string& text, Deadline deadline, std::chrono::milliseconds timeout);
@@ -118,6 +124,9 @@ class Runtime {
   std::vector<int> nodes_;
   MPI_Comm communicator_ = MPI_COMM_NULL;
   std::unique_ptr<PmiServer> pmi_;
+#if MPI_VERSION >= 4
+  MPI_Session session_ = MPI_SESSION_NULL; // from prepare() to initialize()
+#endif
 };
 
 } // namespace fog

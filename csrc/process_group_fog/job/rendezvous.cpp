@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "core/deadline.hpp"
+#include "core/failure.hpp"
 
 namespace fog {
 namespace {
@@ -258,9 +259,17 @@ std::string Rendezvous::from_rank_zero(const std::string& key, const std::functi
   return get(zero);
 }
 
-void Rendezvous::barrier(const std::string& key) {
-  // Unlike a counter alone, this lets a timeout name the missing ranks.
-  allgather(key, "1");
+std::string Rendezvous::first_failure(const std::string& key, const std::function<void()>& act) {
+  std::string failure;
+  try {
+    act();
+  } catch (const std::exception& error) {
+    failure = message_of(error);
+    failure.erase(0, failure.compare(0, 5, "fog: ") == 0 ? 5 : 0); // of the text that the caller makes
+  }
+  const auto all = allgather(key, ' ' + failure); // some stores reject an empty value
+  const auto first = std::find_if(all.begin(), all.end(), [](const std::string& each) { return each.size() > 1; });
+  return first == all.end() ? "" : first->substr(1);
 }
 
 } // namespace fog

@@ -37,8 +37,9 @@ class Rendezvous {
   // Returns rank 0's value under `key`; `make` makes it on rank 0.
   std::string from_rank_zero(const std::string& key, const std::function<std::string()>& make);
 
-  // Returns once every rank has called it with this key.
-  void barrier(const std::string& key);
+  // Returns once every rank has run its act(): what the first failure among them says, the same on all ranks, or an empty
+  // text.
+  std::string first_failure(const std::string& key, const std::function<void()>& act);
 
   // note() records that this rank has come to this step. not_noted() lists the ranks that have not, for an error; "" if
   // all have.

@@ -21,9 +21,13 @@ const char* fault_of(const Header& header, size_t came, bool local) {
   }
   switch (header.kind) {
     case MessageKind::kTaken:
+    case MessageKind::kWanted:
+      if (!local) { // of data that is put
+        return came != 0 || header.bytes != 0 || header.delivery != Delivery::kInline ? "it carries data" : nullptr;
+      }
+      [[fallthrough]];
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
-    case MessageKind::kWanted:
       if (header.shared.chunk >= Inbox::kChunks) {
         return "its sender has no such chunk";
       }

@@ -13,7 +13,7 @@ enum class MessageKind : uint8_t {
   kData = 1, // part of an operation
   kPointToPoint, // a send; the key is the user's tag
   kConfirm, // the receiver of a kData message has accepted it
-  kTaken, // the receiver has read the data in the sender's arena
+  kTaken, // the receiver has read the data in the sender's arena; or chunks of data that is put, see notified_puts
   kFilled, // the data of a stream from the end of the last chunk to `bytes` is in the chunk `chunk`
   kEmptied, // a reader of a stream has taken `bytes` of its data; 0 bytes if that answers kWanted before any were taken
   kError, // the group failed; the data is the reason
@@ -28,7 +28,9 @@ enum class MessageKind : uint8_t {
   kPlaced, // says where the data of a put goes whose header did not know it yet
   kAsk, // the sender's operation is late: asks whether the receiver waits in it, and for which ranks
   kAnswer, // the answer to kAsk, see Reply
-  kWanted, // the sender of a stream asks for kEmptied as soon as an operation there takes the data
+  // the sender of a stream asks for kEmptied as soon as an operation there takes the data; or the receiver of data that is put
+  // takes it now
+  kWanted,
 };
 
 // What a kWindow message asks for.
@@ -67,7 +69,7 @@ struct OfWindow {
   uint8_t failed; // of a reply: its data is the reason
 };
 
-// Of kStream, kMapped, kTaken, kFilled, kEmptied and kWanted: a transfer through the memory of a host.
+// Of kStream, kMapped, kFilled, kEmptied, and of kTaken and kWanted on one host: a transfer through its memory.
 struct InSharedMemory {
   uint64_t transfer;
   uint64_t address; // in the sender's arena, for kMapped
@@ -75,12 +77,12 @@ struct InSharedMemory {
   uint32_t chunk; // for kFilled
 };
 
-// Of kRemote and kPlaced: a transfer by RMA.
+// Of kRemote, kPlaced, and of kTaken and kWanted between hosts: a transfer by RMA.
 struct InSlots {
   uint64_t transfer;
-  uint64_t credit; // address in the sender's pool, where the receiver writes how much it has taken
   uint32_t first_slot;
   uint32_t slots; // in kRemote, 0 if they are not known yet; in kPlaced, 0 if the data goes as payload
+  uint32_t taken; // in kTaken: the chunks that the receiver has taken
 };
 
 // Of kSlots.
@@ -89,8 +91,8 @@ struct LentSlots {
   uint32_t slots; // 0 if there is no room
 };
 
-// Every message begins with a header. Its kind says which member of `of` is set; its delivery, or its kind, which one of
-// `by`.
+// Every message begins with a header. Its kind says which member of the first union is set; its kind or its delivery says
+// which of the second.
 struct Header {
   MessageKind kind = MessageKind::kData;
   Delivery delivery = Delivery::kInline;

@@ -146,7 +146,7 @@ const char* ProcessTransport::way_to(PeerId peer) const {
   if (links_.reaches(peer)) {
     return "shared memory";
   }
-  return puts_ && puts_->reaches(peer) ? "rma" : "tcp";
+  return !puts_ || !puts_->reaches(peer) ? "tcp" : remote_memory_->completes_alone() ? "rma" : "rma, exchanges only";
 }
 
 std::vector<PeerId> ProcessTransport::spoken_with() const {
@@ -311,22 +311,31 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
 }
 
 void ProcessTransport::on_message(PeerId source, const Header& header, const char* data) {
-  if (header.delivery == Delivery::kRemote || header.kind == MessageKind::kSlots || header.kind == MessageKind::kPlaced) {
+  const auto is = [&header](MessageKind kind) { return header.kind == kind; };
+  const bool of_puts = is(MessageKind::kSlots) || is(MessageKind::kPlaced) || is(MessageKind::kTaken) || is(MessageKind::kWanted);
+  if (of_puts || header.delivery == Delivery::kRemote) {
     if (!puts_) {
       refuse_message(source, sizeof(header), "this process has no memory for RMA");
     }
     if (peers()[source].is_lost()) { // its slots, lent or borrowed, are forgotten
       return;
     }
-    if (header.kind == MessageKind::kSlots) {
-      puts_->on_slots(source, header);
-      return;
+    switch (header.kind) {
+      case MessageKind::kSlots:
+        puts_->on_slots(source, header);
+        return;
+      case MessageKind::kTaken:
+        puts_->on_taken(source, header);
+        return;
+      case MessageKind::kWanted:
+        puts_->on_wanted(source, header);
+        return;
+      case MessageKind::kPlaced:
+        arrivals_->on_placed(source, header);
+        return;
+      default:
+        arrivals_->on_announcement(source, header);
     }
-    if (header.kind == MessageKind::kPlaced) {
-      arrivals_->on_placed(source, header);
-      return;
-    }
-    arrivals_->on_announcement(source, header);
   }
   handler_.on_message(source, header, data);
 }

@@ -120,7 +120,8 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void ignore(PeerId source, const Header& header) override;
 
   OneSided* one_sided(PeerId peer) override {
-    return !links_.reaches(peer) && remote_memory_ && remote_memory_->reaches(peer) ? remote_memory_.get() : nullptr;
+    const bool reaches = remote_memory_ && remote_memory_->completes_alone() && remote_memory_->reaches(peer);
+    return reaches && !links_.reaches(peer) ? remote_memory_.get() : nullptr;
   }
 
   bool poll() override;

@@ -170,7 +170,7 @@ class Transport {
   virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
-  // Returns how large data is sent there: "shared memory", "rma" or "tcp".
+  // Returns how large data is sent there: "shared memory", "rma", "rma, exchanges only" (windows use messages) or "tcp".
   virtual const char* way_to(PeerId peer) const {
     return "shared memory";
   }

@@ -125,6 +125,10 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
   if (const auto gone = group.gone.find(request->peer); gone != group.gone.end()) {
     std::rethrow_exception(backend_error("fog: " + request->what + ": " + group.describe_member(request->peer) + ' ' + gone->second));
   }
+  const auto found = windows_.find({group.id, request->window});
+  if (group.closed || found == windows_.end() || !lock(found->second.window)) { // no message may follow the news of the end
+    std::rethrow_exception(backend_error("fog: " + request->what + ": the window is closed"));
+  }
   request->service_ = this;
   request->id_ = next_request_++;
   auto header = header_for(MessageKind::kWindow, group.id, request->window, request->op, request->id_);

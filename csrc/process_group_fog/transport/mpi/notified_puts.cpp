@@ -1,7 +1,6 @@
 #include "transport/mpi/notified_puts.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cstring>
 
 #include <c10/util/Exception.h>
@@ -11,28 +10,16 @@
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog::mpi {
-namespace {
-
-// Limit of transfers whose receivers have not taken everything.
-constexpr size_t kCredits = 1024;
-
-} // namespace
 
 size_t OutgoingPut::sent() const {
   return copy_ || done_ ? bytes_ : std::min(bytes_, chunks_put_ * kChunkBytes);
 }
 
-NotifiedPuts::NotifiedPuts(RemoteMemory& memory, tcp::Messages& wire) : memory_(memory), wire_(wire) {
-  credits_ = static_cast<char*>(memory.allocate(kCredits * kLine));
-  for (size_t i = 0; credits_ != nullptr && i < kCredits; ++i) {
-    new (&credit(i)) std::atomic<uint64_t>(0);
-    free_credits_.push_back(i);
-  }
-}
+NotifiedPuts::NotifiedPuts(RemoteMemory& memory, tcp::Messages& wire) : memory_(memory), wire_(wire) {}
 
 bool NotifiedPuts::reaches(PeerId peer) const {
   const auto found = granted_.find(peer);
-  return credits_ != nullptr && memory_.reaches(peer) && (found == granted_.end() || found->second.state != Granted::State::kRefused);
+  return memory_.reaches(peer) && (found == granted_.end() || found->second.state != Granted::State::kRefused);
 }
 
 std::shared_ptr<OutgoingPut> NotifiedPuts::send(
@@ -43,7 +30,7 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
     const std::shared_ptr<TransferOwner>& owner,
     tcp::Sent ended) {
   auto& granted = granted_[peer];
-  if (free_credits_.empty() || chunks_of(header.bytes) >= kAll || granted.state == Granted::State::kRefused) {
+  if (chunks_of(header.bytes) >= kAll || granted.state == Granted::State::kRefused) {
     return nullptr;
   }
   auto put = std::make_shared<OutgoingPut>();
@@ -51,18 +38,17 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
   put->data_ = static_cast<const char*>(data);
   put->bytes_ = header.bytes;
   put->may_be_overwritten_ = may_be_overwritten;
+  put->wanted_ = memory_.completes_alone();
   if (granted.state == Granted::State::kHas && !place(*put, granted)) {
     return nullptr;
   }
   put->transfer_ = next_transfer_++;
-  put->credit_ = free_credits_.back();
-  free_credits_.pop_back();
+  puts_.emplace(put->transfer_, put);
   put->owner_ = owner;
   put->ended_ = std::move(ended);
   put->tag_ = wire_.next_tag(peer);
   header.delivery = Delivery::kRemote;
-  const auto credit_at = *memory_.address_of(&credit(put->credit_), sizeof(uint64_t));
-  header.put = {put->transfer_, credit_at, static_cast<uint32_t>(put->first_slot_), static_cast<uint32_t>(put->slots_)};
+  header.put = {put->transfer_, static_cast<uint32_t>(put->first_slot_), static_cast<uint32_t>(put->slots_), 0};
   header.payload_tag = put->tag_;
   if (granted.state == Granted::State::kHas) {
     going_.push_back(put);
@@ -75,8 +61,8 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
   } catch (...) { // the receiver does not know of it
     put->ended_ = nullptr;
     put->owner_ = nullptr;
-    std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put->first_slot_), put->slots_, false);
-    free_credits_.push_back(put->credit_);
+    set_taken(*put, granted, false);
+    puts_.erase(put->transfer_);
     auto& waiting = granted.waiting;
     going_.remove(put);
     waiting.erase(std::remove(waiting.begin(), waiting.end(), put), waiting.end());
@@ -89,7 +75,6 @@ std::shared_ptr<OutgoingPut> NotifiedPuts::send(
 }
 
 bool NotifiedPuts::place(OutgoingPut& put, Granted& granted) {
-  resting_.remove_if([this](const auto& resting) { return settle(*resting); });
   const size_t slots = granted.taken.size();
   const auto free = static_cast<size_t>(std::count(granted.taken.begin(), granted.taken.end(), false));
   // Leaves some free slots, so that the next transfer does not have to wait for this one.
@@ -105,14 +90,18 @@ bool NotifiedPuts::place(OutgoingPut& put, Granted& granted) {
     }
     begin = std::max(end, begin + 1);
   }
-  std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put.first_slot_), put.slots_, true);
+  set_taken(put, granted, true);
   return put.slots_ > 0;
+}
+
+void NotifiedPuts::set_taken(const OutgoingPut& put, Granted& granted, bool taken) {
+  std::fill_n(granted.taken.begin() + static_cast<ptrdiff_t>(put.first_slot_), put.slots_, taken);
 }
 
 void NotifiedPuts::say_placed(const OutgoingPut& put) {
   Header header;
   header.kind = MessageKind::kPlaced;
-  header.put = {put.transfer_, 0, static_cast<uint32_t>(put.first_slot_), static_cast<uint32_t>(put.slots_)};
+  header.put = {put.transfer_, static_cast<uint32_t>(put.first_slot_), static_cast<uint32_t>(put.slots_), 0};
   wire_.send(put.peer_, header, nullptr, 0);
 }
 
@@ -134,7 +123,6 @@ void NotifiedPuts::go_by_wire(const std::shared_ptr<OutgoingPut>& put) {
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
   }
-  resting_.push_back(put); // until its receiver has sent the final credit
 }
 
 template <typename Act>
@@ -156,14 +144,14 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   if (granted.state != Granted::State::kAsked) {
     refuse_message(source, sizeof(header), "this rank has not asked for its slots");
   }
-  if (header.lent.slots > kMostSlots || header.lent.address % kLine != 0) {
+  if (header.lent.slots > kMostSlots || header.lent.address % kVersionStride != 0) {
     refuse_message(source, sizeof(header), "there are no such slots");
   }
   granted.at = header.lent.address;
   granted.taken.assign(header.lent.slots, false);
   granted.state = header.lent.slots > 0 ? Granted::State::kHas : Granted::State::kRefused;
   for (const auto& put : std::exchange(granted.waiting, {})) {
-    if (put->done_) { // withdrawn: only the receiver's final credit is missing
+    if (put->done_) { // withdrawn
       continue;
     }
     attempt(*put, [&] {
@@ -177,19 +165,36 @@ void NotifiedPuts::on_slots(PeerId source, const Header& header) {
   }
 }
 
+std::shared_ptr<OutgoingPut> NotifiedPuts::find(PeerId peer, uint64_t transfer) const {
+  const auto found = puts_.find(transfer);
+  return found == puts_.end() || found->second->peer_ != peer ? nullptr : found->second;
+}
+
+void NotifiedPuts::on_wanted(PeerId source, const Header& header) {
+  if (const auto put = find(source, header.put.transfer)) {
+    put->wanted_ = true;
+  }
+}
+
+void NotifiedPuts::on_taken(PeerId source, const Header& header) {
+  const auto put = find(source, header.put.transfer);
+  if (!put || header.put.taken < kAll) {
+    if (put) {
+      put->chunks_taken_ = header.put.taken;
+    }
+    return;
+  }
+  if (!put->done_ && put->slots_ > 0) { // the receiver does not want the rest
+    end(*put, "");
+  }
+  set_taken(*put, granted_[source], false);
+  puts_.erase(header.put.transfer);
+}
+
 bool NotifiedPuts::step(OutgoingPut& put) {
   const auto& granted = granted_[put.peer_];
   const size_t chunks = chunks_of(put.bytes_);
-  const uint64_t word = credit(put.credit_).load(std::memory_order_acquire);
-  size_t taken = 0;
-  if (word >> kCountBits == put.transfer_) {
-    taken = word & kAll;
-    if (taken == kAll) { // the receiver does not want the rest
-      end(put, "");
-      return true;
-    }
-  }
-  const auto may_go = [&] { return put.chunks_put_ < chunks && put.chunks_put_ < taken + put.slots_; };
+  const auto may_go = [&] { return put.wanted_ && put.chunks_put_ < chunks && put.chunks_put_ < put.chunks_taken_ + put.slots_; };
   const auto slot_of = [&](size_t chunk) { return put.first_slot_ + chunk % put.slots_; };
   const auto version_of = [&](size_t chunk) { return granted.at + version_at(slot_of(chunk)); };
   if (!may_go()) {
@@ -230,57 +235,23 @@ void NotifiedPuts::end(OutgoingPut& put, const std::optional<std::string>& error
   }
 }
 
-bool NotifiedPuts::settle(const OutgoingPut& put) {
-  if (credit(put.credit_).load(std::memory_order_acquire) != word_of(put.transfer_, kAll)) {
-    return false;
-  }
-  if (const auto found = granted_.find(put.peer_); found != granted_.end() && put.slots_ > 0) {
-    std::fill_n(found->second.taken.begin() + static_cast<ptrdiff_t>(put.first_slot_), put.slots_, false);
-  }
-  free_credits_.push_back(put.credit_);
-  return true;
-}
-
 void NotifiedPuts::withdraw(const TransferOwner& owner) {
-  for (auto& [peer, granted] : granted_) {
-    for (auto position = granted.waiting.begin(); position != granted.waiting.end();) {
-      if ((*position)->owner_.get() == &owner) {
-        end(**position, std::nullopt);
-        resting_.push_back(std::move(*position));
-        position = granted.waiting.erase(position);
-      } else {
-        ++position;
-      }
+  for (const auto& [transfer, put] : puts_) {
+    if (put->owner_.get() == &owner) {
+      end(*put, std::nullopt);
     }
-  }
-  for (auto position = going_.begin(); position != going_.end();) {
-    const auto next = std::next(position);
-    if ((*position)->owner_.get() == &owner) {
-      end(**position, std::nullopt);
-      resting_.splice(resting_.end(), going_, position);
-    }
-    position = next;
   }
 }
 
 void NotifiedPuts::forget(PeerId peer) {
-  const auto drop = [this, peer](const std::shared_ptr<OutgoingPut>& put) {
-    if (put->peer_ != peer) {
-      return false;
+  for (auto position = puts_.begin(); position != puts_.end();) {
+    auto& put = *position->second;
+    if (put.peer_ == peer && !put.done_) {
+      end(put, std::nullopt);
     }
-    if (!put->done_) {
-      end(*put, std::nullopt);
-    }
-    return true; // its credit is not reused: a host that is only silent may still write there
-  };
-  going_.remove_if(drop);
-  resting_.remove_if(drop);
-  if (const auto found = granted_.find(peer); found != granted_.end()) {
-    for (const auto& put : found->second.waiting) {
-      drop(put);
-    }
-    granted_.erase(found);
+    position = put.peer_ == peer ? puts_.erase(position) : std::next(position);
   }
+  granted_.erase(peer);
 }
 
 bool NotifiedPuts::poll() {
@@ -288,18 +259,21 @@ bool NotifiedPuts::poll() {
   // One chunk per round, so that the engine's lock is free between two chunks. Transfers take turns.
   for (size_t left = going_.size(); left > 0 && !progressed; --left) {
     const auto put = going_.front();
-    attempt(*put, [&] { progressed = step(*put); });
-    auto& next = put->done_ ? resting_ : going_;
-    next.splice(next.end(), going_, going_.begin());
+    going_.pop_front();
+    if (!put->done_) {
+      attempt(*put, [&] { progressed = step(*put); });
+    }
+    if (!put->done_) {
+      going_.push_back(put);
+    }
   }
-  resting_.remove_if([this](const auto& put) { return settle(*put); });
   return progressed;
 }
 
 void NotifiedPuts::give_up() {
-  lost_.splice(lost_.end(), going_);
+  lost_ = std::exchange(puts_, {});
+  going_.clear();
   for (auto& [peer, granted] : granted_) {
-    lost_.insert(lost_.end(), granted.waiting.begin(), granted.waiting.end());
     granted.waiting.clear();
   }
 }

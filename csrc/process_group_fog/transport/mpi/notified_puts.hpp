@@ -3,13 +3,12 @@
 //
 // The receiver owns its pool. In its answer to the first header it grants the sender some slots of one chunk each, for
 // good. For each transfer the sender takes some of its free slots, names them in the header, and fills them in turn.
-// When the receiver sees the version of a chunk in its slot, it also sees the chunk. It reads chunks in place and puts
-// a credit, the number of chunks that it has taken, into the sender's memory; their slots may then be filled again. So
-// a change of peers needs no collective call, data reaches a receiver that computes, and the slots bound the data on
-// its way. Data without slots goes by the wire.
+// When the receiver sees the version of a chunk in its slot, it also sees the chunk. It reads chunks in place and tells
+// the sender, by the wire, how many it has taken; their slots may then be filled again. So a change of peers needs no
+// collective call, data reaches a receiver that computes, and the slots bound the data on its way. Data without slots
+// goes by the wire. If puts wait until their target calls MPI, data is put once an operation there takes it.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -45,7 +44,8 @@ class OutgoingPut {
   size_t slots_ = 0; // 0 before they are granted
   size_t chunks_put_ = 0;
   size_t chunks_published_ = 0;
-  size_t credit_ = 0; // index of its credit word
+  size_t chunks_taken_ = 0;
+  bool wanted_ = false; // the data may be put
   bool done_ = false;
   bool may_be_overwritten_ = false; // up to sent()
   c10::DataPtr copy_;
@@ -62,7 +62,7 @@ class NotifiedPuts {
   // Returns whether data for that peer can use puts: the peer has granted slots, or has not refused them so far.
   bool reaches(PeerId peer) const;
   // Sends `header` and the data. `ended` is called when the data is not read any more, as in tcp::Messages::send_data().
-  // Returns null if no credit is free; the data then has to go by the wire.
+  // Returns null if no slot is free; the data then has to go by the wire.
   std::shared_ptr<OutgoingPut> send(
       PeerId peer,
       Header header,
@@ -77,6 +77,9 @@ class NotifiedPuts {
 
   // Handles the slots that a peer grants. Throws DistBackendError if they are not valid.
   void on_slots(PeerId source, const Header& header);
+  // The receiver has taken chunks of a transfer, or takes the data now.
+  void on_taken(PeerId source, const Header& header);
+  void on_wanted(PeerId source, const Header& header);
 
   // Puts at most one chunk. Returns true if data moved.
   bool poll();
@@ -98,11 +101,11 @@ class NotifiedPuts {
     std::vector<bool> taken; // by slot
     std::vector<std::shared_ptr<OutgoingPut>> waiting; // puts that wait for slots
   };
-  std::atomic<uint64_t>& credit(size_t index) const {
-    return *reinterpret_cast<std::atomic<uint64_t>*>(credits_ + index * kLine);
-  }
   // Finds slots for that put. Returns false if none are free.
-  bool place(OutgoingPut& put, Granted& granted);
+  static bool place(OutgoingPut& put, Granted& granted);
+  static void set_taken(const OutgoingPut& put, Granted& granted, bool taken);
+  // Returns a transfer to that peer; null if its end is known.
+  std::shared_ptr<OutgoingPut> find(PeerId peer, uint64_t transfer) const;
   void say_placed(const OutgoingPut& put);
   void go_by_wire(const std::shared_ptr<OutgoingPut>& put);
   // Runs act(). Errors become failures of this transfer.
@@ -113,19 +116,14 @@ class NotifiedPuts {
   // Ends the transfer: the data is not read any more. Without `error`, because it was withdrawn or its receiver is
   // lost, no callback is called.
   void end(OutgoingPut& put, const std::optional<std::string>& error);
-  // Frees its slots if the receiver has taken everything. Returns whether it has.
-  bool settle(const OutgoingPut& put);
-  static constexpr size_t kLine = 64;
 
   RemoteMemory& memory_;
   tcp::Messages& wire_;
-  char* credits_ = nullptr;
-  std::vector<size_t> free_credits_;
   uint64_t next_transfer_ = 1;
   std::unordered_map<PeerId, Granted> granted_;
-  std::list<std::shared_ptr<OutgoingPut>> going_; // transfers with data to put
-  std::list<std::shared_ptr<OutgoingPut>> resting_; // transfers whose slots are not free yet
-  std::list<std::shared_ptr<OutgoingPut>> lost_; // transfers whose memory MPI may read forever
+  std::unordered_map<uint64_t, std::shared_ptr<OutgoingPut>> puts_; // by transfer: all whose receivers have not taken everything
+  std::list<std::shared_ptr<OutgoingPut>> going_; // those with data to put
+  std::unordered_map<uint64_t, std::shared_ptr<OutgoingPut>> lost_; // transfers whose memory MPI may read forever
   std::vector<std::shared_ptr<TransferOwner>> released_;
 };
 

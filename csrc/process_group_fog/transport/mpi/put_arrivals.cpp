@@ -54,7 +54,7 @@ class PutArrivals::Arrival final : public Incoming {
       const bool sender_waits = taken_ + slots_ < chunks_of(header.bytes);
       taken_ = taken;
       if (sender_waits) {
-        all_.say_taken(*this, taken);
+        all_.tell(*this, MessageKind::kTaken, taken);
       }
     }
     return true; // a slot is filled again only after its chunk was taken
@@ -183,20 +183,20 @@ std::shared_ptr<Incoming> PutArrivals::receive(PeerId source, const Header& head
   ++waiting_;
   if (arrival->goes_by_wire) {
     take_by_wire(*arrival, owner);
+  } else if (!memory_.completes_alone()) {
+    tell(*arrival, MessageKind::kWanted, 0);
   }
   arrival->look();
   return arrival;
 }
 
-void PutArrivals::say_taken(Arrival& arrival, size_t taken) {
+void PutArrivals::tell(const Arrival& arrival, MessageKind kind, size_t taken) {
+  Header header;
+  header.kind = kind;
+  header.put = {arrival.header.put.transfer, 0, 0, static_cast<uint32_t>(taken)};
   try {
-    memory_.notify(arrival.source, arrival.header.put.credit, word_of(arrival.header.put.transfer, taken));
+    wire_.send(arrival.source, header, nullptr, 0);
   } catch (const Unreachable&) { // the sender has ended and does not wait any more
-  } catch (const std::exception& failure) { // neither the sender nor the receiver can go on
-    arrival.error = message_of(failure);
-    if (const auto owner = arrival.listener.lock()) {
-      owner->on_progress();
-    }
   }
 }
 
@@ -208,7 +208,7 @@ void PutArrivals::close(Arrival& arrival) {
   const auto kept = found->second;
   arrivals_.erase(found);
   waiting_ -= arrival.listens ? 1 : 0;
-  say_taken(arrival, kAll);
+  tell(arrival, MessageKind::kTaken, kAll);
 }
 
 void PutArrivals::ignore(PeerId source, const Header& header) {

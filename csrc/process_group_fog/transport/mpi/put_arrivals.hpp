@@ -53,8 +53,8 @@ class PutArrivals {
 
   void grant(PeerId source);
   void take_by_wire(Arrival& arrival, const std::shared_ptr<TransferOwner>& owner);
-  // Tells the sender that `taken` chunks were taken, or kAll.
-  void say_taken(Arrival& arrival, size_t taken);
+  // Tells the sender that an operation takes the data (kWanted), or that `taken` chunks, or kAll, were taken (kTaken).
+  void tell(const Arrival& arrival, MessageKind kind, size_t taken);
   void close(Arrival& arrival);
   template <typename Which>
   void close_all(Which&& which);

@@ -14,9 +14,9 @@ constexpr size_t kChunkBytes = OneSided::kMostBytes;
 // A peer lends at most this many.
 constexpr size_t kMostSlots = 32;
 
-// A version, or a credit, is one word: the number of a transfer and a number of its chunks.
+// A version is one word: the number of a transfer and a number of its chunks.
 constexpr unsigned kCountBits = 20;
-constexpr uint64_t kAll = (uint64_t(1) << kCountBits) - 1; // stands for all chunks, including any that follow
+constexpr uint32_t kAll = (uint32_t(1) << kCountBits) - 1; // stands for all chunks, including any that follow
 constexpr uint64_t word_of(uint64_t transfer, uint64_t chunks) {
   return transfer << kCountBits | chunks;
 }

@@ -17,7 +17,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "core/deadline.hpp"
 #include "job/between_hosts.hpp"
 #include "job/mpi_api.hpp"
 #include "job/mpi_runtime.hpp"
@@ -30,8 +29,8 @@ namespace fog::mpi {
 class RemoteMemory final : public OneSided {
  public:
   // All ranks of the world call this at their start, before any other use of MPI. Returns null if all data goes by TCP:
-  // there is only one node, or kAuto has found that a put here waits for its target. Throws DistBackendError on all ranks if kRma was asked for and is not possible, or if the window is not
-  // created within `timeout`.
+  // there is only one node, or the probe under kAuto has found that RMA is not possible or does not pay. Throws
+  // DistBackendError on all ranks if kRma was asked for and is not possible.
   static std::unique_ptr<RemoteMemory> open(
       Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout);
 
@@ -68,6 +67,10 @@ class RemoteMemory final : public OneSided {
   }
   // Calls MPI, which may have to answer other processes: some fabrics connect two processes at the first put between them.
   void answer();
+  // Returns whether a put completes while its target is outside of MPI. Otherwise it waits until the target calls answer().
+  bool completes_alone() const {
+    return completes_alone_;
+  }
   // Returns whether a call of MPI has not returned, so that no other call can follow.
   bool broken() const {
     return watchdog_.broken();
@@ -81,15 +84,8 @@ class RemoteMemory final : public OneSided {
  private:
   RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, size_t bytes);
 
-  // Returns the reason if MPI cannot create a window.
-  std::optional<std::string> create(std::chrono::milliseconds timeout);
-  // Tests whether there are windows, and whether a put completes before its target calls MPI again. Returns the reason
-  // if not. All ranks call it.
-  std::optional<std::string> probe(
-      Rendezvous& rendezvous, const std::optional<std::string>& no_window, std::chrono::milliseconds timeout);
-  // The probe on rank 0, which has the result, and on the target.
-  std::string probe_as_origin(Rendezvous& rendezvous, int target, std::chrono::milliseconds timeout);
-  void probe_as_target(Rendezvous& rendezvous, Deadline deadline);
+  // Throws DistBackendError if MPI cannot create a window.
+  void create(std::chrono::milliseconds timeout);
   void check_reachable(PeerId peer) const;
   int mpi_rank(PeerId peer) const {
     return peer; // processes that have not started as MPI's world are not reached
@@ -100,6 +96,7 @@ class RemoteMemory final : public OneSided {
   char* const memory_;
   const size_t bytes_;
   MPI_Win window_ = MPI_WIN_NULL;
+  bool completes_alone_ = false;
   std::function<bool(PeerId peer)> has_ended_;
   std::function<bool(PeerId peer)> may_reach_;
   std::unordered_set<PeerId> strangers_; // see leave()
