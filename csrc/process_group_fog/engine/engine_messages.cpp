@@ -163,6 +163,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kGoodbyeTaken:
     case MessageKind::kHold:
     case MessageKind::kRelease:
+    case MessageKind::kSlots:
+    case MessageKind::kPlaced:
       return; // not specific to a group, handled in on_message()
   }
 }

@@ -484,7 +484,7 @@ void InProcessNetwork::Endpoint::forget(PeerId peer, uint64_t group) {
   for (const auto& [transfer, going] : std::map<uint64_t, std::shared_ptr<Going>>(going_)) {
     if (going->group == group) {
       Header all;
-      all.transfer = transfer;
+      all.shared.transfer = transfer;
       all.bytes = going->bytes;
       on_taken(peer, all);
     }

@@ -181,8 +181,8 @@ void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>
   serving->posted = true;
   const auto window = lock(queue.window);
   // Encoded values may take more than the tensor: at most an index of 4 bytes for each element of 2.
-  const size_t factor = header.signature.tensors > 0 ? 4 : 1;
-  if (window && header.bytes > factor * window->bytes() + header.signature.tensors) { // before memory is taken for it
+  const size_t factor = header.window.codec_bytes > 0 ? 4 : 1;
+  if (window && header.bytes > factor * window->bytes() + header.window.codec_bytes) { // before memory is taken for it
     serving->error = c10::str("got ", header.bytes, " bytes; the window has ", window->bytes());
     engine_.transport().ignore(queue.group->members[queue.source].peer_id, header);
     return;
