@@ -102,7 +102,7 @@ demo: build
 
 test: build build-tests
 	@echo "== tests"
-	@FOG_TEST_SHARES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations=15 $(ARGS)
+	@TEST_FILE_SHARES=1 $(PYTEST) -n $(JOBS) --dist loadfile --durations=15 $(ARGS)
 
 test-long: build build-tests
 	@echo "== all tests"

@@ -133,7 +133,7 @@ def _share(file: str) -> float:
 
 
 def _too_much() -> list[str]:
-    if "FOG_TEST_SHARES" not in os.environ:
+    if "TEST_FILE_SHARES" not in os.environ:
         return []
     return [
         f"{file} took {cpu:.0f} s of CPU, its share is {_share(file):.0f}"

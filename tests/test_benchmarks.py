@@ -74,9 +74,9 @@ RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
         None,
         {
             **dict.fromkeys(["put, stopped", "put, computing"], "rma, raw"),
-            "exchange": "rma, messages, raw",
-            **dict.fromkeys(["exchange, computing", "one-way, computing"], "rma, messages, raw, compute"),
-            "exchange, tcp": "messages, tcp, raw",
+            "exchange": "rma, tcp, raw",
+            **dict.fromkeys(["exchange, computing", "one-way, computing"], "rma, tcp, raw, compute"),
+            "exchange, tcp": "tcp, raw",
         },
     ),
     (

@@ -179,15 +179,18 @@ void WindowService::on_request(const std::shared_ptr<Group>& group, int source, 
 void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>& serving, const char* data) {
   const auto& header = serving->header;
   serving->posted = true;
-  const auto window = lock(queue.window);
-  // Encoded values may take more than the tensor: at most an index of 4 bytes for each element of 2.
-  const size_t factor = header.window.codec_bytes > 0 ? 4 : 1;
-  if (window && header.bytes > factor * window->bytes() + header.window.codec_bytes) { // before memory is taken for it
-    serving->error = c10::str("got ", header.bytes, " bytes; the window has ", window->bytes());
-    engine_.transport().ignore(queue.group->members[queue.source].peer_id, header);
-    return;
-  }
   try {
+    const auto window = lock(queue.window);
+    const size_t window_bytes = window ? window->bytes() : 0;
+    constexpr size_t kCodecNumbers = 4096;
+    // Encoded values may take more than the tensor: at most an index of 4 bytes for each element of 2, and a few numbers.
+    const bool encoded = header.window.codec_bytes > 0;
+    const size_t most = encoded ? 4 * window_bytes + header.window.codec_bytes + kCodecNumbers : window_bytes;
+    if (window && header.bytes > most) { // before memory is taken for it
+      serving->error = c10::str("got ", header.bytes, " bytes; the window has ", window->bytes());
+      engine_.transport().ignore(queue.group->members[queue.source].peer_id, header);
+      return;
+    }
     serving->data = shared_allocator().allocate(header.bytes);
     if (data != nullptr) {
       std::memcpy(serving->data.get(), data, header.bytes);
@@ -196,7 +199,11 @@ void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>
       serving->incoming = engine_.transport().receive(source, header, serving->data.get(), serving);
     }
   } catch (const std::exception& error) { // fails only this request; none of its data is applied
-    serving->error = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error));
+    serving->error = "no memory"; // short enough for a string without an allocation
+    // A stream without memory is empty and raises nothing.
+    if (auto text = c10::str("it cannot receive ", header.bytes, " bytes: ", message_of(error)); !text.empty()) {
+      serving->error = std::move(text);
+    }
   }
 }
 
