@@ -89,8 +89,7 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
             "state": take_apart(optimizer.state_dict(), "optimizer", tensors),
         }
     if isinstance(optimizer, Algorithm):
-        if optimizer.mean_weight is not None:
-            weight = float(optimizer.numbers[optimizer.mean_weight])
+        weight = optimizer.own_weight
         if weights := optimizer.mean_weights():
             rest["weights"] = {
                 f"model.{name}": weights[parameter]

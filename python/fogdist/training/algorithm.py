@@ -471,12 +471,11 @@ class Algorithm(DistributedOptimizer):
             if self.is_alone:
                 return
             self.refresh()
-            one = 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
             of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
             last = Round(self.context, 0, f"{self.name} average")
             for number, values in enumerate(self.values):
-                own = of_parameter.get(self.buckets.tensors_of(number)[0], one)
+                own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
                 total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True)
                 values.copy_(total).div_(float(weight))
@@ -620,6 +619,11 @@ class Algorithm(DistributedOptimizer):
                     piece.copy_(known[name][parameter])
         self._loaded = {}
         self._has_state = True
+
+    @property
+    def own_weight(self) -> float:
+        """The weight of this rank's parameters in the mean of all ranks; see `mean_weight`."""
+        return 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
 
     def mean_weights(self) -> dict[Tensor, float]:
         """Returns the weights of parameters in the mean of all ranks, where each has its own; see also `mean_weight`."""
