@@ -187,9 +187,8 @@ void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>
     const bool encoded = header.window.codec_bytes > 0;
     const size_t most = encoded ? 4 * window_bytes + header.window.codec_bytes + kCodecNumbers : window_bytes;
     if (window && header.bytes > most) { // before memory is taken for it
-      serving->error = c10::str("got ", header.bytes, " bytes; the window has ", window->bytes());
       engine_.transport().ignore(queue.group->members[queue.source].peer_id, header);
-      return;
+      C10_THROW_ERROR(ValueError, c10::str("the window has ", window_bytes));
     }
     serving->data = shared_allocator().allocate(header.bytes);
     if (data != nullptr) {
