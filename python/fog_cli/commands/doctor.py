@@ -11,7 +11,7 @@ from typing import Any
 
 from fog_cli import add_command, machine, version
 from fog_cli.machine import Finding
-from fog_cli.spawn import Ended, run_program, run_ranks
+from fog_cli.spawn import Ended, run_program
 
 _EXAMPLES = """\
 examples:
@@ -116,17 +116,19 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
     if not usable:
         yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
-    yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
     # _FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts.
-    for way, where, advice in (("tcp", "TCP", _TCP_ADVICE), ("rma", "MPI RMA", _RMA_ADVICE)):
-        variables = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": way}
-        ended = run_ranks("self_test", 2, ["hosts"], limit=limit, variables=variables)
+    for where, advice, words, variables in (
+        ("one host", "", ["host"], {}),
+        ("TCP", _TCP_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}),
+        ("MPI RMA", _RMA_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}),
+    ):
+        ended = run_program("self_test", words, limit=limit, ranks=2, variables=variables)
         yield from tried(ended, where, suspects, advice)
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
     """Yields the findings that the program `facts` reported."""
-    for name, text, error in _steps([ended]):
+    for name, text, error in _steps(ended, 1):
         if name == "unknown variables":
             yield Finding(
                 "versions",
@@ -147,7 +149,7 @@ def loaded(ended: Ended) -> Iterator[Finding]:
                     "unset FOG_MPI_LIBRARY to take the package mpich's library, or name your site's correctly"
                 )
             yield Finding("versions", name, state, error, advice)
-    if not ended.lines:
+    if not ended.objects():
         yield Finding(
             "versions",
             "Python",
@@ -157,13 +159,11 @@ def loaded(ended: Ended) -> Iterator[Finding]:
         )
 
 
-def tried(
-    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), optional: str = ""
-) -> Iterator[Finding]:
+def tried(ended: Ended, where: str, suspects: Sequence[str] = (), optional: str = "") -> Iterator[Finding]:
     """Yields the findings that the ranks of a self-test reported.
 
     Args:
-        ended: The results of the ranks' processes.
+        ended: The result of its two ranks.
         where: The beginning of the names of the findings.
         suspects: Names of findings about the machine that may be the cause of a failure.
         optional: The advice about a failure, if ranks of a single host do not need these steps.
@@ -174,7 +174,7 @@ def tried(
     )
     if suspects:
         advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
-    for name, text, error in _steps(ended):
+    for name, text, error in _steps(ended, 2):
         if name == "all" or (name == "end" and error is None):
             continue
         if error is None:
@@ -183,26 +183,22 @@ def tried(
             yield Finding("self-test", f"{where}, {name}", "note" if optional else "bad", error, advice)
 
 
-def _steps(ended: Sequence[Ended]) -> Iterator[tuple[str, str, str | None]]:
-    """Yields each step that a process began: its name, its text, and the error of the first process with an error."""
-    names = dict.fromkeys(line["name"] for process in ended for line in process.lines)
-    for name in names:
+def _steps(ended: Ended, ranks: int) -> Iterator[tuple[str, str, str | None]]:
+    """Yields each step that a rank began: its name, its text, and the error of the first rank with an error."""
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for rank in range(ranks):
+        for line in ended.objects(rank):
+            told = steps.setdefault(line["name"], [{} for _ in range(ranks)])
+            told[rank] |= line
+    for name, told in steps.items():
         texts, errors = [], []
-        for number, process in enumerate(ended):
-            rank = f"rank {number}: " if len(ended) > 1 else ""
-            lines = {
-                key: value for line in process.lines if line["name"] == name for key, value in line.items()
-            }
+        for rank, lines in enumerate(told):
             if "error" in lines:
-                errors.append(f"{rank}{lines['error']}")
+                errors.append(f"rank {rank}: {lines['error']}" if ranks > 1 else lines["error"])
             elif "text" in lines:
                 texts.append(lines["text"])
-            elif "begin" in lines:
-                errors.append(f"{rank}{process.why() or 'it ended without a word'}")
+            elif lines:
+                errors.append(ended.why() or "it ended without a word")
         yield name, texts[0] if texts else "", errors[0] if errors else None
-    if not names and len(ended) > 1:
-        yield (
-            "start",
-            "",
-            next((process.why() for process in ended if process.why()), "the ranks said nothing"),
-        )
+    if not steps and ranks > 1:
+        yield "start", "", ended.why() or "the ranks said nothing"
