@@ -81,17 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {finding.state:4}  {finding.name}: {finding.text}", flush=True)
         if finding.advice:
             print(f"        {' ' * len(finding.name)}  -> {finding.advice}", flush=True)
-    bad = [finding for finding in found if finding.state == "bad"]
+    bad = [finding.name for finding in found if finding.state == "bad"]
     if arguments.json:
-        print(
-            json.dumps(
-                {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2
-            )
-        )
+        report = {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}
+        print(json.dumps(report, indent=2))
     elif bad:
-        print(
-            f"\nNot everything that fog needs on one host works: {', '.join(dict.fromkeys(f.name for f in bad if f.name != 'two ranks'))}."
-        )
+        names = ", ".join(name for name in dict.fromkeys(bad) if name != "two ranks")
+        print(f"\nNot everything that fog needs on one host works: {names}.")
     else:
         tried = "" if arguments.self_test else ", as far as it can be seen without trying"
         print(f"\nWhat fog needs on one host works{tried}.")
@@ -129,34 +125,22 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
 def loaded(ended: Ended) -> Iterator[Finding]:
     """Yields the findings that the program `facts` reported."""
     for name, text, error in _steps(ended, 1):
+        state, advice = "ok", ""
         if name == "unknown variables":
-            yield Finding(
-                "versions",
-                name,
-                "note",
-                text,
-                "fog knows no such variables; a typing error? docs/environment.md lists them",
-            )
-        elif error is None:
-            yield Finding("versions", name, "ok", text)
-        else:
-            state = "note" if name in _NOT_NEEDED else "bad"
-            advice = _ADVICE.get(name, "")
+            state = "note"
+            advice = "fog knows no such variables; a typing error? docs/environment.md lists them"
+        elif error is not None:
+            state, advice = "note" if name in _NOT_NEEDED else "bad", _ADVICE.get(name, "")
             if name == "extension" and "Error: " not in error:  # it crashed or hung
                 advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
             elif name == "extension" and os.environ.get("FOG_MPI_LIBRARY") and "MPI" in error:
                 advice = (
                     "unset FOG_MPI_LIBRARY to take the package mpich's library, or name your site's correctly"
                 )
-            yield Finding("versions", name, state, error, advice)
+        yield Finding("versions", name, state, error or text, advice)
     if not ended.objects():
-        yield Finding(
-            "versions",
-            "Python",
-            "bad",
-            ended.why() or "the program that looks said nothing",
-            "see the message",
-        )
+        why = ended.why() or "the program that looks said nothing"
+        yield Finding("versions", "Python", "bad", why, "see the message")
 
 
 def tried(ended: Ended, where: str, suspects: Sequence[str] = (), optional: str = "") -> Iterator[Finding]:
@@ -168,14 +152,12 @@ def tried(ended: Ended, where: str, suspects: Sequence[str] = (), optional: str 
         suspects: Names of findings about the machine that may be the cause of a failure.
         optional: The advice about a failure, if ranks of a single host do not need these steps.
     """
-    advice = (
-        optional
-        or "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
-    )
+    report = "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
+    advice = optional or report
     if suspects:
         advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
     for name, text, error in _steps(ended, 2):
-        if name == "all" or (name == "end" and error is None):
+        if name == "end" and error is None:
             continue
         if error is None:
             yield Finding("self-test", f"{where}, {name}", "ok", text)
