@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -314,6 +315,7 @@ class Agent:
             self._stop_at = time.monotonic() + _STOP_TIMEOUT
         for pid in self._living:
             os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)  # a stopped process takes it only then
         if number == signal.SIGKILL:
             self._stop_at = time.monotonic()
 
@@ -408,8 +410,8 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _guard(agent: int) -> NoReturn:
-    """Waits for the end of the agent, and then ends all processes below this one."""
+def _guard(agent: int, scratch: str | None) -> NoReturn:
+    """Waits for the end of the agent, and then ends all processes below this one, and removes a folder."""
 
     def pass_on(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -426,15 +428,24 @@ def _guard(agent: int) -> NoReturn:
     for number in processes.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     processes.end_descendants()
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(status if status >= 0 else 128 - status)
 
 
 def main() -> NoReturn:
-    """Runs the guard and the agent."""
+    """Runs the guard and the agent.
+
+    With the folder of a notebook as an argument, which goes with the job, they are no children of the notebook's kernel: it
+    kills its children when it ends.
+    """
+    scratch = sys.argv[1] if len(sys.argv) > 1 else None
+    if scratch is not None and os.fork():
+        os._exit(0)
     processes.adopt_orphans()
     agent = os.fork()
     if agent:
-        _guard(agent)
+        _guard(agent, scratch)
     die_with_parent()
     status = 1
     try:
