@@ -160,7 +160,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def prepared(*words: str, **environment: str) -> launchers.Job:
     arguments = fog_cli.parser().parse_args(["run", *words])
-    return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment}).job
+    return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
 @pytest.mark.parametrize(

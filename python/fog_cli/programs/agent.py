@@ -52,19 +52,16 @@ class Task:
     Attributes:
         token: The first word of the lines that are for `fog run`.
         command: The program `fog_cli.programs.rank` with the command of a rank.
-        environment: The environment of the ranks.
+        environment: The variables that the ranks have in common, see `fog_cli.launchers.of_host`.
         folder: Their working directory.
         size: The number of ranks of the job.
-        host: The number of this host.
         first: The first rank of this host.
         count: The number of ranks of this host.
-        address: The address of the Store.
-        port: Its port; 0 on the first host for any free one.
+        port: That of the Store; 0 on the first host for any free one.
         holds_store: Whether this agent holds the Store.
         stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
             host uses the Store.
         is_asked: Whether `fog run` decides if a rank that did not end well is started again.
-        run_id: A name of the job.
     """
 
     token: str
@@ -72,46 +69,12 @@ class Task:
     environment: dict[str, str]
     folder: str
     size: int
-    host: int
     first: int
     count: int
-    address: str
     port: int
     holds_store: bool
     stays: bool
     is_asked: bool
-    run_id: str
-
-
-def rank_environment(task: Task, rank: int, port: int, joins: bool) -> dict[str, str]:
-    """Returns the environment of a rank, with the variables that torchrun sets.
-
-    Args:
-        task: Of the agent.
-        rank: The rank.
-        port: Of the Store.
-        joins: Whether the others are there already.
-    """
-    local = rank - task.first
-    own = {
-        "RANK": rank,
-        "WORLD_SIZE": task.size,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": task.count,
-        "GROUP_RANK": task.host,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": task.size,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": task.address,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": task.run_id,
-        # With another count some versions of torch look for the other ranks under another name of the Store.
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "FOG_JOIN": int(joins),
-    }
-    return task.environment | {name: str(value) for name, value in own.items()}
 
 
 def uses_of(port: int, tables: str) -> int:
@@ -229,7 +192,9 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
     def _start(self, rank: int, restarts: int, joins: bool) -> None:
-        environment = rank_environment(self._task, rank, self._port, joins)
+        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - self._task.first}
+        own |= {"MASTER_PORT": self._port, "FOG_JOIN": int(joins)}
+        environment = self._task.environment | {name: str(value) for name, value in own.items()}
         program, *words = self._task.command
         pid = os.posix_spawn(
             program,

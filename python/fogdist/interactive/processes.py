@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, cast
 
-from fog_cli.launchers import AGENT, RANK, without_ranks
+from fog_cli.launchers import AGENT, RANK, of_host
 from fog_cli.processes import GRACE, describe
 
 from fogdist.interactive import engine
@@ -51,18 +51,15 @@ class Processes:
         self._timeout = timeout
         folder = self.folder = Path(tempfile.mkdtemp(prefix="fogdist-interactive-"))
         variables = {"OMP_NUM_THREADS": "1"} if size > 1 else {}
-        variables |= {**without_ranks(os.environ), "IPYTHONDIR": str(folder), **environment}
+        variables |= {**os.environ, "IPYTHONDIR": str(folder), **environment}
         task = {
             "token": _TOKEN,
             "command": [*RANK, sys.executable, engine.__file__, str(folder), str(timeout)],
-            "environment": variables,
+            "environment": of_host(variables, size, size, 0, "127.0.0.1", folder.name),
             "folder": os.getcwd(),
-            "run_id": folder.name,
             "size": size,
             "count": size,
             "first": 0,
-            "host": 0,
-            "address": "127.0.0.1",
             "port": 0,
             # In the agent and not in rank 0, so that ranks can make a destroyed group again at any time.
             "holds_store": True,
