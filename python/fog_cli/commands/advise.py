@@ -245,12 +245,15 @@ def _limit_bits_per_s(network: Network, found: Compression) -> float | None:
 
 def in_code(choice: Setting) -> str:
     """Returns the call that a script makes for a setting."""
-    options = f"local_steps={choice.local_steps}, bucket_cap_mb={choice.bucket_mb:g}"
-    mixing, _, before = choice.way.code.partition(" after ")
+    topology, _, before = choice.way.code.partition(" after ")
+    options = [
+        f"topology={topology}",
+        f"local_steps={choice.local_steps}",
+        f"bucket_cap_mb={choice.bucket_mb:g}",
+    ]
     if choice.codec is not None:
-        argument = f"compression={choice.codec.code}"
-        mixing = f"Machines({argument})" if before else f"Neighbors({mixing}, {argument})"
-    call = f'DecentralizedSGD(optimizer, model, order="awc", mixing={mixing}, {options})'
+        options.append(f"compression={choice.codec.code}")
+    call = f'fogdist.DecentralizedOptimizer(optimizer, model, order="awc", {", ".join(options)})'
     return f"{before}; {call}" if before else call
 
 
@@ -260,7 +263,6 @@ def as_json(report: Report) -> dict[str, Any]:
     def shown(each: Setting) -> dict[str, Any]:
         return {
             "topology": each.way.name,
-            "mixing": each.way.code,
             "local_steps": each.local_steps,
             "bucket_mb": each.bucket_mb,
             "exchange_s": each.exchange,
