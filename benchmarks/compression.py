@@ -354,9 +354,7 @@ def main() -> None:
     if arguments.rows is not None:
         run_rank(arguments)
         return
-    load = os.getloadavg()[0]
-    if load > program.BUSY:
-        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    program.load_before()
     results = Results(arguments.json, arguments.keep)
     if "codecs" in arguments.parts:
         about = facts() | {"size": arguments.size}

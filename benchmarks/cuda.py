@@ -1,7 +1,7 @@
 """Compares fog on GPUs with plain torch.distributed on NCCL, and training steps with the bare optimizer, in one run.
 
     python benchmarks/cuda.py                                    # one rank, then one rank per GPU, or 2 on a single one
-    python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M --plot cuda.png
+    python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M
     python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of some modes
     python benchmarks/cuda.py --device cpu --parts collectives   # the same code with Gloo in place of NCCL
 
@@ -157,8 +157,8 @@ def timed(
     times, iterations = take_turns(
         {name: turn(way) for name, way in ways.items()},
         place.systems.mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
+        arguments,
+        back_to_back=1,
         are_long=are_long,
     )
     return {
@@ -727,7 +727,7 @@ def choose_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all)
     print_goals(rows)
 
 
