@@ -48,7 +48,7 @@ def check_pids(pids: Sequence[int]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report."""
     check_pids(arguments.pids)
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
     try:
         found = [flight_record.read(pid) for pid in arguments.pids] or flight_record.read_all()

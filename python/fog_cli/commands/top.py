@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(pids: list[int]) -> Watch:
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
     if not pids:
         return Watch(flight_record.read_all, flight_record.blamed)
