@@ -158,6 +158,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         "algorithms",
         "checkpoint",
         "compression",
+        "flight_record",
         "membership",
         "metrics",
         "simulate",

@@ -42,10 +42,10 @@ def test_every_public_name_exists():
 
 # Each module of fogdist imports only what is to its left.
 LAYERS = """
-    lazy warn detection timeline flight_record removed legacy topology launch handles agreement nested exchange
+    lazy warn removed legacy topology launch handles agreement nested exchange
     static_topology context machines verification arguments compression collectives neighbor_collectives hierarchical
-    windows ops inference streams memory packing shards parameters consensus state_transfer joining meeting membership
-    training gradient_allreduce algorithms decentralized_optimizer optimizers metrics deprecated_optimizers ddp checkpoint hook simulate
+    windows ops inference streams memory packing shards parameters consensus observe state_transfer joining meeting membership
+    training gradient_allreduce algorithms decentralized_optimizer optimizers deprecated_optimizers ddp checkpoint hook simulate
     __init__ interactive
     bluefog
 """

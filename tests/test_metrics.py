@@ -8,7 +8,7 @@ from typing import Any
 import fogdist
 import pytest
 import torch
-from fogdist.metrics import Metrics
+from fogdist.observe.metrics import Metrics
 from fogdist.topology import RingGraph
 
 

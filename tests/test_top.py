@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import flight_record
-from fogdist.flight_record import Operation, Peer, Process
+from fogdist.observe.flight_record import Operation, Peer, Process
 from scripts import ROOT
 
 # The tests do not need an installed command line.

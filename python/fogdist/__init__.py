@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, checkpoint, compression, legacy, membership, metrics, timeline
+from fogdist import algorithms, checkpoint, compression, legacy, membership
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -47,7 +47,6 @@ from fogdist.deprecated_optimizers import (
     DistributedHierarchicalNeighborAllreduceOptimizer,
     DistributedNeighborAllreduceOptimizer,
 )
-from fogdist.detection import suspend_detection
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -81,6 +80,9 @@ from fogdist.neighbor_collectives import (
     pair_gossip,
     pair_gossip_nonblocking,
 )
+from fogdist.observe import flight_record, metrics, timeline
+from fogdist.observe.detection import suspend_detection
+from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 from fogdist.optimizers import (
     CommunicationType,
     DistributedAdaptThenCombineOptimizer,
@@ -91,7 +93,6 @@ from fogdist.optimizers import (
     DistributedWinPutOptimizer,
 )
 from fogdist.parameters import allreduce_parameters, broadcast_optimizer_state, broadcast_parameters
-from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 from fogdist.topology import (
     ExponentialGraph,
     ExponentialTwoGraph,
@@ -195,6 +196,7 @@ __all__ = [
     "compression",
     "consensus_distance",
     "empty",
+    "flight_record",
     "get_current_created_window_names",
     "get_win_version",
     "gossip_hook",

@@ -17,12 +17,12 @@ from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
 from fogdist.collectives import barrier
 from fogdist.context import Context, current
-from fogdist.flight_record import count_step
 from fogdist.membership import Seat, members_of
+from fogdist.observe.flight_record import count_step
+from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
-from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,

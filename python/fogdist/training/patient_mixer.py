@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from fogdist.context import Context
-from fogdist.timeline.recording import shown_as
+from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
 from fogdist.training.mixer import Mixer

@@ -16,7 +16,7 @@ from fog_pg import environment
 from fogdist.bluefog.common.util import env
 from fogdist.bluefog.deprecation import deprecated_function_arg
 from fogdist.bluefog.torch.collectives import barrier
-from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
+from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
 __all__ = [
     "deprecated_function_arg",

@@ -33,12 +33,12 @@ from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
-from fogdist.detection import suspend_detection
 from fogdist.exchange import MACHINES, RANKS, Nodes
-from fogdist.flight_record import note_epoch
 from fogdist.joining import TOPOLOGY, Admission, Joiner, Request, check_object, publish_object
 from fogdist.lazy import nx
 from fogdist.meeting import Decision, Log
+from fogdist.observe.detection import suspend_detection
+from fogdist.observe.flight_record import note_epoch
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import Topology, TopologyError, uniform_weights
 
