@@ -173,7 +173,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 @pytest.mark.style
 def test_site_has_every_page_in_its_navigation() -> None:
     """mkdocs checks this too, if it is installed."""
-    listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 
