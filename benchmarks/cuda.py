@@ -8,8 +8,8 @@
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py), and the number of a rank
 selects its GPU. With --device cuda, the default, it ends at once if there is no GPU. If ranks share a GPU, rows say
 "shared". With any NCCL, ranks that share a GPU can measure windows; the other parts are skipped unless the loaded NCCL
-lets ranks share a GPU (see docs/gpu.md). The implementations take turns (see interleaved.py). A turn is --back-to-back
-calls, after which the host waits for the device. The time of a call is the longest one of all ranks.
+lets ranks share a GPU (see docs/measurements/gpu.md). The implementations take turns (see interleaved.py). A turn is
+--back-to-back calls, after which the host waits for the device. The time of a call is the longest one of all ranks.
 
 The parts, and the columns of times in milliseconds:
 
