@@ -96,8 +96,7 @@ class Metrics:
             - "consensus_distance": see `fogdist.consensus_distance`;
             - "seconds": the length of the time that the metrics cover;
             - "sent_bytes", "received_bytes": bytes of data in operations of this group and its windows;
-            - "wait_fraction": the fraction of the time in which an operation waited only for its last message;
-            operations
+            - "wait_fraction": the fraction of the time in which an operation waited only for its last message; operations
               that overlap are all counted;
             - "slowest_peer": the rank that this rank waited for longest in this way, -1 if it waited for none;
             - "staleness": the largest staleness of an in-neighbor, in exchanges, where ranks go at their own pace;

@@ -25,8 +25,7 @@ def start(prefix: str) -> str:
     """Starts recording this rank's timeline, until `stop` or the end of the program.
 
     Args:
-        prefix: The file name is `prefix`, the rank and ".json"; an existing file is overwritten. A prefix that ends in
-        a
+        prefix: The file name is `prefix`, the rank and ".json"; an existing file is overwritten. A prefix that ends in a
             separator is a folder, which must exist.
 
     Returns:
