@@ -74,7 +74,7 @@ help:
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-links      exchanges where links are slow      (as root; ARGS=\"--world 8 100mbit 16x128K\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
-	@echo "make benchmark-performance   all for docs/performance.md, and its tables   (as root, some three hours)"
+	@echo "make benchmark-performance   all for docs/measurements/scaling.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-compression   codecs, losses over bytes, links (as root; ARGS=\"--parts codecs\")"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
@@ -240,7 +240,7 @@ benchmark-model: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/model.py $(ARGS)
 	@$(IN_VENV) python benchmarks/cluster_plots.py
 
-# All of docs/performance.md, one after the other: each needs the machine for itself.
+# All of docs/measurements/scaling.md, one after the other: each needs the machine for itself.
 benchmark-performance:
 	@for each in cluster model loss loss-long advise; do $(MAKE) --no-print-directory benchmark-$$each || exit; done
 	@$(IN_VENV) python benchmarks/performance_tables.py

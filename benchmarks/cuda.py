@@ -7,7 +7,7 @@
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py), and the number of a rank
 selects its GPU. With --device cuda, the default, it ends at once if there is no GPU. If ranks share a GPU, rows say
-"shared", and the loaded NCCL must allow that (see docs/gpu.md), or these ranks are skipped. The implementations take
+"shared", and the loaded NCCL must allow that (see docs/measurements/gpu.md), or these ranks are skipped. The implementations take
 turns (see interleaved.py). A turn is --back-to-back calls, after which the host waits for the device. The time of a call
 is the longest one of all ranks.
 

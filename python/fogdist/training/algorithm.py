@@ -115,10 +115,10 @@ class Algorithm(DistributedOptimizer):
             UserWarning.
         mixing: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology` gives its
             rounds, one after the other. A `networkx.DiGraph` is used with its weights in all rounds. A string is a name
-            that `fogdist.topology.named` knows. None uses the
-            attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
-            dynamic topology, and the group's topology as long as they are None. Other choices are `Machines()`,
-            `GlobalAverage()`, `NoMixing()`, or the user's own `Mixing`.
+            that `fogdist.topology.named` knows. None uses the attributes `self_weight`, `src_weights` and
+            `dst_weights`, which can be set before each step for a dynamic topology, and the group's topology as long
+            as they are None. Other choices are `Machines()`, `GlobalAverage()`, `NoMixing()`, or the user's own
+            `Mixing`.
         local_steps: J: ranks communicate in every J-th call of `step`.
         group: The group of ranks; by default that of `init`.
         bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket. None

@@ -16,7 +16,7 @@ from fogdist.observe.metrics import has_staleness
 
 # The default bound of exchanges without news of a neighbor. Ranks with their own cores do not reach it unless a
 # neighbor is about 8 times slower. Where ranks share cores, a rank that gets none for a while delays its neighbors
-# before they have run far ahead of it: docs/training.md.
+# before they have run far ahead of it: docs/measurements/training.md.
 MAX_STALENESS = 8
 # The sleeps between two checks of a waiting rank, in seconds, doubled from the first to the last.
 _FIRST_SLEEP = 50e-6
