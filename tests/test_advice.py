@@ -203,9 +203,9 @@ def test_code_of_a_setting_with_a_codec() -> None:
     network = Network([0, 0, 1, 1], [0, 0], 1e-3, 1e-6, [1e8] * 2, [1e10] * 2, {}, 1e10)
     found = {each.way.name: each for each in settings(network, 0.1, 1e8, local_steps=[1], codec=INT8)}
     code = command.in_code(found["ring"])
-    assert 'mixing=Neighbors(topology.by_name("ring", 4), compression=Int8())' in code
+    assert 'topology=Neighbors(topology.by_name("ring", 4), compression=Int8())' in code
     code = command.in_code(found["hierarchical"])
-    assert code.startswith("fogdist.set_machine_topology") and "mixing=Machines(compression=Int8())" in code
+    assert code.startswith("fogdist.set_machine_topology") and "topology=Machines(compression=Int8())" in code
 
 
 # --- what was measured --------------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class Way:
 
     Attributes:
         name: As in `fog topology`, or of docs/algorithms.md.
-        code: The argument `mixing` of fogdist's algorithms.
+        code: The argument `topology` of fogdist's algorithms.
         rounds: To a tenth of the disagreement.
         traffic: Of each round of a period.
         encoded: With a codec, the share of the tensor that a rank encodes, and decodes for each message; 0 if the way

@@ -246,7 +246,7 @@ def in_code(choice: Setting) -> str:
     if choice.codec is not None:
         argument = f"compression={choice.codec.code}"
         mixing = f"Machines({argument})" if before else f"Neighbors({mixing}, {argument})"
-    call = f'DecentralizedSGD(optimizer, model, order="awc", mixing={mixing}, {options})'
+    call = f'DecentralizedSGD(optimizer, model, order="awc", topology={mixing}, {options})'
     return f"{before}; {call}" if before else call
 
 
