@@ -78,8 +78,8 @@ OF_NAMES: dict[str, dict[str, Any]] = {
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
-    "machines": {"mixing": algorithms.Machines()},
-    "compressed machines": {"mixing": algorithms.Machines(compression=TopK(0.1))},
+    "machines": {"topology": algorithms.Machines()},
+    "compressed machines": {"topology": algorithms.Machines(compression=TopK(0.1))},
     "compressed": {"compression": TopK(0.2)},
     "backward": {"step_in_backward": True},
     "awc": {"order": "awc"},
@@ -96,13 +96,13 @@ def make(kind: str, model: nn.Module, rate: float = 0.0, **given: Any) -> tuple[
     options: dict[str, Any] = {"on_loss": "continue", "bucket_cap_mb": 0.0005}  # two buckets
     options |= OF_NAMES.get(name, {})
     for word in words:
-        graph = {} if word in OF_WORDS else {"mixing": topology_of(word, dist.get_world_size())}
+        graph = {} if word in OF_WORDS else {"topology": topology_of(word, dist.get_world_size())}
         options |= OF_WORDS.get(word, graph)
     options |= given
     of_adam = name == "DecentralizedAdamW"
     base = (torch.optim.AdamW if of_adam else torch.optim.SGD)(model.parameters(), lr=rate)
     if name == "wrapper":
-        graph = options.pop("mixing", None)
+        graph = options.pop("topology", None)
         return fogdist.DecentralizedDataParallel(model, base, graph, broadcast=False, **options), base
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")

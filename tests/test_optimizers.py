@@ -497,12 +497,12 @@ def test_settings_and_weights_that_are_wrong(kind: str) -> None:
         setattr(optimizer, new, None)
     # In BlueFog, weights that were not used had no effect, without an error.
     optimizer.src_machine_weights = {}
-    with pytest.raises(ValueError, match=r"src_machine_weights must stay None with mixing=Neighbors\(\)"):
+    with pytest.raises(ValueError, match=r"src_machine_weights must stay None with topology=Neighbors\(\)"):
         optimizer.step()
     optimizer.src_machine_weights = None
     optimizer.dst_weights = []
     optimizer.communication_type = CommunicationType.hierarchical_neighbor_allreduce
-    with pytest.raises(ValueError, match=r"dst_weights must stay None with mixing=Machines\(\)"):
+    with pytest.raises(ValueError, match=r"dst_weights must stay None with topology=Machines\(\)"):
         optimizer.step()
     optimizer.communication_type = CommunicationType.neighbor_allreduce
     with pytest.raises(ValueError, match=r"dst_weights must come with self_weight"):

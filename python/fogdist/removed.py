@@ -9,10 +9,10 @@ _DIFFERENT_DATA = "GradientTracking and ExactDiffusion are for data that differ 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
     "fogdist.algorithms": {
-        "BEER": f"{_REPLICAS}, GradientTracking has mixing=Neighbors(topology, compression=Int8())",
+        "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
         "DeepSqueeze": _REPLICAS,
         "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
-        "LEAD": f"{_REPLICAS}, ExactDiffusion has mixing=Neighbors(topology, compression=Int8())",
+        "LEAD": f"{_REPLICAS}, ExactDiffusion has compression=Int8()",
         "MoniquaSGD": _REPLICAS,
         "PowerGossip": "ChocoSGD with TopK sends few bytes too",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,
