@@ -137,24 +137,24 @@ def run_rank(arguments: argparse.Namespace) -> None:
     store = dist.TCPStore(address(0), PORT, 2, rank == 0)
     dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
     fogdist.init()
-    fogdist.set_topology(fogdist.topology.FullyConnectedGraph(2))
+    fogdist.set_topology(fogdist.topology.fully_connected(2))
     x = torch.randn(arguments.size // 4, generator=torch.Generator().manual_seed(rank))
     known: dict[str, Codec | None] = {"none": None, **{name: codecs()[name] for name in EXCHANGED}}
     times: dict[str, list[float]] = {name: [] for name in known}
     for repetition in range(arguments.repetitions + 1):
         for name, codec in known.items():
-            fogdist.barrier()
+            dist.barrier()
             exchange = functools.partial(fogdist.neighbor_allreduce, x, compression=codec)
             seconds = seconds_of(exchange)
             if repetition > 0:  # the first ones make connections
                 times[name].append(seconds)
     counts = {}
     for name, codec in known.items():
-        fogdist.barrier()
+        dist.barrier()
         before = sent_by_this_host()
         for _ in range(3):
             fogdist.neighbor_allreduce(x, compression=codec)
-        fogdist.barrier()
+        dist.barrier()
         counts[name] = (sent_by_this_host() - before) // 3
     rows = []
     for name, codec in known.items():

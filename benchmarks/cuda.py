@@ -441,7 +441,7 @@ def windows(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
         yield Case(
             f"window {name}", {"fog": fog, "torch": plain}, least, 2 * degree * place.size * tensor.nbytes
         )
-    fogdist.barrier()
+    dist.barrier()
     window.free()
 
 

@@ -52,7 +52,7 @@ class Regression(lightning.LightningModule):
         optimizer = make_sgd(self.net)
         if self.is_decentralized:
             # The network and not self: a round begins with the forward pass of the module that is given here.
-            optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, self.net)
+            optimizer = fogdist.DecentralizedOptimizer(optimizer, self.net, order="awc")
         return optimizer
 
 

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.checkpoint.pieces import put_together, take_apart
 from fogdist.checkpoint.together import together
-from fogdist.collectives import allreduce_
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.packing import make_buckets
@@ -144,7 +144,7 @@ def means(
     for bucket in make_buckets(doubles, _BYTES):
         mine = {names[place]: sizes[place] for place in bucket.places}
         flat = together(context, what, partial(_sums, sources, mine))
-        allreduce_(flat, average=False, group=context.group)
+        context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
         *sums, weights = torch.split(flat, [*mine.values(), len(mine)])
         for name, total, weight in zip(mine, sums, weights, strict=True):
             shape = kept[name]
