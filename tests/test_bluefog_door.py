@@ -593,11 +593,7 @@ def test_optimizers_of_older_versions(factory: str, how: str) -> None:
     if factory == "DistributedBluefogOptimizer":
         optimizer.force_barrier = True
     averages_all = factory == "DistributedAllreduceOptimizer"
-    graph = (
-        bf.FullyConnectedGraph(RANKS)
-        if averages_all
-        else bf.RingGraph(RANKS, connect_style=2)
-    )
+    graph = bf.FullyConnectedGraph(RANKS) if averages_all else bf.RingGraph(RANKS, connect_style=2)
     rule = "awc" if of_model else OLDER[factory]
     simulation = Simulation(rule, map(make_net, range(RANKS)), sgd, topologies.mixing_matrix(graph))
     for step in range(5):
@@ -624,9 +620,7 @@ def test_communication_by_methods() -> None:
         model = torch.nn.Linear(1, 1, bias=False).double()
         model.weight.data.fill_(float(bf.rank()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        warns = pytest.warns(
-            PendingDeprecationWarning, match="is bf.DistributedAdaptWithCombineOptimizer"
-        )
+        warns = pytest.warns(PendingDeprecationWarning, match="is DistributedAdaptWithCombineOptimizer")
         with contextlib.nullcontext() if "Adapt" in name else warns:
             optimizer = getattr(bf, name)(optimizer, model)
         if "Adapt" in name:

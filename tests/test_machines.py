@@ -209,9 +209,6 @@ WRONG_ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tensor": 1.0}, TypeError, "tensor"),
     ({"tensor": ONE.int()}, ValueError, "tensor.*int32"),
     ({"tensor": []}, ValueError, "tensor.*empty"),
-    ({"neighbor_machine_weights": {}}, TypeError, "'neighbor_machine_weights'.*'src_machine_weights'"),
-    ({"send_neighbor_machines": []}, TypeError, "'send_neighbor_machines'.*'dst_machine_weights'"),
-    ({"weights": 1}, TypeError, "unexpected keyword argument 'weights'"),
     ({"self_weight": 0.5}, ValueError, "must be given together"),
     (
         {"src": {1: 0.5}},

@@ -634,7 +634,6 @@ def test_wrong_arguments_of_functions() -> None:
                 "win_update_then_collect",
                 "win_associated_p",
                 "get_win_version",
-                "win_mutex",
             ]
         ),
         (lambda: put(x, "v"), KeyError, "got 'v'"),

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any
 
+from fogdist.warn import warn_user
+
 # Names of BlueFog 0.1 and 0.2, and what they are called in 0.3. The functions there also take the older arguments.
 RENAMED = {
     "win_sync_then_collect": "win_update_then_collect",
@@ -56,7 +58,7 @@ def find(name: str, module: str, names: Mapping[str, Any]) -> Any:
 @cache
 def warn_once(message: str) -> None:
     """Issues a DeprecationWarning, unless the same one was issued before."""
-    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    warn_user(message, DeprecationWarning)
 
 
 def deprecated_function_arg(arg_name: str, fix: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
