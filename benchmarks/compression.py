@@ -145,21 +145,22 @@ class ExchangeRank:
 
         store = dist.TCPStore(address(0), PORT, is_master=False, timeout=TIMEOUT)
         dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
-        fogdist.init(fogdist.topology.FullyConnectedGraph)
+        fogdist.init(fogdist.topology.fully_connected)
 
     def exchange(self, name: str) -> float:
         """Averages the tensor with the other rank, encoded by a codec; returns the seconds."""
         import fogdist
+        import torch.distributed as dist
 
         codec = codecs().get(name)
-        fogdist.barrier()
+        dist.barrier()
         return seconds_of(functools.partial(fogdist.neighbor_allreduce, self.x, compression=codec))
 
     def leave(self) -> None:
         """Meets the other before the end."""
-        import fogdist
+        import torch.distributed as dist
 
-        fogdist.barrier()
+        dist.barrier()
 
 
 def measure_exchanges(arguments: argparse.Namespace) -> list[dict[str, Any]]:

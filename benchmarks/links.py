@@ -148,7 +148,7 @@ class LinkRank(ClusterRank):
         numel = tensors.bytes // FLOAT_BYTES
         data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
         slices = [torch.empty(-(-numel // self.size)) for _ in data]
-        fogdist.barrier()
+        dist.barrier()
         self._step(way, data, slices, 0)
         begin = time.perf_counter()
         for step in range(1, steps + 1):
@@ -167,12 +167,14 @@ class LinkRank(ClusterRank):
                 size = sum(FLOAT_BYTES * each.numel() for each in data)
                 self._by_sockets(list(peers["dst_weights"]), list(peers["src_weights"]), size, "asked" in way)
             else:
-                handles = [
-                    fogdist.neighbor_allreduce_nonblocking_(each, enable_topo_check=False, **peers)
+                works = [
+                    fogdist.neighbor_allreduce(
+                        each, out=each, async_op=True, enable_topo_check=False, **peers
+                    )
                     for each in data
                 ]
-                for handle in handles:
-                    fogdist.wait(handle)
+                for work in works:
+                    work.wait()
             return
         group = self.gloo if "gloo" in way else None
         if "gather" in way or "scatter" in way:

@@ -186,7 +186,7 @@ def make_exchange(name: str, size: int) -> Exchange | str:
         return Exchange(name, [uniform(edges)], graph, ranks_per_node)
 
     if name == "exp2":
-        return static(topology.ExponentialTwoGraph(size))
+        return static(topology.exponential(size))
     if name == "one-peer":
         ranks = np.arange(size)
         steps = []
@@ -198,11 +198,11 @@ def make_exchange(name: str, size: int) -> Exchange | str:
     if name == "hierarchical":
         if size < 2 * MACHINES or size % MACHINES:
             return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
-        return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
+        return static(topology.fully_connected(MACHINES), size // MACHINES)
     if size == 2:
         return "between two ranks it is exp2"
     assert name in ("ring", "complete")
-    return static(topology.RingGraph(size) if name == "ring" else topology.FullyConnectedGraph(size))
+    return static(topology.ring(size) if name == "ring" else topology.fully_connected(size))
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
         return lambda: fogdist.hierarchical_neighbor_allreduce(x)
     if exchange.graph is not None:
         return lambda: fogdist.neighbor_allreduce(x)
-    peers = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(n), rank)
+    peers = topology.dynamic.one_peer_ranks(topology.exponential(n), rank)
 
     def one_peer() -> Tensor:
         destinations, sources = next(peers)

@@ -138,14 +138,14 @@ def ways_of(
         systems: The systems of this run.
         bucket_cap_mb: As in the optimizers; None for their defaults.
     """
-    import fogdist
     import torch
+    from fogdist import algorithms
     from modes import MODES, Setup, Trainer
 
     cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     wrappers: dict[str, Callable[..., Any]] = {
-        "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-        "atc": partial(fogdist.DistributedAdaptThenCombineOptimizer, step_in_backward=True),
+        "awc": partial(algorithms.DecentralizedSGD, order="awc"),
+        "atc": partial(algorithms.AdaptThenCombine, step_in_backward=True),
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -172,20 +172,21 @@ def ways_of(
 def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
     """Returns a function that exchanges as many bytes as a model has, in the buckets of the optimizers."""
     import fogdist
+    import torch.distributed as dist
     from fogdist.packing import cap_bytes
     from fogdist.training.buckets import FlatBuckets
 
     flats = FlatBuckets(list(model.parameters()), cap_bytes(bucket_cap_mb)).flats
 
     def neighbors() -> None:
-        handles = [fogdist.neighbor_allreduce_nonblocking(flat, enable_topo_check=False) for flat in flats]
-        for handle in handles:
-            fogdist.wait(handle)
+        works = [fogdist.neighbor_allreduce(flat, enable_topo_check=False, async_op=True) for flat in flats]
+        for work in works:
+            work.wait()
 
     def everyone() -> None:
-        handles = [fogdist.allreduce_nonblocking_(flat) for flat in flats]
-        for handle in handles:
-            fogdist.wait(handle)
+        works = [dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True) for flat in flats]
+        for work in works:
+            work.wait()
 
     return neighbors if name == "exchange" else everyone
 

@@ -130,7 +130,7 @@ def reconfigure_after(victims: list[int]) -> list[Any]:
     group: Any = None
     seen: list[Any] = [fogdist.reconfigure() is dist.group.WORLD]
     for victim in victims:
-        fogdist.barrier(group=group)
+        dist.barrier(group)
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.ones(1000)
@@ -186,7 +186,7 @@ def reconfigure_alone(timeout: float) -> str:
     """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
-    fogdist.barrier(group=group)
+    dist.barrier(group)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
@@ -251,7 +251,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
     if rank == 2:
         signs.wait(["made 0", "made 1"])
     dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = Vector(float(rank))
     called, optimizer, count = joinable(kind, model)
     settle = getattr(optimizer, "settle", lambda: None)
@@ -278,7 +278,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         step()
         time.sleep(0.005 if kind in OWN_PACE else 0.0)
     settle()
-    fogdist.barrier(group=fogdist.reconfigure())
+    dist.barrier(group=fogdist.reconfigure())
     return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
 
 

@@ -26,10 +26,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
-from fog_pg import Part, _extension, _joining, environment
-from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
@@ -41,6 +37,10 @@ from fogdist.observe.detection import suspend_detection
 from fogdist.observe.flight_record import note_epoch
 from fogdist.static_topology import StaticTopology, see_topology
 from fogdist.topology import Topology, TopologyError, uniform_weights
+from torch.distributed import distributed_c10d
+
+from fog_pg import Part, _extension, _joining, environment
+from fog_pg._known import backend_of
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog

@@ -15,7 +15,6 @@ from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
-from fogdist.collectives import barrier
 from fogdist.compression import Codec
 from fogdist.context import Context, current
 from fogdist.membership import Seat, members_of
@@ -327,7 +326,7 @@ class Algorithm(DistributedOptimizer):
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
         if self._seat is None:
-            barrier(group=self._group)
+            current(self._group).group.barrier().wait()
         else:
             await_all(self._seat)
 
