@@ -44,7 +44,7 @@ def test_every_public_name_exists():
 LAYERS = """
     lazy warn removed legacy topology launch handles agreement nested exchange
     static_topology context machines verification arguments compression collectives neighbor_collectives hierarchical
-    windows ops inference streams memory packing shards parameters consensus observe state_transfer joining meeting membership
+    windows ops inference streams memory packing shards parameters consensus observe elastic
     training gradient_allreduce algorithms decentralized_optimizer optimizers deprecated_optimizers ddp checkpoint hook simulate
     __init__ interactive
     bluefog

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, checkpoint, compression, legacy, membership
+from fogdist import algorithms, checkpoint, compression, legacy
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.collectives import (
     allgather,
@@ -47,6 +47,8 @@ from fogdist.deprecated_optimizers import (
     DistributedHierarchicalNeighborAllreduceOptimizer,
     DistributedNeighborAllreduceOptimizer,
 )
+from fogdist.elastic import membership
+from fogdist.elastic.membership import reconfigure
 from fogdist.hierarchical import (
     hierarchical_neighbor_allreduce,
     hierarchical_neighbor_allreduce_,
@@ -68,7 +70,6 @@ from fogdist.machines import (
     set_machine_topology,
     transport,
 )
-from fogdist.membership import reconfigure
 from fogdist.memory import empty, share_
 from fogdist.neighbor_collectives import (
     neighbor_allgather,
