@@ -18,7 +18,6 @@ from fog_pg import _extension, _joining, environment
 from fog_pg._joining import World
 from fogdist.elastic.tickets import COUNT, NONCE, delete, key, proof_of, proves
 from fogdist.elastic.transfer import Source
-from fogdist.state_transfer import Source
 
 _log = logging.getLogger("fogdist")
 
