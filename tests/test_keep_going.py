@@ -226,7 +226,7 @@ import torch.distributed as dist
 import fogdist
 
 dist.init_process_group("fog")
-fogdist.init(fogdist.RingGraph)
+fogdist.init(fogdist.topology.ring)
 model = torch.nn.Linear(4, 1)
 optimizer = fogdist.algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), 0.1), model, on_loss="continue")
 known = ()

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
 from fogdist import flight_record
-from fogdist.flight_record import Operation, Peer, Process
+from fogdist.observe.flight_record import Operation, Peer, Process
 from scripts import ROOT
 
 # The tests do not need an installed command line.
@@ -125,9 +126,7 @@ def numbers_of_training() -> list[object]:
     fogdist.init()
     rank = dist.get_rank()
     model = torch.nn.Linear(4, 1)
-    optimizer = fogdist.DistributedAdaptWithCombineOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model
-    )
+    optimizer = bf.DistributedAdaptWithCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     for _ in range(5):
         if rank == 0:
             time.sleep(0.2)

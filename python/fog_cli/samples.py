@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fogdist.flight_record import Operation, Process
+    from fogdist.observe.flight_record import Operation, Process
 
 # The states of /proc/PID/stat that are no ordinary running or sleeping.
 _STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fog_cli import UsageError, add_command
 
 if TYPE_CHECKING:
-    from fogdist.flight_record import Process
+    from fogdist.observe.flight_record import Process
 
 _EXAMPLES = """\
 examples:
@@ -43,7 +43,7 @@ def add_pids(parser: argparse.ArgumentParser) -> None:
 
 def read_records(pids: Sequence[int]) -> list[Process]:
     """Returns the records of processes, or of all that have one; raises UsageError if one of the processes has none."""
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
     for pid in pids:
         if not 0 < pid < 1 << 31:
@@ -56,7 +56,7 @@ def read_records(pids: Sequence[int]) -> list[Process]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report."""
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
     found = read_records(arguments.pids)
     if not found:

@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(pids: list[int]) -> Watch:
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
     found = read_records(pids)
 

@@ -25,7 +25,7 @@ from fogdist.checkpoint.folders import MEAN, folder_of, latest, piece_of, steps
 from fogdist.checkpoint.pieces import Piece, State, write
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import Context, current
-from fogdist.detection import suspend_detection
+from fogdist.observe.detection import suspend_detection
 from fogdist.topology.validation import check_flags, check_int
 
 __all__ = ["Loaded", "Saving", "latest", "load", "save", "save_nonblocking", "steps"]

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.checkpoint.pieces import State, put_together, take_apart
 from fogdist.checkpoint.together import together
-from fogdist.collectives import allreduce_
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.shards import is_sharded
@@ -123,7 +123,7 @@ def means(
     for name, shape in shapes.items():
         if has_mean(shape):
             flat = together(context, what, partial(_sum, sources, name, shape))
-            allreduce_(flat, average=False, group=context.group)
+            context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
             mean = flat[:-1].div_(flat[-1]).view(*shape.shape, 1 + shape.is_complex())
             found[name] = (torch.view_as_complex(mean) if shape.is_complex() else mean[..., 0]).to(
                 shape.dtype
