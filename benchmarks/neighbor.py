@@ -1,7 +1,7 @@
 """Compares exchanges with neighbors on fog with raw MPI, Gloo, allreduce and the limit of memory, in one run.
 
     python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, about five minutes
-    python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M --plot neighbor.png
+    python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
 each exchange and size (see interleaved.py). The exchanges, all with uniform weights:
@@ -186,7 +186,7 @@ def make_exchange(name: str, size: int) -> Exchange | str:
         return Exchange(name, [uniform(edges)], graph, ranks_per_node)
 
     if name == "exp2":
-        return static(topology.ExponentialTwoGraph(size))
+        return static(topology.exponential(size))
     if name == "one-peer":
         ranks = np.arange(size)
         steps = []
@@ -198,11 +198,11 @@ def make_exchange(name: str, size: int) -> Exchange | str:
     if name == "hierarchical":
         if size < 2 * MACHINES or size % MACHINES:
             return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
-        return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
+        return static(topology.fully_connected(MACHINES), size // MACHINES)
     if size == 2:
         return "between two ranks it is exp2"
     assert name in ("ring", "complete")
-    return static(topology.RingGraph(size) if name == "ring" else topology.FullyConnectedGraph(size))
+    return static(topology.ring(size) if name == "ring" else topology.fully_connected(size))
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
         return lambda: fogdist.hierarchical_neighbor_allreduce(x)
     if exchange.graph is not None:
         return lambda: fogdist.neighbor_allreduce(x)
-    peers = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(n), rank)
+    peers = topology.dynamic.one_peer_ranks(topology.exponential(n), rank)
 
     def one_peer() -> Tensor:
         destinations, sources = next(peers)
@@ -428,14 +428,7 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     forms = memory_limit.sums([array.numpy() for array in read], y.numpy())
     everyone: dict[str, Callable[[], object]] = {**ways}
     everyone |= {f"memory {form}": way for form, way in forms.items()}
-    times, iterations = take_turns(
-        everyone,
-        systems.mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
-        back_to_back=arguments.back_to_back,
-        pause=arguments.pause / 1e3,
-    )
+    times, iterations = take_turns(everyone, systems.mpi, arguments)
     times["memory"] = min((times[f"memory {form}"] for form in forms), key=lambda t: t.median)
     bytes_ = elements * torch.float32.itemsize
     return Row(exchange.name, n, "float32", elements, bytes_, n * (len(read) + 1) * bytes_, iterations, times)
@@ -488,7 +481,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
+    rows = program.run(Path(__file__), arguments, measure_all)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     else:

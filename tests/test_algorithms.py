@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def lopsided(size: int) -> nx.DiGraph:
 
 
 def sequence(graph: str, size: int) -> topologies.Topology | None:
-    """Returns the argument `mixing`, or None if the graph is not a sequence."""
+    """Returns the argument `topology`, or None if the graph is not a sequence."""
     if graph == "one-peer":
         return topologies.one_peer_exponential(size)
     if graph == "pairs":
@@ -136,14 +137,14 @@ def sequence(graph: str, size: int) -> topologies.Topology | None:
 def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
     """Returns the arguments of set_topology."""
     if graph == "star":
-        return topologies.metropolis_hastings_weights(topologies.StarGraph(size)), True
+        return topologies.metropolis_hastings_weights(topologies.star(size)), True
     if graph == "ring":
-        return topologies.RingGraph(size), False
+        return topologies.ring(size), False
     if graph == "lopsided":
         return lopsided(size), False
     if graph == "full":
-        return topologies.FullyConnectedGraph(size), False
-    return topologies.ExponentialGraph(size), False
+        return topologies.fully_connected(size), False
+    return topologies.exponential(size), False
 
 
 def one_peer_columns(size: int, step: int) -> np.ndarray:
@@ -482,11 +483,11 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     base = BASES[case.base](groups)
     options: dict[str, Any] = dict(case.options)
     if sequence(case.graph, size) is not None:
-        options["mixing"] = sequence(case.graph, size)
+        options["topology"] = sequence(case.graph, size)
     elif case.graph == "graph":  # independent of the group's topology
-        options["mixing"], _ = static("star", size)
+        options["topology"], _ = static("star", size)
     elif case.graph != "all":
-        options["mixing"] = algorithms.Neighbors()
+        options["topology"] = algorithms.Neighbors()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")
         optimizer = class_of(case.name)(base, model, local_steps=case.every, **options)
@@ -686,7 +687,7 @@ def train_virtual(case: Case, size: int) -> np.ndarray:
     if graph != "all":
         made, is_weighted = static(graph, size)
         weighted = made if is_weighted else topologies.uniform_weights(made)
-        options["mixing"] = sequence(graph, size) or weighted
+        options["topology"] = sequence(graph, size) or weighted
     base = BASES[case.base]([{"params": [rows.x], "lr": 0.2}])
     group = VirtualRanks(size)
     optimizer = class_of(case.name)(base, rows, local_steps=case.every, group=group, **options)
@@ -788,18 +789,18 @@ def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
 
 # --- weights ------------------------------------------------------------------------------------------------
 
-FULL = topologies.FullyConnectedGraph(2)
+FULL = topologies.fully_connected(2)
 # Each row has an algorithm, its options, and an attribute that its mixing does not use, with a value.
 UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
-    ("DecentralizedSGD", {"mixing": FULL}, "self_weight", 0.5),
-    ("DecentralizedSGD", {"mixing": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
-    ("DecentralizedSGD", {"mixing": FULL, "order": "cta"}, "dst_weights", [1]),
+    ("DecentralizedSGD", {"topology": FULL}, "self_weight", 0.5),
+    ("DecentralizedSGD", {"topology": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
+    ("DecentralizedSGD", {"topology": FULL, "order": "cta"}, "dst_weights", [1]),
     ("DecentralizedSGD", {}, "dst_machine_weights", []),
-    ("AdaptThenCombine", {"mixing": FULL, "step_in_backward": True}, "src_weights", {}),
+    ("AdaptThenCombine", {"topology": FULL, "step_in_backward": True}, "src_weights", {}),
     ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
     ("PushSumSGD", {}, "src_machine_weights", {}),
-    ("GossipPGA", {"period": 1, "mixing": algorithms.GlobalAverage()}, "dst_weights", [1]),
-    ("DecentralizedAdamW", {"mixing": FULL}, "enable_topo_check", True),
+    ("GossipPGA", {"period": 1, "topology": algorithms.GlobalAverage()}, "dst_weights", [1]),
+    ("DecentralizedAdamW", {"topology": FULL}, "enable_topo_check", True),
     ("ChocoSGD", {"compression": Int8(), "gamma": 0.5}, "self_weight", 0.5),
 ]
 
@@ -817,7 +818,7 @@ def test_weights_that_would_change_nothing_are_refused(case: tuple[str, dict[str
             if number == 1 and rank == 0 and wrongly:
                 before, kept = model.x().clone(), getattr(optimizer, attribute)
                 setattr(optimizer, attribute, value)
-                with pytest.raises(ValueError, match=f"^{attribute} must stay {kept} with mixing=.*which"):
+                with pytest.raises(ValueError, match=f"^{attribute} must stay {kept} with topology=.*which"):
                     step_of(model, optimizer, number)
                 assert torch.equal(model.x(), before)
                 setattr(optimizer, attribute, kept)
@@ -831,7 +832,7 @@ def test_gradient_allreduce_has_no_weights() -> None:
     start()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fogdist.DistributedGradientAllreduceOptimizer(base, model)
+    optimizer = bf.DistributedGradientAllreduceOptimizer(base, model)
     for name in ("self_weight", "src_weights", "enable_topo_check"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             setattr(optimizer, name, None)
@@ -886,14 +887,14 @@ def train_mixed(name: str, model: Mixed) -> None:
                 optimizer.zero_grad()
                 model(rank).backward()
                 optimizer.step()
-            fogdist.barrier()
+            dist.barrier()
     if name == "AsynchronousGossip":
         optimizer.finish()
 
 
 @on_ranks([1, 4], name=[*IN_STEP, "ChocoSGD", "AsynchronousGossip"])
 def test_all_kinds_of_parameters(name: str) -> None:
-    start(topologies.RingGraph)
+    start(topologies.ring)
     model, plain = Mixed(False), Mixed(True)
     begin = copy.deepcopy(model.state_dict())
     train_mixed(name, model)
@@ -916,7 +917,7 @@ def test_all_kinds_of_parameters(name: str) -> None:
 
 
 def gossip(**options: Any) -> tuple[Quadratic, Any]:
-    rank, _ = start(topologies.RingGraph)
+    rank, _ = start(topologies.ring)
     model = Quadratic(rank, rank)
     groups = [
         {"params": [model.weight], "lr": float(RATES[0])},
@@ -933,13 +934,13 @@ def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
     rank = fogdist.rank()
     trajectory = []
     for turn, step in schedule(fogdist.size()):
-        fogdist.barrier()
+        dist.barrier()
         if turn == rank:
             step_of(model, optimizer, step)
             trajectory.append(model.x().detach().numpy().copy())
     optimizer.finish()
     optimizer.finish()  # the second call does nothing
-    assert not fogdist.get_current_created_window_names()
+    assert not bf.get_current_created_window_names()
     return np.stack(trajectory), model.x().detach().numpy()
 
 
@@ -1001,12 +1002,12 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed() -> None:
         optimizer.step()
     stand_still(optimizer)
     for _ in range(200):
-        fogdist.barrier()
+        dist.barrier()
         optimizer.step()
-    fogdist.barrier()
+    dist.barrier()
     optimizer.finish()
-    mean, x = fogdist.allreduce(own.clone()), model.x().detach()
-    torch.testing.assert_close(fogdist.allreduce(x.clone()), mean, rtol=0, atol=1e-12)
+    mean, x = bf.allreduce(own.clone()), model.x().detach()
+    torch.testing.assert_close(bf.allreduce(x.clone()), mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(x, mean, rtol=0, atol=1e-6)
     assert fogdist.consensus_distance(own) > 0.1  # each alone would end elsewhere
 
@@ -1015,7 +1016,7 @@ def lose_a_gossiping_neighbor() -> np.ndarray:
     model, optimizer = gossip()
     model(0).backward()
     optimizer.step()
-    fogdist.barrier()
+    dist.barrier()
     if fogdist.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     stand_still(optimizer)
@@ -1039,10 +1040,10 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     fogdist.init()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    fogdist.set_topology(topologies.RingGraph(fogdist.size(), 1))
+    fogdist.set_topology(topologies.ring(fogdist.size(), 1))
     with pytest.raises(ValueError, match="both ways"):
         algorithms.AsynchronousGossip(base, model)
-    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    fogdist.set_topology(topologies.ring(fogdist.size()))
     optimizer = algorithms.AsynchronousGossip(base, model)
     optimizer.self_weight = 0.5
     with pytest.raises(ValueError, match="self_weight must stay None"):
@@ -1112,11 +1113,24 @@ def test_wrong_arguments() -> None:
         graph.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, own), (0, 1, 1 - own)])
     rows: list[tuple[str, Any, dict[str, Any], Any, str]] = [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
-        ("DecentralizedSGD", base, {"mixing": 3}, TypeError, "mixing.*Topology.*int"),
-        ("LocalSGD", base, {"mixing": larger}, ValueError, "mixing.*as many nodes as ranks, 2, got 3"),
-        ("LocalSGD", base, {"mixing": algorithms.Neighbors(larger)}, ValueError, "mixing.*ranks, 2, got 3"),
-        ("LocalSGD", base, {"mixing": rounds if rank else None}, ValueError, "random-matching"),
-        ("LocalSGD", base, {"mixing": pairs[rank]}, ValueError, "mixing: round 0 has the matrix"),
+        (
+            "DecentralizedSGD",
+            base,
+            {"mixing": "ring"},
+            TypeError,
+            "no argument mixing: it is called topology",
+        ),
+        ("DecentralizedSGD", base, {"topology": 3}, TypeError, "topology.*Topology.*int"),
+        ("LocalSGD", base, {"topology": larger}, ValueError, "topology.*as many nodes as ranks, 2, got 3"),
+        (
+            "LocalSGD",
+            base,
+            {"topology": algorithms.Neighbors(larger)},
+            ValueError,
+            "topology.*ranks, 2, got 3",
+        ),
+        ("LocalSGD", base, {"topology": rounds if rank else None}, ValueError, "random-matching"),
+        ("LocalSGD", base, {"topology": pairs[rank]}, ValueError, "topology: round 0 has the matrix"),
         ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
         ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
         ("GossipPGA", base, {"period": 2 + rank}, ValueError, "period=2"),
@@ -1127,9 +1141,9 @@ def test_wrong_arguments() -> None:
         ("SparseLoCo", base, {"compression": "int8"}, TypeError, "compression.*codec.*'int8'"),
         ("SparseLoCo", base, {"error_decay": 1.1}, ValueError, "error_decay must be at most 1, got 1.1"),
         ("SparseLoCo", base, {"gamma": -1.0}, ValueError, "gamma.*-1"),
-        ("SparseLoCo", base, {"mixing": everyone}, ValueError, "mixing.*GlobalAverage"),
-        ("SparseLoCo", base, {"mixing": compressed}, ValueError, "mixing must have no compression.*Int8"),
-        ("SparseLoCo", base, {"mixing": rounds}, ValueError, "mixing.*same weights in all rounds"),
+        ("SparseLoCo", base, {"topology": everyone}, ValueError, "topology.*GlobalAverage"),
+        ("SparseLoCo", base, {"topology": compressed}, ValueError, "compression must be None for .*Int8"),
+        ("SparseLoCo", base, {"topology": rounds}, ValueError, "topology.*same weights in all rounds"),
         ("AsynchronousGossip", base, {"seed": 0.5}, TypeError, "seed.*float"),
         ("DecentralizedAdamW", base, {}, TypeError, "AdamW or Adam, got SGD"),
         ("DecentralizedAdamW", torch.optim.AdamW(parameters, amsgrad=True), {}, ValueError, "amsgrad"),
@@ -1153,9 +1167,15 @@ def test_wrong_arguments() -> None:
         ("ChocoSGD", base, {"gamma": float("nan")}, ValueError, "gamma must be .*nan"),
         ("ChocoSGD", base, {"gamma": "1"}, TypeError, "gamma must be a number, got str"),
         ("ChocoSGD", base, {"gamma": [0.5, 0.25][rank]}, ValueError, "gamma=0.25"),
-        ("ChocoSGD", base, {"mixing": machines}, ValueError, "mixing must be a topology.*Machines"),
-        ("ChocoSGD", base, {"mixing": compressed}, ValueError, "mixing must have no compression"),
-        ("ChocoSGD", base, {"mixing": rounds}, ValueError, "mixing must have the same weights in all rounds"),
+        ("ChocoSGD", base, {"topology": machines}, ValueError, "topology must be a topology.*Machines"),
+        ("ChocoSGD", base, {"topology": compressed}, ValueError, "compression must be None for .*Int8"),
+        (
+            "ChocoSGD",
+            base,
+            {"topology": rounds},
+            ValueError,
+            "topology must have the same weights in all rounds",
+        ),
         ("ChocoSGD", base, {"group": VirtualRanks(2)}, ValueError, "group must be of real ranks"),
     ]
     for name, optimizer, options, error, message in rows:

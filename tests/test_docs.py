@@ -160,7 +160,9 @@ def test_docstrings_have_no_line_that_a_reflow_cut_short() -> None:
                     lines = node.body[0].value.value.split("\n")
                     for before, line, after in zip(lines, lines[1:], lines[2:]):
                         next_word = (after.split() or ["."])[0]
-                        goes_on = next_word[0] in "`" + string.ascii_lowercase and not line.endswith((".", ".)", ":", ";"))
+                        goes_on = next_word[0] in "`" + string.ascii_lowercase and not line.endswith(
+                            (".", ".)", ":", ";")
+                        )
                         is_short = len(before) > 80 > len(f"{line} {next_word}") and line.strip()
                         checks.true(f"{name_of(file)}: {line!r}", not (is_short and goes_on))
 
@@ -177,6 +179,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         "algorithms",
         "checkpoint",
         "compression",
+        "flight_record",
         "membership",
         "metrics",
         "simulate",

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -104,7 +105,7 @@ def write(path: Path, data: bytes | str) -> None:
 
 def record(folder: Path) -> None:
     """Writes what two ranks send, save and tell into files, in a folder for each target."""
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     rank = fogdist.rank()
     (folder / "timeline").mkdir(exist_ok=True)
     timeline.start(f"{folder}/timeline/")
@@ -114,7 +115,7 @@ def record(folder: Path) -> None:
     for _ in range(3):
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        fogdist.allreduce(torch.ones(3), name="a name")
+        bf.allreduce(torch.ones(3), name="a name")
     timeline.stop()
     checkpoint.save(folder / "checkpoint", model, optimizer, step=1, extra={"of": rank})
     for name in os.listdir("/proc/self/fd"):

@@ -85,7 +85,7 @@ def train(options: Mapping[str, Any]) -> None:
     dist.init_process_group("fog", timeout=timedelta(seconds=60))
 
     def graph(size: int) -> nx.DiGraph:
-        made = getattr(fogdist, options.get("graph", "RingGraph"))(size)
+        made = getattr(fogdist.topology, options.get("graph", "ring"))(size)
         for i, j in made.edges if "scale" in options else ():
             made[i][j]["weight"] *= options["scale"]
         return made
@@ -471,7 +471,7 @@ def check_averages(job: Job) -> None:
         return sorted(set.intersection(*(set(each) for each in steps)))
 
     job.until(lambda: len(common()) >= 10, "the ranks make no common steps")
-    W = mixing_matrix(fogdist.RingGraph(len(job.members)))
+    W = mixing_matrix(fogdist.topology.ring(len(job.members)))
     # In its first exchange a process that joins has the values of another rank, which it has got within the step.
     for t in common()[1:]:
         x, y = (np.array([each[t][when] for each in steps]) for when in ("before", "after"))
@@ -671,7 +671,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     job.refused(2, unknown, environment={"FOG_JOB_SECRET": ""})  # the Store does not have it
     size = f"WORLD_SIZE: got 5; allowed for a process that joins this job is {RANKS}, as at its start"
     job.refused(2, size, environment={"WORLD_SIZE": "5"})
-    job.refused(2, f"the topology {DIFFERS}", graph="FullyConnectedGraph")
+    job.refused(2, f"the topology {DIFFERS}", graph="fully_connected")
     job.refused(2, f"model {DIFFERS}, but differs:", width=7)
     job.refused(2, f"model {DIFFERS}, but differs:", dtype="float64")
     other = "it makes fogdist.LocalSGD 0, the job has fogdist.DecentralizedSGD 0"
@@ -984,7 +984,7 @@ def train_quietly(steps: int) -> list[int]:
         optimizer.step()
 
     step()
-    fogdist.barrier()
+    dist.barrier()
     before = packets()
     store.check(["a request"])
     asked = packets()

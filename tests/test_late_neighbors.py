@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -35,16 +36,14 @@ from training_cases import EXACT, make_net, sgd, snapshot, start, train_step, tr
 from window_interfaces import has_stopped
 
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
-    "ring": lambda n: topologies.Topology.from_graph(
-        "ring", topologies.uniform_weights(topologies.RingGraph(n))
-    ),
+    "ring": lambda n: topologies.Topology.from_graph("ring", topologies.uniform_weights(topologies.ring(n))),
     "full": lambda n: topologies.Topology.from_graph(
-        "full", topologies.uniform_weights(topologies.FullyConnectedGraph(n))
+        "full", topologies.uniform_weights(topologies.fully_connected(n))
     ),
     "one-peer": topologies.one_peer_exponential,
     "hypercube": topologies.one_peer_hypercube,
     "one-way": lambda n: topologies.Topology.from_graph(
-        "one-way", topologies.uniform_weights(topologies.RingGraph(n, connect_style=2))
+        "one-way", topologies.uniform_weights(topologies.ring(n, connect_style=2))
     ),
 }
 
@@ -61,7 +60,7 @@ def mixing_by(kind: str, base: Any, model: nn.Module, graph: str, **options: Any
         wrapper = fogdist.DecentralizedDataParallel(model, base, mixing, broadcast=False, **options)
         return wrapper, base, wrapper
     options.setdefault("bucket_cap_mb", 1e-4)
-    optimizer = algorithms.DecentralizedSGD(base, model, order=kind, mixing=mixing, **options)
+    optimizer = algorithms.DecentralizedSGD(base, model, order=kind, topology=mixing, **options)
     return model, optimizer, optimizer
 
 
@@ -79,7 +78,7 @@ def average(mixer: Any, model: nn.Module) -> None:
 
 def train(kind: str, graph: str, patience: float | None) -> tuple[torch.Tensor, list[int]]:
     warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(rank)
     called, optimizer, mixer = mixing_by(kind, sgd(model), model, graph, patience=patience)
     for number in range(8):
@@ -104,10 +103,10 @@ def test_if_nobody_is_late_averages_are_as_without(worlds: WorldPool, kind: str,
 @on_ranks(3)
 def test_training_goes_on_from_a_state_dict() -> None:
     warnings.filterwarnings("ignore", "ranks start from")
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(fogdist.topology.ring)
     model = make_net(rank)
     optimizer = algorithms.DecentralizedSGD(
-        sgd(model), model, mixing=topologies.one_peer_exponential(size), patience=FOREVER
+        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER
     )
     for number in range(5):
         train_step(model, optimizer, rank, number)
@@ -146,7 +145,7 @@ def train_with_a_late_rank(
 ) -> Training:
     """The late rank stands still until the others have made 30 rounds. Parameters only mix."""
     warnings.filterwarnings("ignore", "ranks start from")
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(fogdist.topology.ring)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     base = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -168,9 +167,9 @@ def train_with_a_late_rank(
             done[rounds_of(mixer) - 1] = mixer.late_neighbors(), before, own()
 
     phases = []
-    pid = fogdist.allgather(torch.tensor([os.getpid()]))[late]
+    pid = bf.allgather(torch.tensor([os.getpid()]))[late]
     rounds(8)
-    fogdist.barrier()
+    dist.barrier()
     phases.append(len(done))
     if rank == late and how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -190,7 +189,7 @@ def train_with_a_late_rank(
         elif rank == 0:
             (folder / "go on").touch()
     phases.append(len(done))
-    fogdist.barrier()
+    dist.barrier()
     rounds(30)
     # Until all that hear of the late rank have counted it again, which takes it long on a busy machine.
     weights = TOPOLOGIES[graph](size)
@@ -285,7 +284,7 @@ def test_between_hosts(new_world: Callable[..., World], tmp_path: Path, how: str
 
 def train_until_one_dies(kind: str) -> tuple[str, int]:
     warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(rank)
     called, optimizer, _ = mixing_by(kind, sgd(model), model, "group", patience=5.0)
     number = 0
@@ -321,7 +320,7 @@ def train_on(
     Returns the membership, parameters before and after, and rounds.
     """
     warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(rank)
     if while_they_reopen and rank == victims[-1]:
         # In the second meeting: the group of the first one is destroyed then.
@@ -385,7 +384,7 @@ def test_training_goes_on_without_lost_ranks(
 
 def close_early() -> list[int]:
     """Rank 2 makes fewer steps; the others go on until they have averaged without it. Returns whom that left out."""
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(0)
     base = sgd(model)
     wrapper, *_ = mixing_by("wrapper", base, model, "group", patience=5.0)
@@ -393,7 +392,7 @@ def close_early() -> list[int]:
         train_step(wrapper, base, rank, number)
     if rank == 2:
         wrapper.close()
-    fogdist.barrier()
+    dist.barrier()
     late: list[int] = []
     while rank != 2 and late != [2]:
         train_step(wrapper, base, rank, 10)
@@ -523,10 +522,10 @@ def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.Monk
 
 def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     """Push-sum without gradients; the last rank stands still until the others have made 40 rounds without it."""
-    rank, size = start(unbalanced if graph == "unbalanced" else fogdist.RingGraph)
+    rank, size = start(unbalanced if graph == "unbalanced" else fogdist.topology.ring)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    first = fogdist.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
+    first = bf.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
     optimizer = algorithms.WindowPushSum(torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0)
     found: dict[str, Any] = {"late": set(), "p": 1.0}
 
@@ -553,9 +552,9 @@ def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     rounds(10)
     optimizer.settle()
     (weight,) = optimizer.push_sum_weights()
-    total = fogdist.allreduce(torch.tensor([weight], dtype=torch.float64), average=False)
-    found["errors"] = float((fogdist.allreduce(weight * own()) - first).abs().max()), abs(float(total) - size)
-    fogdist.barrier()
+    total = bf.allreduce(torch.tensor([weight], dtype=torch.float64), average=False)
+    found["errors"] = float((bf.allreduce(weight * own()) - first).abs().max()), abs(float(total) - size)
+    dist.barrier()
     optimizer.force_barrier = True
     rounds(40)
     found["distance"] = float((own() - first).abs().max())
@@ -589,7 +588,7 @@ def check_mean(world: World, tmp_path: Path, graph: str) -> None:
 
 @on_ranks(2)
 def test_what_patience_refuses() -> None:
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(fogdist.topology.ring)
     model = make_net(0)
     decentralized, push_sum = algorithms.DecentralizedSGD, algorithms.WindowPushSum
 
@@ -597,7 +596,7 @@ def test_what_patience_refuses() -> None:
         fogdist.DecentralizedDataParallel(model, base, **options)
 
     endless = topologies.random_matching(size)
-    no_topology = "mixing must be a topology, a graph or None with patience"
+    no_topology = "topology must be a topology, a graph or None with patience"
     for kinds, options, error, message in [
         ((decentralized, wrapper, push_sum), {"patience": -1.0}, ValueError, "must be at least 0, got -1.0"),
         (
@@ -608,11 +607,11 @@ def test_what_patience_refuses() -> None:
         ),
         ((decentralized, wrapper, push_sum), {"patience": True}, TypeError, "patience"),
         ((decentralized, push_sum), {"patience": 1.0 + rank}, ValueError, "must be the same on all ranks"),
-        ((decentralized,), {"patience": 5, "mixing": algorithms.GlobalAverage()}, ValueError, no_topology),
-        ((decentralized,), {"patience": 5, "mixing": algorithms.Machines()}, ValueError, no_topology),
+        ((decentralized,), {"patience": 5, "topology": algorithms.GlobalAverage()}, ValueError, no_topology),
+        ((decentralized,), {"patience": 5, "topology": algorithms.Machines()}, ValueError, no_topology),
         (
             (decentralized,),
-            {"patience": 5, "mixing": endless},
+            {"patience": 5, "topology": endless},
             ValueError,
             "must have a period with patience",
         ),

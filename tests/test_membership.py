@@ -78,8 +78,8 @@ OF_NAMES: dict[str, dict[str, Any]] = {
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
-    "machines": {"mixing": algorithms.Machines()},
-    "compressed machines": {"mixing": algorithms.Machines(compression=TopK(0.1))},
+    "machines": {"topology": algorithms.Machines()},
+    "compressed machines": {"topology": algorithms.Machines(compression=TopK(0.1))},
     "compressed": {"compression": TopK(0.2)},
     "backward": {"step_in_backward": True},
     "awc": {"order": "awc"},
@@ -96,13 +96,13 @@ def make(kind: str, model: nn.Module, rate: float = 0.0, **given: Any) -> tuple[
     options: dict[str, Any] = {"on_loss": "continue", "bucket_cap_mb": 0.0005}  # two buckets
     options |= OF_NAMES.get(name, {})
     for word in words:
-        graph = {} if word in OF_WORDS else {"mixing": topology_of(word, dist.get_world_size())}
+        graph = {} if word in OF_WORDS else {"topology": topology_of(word, dist.get_world_size())}
         options |= OF_WORDS.get(word, graph)
     options |= given
     of_adam = name == "DecentralizedAdamW"
     base = (torch.optim.AdamW if of_adam else torch.optim.SGD)(model.parameters(), lr=rate)
     if name == "wrapper":
-        graph = options.pop("mixing", None)
+        graph = options.pop("topology", None)
         return fogdist.DecentralizedDataParallel(model, base, graph, broadcast=False, **options), base
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")
@@ -130,7 +130,7 @@ def reconfigure_after(victims: list[int]) -> list[Any]:
     group: Any = None
     seen: list[Any] = [fogdist.reconfigure() is dist.group.WORLD]
     for victim in victims:
-        fogdist.barrier(group=group)
+        dist.barrier(group)
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.ones(1000)
@@ -186,7 +186,7 @@ def reconfigure_alone(timeout: float) -> str:
     """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
-    fogdist.barrier(group=group)
+    dist.barrier(group)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
@@ -251,7 +251,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
     if rank == 2:
         signs.wait(["made 0", "made 1"])
     dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = Vector(float(rank))
     called, optimizer, count = joinable(kind, model)
     settle = getattr(optimizer, "settle", lambda: None)
@@ -278,7 +278,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         step()
         time.sleep(0.005 if kind in OWN_PACE else 0.0)
     settle()
-    fogdist.barrier(group=fogdist.reconfigure())
+    dist.barrier(group=fogdist.reconfigure())
     return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
 
 

@@ -90,7 +90,7 @@ thread = threading.Thread(target=lambda: [library.MPI_Barrier(world) for _ in ra
 thread.start()
 total = 0.0
 for _ in range(200):
-    total += fogdist.allreduce(torch.ones(3), average=False).sum().item()
+    total += bf.allreduce(torch.ones(3), average=False).sum().item()
 thread.join()
 sys.stdout.write(f"rank {fogdist.rank()}: {total}\\n")
 fogdist.shutdown()

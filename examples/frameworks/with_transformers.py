@@ -16,6 +16,7 @@ from typing import Any
 
 import fogdist
 import torch
+import torch.distributed as dist
 from fogdist import checkpoint
 from problem import read_how, report
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class StatesOfRanks(TrainerCallback):
         path = self.path(args, state)
         if fogdist.rank() == 0:  # a Trainer that has resumed saves a step again
             shutil.rmtree(path, ignore_errors=True)
-        fogdist.barrier()
+        dist.barrier()
         checkpoint.save(path, of["model"], self.wrapped(of["optimizer"]), step=state.global_step)
 
     def on_train_begin(

@@ -124,7 +124,7 @@ def _timed(
         short = []
         for each in ranks:
             falls = taken[each] < _LONGEST * seconds and sizes[each] < _SETTLED * rates[each] * taken[each]
-            if 0.0 < taken[each] and sizes[each] < _MOST and (taken[each] < seconds or falls):
+            if taken[each] > 0.0 and sizes[each] < _MOST and (taken[each] < seconds or falls):
                 short.append(each)
         if not short:
             break

@@ -94,10 +94,11 @@ class AsynchronousGossip(Algorithm):
         TypeError: As `Algorithm`; `compression` is no codec.
         ValueError: `compression` does not take a parameter's dtype, or needs the receiver's values; the edges of the
             topology that go both ways do not connect all ranks (the default topology's do not: set a ring, or
-            `fogdist.SymmetricExponentialGraph`); and as `Algorithm`.
+            `fogdist.topology.symmetric_exponential`); and as `Algorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("compression",)
 
     _seed: int
     _rank: int
@@ -106,7 +107,7 @@ class AsynchronousGossip(Algorithm):
     _windows: _Windows | None
     _watch: Watch | None
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
-    _codec: Codec | None
+    compression: Codec | None
     _is_joining: bool
 
     def __init__(
@@ -132,8 +133,8 @@ class AsynchronousGossip(Algorithm):
         graph = _undirected(context, reciprocal=True)
         if not nx.is_connected(graph):
             raise ValueError(
-                "the topology must connect all ranks by edges that go both ways, as RingGraph and "
-                "SymmetricExponentialGraph do; got one whose such edges do not"
+                "the topology must connect all ranks by edges that go both ways, as ring and "
+                "symmetric_exponential do; got one whose such edges do not"
             )
         self._seed = seed
         self._rank = context.rank
@@ -141,16 +142,15 @@ class AsynchronousGossip(Algorithm):
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
         self._watches = []
-        self._codec = compression
+        self.compression = compression
         super().__init__(
             optimizer,
             model,
-            mixing=NoMixing(),
+            topology=NoMixing(),
             local_steps=local_steps,
             group=group,
             bucket_cap_mb=bucket_cap_mb,
             on_loss=on_loss,
-            compare={"compression": compression},
         )
         with torch.no_grad():
             self.refresh()
@@ -281,7 +281,7 @@ class AsynchronousGossip(Algorithm):
 
     def _opened(self) -> _Windows:
         gives_way = self._seat is not None
-        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self._codec)
+        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self.compression)
 
     def _remove_watches(self) -> None:
         for watch in self._watches:

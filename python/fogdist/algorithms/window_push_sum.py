@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.exchange import check_weight
@@ -78,6 +79,7 @@ class WindowPushSum(WindowAlgorithm):
     can_be_joined: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
+    compared: ClassVar[tuple[str, ...]] = (*WindowAlgorithm.compared, "patience")
 
     force_barrier: bool = setting(True)
     _arrivals: Arrivals | None
@@ -87,14 +89,12 @@ class WindowPushSum(WindowAlgorithm):
     _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
     _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
-    _patience: float | None
+    patience: float | None
 
     def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
-        if patience is not None:
-            patience = check_factor(patience, "patience")
+        self.patience = None if patience is None else check_factor(patience, "patience")
         self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
-        self._arrivals, self._patience = None, patience
-        options["compare"] = {**(options.get("compare") or {}), "patience": patience}
+        self._arrivals = None
         super().__init__(*arguments, **options)
         if patience is not None:
             self.force_barrier = False
@@ -240,14 +240,15 @@ class WindowPushSum(WindowAlgorithm):
         for window in self.windows:
             self._shares(self._p[window.name], self._mean_p[window.name])
 
-    def send(self, window: Window) -> int:
+    def send(self, window: Window) -> dist.Work:
         """See the class."""
         # The window holds z with a p of 1, so weights of p times the shares send x = p z. This does not change the
         # parameters, which autograd may have saved for the backward pass.
         p = self._p[window.name]
         kept, given = self._shares(p, self._mean_p[window.name])
-        handle = window.accumulate_nonblocking(
+        work = window.accumulate(
             window.tensor,
+            async_op=True,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
             skip_lost=self._seat is not None,
@@ -255,7 +256,7 @@ class WindowPushSum(WindowAlgorithm):
         )
         self._before[window.name] = p
         self._p[window.name] = kept * p
-        return handle
+        return work
 
     def take(self, window: Window) -> None:
         """See the class."""
@@ -331,14 +332,14 @@ class WindowPushSum(WindowAlgorithm):
 
     def _open_all(self) -> None:
         super()._open_all()
-        if self._patience is not None:
+        if self.patience is not None:
             topology = self.context.topology
             self._arrivals = Arrivals(
                 self.context,
                 self._prefix,
                 topology.in_neighbors,
                 topology.out_neighbors,
-                self._patience,
+                self.patience,
                 gives_way=self._seat is not None,
                 # After a loss some ranks have sent their values of a round and others have not.
                 is_apart=self.context.survivors is not None,

@@ -48,7 +48,7 @@ from fogdist.checkpoint.states import (
 )
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import Context, current
-from fogdist.detection import suspend_detection
+from fogdist.observe.detection import suspend_detection
 from fogdist.topology.validation import check_flags, check_int
 
 __all__ = ["Loaded", "Saving", "latest", "load", "save", "save_nonblocking", "steps"]

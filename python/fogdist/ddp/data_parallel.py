@@ -16,14 +16,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import broadcast_nonblocking_, wait
 from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
 from fogdist.exchange import check_weight
-from fogdist.flight_record import count_step
 from fogdist.membership import members_of
+from fogdist.observe.flight_record import count_step
 from fogdist.packing import cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
@@ -527,8 +526,8 @@ class DecentralizedDataParallel(nn.Module):
         with torch.no_grad():
             packed = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
             flats = [*self._flat_parameters.flats, *self._flat_buffers.flats, *(flat for _, flat in packed)]
-            for handle in [broadcast_nonblocking_(flat, 0, group=self._context.group) for flat in flats]:
-                wait(handle)
+            for work in [self._context.backend.broadcast_named(flat, 0) for flat in flats]:
+                work.wait()
             for bucket, flat in packed:
                 unflatten(bucket, flat, tensors)
             self._flat_parameters.write_back()

@@ -102,7 +102,7 @@ class Cluster:
     @property
     def pids(self) -> list[int]:
         """The process ID of each rank."""
-        return [process.pid for process in self._open().ranks]
+        return list(self._open().pids)
 
     def check(self) -> None:
         """Raises RuntimeError if a rank has ended or ranks are suspended; called before each cell runs."""
@@ -137,7 +137,8 @@ class Cluster:
         if self._is_suspended:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
         for rank in chosen:
-            processes.ranks[rank].send_signal(signal.SIGINT)  # does nothing if the rank has ended
+            if processes.end_of(rank) is None:
+                os.kill(processes.pids[rank], signal.SIGINT)
 
     def suspend(self) -> None:
         """Stops the processes of the ranks, so that they use no core; `resume` continues them.
@@ -201,9 +202,9 @@ class Cluster:
     def _signal_groups(self, number: signal.Signals) -> None:
         """Sends a signal to each rank and its child processes, such as data-loader workers."""
         processes = self._open()
-        for rank, process in enumerate(processes.ranks):
+        for rank, pid in enumerate(processes.pids):
             if processes.end_of(rank) is None:
-                os.killpg(process.pid, number)
+                os.killpg(pid, number)
 
 
 def start(

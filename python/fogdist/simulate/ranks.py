@@ -12,7 +12,7 @@ from torch import Tensor
 from fogdist.context import Context, VirtualGroup
 from fogdist.lazy import nx
 from fogdist.static_topology import see_topology
-from fogdist.topology import ExponentialTwoGraph, Topology
+from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
 from fogdist.training.plans import topology_of
@@ -33,7 +33,7 @@ class VirtualRanks(VirtualGroup):
 
     Args:
         size: Number of ranks, at least 1.
-        topology: The group's topology, which algorithms follow whose `mixing` is None: a mean with its neighbors. By
+        topology: The group's topology, which algorithms follow whose `topology` is None: a mean with its neighbors. By
             default the static exponential graph, as in `fogdist.init`.
 
     Raises:
@@ -45,7 +45,7 @@ class VirtualRanks(VirtualGroup):
         check_count(size, "size")
         make: Any = super().__init__
         make(0, size)  # of no store: nothing is sent
-        graph = ExponentialTwoGraph(size) if topology is None else topology
+        graph = exponential(size) if topology is None else topology
         static = see_topology(graph, False, 0, size)
         backend: Any = _OneProcess()
         self.context = _AllRanks(self, backend, 0, size, [0] * size, static)
@@ -110,7 +110,7 @@ class RowMixing(Mixing):
     def __init__(self, mixing: Any, size: int) -> None:
         if type(mixing) not in (Neighbors, GlobalAverage, NoMixing):
             raise TypeError(
-                "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
+                "topology must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
                 f"for virtual ranks, got {mixing!r}"
             )
         if isinstance(mixing, Neighbors) and mixing.compression is not None:
@@ -121,7 +121,7 @@ class RowMixing(Mixing):
         self._size = size
         self._topology: Topology | None = mixing.topology if isinstance(mixing, Neighbors) else None
         if self._topology is not None and self._topology.size != size:
-            raise ValueError(f"mixing must have as many nodes as ranks, {size}, got {self._topology.size}")
+            raise ValueError(f"topology must have as many nodes as ranks, {size}, got {self._topology.size}")
         self._kept: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
 
     def __repr__(self) -> str:

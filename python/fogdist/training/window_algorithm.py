@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -13,9 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import wait
 from fogdist.compression import Codec, check_for_windows
-from fogdist.context import handles
 from fogdist.packing import signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
@@ -62,7 +59,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
             Choose a codec with small errors: `Int8` or 16 bits.
-        compare: As in `Algorithm`.
         share: As in `Algorithm`.
 
     Attributes:
@@ -81,6 +77,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     warns_apart: ClassVar[bool] = False
     counts_passes: ClassVar[bool] = True
     takes_compression: ClassVar[bool] = False
+    compared: ClassVar[tuple[str, ...]] = ("compression",)
     zero_init: ClassVar[bool] = False
     """Whether slots start as zeros; otherwise they start as the parameters."""
 
@@ -95,8 +92,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _is_ending: bool  # this rank makes no more rounds
     _is_joining: bool  # this process has no windows until it has joined the others
     _prefix: str
-    _handles: list[int]
-    _codec: Codec | None
+    _in_flight: list[dist.Work]
+    compression: Codec | None
     _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
     def __init__(
@@ -111,20 +108,19 @@ class WindowAlgorithm(OverlappingAlgorithm):
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
-        compare: Mapping[str, object] | None = None,
         share: bool = False,
     ) -> None:
         if compression is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
         check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
-        self._codec, self._decoded = compression, {}
+        self.compression, self._decoded = compression, {}
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
         self.windows = []
-        self._handles = []
+        self._in_flight = []
         self._pace = self._watch = None
         self._is_closed = self._is_ending = self._is_joining = self.has_sent = False
         super().__init__(
@@ -134,7 +130,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             bucket_cap_mb=bucket_cap_mb,
             group=group,
             on_loss=on_loss,
-            compare={"compression": compression, **(compare or {})},
             share=share,
         )
         self._prefix = window_prefix or self.name
@@ -155,8 +150,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     # --- for subclasses to override ---
 
-    def send(self, window: Window) -> int:
-        """Begins the exchange of one window; returns its handle."""
+    def send(self, window: Window) -> dist.Work:
+        """Begins the exchange of one window."""
         raise NotImplementedError
 
     def take(self, window: Window) -> None:
@@ -165,11 +160,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def encoding(self, window: Window) -> dict[str, Any]:
         """Returns the arguments for `send` with a codec, if there is one."""
-        if self._codec is None:
+        if self.compression is None:
             return {}
         if window.name not in self._decoded:
             self._decoded[window.name] = torch.empty_like(window.tensor)
-        return {"compression": self._codec, "decoded": self._decoded[window.name]}
+        return {"compression": self.compression, "decoded": self._decoded[window.name]}
 
     def remains(self, window: Window, share: float) -> Tensor | None:
         """Returns what the codec has lost of a share of what `send` has sent, to be added after an update; None if nothing.
@@ -315,7 +310,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self.await_all()
         self.has_sent = True
         for window in self.windows:
-            self._handles.append(self.send(window))
+            self._in_flight.append(self.send(window))
         if self._pace is not None and not self._is_closed:
             self._pace.advance()
 
@@ -396,9 +391,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def _abandon(self, reason: str) -> None:
         """Ends the windows without waiting for other ranks."""
-        for handle in self._handles:
-            handles().forget(handle)
-        self._handles, self._pace = [], None
+        self._in_flight, self._pace = [], None
         for window in self.windows:
             window.abandon(reason)
 
@@ -408,11 +401,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def _wait(self) -> RuntimeError | None:
         """Waits for all operations in flight and returns the first error."""
-        handles, self._handles = self._handles, []
+        in_flight, self._in_flight = self._in_flight, []
         error = None
-        for handle in handles:
+        for work in in_flight:
             try:
-                wait(handle)
+                work.wait()
             except RuntimeError as failure:
                 if not self._may_fail():
                     error = error or failure

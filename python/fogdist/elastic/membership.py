@@ -26,21 +26,21 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from fogdist import context as contexts
+from fogdist.agreement import check_same_everywhere
+from fogdist.context import Context, Survivors
+from fogdist.exchange import MACHINES, RANKS, Nodes
+from fogdist.joining import TOPOLOGY, Admission, Joiner, Request, check_object, publish_object
+from fogdist.lazy import nx
+from fogdist.meeting import Decision, Log
+from fogdist.observe.detection import suspend_detection
+from fogdist.observe.flight_record import note_epoch
+from fogdist.static_topology import StaticTopology, see_topology
+from fogdist.topology import Topology, TopologyError, uniform_weights
 from torch.distributed import distributed_c10d
 
 from fog_pg import Part, _extension, _joining, environment
 from fog_pg._known import backend_of
-from fogdist import context as contexts
-from fogdist.agreement import check_same_everywhere
-from fogdist.context import Context, Survivors
-from fogdist.detection import suspend_detection
-from fogdist.exchange import MACHINES, RANKS, Nodes
-from fogdist.flight_record import note_epoch
-from fogdist.joining import TOPOLOGY, Admission, Joiner, Request, check_object, publish_object
-from fogdist.lazy import nx
-from fogdist.meeting import Decision, Log
-from fogdist.static_topology import StaticTopology, see_topology
-from fogdist.topology import Topology, TopologyError, uniform_weights
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog

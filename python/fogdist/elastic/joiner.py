@@ -29,10 +29,10 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from fogdist.state_transfer import Copy, Offer, Source, read_file
 
 from fog_pg import _extension, _joining, environment
 from fog_pg._joining import World
-from fogdist.state_transfer import Copy, Offer, Source, read_file
 
 _log = logging.getLogger("fogdist")
 

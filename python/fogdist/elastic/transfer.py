@@ -28,12 +28,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fogdist.nested import from_plain, plain
+from fogdist.streams import Mark
 
 from fog_pg import environment
 from fog_pg._store import watch_silence
 from fog_pg._timeouts import LONGEST
-from fogdist.nested import from_plain, plain
-from fogdist.streams import Mark
 
 _log = logging.getLogger("fogdist")
 
