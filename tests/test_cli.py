@@ -295,7 +295,7 @@ for _ in range(20):
 print("average", x.item(), fogdist.size(), sys.argv[1:])
 print("words for stderr", file=sys.stderr)
 sys.stdout.write("no end of line")
-dist.barrier()  # before the launcher ends the other rank
+torch.distributed.barrier()  # before the launcher ends the other rank
 fogdist.shutdown()
 sys.exit(7 if rank == 1 else 0)
 """
