@@ -79,7 +79,7 @@ class AdvisedRank(ClusterRank):
         """Makes a setting, one round that does not count, and so many rounds; returns seconds of a step, their mean.
 
         Args:
-            code: The argument `mixing`, as `fog advise` prints it; None for no exchange.
+            code: The argument `topology`, as `fog advise` prints it; None for no exchange.
             local_steps: Of the setting.
             bucket_mb: Of the setting.
             rounds: Exchanges, each with its local steps.
@@ -90,7 +90,7 @@ class AdvisedRank(ClusterRank):
         if code is not None:
             mixing = eval(code, {"topology": topology, "GlobalAverage": algorithms.GlobalAverage})
             options: dict[str, Any] = {"local_steps": local_steps, "bucket_cap_mb": bucket_mb}
-            optimizer = algorithms.DecentralizedSGD(sgd, model, order="awc", mixing=mixing, **options)
+            optimizer = algorithms.DecentralizedSGD(sgd, model, order="awc", topology=mixing, **options)
         trainer = Trainer(model, optimizer)
         if local_steps > 1:
             # The local steps of the round that does not count need not be computed: they exchange nothing.

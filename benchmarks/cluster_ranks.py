@@ -367,7 +367,7 @@ class ClusterRank:
                 return algorithm(algorithms.GASLoC, local_steps=job.local_steps)
             # One rank of each center talks to the next center in a round.
             rounds = topology.inner_outer_exponential(size, size // job.centers)
-            return algorithm(algorithms.DiLoCo, mixing=rounds, local_steps=job.local_steps)
+            return algorithm(algorithms.DiLoCo, topology=rounds, local_steps=job.local_steps)
         if way == "win_put":
             return self._dynamic(algorithm(bf.DistributedWinPutOptimizer))
         if way == "async_gossip":

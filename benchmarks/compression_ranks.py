@@ -69,7 +69,9 @@ def exchanged_as_they_are(codec: Codec | None, fewer: int) -> Way:
 
     def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
         mixing = Neighbors(graph, compression=codec)
-        return algorithms.DecentralizedSGD(local, model, order="atc", mixing=mixing, local_steps=local_steps)
+        return algorithms.DecentralizedSGD(
+            local, model, order="atc", topology=mixing, local_steps=local_steps
+        )
 
     return Way(make, codec, fewer)
 
@@ -85,7 +87,7 @@ def kept_by(
     """Returns a recursion that keeps what the codec loses, with its options."""
 
     def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
-        return algorithm(local, model, mixing=graph, compression=codec, local_steps=local_steps, **options)
+        return algorithm(local, model, topology=graph, compression=codec, local_steps=local_steps, **options)
 
     return Way(make, codec, fewer, local_steps, graph)
 

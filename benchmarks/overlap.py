@@ -1,7 +1,7 @@
 """Times training steps of ranks on different hosts: how much of an exchange over a slow link compute hides.
 
     python benchmarks/overlap.py                                # 4 hosts, links of 1 Gbit/s, about seven minutes
-    python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc --plot overlap.png
+    python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc
 
 Run it as root and without a launcher: it makes a network namespace for each rank, whose link tc limits to --rate
 (emulated_hosts.py), and starts its ranks there. The model is an MLP of 2.9 million parameters, the optimizer SGD with
@@ -201,13 +201,9 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
     def median(name: str, model: Callable[[], nn.Module], batch: int) -> float:
         """Seconds of a step, from a few."""
-        times, _ = take_turns(
-            ways_of([name], model, batch, systems, arguments.bucket_cap_mb),
-            systems.mpi,
-            seconds=CALIBRATION_SECONDS,
-            iterations=arguments.iterations,
-            are_long=True,
-        )
+        few = argparse.Namespace(seconds=CALIBRATION_SECONDS, iterations=arguments.iterations, back_to_back=1)
+        ways = ways_of([name], model, batch, systems, arguments.bucket_cap_mb)
+        times, _ = take_turns(ways, systems.mpi, few, are_long=True)
         return 1e-3 * times[name].median
 
     def plain() -> nn.Module:
@@ -235,9 +231,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             times, iterations = take_turns(
                 ways_of(arguments.modes, model, batch, systems, arguments.bucket_cap_mb),
                 systems.mpi,
-                seconds=arguments.seconds,
-                iterations=arguments.iterations,
-                back_to_back=arguments.back_to_back,
+                arguments,
                 are_long=True,
             )
             times[LINK] = Times(on_link, on_link, on_link)
@@ -297,9 +291,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(
-        Path(__file__), arguments, measure_all, SYSTEMS, partial(side_by_side.run_on_hosts, arguments.rate)
-    )
+    on_hosts = partial(side_by_side.run_on_hosts, arguments.rate)
+    rows = program.run(Path(__file__), arguments, measure_all, on_hosts)
     if rows:
         print()
     print_goals(rows)

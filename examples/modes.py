@@ -173,7 +173,7 @@ def _algorithm(
         fogdist.broadcast_parameters(setup.model.state_dict(), root_rank=0)
         given = dict(options)
         if has_mixing and setup.sequence is not None:
-            given["mixing"] = setup.sequence
+            given["topology"] = setup.sequence
         if has_local_steps:
             given["local_steps"] = setup.local_steps
         optimizer = make_algorithm(setup.make_optimizer(setup.model.parameters()), setup.model, **given)

@@ -122,7 +122,7 @@ def lopsided(size: int) -> nx.DiGraph:
 
 
 def sequence(graph: str, size: int) -> topologies.Topology | None:
-    """Returns the argument `mixing`, or None if the graph is not a sequence."""
+    """Returns the argument `topology`, or None if the graph is not a sequence."""
     if graph == "one-peer":
         return topologies.one_peer_exponential(size)
     if graph == "pairs":
@@ -447,11 +447,11 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
 
 
 def class_of(name: str) -> Any:
-    """Returns a class of fogdist.algorithms, or DecentLaM as docs/algorithms.md writes it."""
+    """Returns a class of fogdist.algorithms, or DecentLaM as docs/howto/write_an_algorithm.md writes it."""
     if name != "DecentLaM":
         return getattr(algorithms, name)
-    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
-    code = page[page.index("## Your own algorithm") :].split("```python\n")[1].split("```")[0]
+    page = (Path(__file__).parent.parent / "docs" / "howto" / "write_an_algorithm.md").read_text()
+    code = page[page.index("This one keeps state") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": __name__}
     exec(code, names)
     return names[name]
@@ -483,11 +483,11 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     base = BASES[case.base](groups)
     options: dict[str, Any] = dict(case.options)
     if sequence(case.graph, size) is not None:
-        options["mixing"] = sequence(case.graph, size)
+        options["topology"] = sequence(case.graph, size)
     elif case.graph == "graph":  # independent of the group's topology
-        options["mixing"], _ = static("star", size)
+        options["topology"], _ = static("star", size)
     elif case.graph != "all":
-        options["mixing"] = algorithms.Neighbors()
+        options["topology"] = algorithms.Neighbors()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "ranks start from")
         optimizer = class_of(case.name)(base, model, local_steps=case.every, **options)
@@ -687,7 +687,7 @@ def train_virtual(case: Case, size: int) -> np.ndarray:
     if graph != "all":
         made, is_weighted = static(graph, size)
         weighted = made if is_weighted else topologies.uniform_weights(made)
-        options["mixing"] = sequence(graph, size) or weighted
+        options["topology"] = sequence(graph, size) or weighted
     base = BASES[case.base]([{"params": [rows.x], "lr": 0.2}])
     group = VirtualRanks(size)
     optimizer = class_of(case.name)(base, rows, local_steps=case.every, group=group, **options)
@@ -792,15 +792,15 @@ def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
 FULL = topologies.fully_connected(2)
 # Each row has an algorithm, its options, and an attribute that its mixing does not use, with a value.
 UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
-    ("DecentralizedSGD", {"mixing": FULL}, "self_weight", 0.5),
-    ("DecentralizedSGD", {"mixing": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
-    ("DecentralizedSGD", {"mixing": FULL, "order": "cta"}, "dst_weights", [1]),
+    ("DecentralizedSGD", {"topology": FULL}, "self_weight", 0.5),
+    ("DecentralizedSGD", {"topology": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
+    ("DecentralizedSGD", {"topology": FULL, "order": "cta"}, "dst_weights", [1]),
     ("DecentralizedSGD", {}, "dst_machine_weights", []),
-    ("AdaptThenCombine", {"mixing": FULL, "step_in_backward": True}, "src_weights", {}),
+    ("AdaptThenCombine", {"topology": FULL, "step_in_backward": True}, "src_weights", {}),
     ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
     ("PushSumSGD", {}, "src_machine_weights", {}),
-    ("GossipPGA", {"period": 1, "mixing": algorithms.GlobalAverage()}, "dst_weights", [1]),
-    ("DecentralizedAdamW", {"mixing": FULL}, "enable_topo_check", True),
+    ("GossipPGA", {"period": 1, "topology": algorithms.GlobalAverage()}, "dst_weights", [1]),
+    ("DecentralizedAdamW", {"topology": FULL}, "enable_topo_check", True),
     ("ChocoSGD", {"compression": Int8(), "gamma": 0.5}, "self_weight", 0.5),
 ]
 
@@ -818,7 +818,7 @@ def test_weights_that_would_change_nothing_are_refused(case: tuple[str, dict[str
             if number == 1 and rank == 0 and wrongly:
                 before, kept = model.x().clone(), getattr(optimizer, attribute)
                 setattr(optimizer, attribute, value)
-                with pytest.raises(ValueError, match=f"^{attribute} must stay {kept} with mixing=.*which"):
+                with pytest.raises(ValueError, match=f"^{attribute} must stay {kept} with topology=.*which"):
                     step_of(model, optimizer, number)
                 assert torch.equal(model.x(), before)
                 setattr(optimizer, attribute, kept)
@@ -1113,11 +1113,24 @@ def test_wrong_arguments() -> None:
         graph.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, own), (0, 1, 1 - own)])
     rows: list[tuple[str, Any, dict[str, Any], Any, str]] = [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
-        ("DecentralizedSGD", base, {"mixing": 3}, TypeError, "mixing.*Topology.*int"),
-        ("LocalSGD", base, {"mixing": larger}, ValueError, "mixing.*as many nodes as ranks, 2, got 3"),
-        ("LocalSGD", base, {"mixing": algorithms.Neighbors(larger)}, ValueError, "mixing.*ranks, 2, got 3"),
-        ("LocalSGD", base, {"mixing": rounds if rank else None}, ValueError, "random-matching"),
-        ("LocalSGD", base, {"mixing": pairs[rank]}, ValueError, "mixing: round 0 has the matrix"),
+        (
+            "DecentralizedSGD",
+            base,
+            {"mixing": "ring"},
+            TypeError,
+            "no argument mixing: it is called topology",
+        ),
+        ("DecentralizedSGD", base, {"topology": 3}, TypeError, "topology.*Topology.*int"),
+        ("LocalSGD", base, {"topology": larger}, ValueError, "topology.*as many nodes as ranks, 2, got 3"),
+        (
+            "LocalSGD",
+            base,
+            {"topology": algorithms.Neighbors(larger)},
+            ValueError,
+            "topology.*ranks, 2, got 3",
+        ),
+        ("LocalSGD", base, {"topology": rounds if rank else None}, ValueError, "random-matching"),
+        ("LocalSGD", base, {"topology": pairs[rank]}, ValueError, "topology: round 0 has the matrix"),
         ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
         ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
         ("GossipPGA", base, {"period": 2 + rank}, ValueError, "period=2"),
@@ -1128,9 +1141,9 @@ def test_wrong_arguments() -> None:
         ("SparseLoCo", base, {"compression": "int8"}, TypeError, "compression.*codec.*'int8'"),
         ("SparseLoCo", base, {"error_decay": 1.1}, ValueError, "error_decay must be at most 1, got 1.1"),
         ("SparseLoCo", base, {"gamma": -1.0}, ValueError, "gamma.*-1"),
-        ("SparseLoCo", base, {"mixing": everyone}, ValueError, "mixing.*GlobalAverage"),
-        ("SparseLoCo", base, {"mixing": compressed}, ValueError, "mixing must have no compression.*Int8"),
-        ("SparseLoCo", base, {"mixing": rounds}, ValueError, "mixing.*same weights in all rounds"),
+        ("SparseLoCo", base, {"topology": everyone}, ValueError, "topology.*GlobalAverage"),
+        ("SparseLoCo", base, {"topology": compressed}, ValueError, "compression must be None for .*Int8"),
+        ("SparseLoCo", base, {"topology": rounds}, ValueError, "topology.*same weights in all rounds"),
         ("AsynchronousGossip", base, {"seed": 0.5}, TypeError, "seed.*float"),
         ("DecentralizedAdamW", base, {}, TypeError, "AdamW or Adam, got SGD"),
         ("DecentralizedAdamW", torch.optim.AdamW(parameters, amsgrad=True), {}, ValueError, "amsgrad"),
@@ -1154,9 +1167,15 @@ def test_wrong_arguments() -> None:
         ("ChocoSGD", base, {"gamma": float("nan")}, ValueError, "gamma must be .*nan"),
         ("ChocoSGD", base, {"gamma": "1"}, TypeError, "gamma must be a number, got str"),
         ("ChocoSGD", base, {"gamma": [0.5, 0.25][rank]}, ValueError, "gamma=0.25"),
-        ("ChocoSGD", base, {"mixing": machines}, ValueError, "mixing must be a topology.*Machines"),
-        ("ChocoSGD", base, {"mixing": compressed}, ValueError, "mixing must have no compression"),
-        ("ChocoSGD", base, {"mixing": rounds}, ValueError, "mixing must have the same weights in all rounds"),
+        ("ChocoSGD", base, {"topology": machines}, ValueError, "topology must be a topology.*Machines"),
+        ("ChocoSGD", base, {"topology": compressed}, ValueError, "compression must be None for .*Int8"),
+        (
+            "ChocoSGD",
+            base,
+            {"topology": rounds},
+            ValueError,
+            "topology must have the same weights in all rounds",
+        ),
         ("ChocoSGD", base, {"group": VirtualRanks(2)}, ValueError, "group must be of real ranks"),
     ]
     for name, optimizer, options, error, message in rows:

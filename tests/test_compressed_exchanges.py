@@ -365,7 +365,7 @@ def test_algorithms_mix_compressed_values() -> None:
             expected, _ = expected_at(codec, plan, x, 0, "conserve")
             for algorithm in (DecentralizedSGD, GradientTracking):
                 model, plain = at_rest(x[rank])
-                step(model, algorithm(plain, model, mixing=Neighbors(compression=codec)), 300)
+                step(model, algorithm(plain, model, topology=Neighbors(compression=codec)), 300)
                 checks.close(f"{algorithm} {codec}", model.weight.detach()[0], expected)
             model, plain = at_rest(x[rank])
             wrapped = fogdist.DecentralizedDataParallel(model, plain, compression=codec, broadcast=False)
@@ -381,15 +381,15 @@ def test_ranks_compare_the_codecs_of_algorithms() -> None:
     model, plain = at_rest(torch.ones(300))
     mixing = Neighbors(topology.ring(2), compression=Int8(block=64 * (1 + rank)))
     with pytest.raises(ValueError, match="compression"):
-        DecentralizedSGD(plain, model, mixing=mixing)
+        DecentralizedSGD(plain, model, topology=mixing)
     fogdist.set_topology(topology.ring(2))
     with pytest.raises(ValueError, match="compression must be None with patience"):
         fogdist.DecentralizedDataParallel(model, plain, compression=Int8(), patience=1.0)
     with pytest.raises(ValueError, match="compression must be None with patience"):
-        DecentralizedSGD(plain, model, mixing=Neighbors(compression=Int8()), patience=1.0)
+        DecentralizedSGD(plain, model, topology=Neighbors(compression=Int8()), patience=1.0)
     for refusing, optimizer in ((DecentralizedAdamW, torch.optim.AdamW), (PushSumSGD, torch.optim.SGD)):
         with pytest.raises(ValueError, match="compression.*Int8"):
-            refusing(optimizer(model.parameters(), lr=0.1), model, mixing=Neighbors(compression=Int8()))
+            refusing(optimizer(model.parameters(), lr=0.1), model, topology=Neighbors(compression=Int8()))
     with pytest.raises(TypeError, match="compression must be a codec"):
         Machines(compression=8)  # type: ignore[arg-type]
     assert (
@@ -442,7 +442,7 @@ def exchange_between_machines(numel: int) -> None:
     means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
     found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())
     model, plain = at_rest(x[rank])
-    step(model, DecentralizedSGD(plain, model, mixing=Machines(compression=Int8())), numel)
+    step(model, DecentralizedSGD(plain, model, topology=Machines(compression=Int8())), numel)
     plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [])
     for begin, end in ((0, cut), (cut, numel)):
         slices = [mean[begin:end] for mean in means]

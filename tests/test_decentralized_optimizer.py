@@ -41,21 +41,32 @@ def test_its_steps_are_those_of_the_algorithm() -> None:
     ring = topology.ring(size)
     cases: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
         "sgd": ("sgd", {}, algorithms.DecentralizedSGD, {"order": "awc"}),
-        "adamw": ("adamw", {"topology": ring}, algorithms.DecentralizedAdamW, {"mixing": ring}),
+        "adamw": ("adamw", {"topology": ring}, algorithms.DecentralizedAdamW, {"topology": ring}),
         "adam with decay": ("adam", {}, algorithms.DecentralizedSGD, {"order": "awc"}),
         "adamw, order": ("adamw", {"order": "atc"}, algorithms.DecentralizedSGD, {}),
-        "name": ("sgd", {"topology": "ring"}, algorithms.DecentralizedSGD, {"order": "awc", "mixing": ring}),
+        "name": (
+            "sgd",
+            {"topology": "ring"},
+            algorithms.DecentralizedSGD,
+            {"order": "awc", "topology": ring},
+        ),
+        "graphs": (
+            "sgd",
+            {"topology": [ring, ring]},
+            algorithms.DecentralizedSGD,
+            {"order": "awc", "topology": ring},
+        ),
         "sequence": (
             "sgd",
             {"topology": "one-peer-exp2", "local_steps": 2},
             algorithms.DecentralizedSGD,
-            {"order": "awc", "mixing": topology.one_peer_exponential(size), "local_steps": 2},
+            {"order": "awc", "topology": topology.one_peer_exponential(size), "local_steps": 2},
         ),
         "codec": (
             "adamw",
             {"topology": ring, "compression": Int8()},
             algorithms.DecentralizedSGD,
-            {"order": "awc", "mixing": algorithms.Neighbors(ring, compression=Int8())},
+            {"order": "awc", "topology": algorithms.Neighbors(ring, compression=Int8())},
         ),
     }
     with Checks() as checks:
@@ -134,7 +145,7 @@ def test_wrong_arguments() -> None:
     cases: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         "order must be one of 'atc', 'awc', 'cta', got 'sync'": (ValueError, {"order": "sync"}),
         "name must be one of exp, .*, random-matching, got 'cube'": (ValueError, {"topology": "cube"}),
-        "mixing must be .* the name of a topology": (TypeError, {"topology": 3}),
+        "topology must be .* a name that `fog topology` lists": (TypeError, {"topology": 3}),
         "compression must be None with topology=GlobalAverage": (
             ValueError,
             {"topology": algorithms.GlobalAverage(), "compression": Int8()},

@@ -31,7 +31,7 @@ pytestmark = device_worlds.MARKS
 
 def compressed(base: torch.optim.Optimizer, model: nn.Module, codec: Any) -> Any:
     mixing = algorithms.Neighbors(topologies.ring(fogdist.size()), compression=codec)
-    return algorithms.DecentralizedSGD(base, model, mixing=mixing)
+    return algorithms.DecentralizedSGD(base, model, topology=mixing)
 
 
 COMPRESSED: dict[str, Any] = {

@@ -36,7 +36,7 @@ SIZES = sizes([1, 3], [2, 5])
 # A name that is added here needs a reason that a newcomer sees; names of BlueFog are in fogdist.bluefog only.
 NAMES = """
     DecentralizedDataParallel DecentralizedOptimizer Gossip GossipState Window algorithms allreduce_parameters bluefog
-    broadcast_optimizer_state broadcast_parameters checkpoint compression consensus_distance empty gossip_hook
+    broadcast_optimizer_state broadcast_parameters checkpoint compression consensus_distance empty flight_record gossip_hook
     hierarchical_neighbor_allreduce in_neighbor_machine_ranks in_neighbor_ranks init is_initialized load_machine_topology
     load_topology local_rank local_size machine_rank machine_size membership metrics neighbor_allgather neighbor_allreduce
     out_neighbor_machine_ranks out_neighbor_ranks pair_gossip rank reconfigure set_machine_topology set_topology share_
@@ -52,10 +52,10 @@ def test_the_public_names():
 
 # Each module of fogdist imports only what is to its left.
 LAYERS = """
-    lazy warn detection timeline flight_record removed topology launch agreement nested exchange
+    lazy warn removed topology launch agreement nested exchange
     static_topology context machines verification arguments compression operations
-    windows ops streams memory packing shards parameters consensus state_transfer joining meeting membership
-    training algorithms decentralized_optimizer metrics ddp checkpoint hook simulate
+    windows ops streams memory packing shards parameters consensus observe elastic
+    training algorithms decentralized_optimizer ddp checkpoint hook simulate
     __init__ interactive
     bluefog
 """

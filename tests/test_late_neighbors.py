@@ -60,7 +60,7 @@ def mixing_by(kind: str, base: Any, model: nn.Module, graph: str, **options: Any
         wrapper = fogdist.DecentralizedDataParallel(model, base, mixing, broadcast=False, **options)
         return wrapper, base, wrapper
     options.setdefault("bucket_cap_mb", 1e-4)
-    optimizer = algorithms.DecentralizedSGD(base, model, order=kind, mixing=mixing, **options)
+    optimizer = algorithms.DecentralizedSGD(base, model, order=kind, topology=mixing, **options)
     return model, optimizer, optimizer
 
 
@@ -106,7 +106,7 @@ def test_training_goes_on_from_a_state_dict() -> None:
     rank, size = start(fogdist.topology.ring)
     model = make_net(rank)
     optimizer = algorithms.DecentralizedSGD(
-        sgd(model), model, mixing=topologies.one_peer_exponential(size), patience=FOREVER
+        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER
     )
     for number in range(5):
         train_step(model, optimizer, rank, number)
@@ -596,7 +596,7 @@ def test_what_patience_refuses() -> None:
         fogdist.DecentralizedDataParallel(model, base, **options)
 
     endless = topologies.random_matching(size)
-    no_topology = "mixing must be a topology, a graph or None with patience"
+    no_topology = "topology must be a topology, a graph or None with patience"
     for kinds, options, error, message in [
         ((decentralized, wrapper, push_sum), {"patience": -1.0}, ValueError, "must be at least 0, got -1.0"),
         (
@@ -607,11 +607,11 @@ def test_what_patience_refuses() -> None:
         ),
         ((decentralized, wrapper, push_sum), {"patience": True}, TypeError, "patience"),
         ((decentralized, push_sum), {"patience": 1.0 + rank}, ValueError, "must be the same on all ranks"),
-        ((decentralized,), {"patience": 5, "mixing": algorithms.GlobalAverage()}, ValueError, no_topology),
-        ((decentralized,), {"patience": 5, "mixing": algorithms.Machines()}, ValueError, no_topology),
+        ((decentralized,), {"patience": 5, "topology": algorithms.GlobalAverage()}, ValueError, no_topology),
+        ((decentralized,), {"patience": 5, "topology": algorithms.Machines()}, ValueError, no_topology),
         (
             (decentralized,),
-            {"patience": 5, "mixing": endless},
+            {"patience": 5, "topology": endless},
             ValueError,
             "must have a period with patience",
         ),

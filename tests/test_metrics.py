@@ -10,7 +10,7 @@ import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist.metrics import Metrics
+from fogdist.observe.metrics import Metrics
 from fogdist.topology import ring
 
 

@@ -78,7 +78,7 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
     rank, size = start(topologies.exponential)
     data, make = batches(size), OPTIMIZERS[optimizer]
     mixing = None if graph is None else graph(size)
-    options = {} if mixing is None else {"mixing": mixing}
+    options = {} if mixing is None else {"topology": mixing}
     model = make_net()
     real = algorithm(make([p for p in model.parameters() if p.requires_grad]), model, **options)
     losses, distances = [], []
@@ -202,12 +202,12 @@ def test_arguments_are_checked():
     for error, message, options in (
         (
             ValueError,
-            "mixing must have as many nodes.*4, got 8",
+            "topology must have as many nodes.*4, got 8",
             {"topology": topologies.one_peer_exponential(8)},
         ),
         (
             TypeError,
-            "mixing must be a .* for virtual ranks, got Machines",
+            "topology must be a .* for virtual ranks, got Machines",
             {"topology": algorithms.Machines()},
         ),
         (ValueError, "virtual ranks .* have neither messages nor windows", {"algorithm": algorithms.WinPut}),

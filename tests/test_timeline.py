@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from fogdist import timeline
 from fogdist.bluefog import torch as bf
-from fogdist.timeline.merging import merge
+from fogdist.observe.merging import merge
 
 Event = dict[str, Any]
 

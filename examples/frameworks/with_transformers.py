@@ -105,8 +105,7 @@ class DecentralizedTrainer(Trainer):
     def create_optimizer(self, *arguments: Any, **options: Any) -> Optimizer:
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments, **options)
-            fogdist.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as DDP does
-            self.optimizer = fogdist.DecentralizedOptimizer(optimizer, self.model, order="awc")
+            self.optimizer = fogdist.DecentralizedOptimizer(optimizer, self.model)
         return self.optimizer
 
 

@@ -8,12 +8,9 @@ from torch.optim import Adam, Optimizer
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW, refusal_of
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
-from fogdist.context import current
-from fogdist.lazy import nx
-from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixing import Machines, Mixing, MixingLike, Neighbors, as_mixing
+from fogdist.training.mixing import MixingLike
 from fogdist.training.view import Models
 
 
@@ -21,7 +18,7 @@ def DecentralizedOptimizer(
     optimizer: Optimizer,
     model: Models,
     *,
-    topology: Mixing | Topology | nx.DiGraph | str | None = None,
+    topology: MixingLike = None,
     order: Order | None = None,
     local_steps: int = 1,
     compression: Codec | None = None,
@@ -43,8 +40,8 @@ def DecentralizedOptimizer(
         model: The model, or a list of models, that hold its parameters.
         topology: Who averages with whom, the same on all ranks: a name that `fog topology` lists, such as "ring" or
             "one-peer-exp2"; a `fogdist.topology.Topology`, whose rounds are used one after the other; a `networkx.DiGraph` with
-            its weights; or a `fogdist.algorithms.Mixing`, such as `Machines()`. None for the group's topology, by default the
-            exponential graph.
+            its weights, or a sequence of them, one a round; or a `fogdist.algorithms.Mixing`, such as `Machines()`. None for
+            the group's topology, by default the exponential graph.
         order: "awc" (adapt with combine), "atc" (adapt then combine) or "cta" (combine then adapt) for averages of the
             parameters alone. None for the choice above.
         local_steps: J: ranks communicate in every J-th call of `step`.
@@ -70,8 +67,9 @@ def DecentralizedOptimizer(
         >>> optimizer = fogdist.DecentralizedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
     """
     options: AlgorithmOptions = {
-        "mixing": topology if compression is None else _compressed(topology, compression, group),
+        "topology": topology,
         "local_steps": local_steps,
+        "compression": compression,
         "on_loss": on_loss,
         "broadcast": broadcast,
         "group": group,
@@ -81,12 +79,3 @@ def DecentralizedOptimizer(
     if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):
         return DecentralizedAdamW(optimizer, model, **options)
     return DecentralizedSGD(optimizer, model, order=order or "awc", patience=patience, **options)
-
-
-def _compressed(topology: MixingLike, compression: Codec, group: dist.ProcessGroup | None) -> Mixing:
-    mixing = as_mixing(topology, current(group))
-    if type(mixing) is Neighbors and mixing.compression is None:
-        return Neighbors(mixing.topology, compression=compression)
-    if type(mixing) is Machines and mixing.compression is None:
-        return Machines(compression=compression)
-    raise ValueError(f"compression must be None with topology={mixing!r}, got {compression!r}")

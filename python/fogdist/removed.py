@@ -112,10 +112,10 @@ REMOVED: dict[str, dict[str, str]] = {
         for name, instead in _OF_BLUEFOG.items()
     },
     "fogdist.algorithms": {
-        "BEER": f"{_REPLICAS}, GradientTracking has mixing=Neighbors(topology, compression=Int8())",
+        "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
         "DeepSqueeze": _REPLICAS,
         "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
-        "LEAD": f"{_REPLICAS}, ExactDiffusion has mixing=Neighbors(topology, compression=Int8())",
+        "LEAD": f"{_REPLICAS}, ExactDiffusion has compression=Int8()",
         "MoniquaSGD": _REPLICAS,
         "PowerGossip": "ChocoSGD with TopK sends few bytes too",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,

@@ -4,7 +4,7 @@ An algorithm is a view of the user's optimizer: the script keeps calling ``loss.
 ``opt.zero_grad()``::
 
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    opt = fogdist.algorithms.GradientTracking(opt, model, mixing=fogdist.topology.base_graph(fogdist.size()))
+    opt = fogdist.algorithms.GradientTracking(opt, model, topology=fogdist.topology.base_graph(fogdist.size()))
 
 Each algorithm is one class, and its docstring states its recursion and its source. There, x is a rank's parameters, d(x)
 the change that the user's optimizer makes, g its learning rate, x+ the next value and x- the previous one, and ``W x``

@@ -98,6 +98,7 @@ class AsynchronousGossip(Algorithm):
     """
 
     can_be_joined: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("compression",)
 
     _seed: int
     _rank: int
@@ -106,7 +107,7 @@ class AsynchronousGossip(Algorithm):
     _windows: _Windows | None
     _watch: Watch | None
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
-    _codec: Codec | None
+    compression: Codec | None
     _is_joining: bool
 
     def __init__(
@@ -141,16 +142,15 @@ class AsynchronousGossip(Algorithm):
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
         self._watches = []
-        self._codec = compression
+        self.compression = compression
         super().__init__(
             optimizer,
             model,
-            mixing=NoMixing(),
+            topology=NoMixing(),
             local_steps=local_steps,
             group=group,
             bucket_cap_mb=bucket_cap_mb,
             on_loss=on_loss,
-            compare={"compression": compression},
         )
         with torch.no_grad():
             self.refresh()
@@ -281,7 +281,7 @@ class AsynchronousGossip(Algorithm):
 
     def _opened(self) -> _Windows:
         gives_way = self._seat is not None
-        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self._codec)
+        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self.compression)
 
     def _remove_watches(self) -> None:
         for watch in self._watches:

@@ -32,7 +32,7 @@ class ChocoSGD(ReplicaAlgorithm):
         model: As in `Algorithm`.
         compression: A codec of `fogdist.compression`, the same on all ranks.
         gamma: The consensus step size, more than 0 and at most 1.
-        **options: As in `Algorithm`. `mixing` must be a graph, a topology that is the same in all rounds, or None for
+        **options: As in `Algorithm`. `topology` must be a graph, a topology that is the same in all rounds, or None for
             the group's topology, which may be set anew between rounds. Weights cannot be set for a step.
 
     Raises:

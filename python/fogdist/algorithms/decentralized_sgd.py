@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.training.algorithm import Algorithm, check_factor
-from fogdist.training.continuing import OnLoss
 from fogdist.training.mixer import Mixer
-from fogdist.training.mixing import GlobalAverage, MixingLike
+from fogdist.training.mixing import GlobalAverage
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.patient_mixer import PatientMixer, patient_mixing
 from fogdist.training.view import Models
@@ -58,20 +56,22 @@ class DecentralizedSGD(OverlappingAlgorithm):
         optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
-        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. `mixing` must then be a graph, a
+        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. `topology` must then be a graph, a
             topology with a period, or None for the group's topology of now. Parameters are sent to windows, which take
             up to 4 times their size for each in-neighbor. None to wait for all neighbors.
-        **options: `mixing`, `local_steps`, `group`, `bucket_cap_mb` and `on_loss` of `Algorithm`. In local steps, without
+        **options: As in `Algorithm`. In local steps, without
             averages, the three orders are the same.
 
     Raises:
-        ValueError: `order` is none of the three; `patience` is below 0 or does not go with `mixing`; and as `Algorithm`.
+        ValueError: `order` is none of the three; `patience` is below 0 or does not go with `topology`; and as `Algorithm`.
     """
 
     runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("order", "patience")
 
     order: Order
+    patience: float | None
     takes_lbfgs: bool  # type: ignore[misc]  # of its order
     _mixer: Mixer
 
@@ -89,15 +89,15 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.order = order
         self.takes_lbfgs = order == "atc"
         self._mixer = Mixer()
-        if patience is not None:
-            patience = check_factor(patience, "patience")
-            mixing = patient_mixing(options.get("mixing"), current(options.get("group")))
-            options["mixing"] = mixing
-        options["compare"] = {**options.get("compare", {}), "order": order, "patience": patience}
+        self.patience = None if patience is None else check_factor(patience, "patience")
+        if self.patience is not None:
+            context = current(options.get("group"))
+            mixing = patient_mixing(options.get("topology"), context, options.pop("compression", None))
+            options["topology"] = mixing
         super().__init__(optimizer, model, **options)
-        if patience is not None:
+        if self.patience is not None:
             self.mixing = mixing  # the mixer goes on after losses by itself
-            self._mixer = PatientMixer(self.name, patience, self._seat)
+            self._mixer = PatientMixer(self.name, self.patience, self._seat)
         if order != "atc":
             self.watch_forward("with forward" if order == "awc" else "before forward")
 
@@ -151,17 +151,13 @@ class LocalSGD(Algorithm):
     """Local SGD: J local steps, then the exact average: ``x+ = mean_j(x_j + d_1 + ... + d_J)``.
 
     (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767; also post-local
-    SGD, parallel restarted SGD or federated averaging with all clients.) With a topology as `mixing` it is
+    SGD, parallel restarted SGD or federated averaging with all clients.) With a `topology` it is
     decentralized local SGD (Koloskova et al., ICML 2020, arXiv 2003.10422).
 
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        mixing: As in `Algorithm`; by default `GlobalAverage()`.
-        local_steps: J.
-        group: As in `Algorithm`.
-        bucket_cap_mb: As in `Algorithm`.
-        on_loss: As in `Algorithm`.
+        **options: As in `Algorithm`; `topology` is `GlobalAverage()` by default, and `local_steps`, which is J, 8.
 
     Raises:
         ValueError: As `Algorithm`.
@@ -169,23 +165,8 @@ class LocalSGD(Algorithm):
 
     can_be_joined: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: Models,
-        *,
-        mixing: MixingLike = None,
-        local_steps: int = 8,
-        group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        on_loss: OnLoss = "raise",
-    ) -> None:
-        super().__init__(
-            optimizer,
-            model,
-            mixing=GlobalAverage() if mixing is None else mixing,
-            local_steps=local_steps,
-            group=group,
-            bucket_cap_mb=bucket_cap_mb,
-            on_loss=on_loss,
-        )
+    def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
+        if options.get("topology") is None:
+            options["topology"] = GlobalAverage()
+        options.setdefault("local_steps", 8)
+        super().__init__(optimizer, model, **options)

@@ -32,7 +32,7 @@ class DiLoCo(Algorithm):
     If W is the exact average, which is the default, this is DiLoCo: SGD with Nesterov momentum, outer_lr and
     outer_momentum along the mean of all -D (Douillard et al., "DiLoCo: Distributed Low-Communication Training
     of Language Models", 2023, arXiv 2311.08105; the form of Nesterov's own paper, which gives the numbers of
-    ``torch.optim.SGD(nesterov=True)``). With a topology as `mixing` it gossips, with momentum of the
+    ``torch.optim.SGD(nesterov=True)``). With a `topology` it gossips, with momentum of the
     averages; `GASLoC` and `NoLoCo` are two published ways to do that. For ranks to agree, eigenvalues of W
     must be above -1 / (1 + 2 outer_momentum).
 
@@ -43,7 +43,7 @@ class DiLoCo(Algorithm):
         model: As in `Algorithm`.
         outer_lr: More than 0.
         outer_momentum: Below 1.
-        **options: As in `Algorithm`. `local_steps` is H, 100 by default; 500 in the paper. `mixing` is
+        **options: As in `Algorithm`. `local_steps` is H, 100 by default; 500 in the paper. `topology` is
             `GlobalAverage()` by default.
 
     Raises:
@@ -52,6 +52,7 @@ class DiLoCo(Algorithm):
 
     state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "previous")
     can_be_joined: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
 
     outer_lr: float
     outer_momentum: float
@@ -67,18 +68,13 @@ class DiLoCo(Algorithm):
     ) -> None:
         self.outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
         self.outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
-        options["compare"] = {
-            **options.get("compare", {}),
-            "outer_lr": self.outer_lr,
-            "outer_momentum": self.outer_momentum,
-        }
-        if options.get("mixing") is None:
-            options["mixing"] = self.default_mixing(options.get("group"))
+        if options.get("topology") is None:
+            options["topology"] = self.default_topology(options.get("group"))
         options.setdefault("local_steps", 100)
         super().__init__(optimizer, model, **options)
 
-    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
-        """Returns the mixing that is used if none is given."""
+    def default_topology(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """Returns the topology that is used if none is given."""
         return GlobalAverage()
 
     def initial(self, name: str) -> list[Tensor]:
@@ -127,14 +123,14 @@ class GASLoC(DiLoCo):
         model: As in `DiLoCo`.
         outer_lr: As in `DiLoCo`.
         outer_momentum: As in `DiLoCo`.
-        **options: As in `DiLoCo`; `mixing` is `random_matching` of all ranks by default.
+        **options: As in `DiLoCo`; `topology` is `random_matching` of all ranks by default.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
-    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
-        """See `DiLoCo.default_mixing`."""
+    def default_topology(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """See `DiLoCo.default_topology`."""
         return random_matching(current(group).size)
 
     def combine(self) -> None:
@@ -161,7 +157,7 @@ class NoLoCo(DiLoCo):
         outer_momentum: Below 1.
         consensus: How fast partners come together, more than 0; for pairs, between `outer_momentum` and
             ``sqrt(2 + outer_momentum ** 2)``.
-        **options: As in `DiLoCo`, `outer_lr` (more than 0) included; `mixing` is `random_matching` of all ranks by
+        **options: As in `DiLoCo`, `outer_lr` (more than 0) included; `topology` is `random_matching` of all ranks by
             default.
 
     Raises:
@@ -169,6 +165,7 @@ class NoLoCo(DiLoCo):
     """
 
     state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "outer_momentum")
+    compared: ClassVar[tuple[str, ...]] = (*DiLoCo.compared, "consensus")
 
     consensus: float
 
@@ -182,11 +179,10 @@ class NoLoCo(DiLoCo):
         **options: Any,
     ) -> None:
         self.consensus = check_factor(consensus, "consensus", positive=True)
-        compare = {"consensus": self.consensus}
-        super().__init__(optimizer, model, outer_momentum=outer_momentum, compare=compare, **options)
+        super().__init__(optimizer, model, outer_momentum=outer_momentum, **options)
 
-    def default_mixing(self, group: dist.ProcessGroup | None) -> MixingLike:
-        """See `DiLoCo.default_mixing`."""
+    def default_topology(self, group: dist.ProcessGroup | None) -> MixingLike:
+        """See `DiLoCo.default_topology`."""
         return random_matching(current(group).size)
 
     def initial(self, name: str) -> list[Tensor]:

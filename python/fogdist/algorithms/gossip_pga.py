@@ -27,13 +27,14 @@ class GossipPGA(Algorithm):
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
         period: H, counted in rounds of communication.
-        **options: As in `Algorithm`; W is `mixing`.
+        **options: As in `Algorithm`; W is `topology`.
 
     Raises:
         ValueError: As `Algorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
+    compared: ClassVar[tuple[str, ...]] = ("period",)
 
     period: int
 
@@ -47,7 +48,6 @@ class GossipPGA(Algorithm):
     ) -> None:
         check_count(period, "period")
         self.period = period
-        options["compare"] = {**options.get("compare", {}), "period": period}
         super().__init__(optimizer, model, **options)
 
     def combine(self) -> None:

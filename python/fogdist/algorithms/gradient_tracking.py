@@ -54,6 +54,7 @@ class GradientTracking(Algorithm):
 
     # `tracker` is W y after a round and y after a local step; with "aug-dgm" it is always y.
     state_vectors: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
+    compared: ClassVar[tuple[str, ...]] = ("order",)
 
     order: TrackingOrder
 
@@ -69,7 +70,6 @@ class GradientTracking(Algorithm):
             allowed = ", ".join(map(repr, get_args(TrackingOrder)))
             raise ValueError(f"order must be one of {allowed}, got {order!r}")
         self.order = order
-        options["compare"] = {**options.get("compare", {}), "order": order}
         super().__init__(optimizer, model, **options)
 
     def advance(self) -> Any:

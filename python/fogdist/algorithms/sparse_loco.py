@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.compression import Codec, TopK
+from fogdist.compression import TopK
 from fogdist.context import current
 from fogdist.topology import Topology
 from fogdist.training.algorithm import check_factor
@@ -54,7 +54,7 @@ class SparseLoCo(ReplicaAlgorithm):
         gamma: More than 0, at most 1. Ranks come nearer to each other with a larger one, and go past each other with one
             that is too large for what the codec loses: with the default codec, 0.1 to 0.2 was best on a ring of 8 ranks.
             docs/compression.md has the limits.
-        **options: As in `Algorithm`. `local_steps` is 100 by default. `mixing` must be a graph, or a topology that is the
+        **options: As in `Algorithm`. `local_steps` is 100 by default. `topology` must be a graph, or a topology that is the
             same in all rounds; None is the complete graph with equal weights, ``Neighbors()`` the group's topology.
 
     Raises:
@@ -69,6 +69,13 @@ class SparseLoCo(ReplicaAlgorithm):
         "outer_way",
     )
 
+    compared: ClassVar[tuple[str, ...]] = (
+        *ReplicaAlgorithm.compared,
+        "outer_lr",
+        "outer_momentum",
+        "error_decay",
+    )
+
     outer_lr: float
     outer_momentum: float
     error_decay: float
@@ -78,7 +85,6 @@ class SparseLoCo(ReplicaAlgorithm):
         optimizer: Optimizer,
         model: Models,
         *,
-        compression: Codec | None = None,
         outer_lr: float = 1.0,
         outer_momentum: float = 0.0,
         error_decay: float = 0.95,
@@ -90,17 +96,12 @@ class SparseLoCo(ReplicaAlgorithm):
         self.error_decay = check_factor(error_decay, "error_decay")
         if self.error_decay > 1.0:
             raise ValueError(f"error_decay must be at most 1, got {error_decay}")
-        if options.get("mixing") is None:
-            options["mixing"] = _complete(current(options.get("group")).size)
+        if options.get("topology") is None:
+            options["topology"] = _complete(current(options.get("group")).size)
         options.setdefault("local_steps", 100)
-        options["compare"] = {
-            **options.get("compare", {}),
-            "outer_lr": self.outer_lr,
-            "outer_momentum": self.outer_momentum,
-            "error_decay": self.error_decay,
-        }
-        codec = TopK(0.02, bits=2) if compression is None else compression
-        super().__init__(optimizer, model, compression=codec, gamma=gamma, **options)
+        if options.get("compression") is None:
+            options["compression"] = TopK(0.02, bits=2)
+        super().__init__(optimizer, model, gamma=gamma, **options)
 
     def initial(self, name: str) -> list[Tensor]:
         """See `ReplicaAlgorithm.initial`; without outer momentum there is nothing to keep for it."""

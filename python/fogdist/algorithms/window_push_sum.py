@@ -79,6 +79,7 @@ class WindowPushSum(WindowAlgorithm):
     can_be_joined: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
+    compared: ClassVar[tuple[str, ...]] = (*WindowAlgorithm.compared, "patience")
 
     force_barrier: bool = setting(True)
     _arrivals: Arrivals | None
@@ -88,14 +89,12 @@ class WindowPushSum(WindowAlgorithm):
     _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
     _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
-    _patience: float | None
+    patience: float | None
 
     def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
-        if patience is not None:
-            patience = check_factor(patience, "patience")
+        self.patience = None if patience is None else check_factor(patience, "patience")
         self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
-        self._arrivals, self._patience = None, patience
-        options["compare"] = {**(options.get("compare") or {}), "patience": patience}
+        self._arrivals = None
         super().__init__(*arguments, **options)
         if patience is not None:
             self.force_barrier = False
@@ -333,14 +332,14 @@ class WindowPushSum(WindowAlgorithm):
 
     def _open_all(self) -> None:
         super()._open_all()
-        if self._patience is not None:
+        if self.patience is not None:
             topology = self.context.topology
             self._arrivals = Arrivals(
                 self.context,
                 self._prefix,
                 topology.in_neighbors,
                 topology.out_neighbors,
-                self._patience,
+                self.patience,
                 gives_way=self._seat is not None,
                 # After a loss some ranks have sent their values of a round and others have not.
                 is_apart=self.context.survivors is not None,

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
-from fogdist.flight_record import count_step
+from fogdist.observe.flight_record import count_step
+from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
-from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import check_joinable
 from fogdist.training.ownership import Ownership

@@ -20,9 +20,9 @@ from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
+from fogdist.elastic.membership import members_of
 from fogdist.exchange import check_weight
-from fogdist.flight_record import count_step
-from fogdist.membership import members_of
+from fogdist.observe.flight_record import count_step
 from fogdist.packing import cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int

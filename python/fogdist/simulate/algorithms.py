@@ -12,7 +12,7 @@ class GradientAverage(Algorithm):
     """Parallel SGD, ``x+ = x + d(x)`` with the mean of all ranks' gradients, of virtual ranks.
 
     It is what DistributedDataParallel, `DistributedGradientAllreduceOptimizer` of BlueFog and a batch of all ranks' samples on one
-    rank compute. The arguments are those of `Algorithm`; `mixing` is not used.
+    rank compute. The arguments are those of `Algorithm`; `topology` is not used.
     """
 
     def advance(self) -> Any:

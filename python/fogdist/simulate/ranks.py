@@ -32,7 +32,7 @@ class VirtualRanks(VirtualGroup):
 
     Args:
         size: Number of ranks, at least 1.
-        topology: The group's topology, which algorithms follow whose `mixing` is None, as of `fogdist.set_topology`.
+        topology: The group's topology, which algorithms follow whose `topology` is None, as of `fogdist.set_topology`.
 
     Raises:
         TypeError: `size` is not an int, or `topology` not one of so many nodes.
@@ -107,7 +107,7 @@ class RowMixing(Mixing):
     def __init__(self, mixing: Any, size: int) -> None:
         if type(mixing) not in (Neighbors, GlobalAverage, NoMixing):
             raise TypeError(
-                "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
+                "topology must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
                 f"for virtual ranks, got {mixing!r}"
             )
         if isinstance(mixing, Neighbors) and mixing.compression is not None:
@@ -118,7 +118,7 @@ class RowMixing(Mixing):
         self._size = size
         self._topology: Topology | None = mixing.topology if isinstance(mixing, Neighbors) else None
         if self._topology is not None and self._topology.size != size:
-            raise ValueError(f"mixing must have as many nodes as ranks, {size}, got {self._topology.size}")
+            raise ValueError(f"topology must have as many nodes as ranks, {size}, got {self._topology.size}")
         self._kept: dict[tuple[int, bool, torch.dtype, torch.device], Tensor] = {}
 
     def __repr__(self) -> str:

@@ -82,7 +82,7 @@ def train(
         data: Returns the inputs and the targets of a step, 0 first: of shape (ranks, batch, ...) each.
         ranks: Number of ranks.
         steps: Number of steps.
-        topology: The algorithm's `mixing`: a topology of so many ranks; None for the algorithm's own default, which is
+        topology: The algorithm's: a topology of so many ranks; None for the algorithm's own default, which is
             the static exponential graph for most.
         algorithm: A class of `fogdist.algorithms` that goes in step, `GradientAverage`, or a `functools.partial` of
             one with its options.
@@ -108,7 +108,7 @@ def train(
     check_count(every, "every")
     stacked = StackedModel(model, ranks)
     stacked.check_statistics()
-    options = {} if topology is None else {"mixing": topology}
+    options = {} if topology is None else {"topology": topology}
     view = algorithm(optimizer([stacked.stacked]), stacked, group=VirtualRanks(ranks), **options)
     scheduler = None if schedule is None else schedule(view)
     of_ranks = torch.func.vmap(loss, randomness="different")

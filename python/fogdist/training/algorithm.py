@@ -15,13 +15,15 @@ from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
+from fogdist.compression import Codec
 from fogdist.context import Context, current
-from fogdist.flight_record import count_step
-from fogdist.membership import Seat, members_of
+from fogdist.elastic.membership import members_of
+from fogdist.elastic.seat import Seat
+from fogdist.observe.flight_record import count_step
+from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
-from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,
@@ -72,13 +74,13 @@ WEIGHTS = frozenset(
 class AlgorithmOptions(TypedDict, total=False):
     """The options that all algorithms have; see `Algorithm`."""
 
-    mixing: MixingLike
+    topology: MixingLike
     local_steps: int
+    compression: Codec | None
     group: dist.ProcessGroup | None
     bucket_cap_mb: float | None
     on_loss: OnLoss
     broadcast: bool
-    compare: Mapping[str, object]
     share: bool
 
 
@@ -112,13 +114,14 @@ class Algorithm(DistributedOptimizer):
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
             buffers are not. Ranks should start from the same parameters (`broadcast`); if they do not, all ranks issue a
             UserWarning.
-        mixing: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology` gives its
-            rounds, one after the other. A `networkx.DiGraph` is used with its weights in all rounds. A string is a name
-            that `fogdist.topology.named` knows. None uses the
-            attributes `self_weight`, `src_weights` and `dst_weights`, which can be set before each step for a
-            dynamic topology, and the group's topology as long as they are None. Other choices are `Machines()`,
-            `GlobalAverage()`, `NoMixing()`, or the user's own `Mixing`.
+        topology: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology`, or a
+            sequence of graphs, gives its rounds, one after the other. A `networkx.DiGraph` is used with its weights in
+            all rounds. A string is a name that `fog topology` lists. None uses the attributes `self_weight`,
+            `src_weights` and `dst_weights`, which can be set before each step for a dynamic topology, and the group's
+            topology as long as they are None. Other choices are `Machines()`, `GlobalAverage()`, `NoMixing()`, or the
+            user's own `Mixing`.
         local_steps: J: ranks communicate in every J-th call of `step`.
+        compression: A codec of `fogdist.compression` for the messages, as in `Neighbors`.
         group: The group of ranks; by default that of `init`.
         bucket_cap_mb: Size of the buckets in MiB. Each bucket is one message. A larger parameter has its own bucket. None
             for 4 on the CPU and 25 on other devices.
@@ -127,7 +130,6 @@ class Algorithm(DistributedOptimizer):
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
-        compare: For subclasses: further arguments that must be the same on all ranks, by name.
         share: Whether CPU parameters become views of the buckets, which saves memory and the copies. The model is then no
             ordinary one: its parameters share one storage, in memory that forked children share too, so they see and make
             changes; savers such as safetensors' take them for tied ones, and ``torch.save`` of one writes all.
@@ -152,6 +154,8 @@ class Algorithm(DistributedOptimizer):
     all ranks' states has their first values; a process that joins has those that the ranks tell when they let it in."""
     mean_weight: ClassVar[str | None] = None
     """The name of the number that weights this rank's parameters in the mean of all ranks; by default all weigh the same."""
+    compared: ClassVar[tuple[str, ...]] = ()
+    """The names of a subclass's attributes, set before this class's constructor, that must be the same on all ranks."""
     needs_rates: ClassVar[bool] = False
     """Whether the recursion uses the learning rate; a bucket then has parameters of one group only."""
     runs_alone: ClassVar[bool] = True
@@ -210,6 +214,8 @@ class Algorithm(DistributedOptimizer):
             )
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
+        if "mixing" in options:
+            raise TypeError(f"{cls.__name__}() has no argument mixing: it is called topology")
         return wrap(cls, optimizer, model)
 
     def __init__(
@@ -217,13 +223,13 @@ class Algorithm(DistributedOptimizer):
         optimizer: Optimizer,
         model: Models,
         *,
-        mixing: MixingLike = None,
+        topology: MixingLike = None,
         local_steps: int = 1,
+        compression: Codec | None = None,
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
         broadcast: bool = False,
-        compare: Mapping[str, object] | None = None,
         share: bool = False,
     ) -> None:
         self.on_loss = on_loss
@@ -241,13 +247,14 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        given = as_mixing(mixing, context)
+        given = as_mixing(topology, context, compression)
         codec = getattr(given, "compression", None)
         if codec is not None and not self.takes_compression:
-            raise ValueError(f"mixing must have no compression for {self.algorithm_name}, got {codec!r}")
+            raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         check_on_loss(on_loss)
         self.mixing = context.carried_out(given)
-        described = {"local_steps": local_steps, "on_loss": on_loss, **(compare or {})}
+        described = {"local_steps": local_steps, "on_loss": on_loss}
+        described.update((name, getattr(self, name)) for name in self.compared)
         self._described = [*self.mixing.items(context)]
         self._described += [f"{name}={value!r}" for name, value in described.items()]
         self.local_steps = local_steps

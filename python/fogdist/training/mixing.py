@@ -1,4 +1,4 @@
-"""The peers and weights of the averages of an algorithm, round by round: its argument `mixing`."""
+"""The peers and weights of the averages of an algorithm, round by round: its argument `topology`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from fogdist.arguments import outputs_of, weighted_list
 from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context
 from fogdist.exchange import RANKS, Exchange
-from fogdist.lazy import nx
 from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Topology, named
+from fogdist.topology import Topology
 from fogdist.training.plans import Plans, TopologyLike, as_topology, topology_of
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ class DynamicWeights:
             is_set = bool(value) if field.default is False else value is not None
             if is_set and field.name not in mixing.weights:
                 raise ValueError(
-                    f"{field.name} must stay {field.default} with mixing={mixing!r}, which takes "
+                    f"{field.name} must stay {field.default} with topology={mixing!r}, which takes "
                     f"{', '.join(mixing.weights) or 'no weights'}, got {value!r}"
                 )
 
@@ -132,11 +131,11 @@ class Mixing(abc.ABC):
         Raises:
             ValueError: The mixing does not fit the group.
         """
-        return [f"mixing: {self!r}"]
+        return [f"topology: {self!r}"]
 
 
-# The types that algorithms accept as `mixing`.
-MixingLike: TypeAlias = "Mixing | TopologyLike | str"
+# The types that algorithms accept as `topology`.
+MixingLike: TypeAlias = "Mixing | TopologyLike"
 
 
 class Neighbors(Mixing):
@@ -161,7 +160,7 @@ class Neighbors(Mixing):
     """
 
     def __init__(self, topology: TopologyLike = None, *, compression: Codec | None = None) -> None:
-        self.topology = as_topology(topology, "topology")
+        self.topology = as_topology(topology)
         self.compression = compression
         self._encoding = encoding_of(compression, conserve=True)
         if self.topology is None:
@@ -224,7 +223,7 @@ class Neighbors(Mixing):
     def _of(self, context: Context) -> Plans:
         """Returns the plans of a group. A mixing may be used in several groups, one after the other."""
         if self._plans is None or self._plans.context is not context:
-            self._plans = Plans(self.topology, context, "mixing")
+            self._plans = Plans(self.topology, context)
         return self._plans
 
     def _along_weights(
@@ -339,7 +338,9 @@ def _plan_of_machines(context: Context) -> NeighborPlan:
     """
     topology, machines = context.machine_topology, context.machines
     if topology is None:
-        raise RuntimeError("mixing=Machines() needs a machine topology: fogdist.set_machine_topology sets it")
+        raise RuntimeError(
+            "topology=Machines() needs a machine topology: fogdist.set_machine_topology sets it"
+        )
     mine = context.machine_of[context.rank]
     own, others = topology.mean_weights
     weight_of = {mine: own, **others}
@@ -355,27 +356,27 @@ def _plan_of_machines(context: Context) -> NeighborPlan:
     ).plan
 
 
-def as_mixing(mixing: MixingLike, context: Context) -> Mixing:
-    """Returns the user's argument `mixing` as a Mixing.
+def as_mixing(topology: MixingLike, context: Context, compression: Codec | None = None) -> Mixing:
+    """Returns the user's argument `topology` as a Mixing.
 
     Args:
-        mixing: The argument.
+        topology: The argument.
         context: The group, for the topology of a name.
+        compression: The codec of its messages, if it has none of its own.
 
     Raises:
-        TypeError: It is not a mixing, topology, graph or name.
-        ValueError: A graph's weights do not sum to 1 at a rank; no topology of this name exists for this many ranks.
+        TypeError: It is no mixing, and as `fogdist.training.plans.as_topology`.
+        ValueError: As `fogdist.training.plans.as_topology`; a codec is given beside a mixing that takes none.
     """
-    if isinstance(mixing, str):
-        mixing = named(mixing, context.size)
-    if mixing is None or isinstance(mixing, (nx.DiGraph, Topology)):
-        return Neighbors(mixing)
-    if not isinstance(mixing, Mixing):
-        raise TypeError(
-            "mixing must be a fogdist.topology.Topology, a networkx.DiGraph, the name of a topology, a "
-            f"fogdist.algorithms.Mixing or None, got {type(mixing).__name__}"
-        )
-    return mixing
+    if not isinstance(topology, Mixing):
+        return Neighbors(as_topology(topology, context.size), compression=compression)
+    if compression is None:
+        return topology
+    if type(topology) is Neighbors and topology.compression is None:
+        return Neighbors(topology.topology, compression=compression)
+    if type(topology) is Machines and topology.compression is None:
+        return Machines(compression=compression)
+    raise ValueError(f"compression must be None with topology={topology!r}, got {compression!r}")
 
 
 def _planned(

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fogdist.compression import Codec
 from fogdist.context import Context
-from fogdist.timeline.recording import shown_as
+from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
 from fogdist.training.mixer import Mixer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import NeighborPlan, Window
-    from fogdist.membership import Seat
+    from fogdist.elastic.seat import Seat
 
 
 class PatientMixer(Mixer):
@@ -178,7 +179,7 @@ class PatientMixer(Mixer):
 
     def _open(self, buckets: FlatBuckets, mixing: Mixing, context: Context) -> None:
         """Opens windows for the buckets, among the ranks that are neighbors in any round; collective."""
-        plans = Plans(patient_mixing(mixing, context).topology, context, "mixing")
+        plans = Plans(patient_mixing(mixing, context).topology, context)
         assert plans.topology is not None
         if (before := self._rounds) is not None:
             self._rounds = None  # if a rank is lost before windows are open, its group is gone when they are opened again
@@ -240,24 +241,24 @@ class PatientMixer(Mixer):
             raise dist.DistBackendError(f"in round {number} of {self._name}: {failure}") from failure
 
 
-def patient_mixing(mixing: MixingLike, context: Context) -> Neighbors:
-    """Returns the user's argument `mixing` of an algorithm with `patience`; None is the group's topology of now.
+def patient_mixing(topology: MixingLike, context: Context, compression: Codec | None = None) -> Neighbors:
+    """Returns the user's argument `topology` of an algorithm with `patience`; None is the group's topology of now.
 
     Raises:
         TypeError: As `as_mixing`.
         ValueError: It is no topology, or one without a period; virtual ranks.
     """
-    given = as_mixing(mixing, context)
+    given = as_mixing(topology, context, compression)
     if type(given) is not Neighbors:
-        raise ValueError(f"mixing must be a topology, a graph or None with patience, got {given!r}")
+        raise ValueError(f"topology must be a topology, a graph or None with patience, got {given!r}")
     if given.compression is not None:
         raise ValueError(f"compression must be None with patience, got {given.compression!r}")
     if context.held != 1:
         raise ValueError("patience must be None for virtual ranks, of which none is late")
-    topology = topology_of(context) if given.topology is None else given.topology
-    if topology.period is None:
-        raise ValueError(f"mixing must have a period with patience, got {topology!r}")
-    return Neighbors(topology)
+    rounds = topology_of(context) if given.topology is None else given.topology
+    if rounds.period is None:
+        raise ValueError(f"topology must have a period with patience, got {rounds!r}")
+    return Neighbors(rounds)
 
 
 def _are_there(puts: list[dist.Work]) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -11,14 +11,15 @@ from fogdist.agreement import digest
 from fogdist.context import Context
 from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
-from fogdist.topology import Peers, Topology, uniform_weights
+from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import NeighborPlan
 
-TopologyLike: TypeAlias = "nx.DiGraph | Topology | None"
+# The types of the argument `topology`, which `as_topology` converts.
+TopologyLike: TypeAlias = "nx.DiGraph | Sequence[nx.DiGraph] | Topology | str | None"
 
 # The most rounds of a topology that ranks compare and that are cached. Periods are mostly a few rounds, and endless
 # topologies that differ usually differ in an early round.
@@ -30,10 +31,8 @@ class Plans:
     """The exchanges of one rank: round t is `plan(t)`.
 
     Args:
-        topology: A graph, whose weights are used and must sum to 1 at each receiver; or one graph a round; or
-            None for the group's topology at the time of each round.
+        topology: As `as_topology`; None for the group's topology at the time of each round.
         context: The group.
-        argument: The user's name of `topology`.
 
     If the group is what is left of a larger one, a topology of the larger one stands for what is left of it.
 
@@ -42,20 +41,19 @@ class Plans:
         context: The group.
 
     Raises:
-        TypeError: `topology` is none of these, or a weight not a real number.
-        ValueError: Its nodes are not the group's ranks, or a rank's weights do not sum to 1.
+        TypeError: As `as_topology`.
+        ValueError: Its nodes are not the group's ranks; and as `as_topology`.
     """
 
-    def __init__(self, topology: TopologyLike, context: Context, argument: str = "topology") -> None:
-        self.topology = as_topology(topology, argument)
+    def __init__(self, topology: TopologyLike, context: Context) -> None:
+        self.topology = as_topology(topology, context.size)
         self.context = context
-        self._argument = argument
         survivors = context.survivors
         if survivors and self.topology is not None and self.topology.size == survivors.size:
             self.topology = self.topology.grown(survivors.numbers).among(survivors.living)
         if self.topology is not None and self.topology.size != context.size:
             raise ValueError(
-                f"{argument} must have as many nodes as ranks, {context.size}, got {self.topology.size}"
+                f"topology must have as many nodes as ranks, {context.size}, got {self.topology.size}"
             )
         # Short sequences repeat often, so the plan of each round is computed once.
         self._plans: dict[tuple[int, bool], NeighborPlan] = {}
@@ -64,12 +62,12 @@ class Plans:
         """Returns the items that must be the same on all ranks."""
         topology = self.topology
         if topology is None:
-            return [f"{self._argument}: the group's topology"]
+            return ["topology: the group's topology"]
         count = _COMPARED_ROUNDS if topology.period is None else min(topology.period, _COMPARED_ROUNDS)
         rounds = (digest(topology.matrix(t).tobytes().hex()) for t in range(count))
         return [
-            f"{self._argument}: {topology.name!r} of period {topology.period}",
-            *(f"{self._argument}: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),
+            f"topology: {topology.name!r} of period {topology.period}",
+            *(f"topology: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),
         ]
 
     def plan(self, t: int) -> NeighborPlan:
@@ -118,19 +116,28 @@ class Plans:
         return Exchange(RANKS, self.context.rank, size, own, tuple(sources), tuple(destinations)).plan
 
 
-def as_topology(value: TopologyLike, argument: str) -> Topology | None:
-    """Returns a graph as a topology that has it in all rounds, and topologies and None unchanged.
+def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None:
+    """Returns a user's argument `topology` as rounds; topologies and None unchanged.
+
+    Args:
+        value: A topology; a graph, whose weights are used and must sum to 1 at each receiver; a sequence of graphs, one a
+            round; or a name that `fog topology` lists.
+        size: The number of ranks, for a name; None if it is not known, so that there can be none.
 
     Raises:
-        TypeError: Neither a graph nor a topology nor None, or a weight not a real number.
-        ValueError: A rank's weights do not sum to 1.
+        TypeError: It is none of these, or a weight is not a real number.
+        ValueError: A rank's weights do not sum to 1; no topology of this name exists for this many ranks.
     """
+    if isinstance(value, str) and size is not None:
+        return named(value, size)
     if isinstance(value, nx.DiGraph):
         return Topology.from_graph("graph", value)
+    if isinstance(value, (list, tuple)) and all(isinstance(graph, nx.DiGraph) for graph in value):
+        return Topology("graphs", [mixing_matrix(graph) for graph in value])
     if value is not None and not isinstance(value, Topology):
         raise TypeError(
-            f"{argument} must be a networkx.DiGraph, a fogdist.topology.Topology or None, got "
-            f"{type(value).__name__}"
+            "topology must be a fogdist.topology.Topology, a networkx.DiGraph, a sequence of graphs, a name that "
+            f"`fog topology` lists, a fogdist.algorithms.Mixing or None, got {type(value).__name__}"
         )
     return value
 

@@ -55,9 +55,9 @@ class ReplicaAlgorithm(Algorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        compression: The codec, the same on all ranks.
         gamma: The step size of the mixing, more than 0 and at most 1.
-        **options: As in `Algorithm`. `mixing` must be a graph, a topology or None, without a codec of its own.
+        **options: As in `Algorithm`. `compression`, the codec, must be given. `topology` must be a graph, a topology or
+            None, without a codec of its own.
 
     Raises:
         TypeError: `compression` is no codec; `gamma` is no number; and as `Algorithm`.
@@ -70,6 +70,8 @@ class ReplicaAlgorithm(Algorithm):
     state_numbers: ClassVar[Mapping[str, float]] = {"replica_graph": _FRESH}
     rank_numbers: ClassVar[tuple[str, ...]] = ("replica_graph",)
 
+    compared: ClassVar[tuple[str, ...]] = ("compression", "gamma")
+
     compression: Codec
     gamma: float
     _neighbors: Neighbors
@@ -81,10 +83,10 @@ class ReplicaAlgorithm(Algorithm):
         optimizer: Optimizer,
         model: Models,
         *,
-        compression: Codec,
         gamma: float,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
+        compression = options.pop("compression", None)
         if not isinstance(compression, Codec):
             raise TypeError(f"compression must be a codec of fogdist.compression, got {compression!r}")
         self.compression = compression
@@ -92,14 +94,14 @@ class ReplicaAlgorithm(Algorithm):
         if self.gamma > 1.0:
             raise ValueError(f"gamma must be more than 0 and at most 1, got {gamma}")
         context = current(options.get("group"))
-        given = as_mixing(options.get("mixing"), context)
+        given = as_mixing(options.get("topology"), context)
         if type(given) is not Neighbors:
             raise ValueError(
-                f"mixing must be a topology, a graph or None for {self.algorithm_name}, got {given!r}"
+                f"topology must be a topology, a graph or None for {self.algorithm_name}, got {given!r}"
             )
         if given.topology is not None and given.topology.period != 1:
             raise ValueError(
-                f"mixing must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
+                f"topology must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
                 f"sum of its neighbors' replicas, got {given!r}"
             )
         if given.compression is None and context.carried_out(given) is not given:
@@ -107,12 +109,7 @@ class ReplicaAlgorithm(Algorithm):
         self._neighbors = Neighbors(given.topology, compression=given.compression)
         self._neighbors.weights = ()  # none can be set for a step
         self._graph = ((), _STALE, False)
-        options["mixing"] = self._neighbors
-        options["compare"] = {
-            **options.get("compare", {}),
-            "compression": compression,
-            "gamma": self.gamma,
-        }
+        options["topology"] = self._neighbors
         super().__init__(optimizer, model, **options)
 
     def initial(self, name: str) -> list[Tensor]:

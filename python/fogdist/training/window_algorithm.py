@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -60,7 +59,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
             Choose a codec with small errors: `Int8` or 16 bits.
-        compare: As in `Algorithm`.
         share: As in `Algorithm`.
 
     Attributes:
@@ -79,6 +77,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     warns_apart: ClassVar[bool] = False
     counts_passes: ClassVar[bool] = True
     takes_compression: ClassVar[bool] = False
+    compared: ClassVar[tuple[str, ...]] = ("compression",)
     zero_init: ClassVar[bool] = False
     """Whether slots start as zeros; otherwise they start as the parameters."""
 
@@ -94,7 +93,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _is_joining: bool  # this process has no windows until it has joined the others
     _prefix: str
     _in_flight: list[dist.Work]
-    _codec: Codec | None
+    compression: Codec | None
     _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
     def __init__(
@@ -109,13 +108,12 @@ class WindowAlgorithm(OverlappingAlgorithm):
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
-        compare: Mapping[str, object] | None = None,
         share: bool = False,
     ) -> None:
         if compression is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
         check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
-        self._codec, self._decoded = compression, {}
+        self.compression, self._decoded = compression, {}
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
         if max_staleness is not None:
@@ -132,7 +130,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             bucket_cap_mb=bucket_cap_mb,
             group=group,
             on_loss=on_loss,
-            compare={"compression": compression, **(compare or {})},
             share=share,
         )
         self._prefix = window_prefix or self.name
@@ -163,11 +160,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def encoding(self, window: Window) -> dict[str, Any]:
         """Returns the arguments for `send` with a codec, if there is one."""
-        if self._codec is None:
+        if self.compression is None:
             return {}
         if window.name not in self._decoded:
             self._decoded[window.name] = torch.empty_like(window.tensor)
-        return {"compression": self._codec, "decoded": self._decoded[window.name]}
+        return {"compression": self.compression, "decoded": self._decoded[window.name]}
 
     def remains(self, window: Window, share: float) -> Tensor | None:
         """Returns what the codec has lost of a share of what `send` has sent, to be added after an update; None if nothing.

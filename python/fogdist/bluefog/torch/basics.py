@@ -20,7 +20,7 @@ from fogdist.bluefog.deprecation import deprecated_function_arg
 from fogdist.bluefog.torch.collectives import barrier
 from fogdist.context import assign_topology, current, start
 from fogdist.machines import assign_machine_topology, machines_are_homogeneous
-from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
+from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 from fogdist.topology.validation import check_flags
 
 __all__ = [

@@ -86,7 +86,9 @@ class _Communicating(Algorithm):
         """The ranks that parameters are averaged with. It may be set between iterations, to the same value on all ranks."""
         kinds = [kind for kind, mixing in _MIXING.items() if type(self.mixing) is mixing]
         if not kinds:
-            raise AttributeError(f"communication_type has no name for mixing={self.mixing!r}, which was set")
+            raise AttributeError(
+                f"communication_type has no name for topology={self.mixing!r}, which was set"
+            )
         return kinds[0]
 
     @communication_type.setter
@@ -139,7 +141,7 @@ def DistributedAdaptWithCombineOptimizer(
     return AdaptWithCombineOptimizer(
         optimizer,
         model,
-        mixing=_mixing_of(communication_type),
+        topology=_mixing_of(communication_type),
         local_steps=_checked(num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
         group=group,
@@ -168,7 +170,7 @@ def DistributedAdaptThenCombineOptimizer(
         optimizer,
         model,
         step_in_backward=step_in_backward,
-        mixing=_mixing_of(communication_type),
+        topology=_mixing_of(communication_type),
         local_steps=_checked(num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
         group=group,
