@@ -205,7 +205,7 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
     """
     if isinstance(group, VirtualGroup):
         return group.context
-    session = _require_session()
+    session = require_session()
     if group is None or group is session.main.group:
         if not _is_registered(session.main.group):
             raise RuntimeError(
@@ -228,7 +228,7 @@ def adopt(context: Context) -> None:
         ValueError: `init` was never called.
         RuntimeError: After `shutdown`.
     """
-    _require_session().contexts[context.group] = context
+    require_session().contexts[context.group] = context
 
 
 def init(topology_fn: Callable[[int], nx.DiGraph] | None = None) -> None:
@@ -400,7 +400,8 @@ def out_neighbor_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
     return list(current(group).topology.out_neighbors)
 
 
-def _require_session() -> _Session:
+def require_session() -> _Session:
+    """Returns what `init` has made; ValueError before it, RuntimeError after `shutdown`."""
     if _session is None:
         if _was_shut_down:
             raise RuntimeError("fogdist has been shut down; call fogdist.init() to start it again")
