@@ -24,8 +24,8 @@ from fog_pg._known import backend_of
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
 from fogdist.lazy import nx
-from fogdist.static_topology import StaticTopology, TopologyLike, one_graph, see_topology
-from fogdist.topology import exponential
+from fogdist.static_topology import StaticTopology, one_graph, see_topology
+from fogdist.topology import Topology, exponential
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
@@ -345,7 +345,9 @@ def size(*, group: dist.ProcessGroup | None = None) -> int:
     return current(group).size
 
 
-def set_topology(topology: TopologyLike = None, *, group: dist.ProcessGroup | None = None) -> None:
+def set_topology(
+    topology: nx.DiGraph | Topology | str | None = None, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Sets the topology that exchanges without weights of their own follow. Collective.
 
     Every rank must set the same one: the ranks compare what they were given, in 16 bytes each, and keep the
@@ -372,7 +374,7 @@ def set_topology(topology: TopologyLike = None, *, group: dist.ProcessGroup | No
 
 
 def assign_topology(
-    topology: TopologyLike, is_weighted: bool | None, group: dist.ProcessGroup | None
+    topology: nx.DiGraph | Topology | str | None, is_weighted: bool | None, group: dist.ProcessGroup | None
 ) -> None:
     """See `set_topology`; `is_weighted` is that of `see_topology`."""
     context = current(group)

@@ -15,7 +15,8 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, PreconditionError, current
 from fogdist.exchange import MACHINES, Exchanges
 from fogdist.lazy import nx
-from fogdist.static_topology import TopologyLike, one_graph, see_topology
+from fogdist.static_topology import one_graph, see_topology
+from fogdist.topology import Topology
 
 
 def local_rank(*, group: dist.ProcessGroup | None = None) -> int:
@@ -71,7 +72,9 @@ def machine_size(*, group: dist.ProcessGroup | None = None) -> int:
     return len(homogeneous(current(group)).machines)
 
 
-def set_machine_topology(topology: TopologyLike, *, group: dist.ProcessGroup | None = None) -> None:
+def set_machine_topology(
+    topology: nx.DiGraph | Topology | str | None, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Sets the topology that `hierarchical_neighbor_allreduce` follows. Collective; all ranks compare theirs.
 
     Args:
@@ -88,7 +91,7 @@ def set_machine_topology(topology: TopologyLike, *, group: dist.ProcessGroup | N
 
 
 def assign_machine_topology(
-    topology: TopologyLike, is_weighted: bool | None, group: dist.ProcessGroup | None
+    topology: nx.DiGraph | Topology | str | None, is_weighted: bool | None, group: dist.ProcessGroup | None
 ) -> None:
     """See `set_machine_topology`; `is_weighted` is that of `see_topology`."""
     context = homogeneous(current(group))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from fogdist.exchange import RANKS, Exchange, Exchanges, Nodes
 from fogdist.lazy import nx
@@ -22,8 +21,6 @@ from fogdist.topology import (
 )
 from fogdist.topology.validation import check_flags, edge_weight
 from fogdist.topology.weights import check_matrix, has_weights
-
-TopologyLike: TypeAlias = "nx.DiGraph | Topology | str | None"
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class StaticTopology:
         return [f"is_weighted={self.is_weighted}", *(f"edge {i} -> {j} {_weighing(w)}" for i, j, w in edges)]
 
 
-def one_graph(topology: TopologyLike, size: int) -> nx.DiGraph:
+def one_graph(topology: nx.DiGraph | Topology | str | None, size: int) -> nx.DiGraph:
     """Returns the graph of a static topology, given as an algorithm takes it.
 
     Raises:

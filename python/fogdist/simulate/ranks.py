@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fogdist.context import Context, VirtualGroup
-from fogdist.static_topology import TopologyLike, one_graph, see_topology
+from fogdist.lazy import nx
+from fogdist.static_topology import one_graph, see_topology
 from fogdist.topology import Topology
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
@@ -39,7 +40,7 @@ class VirtualRanks(VirtualGroup):
         ValueError: `size` is below 1.
     """
 
-    def __init__(self, size: int, topology: TopologyLike = None) -> None:
+    def __init__(self, size: int, topology: nx.DiGraph | Topology | str | None = None) -> None:
         check_count(size, "size")
         make: Any = super().__init__
         make(0, size)  # of no store: nothing is sent

@@ -16,34 +16,10 @@ from fog_pg import environment
 from fogdist.bluefog import handles
 from fogdist.bluefog.common.topology_util import FullyConnectedGraph
 from fogdist.bluefog.common.util import env
-from fogdist.bluefog.deprecation import deprecated_function_arg
 from fogdist.bluefog.torch.collectives import barrier
 from fogdist.context import assign_topology, current, start
 from fogdist.machines import assign_machine_topology, machines_are_homogeneous
-from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 from fogdist.topology.validation import check_flags
-
-__all__ = [
-    "deprecated_function_arg",
-    "get_skip_negotiate_stage",
-    "init",
-    "is_available",
-    "is_homogeneous",
-    "is_machine_topo_weighted",
-    "is_topo_weighted",
-    "mpi_threads_supported",
-    "nccl_built",
-    "resume",
-    "set_machine_topology",
-    "set_skip_negotiate_stage",
-    "set_topology",
-    "shutdown",
-    "suspend",
-    "timeline_context",
-    "timeline_end_activity",
-    "timeline_start_activity",
-    "unified_mpi_window_model_supported",
-]
 
 _log = logging.getLogger("fogdist")
 _skips_negotiation = False
