@@ -447,11 +447,11 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
 
 
 def class_of(name: str) -> Any:
-    """Returns a class of fogdist.algorithms, or DecentLaM as docs/algorithms.md writes it."""
+    """Returns a class of fogdist.algorithms, or DecentLaM as docs/howto/write_an_algorithm.md writes it."""
     if name != "DecentLaM":
         return getattr(algorithms, name)
-    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
-    code = page[page.index("## Your own algorithm") :].split("```python\n")[1].split("```")[0]
+    page = (Path(__file__).parent.parent / "docs" / "howto" / "write_an_algorithm.md").read_text()
+    code = page[page.index("This one keeps state") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": __name__}
     exec(code, names)
     return names[name]
