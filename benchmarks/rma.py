@@ -196,7 +196,7 @@ def join(arguments: argparse.Namespace) -> World:
     from fogdist import topology
 
     fogdist.init()
-    fogdist.set_topology(topology.exponential(RANKS))
+    fogdist.set_topology(topology.by_name("exp2", RANKS))
     if (transport := fogdist.transport(1 - systems.rank)) != fabric.transports[number]:
         raise RuntimeError(
             f"over {arguments.fabric} fog reaches the other rank by {transport}, not by {fabric.transports[number]}"

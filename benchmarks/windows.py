@@ -132,7 +132,7 @@ def place_of(rank: int, size: int) -> Place:
     import fogdist
     from fogdist import topology
 
-    graph = topology.exponential(size)
+    graph = topology.by_name("exp2", size)
     fogdist.set_topology(graph)
 
     def others(ranks: Sequence[int], but: int) -> list[int]:

@@ -249,7 +249,7 @@ def before_completing(function: Callable[..., Any]) -> Callable[..., Any]:
 PHASES: dict[str, tuple[str, Callable[..., Any], bool | None]] = {
     "folder": ("begin", after_it, False),
     "files without metadata": ("writer", before_it, False),
-    "files": ("_write", after_it, False),
+    "files": ("write", after_it, False),
     "all files": ("together", before_completing, None),
     "nearly whole": ("rename", before_it, False),
     "name": ("rename", after_it, True),
@@ -269,15 +269,16 @@ def save_and_die(path: Path, victim: int, phase: str) -> str:
 
             FileSystemWriter.finish = wrapper(FileSystemWriter.finish)
         elif place == "rename":
-            complete = checkpoint.complete
+            complete = checkpoint.folders.complete
 
             def renaming(*arguments: Any) -> Any:
                 Path.rename = wrapper(Path.rename)  # type: ignore[method-assign]
                 return complete(*arguments)
 
-            checkpoint.complete = renaming
+            checkpoint.folders.complete = renaming
         else:
-            setattr(checkpoint, place, wrapper(getattr(checkpoint, place)))
+            module = checkpoint.folders if place == "begin" else checkpoint
+            setattr(module, place, wrapper(getattr(module, place)))
     try:
         checkpoint.save(path, model, optimizer, step=2, keep=1)
     except dist.DistBackendError as error:
@@ -357,15 +358,15 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     """Rank 1 writes elsewhere, as on a disk of another host."""
     rank, _ = start()
-    write = checkpoint._write
+    write = checkpoint.write
     if rank == 1:
-        checkpoint._write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
+        checkpoint.write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
     shared = tmp_path / "checkpoints"
     try:
         with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):
             checkpoint.save(shared, make_net(0), step=1)
     finally:
-        checkpoint._write = write
+        checkpoint.write = write
     dist.barrier()
     assert checkpoint.latest(shared) is None
 

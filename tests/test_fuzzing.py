@@ -30,8 +30,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from codec_lists import CODECS
-from fogdist import checkpoint, flight_record, nested, state_transfer, timeline
+from fogdist import checkpoint, flight_record, nested, timeline
 from fogdist.checkpoint import pieces
+from fogdist.elastic import transfer
 from harness import World, error_of, fork
 from test_shared_memory import RingTo, my_rank, write_to_inbox
 from test_tcp import APART, HELLO, data_connections, exchange_with_all, listening_ports, visit
@@ -135,7 +136,7 @@ def record(folder: Path) -> None:
         saved = io.BytesIO()
         torch.save(plain, saved, _use_new_zipfile_serialization=is_zip)
         write(folder / f"state/{is_zip}", saved.getvalue())
-    offer = state_transfer.Offer(STATE, [], no_secret)
+    offer = transfer.Offer(STATE, [], no_secret)
     with socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor:
         visitor.sendall(GREETING)
         end(visitor)
@@ -204,19 +205,14 @@ def feed_joining(_: str, data: bytes, __: Path) -> None:
 
 
 def feed_state(_: str, data: bytes, __: Path) -> None:
-    file = os.memfd_create("fog_state")
-    try:
-        os.write(file, data)
-        state_transfer.loaded(file)
-    finally:
-        os.close(file)
+    transfer.loaded(io.BytesIO(data))
 
 
 def feed_state_wire(_: str, data: bytes, __: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1]}
         with (
-            contextlib.closing(state_transfer.Source(place, no_secret)) as source,
+            contextlib.closing(transfer.Source(place, no_secret)) as source,
             listener.accept()[0] as giver,
         ):
             giver.sendall(data)
@@ -225,7 +221,7 @@ def feed_state_wire(_: str, data: bytes, __: Path) -> None:
 
 
 def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
-    offer = state_transfer.Offer(STATE, [], no_secret)
+    offer = transfer.Offer(STATE, [], no_secret)
     with (
         socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor,
         contextlib.suppress(ConnectionError),
@@ -234,7 +230,7 @@ def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
         end(visitor)
         if len(visitor.recv(17, socket.MSG_WAITALL)) == 17:
             return
-    with contextlib.closing(state_transfer.Source(offer.place, no_secret)) as source:
+    with contextlib.closing(transfer.Source(offer.place, no_secret)) as source:
         assert source.read(HANG)
     raise ConnectionRefusedError
 

@@ -136,11 +136,11 @@ def cluster(shared: Cluster) -> Cluster:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"size": "4"}, TypeError, "size must be an integer, got str"),
-        ({"size": True}, TypeError, "size must be an integer, got bool"),
-        ({"size": 0}, ValueError, "size must be at least 1, got 0"),
-        ({"size": 1, "environment": ["A"]}, TypeError, "environment must be a dict .* got list"),
-        ({"size": 1, "environment": {"A": 1}}, TypeError, "environment must be a dict .* got 'A': 1"),
+        ({"size": "4"}, TypeError, "size must be an integer, got '4'"),
+        ({"size": True}, TypeError, "size must be an integer, got True"),
+        ({"size": 0}, ValueError, "size must be an integer >= 1, got 0"),
+        ({"size": 1, "environment": ["A"]}, TypeError, r"environment must be a dict .* got \['A'\]"),
+        ({"size": 1, "environment": {"A": 1}}, TypeError, "environment must be a dict .* got {'A': 1}"),
         ({"size": 1, "timeout": "1"}, TypeError, "timeout must be a number of seconds, got str"),
         ({"size": 1, "timeout": 0.0}, ValueError, "timeout must be above 0 seconds, got 0"),
     ],
@@ -186,7 +186,7 @@ def test_ranks_have_what_torchrun_gives(cluster: Cluster) -> None:
 def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="ranks must be from 0 to 2, got 3"):
         cluster.interrupt([3])
-    with pytest.raises(TypeError, match="ranks must be integers, got str"):
+    with pytest.raises(TypeError, match="ranks must be an integer, got '0'"):
         cluster.interrupt(["0"])  # type: ignore[list-item]
     cell = """
         print("waits", flush=True)

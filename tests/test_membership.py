@@ -18,10 +18,11 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, joining, membership, topology
+from fogdist import algorithms, topology
 from fogdist.compression import Int8, TopK
-from fogdist.meeting import Decision, Join, Log, Minutes
-from fogdist.membership import Membership
+from fogdist.elastic import membership, tickets
+from fogdist.elastic.meeting import Decision, Join, Log, Minutes
+from fogdist.elastic.membership import Membership
 from harness import Outcome, World, error_of
 from torch import nn
 
@@ -310,34 +311,6 @@ def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
     assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
 
 
-class Extension:
-    """The extension of a rank without connections; joiners are on another host."""
-
-    def __getattr__(self, name: str) -> Any:
-        values = {"job_secret": "a secret of this test", "announced": 0, "own_entry": "1", "announce": True}
-        values["read_entry"] = {"is_visible": False, "addresses": []}
-        return lambda *_: values[name]
-
-
-@pytest.mark.parametrize("end", ["died", "failed"])
-def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """It has asked another rank and died, or it has failed and lives on."""
-    monkeypatch.setattr(joining._extension, "load", Extension)
-    monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
-    store, group = dist.HashStore(), 7
-    joining.Admission(store, group).publish_nonce()
-    joiner = joining.Joiner(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
-    joiner._ticket = store.add("fog/join/count", 1)
-    joiner._request()
-    if end == "failed":
-        joiner.leave()
-    admission = joining.Admission(store, group)  # of the rank that answers next
-    for _ in range(2):
-        admission.look(0, lambda _: "", dict, [0])
-    assert store.check(["fog/join/first"]) and not store.check(["fog/join/1/request"])
-    assert store.get("fog/join/first") == b"2"
-
-
 def test_all_joinable_algorithms_are_joined() -> None:
     made = {each.partition("/")[0] for each in JOINABLE}
     every = {name: getattr(algorithms, name) for name in algorithms.__all__}
@@ -525,7 +498,7 @@ def refuse() -> None:
     assert store is not None
     world = _joining.read_world(store, 2)
     with pytest.raises(ValueError, match="only there: 'more'"):
-        joining.check_object(world, optimizer.name, "model", [])
+        tickets.check_object(world, optimizer.name, "model", [])
     with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup"):
         fogdist.reconfigure("all")
 

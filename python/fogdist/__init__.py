@@ -10,7 +10,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fogdist import algorithms, checkpoint, compression, membership, topology
+from fogdist import algorithms, checkpoint, compression, topology
 from fogdist import ops as _ops  # noqa: F401  registers torch.ops.fog
 from fogdist.consensus import consensus_distance
 from fogdist.context import (
@@ -26,6 +26,8 @@ from fogdist.context import (
 )
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.decentralized_optimizer import DecentralizedOptimizer
+from fogdist.elastic import membership
+from fogdist.elastic.membership import reconfigure
 from fogdist.hook import Gossip, GossipState, gossip_hook
 from fogdist.machines import (
     in_neighbor_machine_ranks,
@@ -38,7 +40,6 @@ from fogdist.machines import (
     set_machine_topology,
     transport,
 )
-from fogdist.membership import reconfigure
 from fogdist.memory import empty, share_
 from fogdist.observe import flight_record, metrics, timeline
 from fogdist.observe.detection import suspend_detection

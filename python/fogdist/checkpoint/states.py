@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from fogdist.checkpoint.pieces import put_together, take_apart
+from fogdist.checkpoint.pieces import State, put_together, take_apart
 from fogdist.checkpoint.together import together
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
@@ -24,21 +24,6 @@ from fogdist.training.saved_state import set_number
 
 # The most differences that an error message names.
 _SHOWN = 5
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of one rank.
-
-    Attributes:
-        tensors: By name: "model.NAME" and "optimizer.NAME".
-        rest: All else, with the names of tensors in their places.
-        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
-    """
-
-    tensors: dict[str, Tensor]
-    rest: dict[str, Any]
-    head: dict[str, Any]
 
 
 @dataclass(frozen=True)

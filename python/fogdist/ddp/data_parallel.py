@@ -20,8 +20,8 @@ from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import current
 from fogdist.ddp.asynchronous import AsynchronousMixing
 from fogdist.ddp.synchronous import SynchronousMixing
+from fogdist.elastic.membership import members_of
 from fogdist.exchange import check_weight
-from fogdist.membership import members_of
 from fogdist.observe.flight_record import count_step
 from fogdist.packing import cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fogdist.context import Context
-from fogdist.membership import Seat
+from fogdist.elastic.seat import Seat
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Continuing, OnLoss, highest, take_seat
 from fogdist.training.joining_state import MixingState, WrapperState

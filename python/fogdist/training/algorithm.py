@@ -17,7 +17,8 @@ from fogdist.agreement import check_same_everywhere, different_ranks
 from fogdist.arguments import plain
 from fogdist.compression import Codec
 from fogdist.context import Context, current
-from fogdist.membership import Seat, members_of
+from fogdist.elastic.membership import members_of
+from fogdist.elastic.seat import Seat
 from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import NeighborPlan, Window
-    from fogdist.membership import Seat
+    from fogdist.elastic.seat import Seat
 
 
 class PatientMixer(Mixer):
