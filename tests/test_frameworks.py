@@ -161,6 +161,7 @@ def test_transformers(tmp_path: Path, how: str) -> None:
 
 RESUMES = """
 import fogdist
+import fogdist.bluefog.torch as bf
 fogdist.init()
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments

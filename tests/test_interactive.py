@@ -171,6 +171,7 @@ def test_ranks_have_what_torchrun_gives(cluster: Cluster) -> None:
     cell = """
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FLAVOUR"]
         print(*[os.environ[name] for name in names], os.getpid(), fogdist.rank(), fogdist.size())
+        import fogdist.bluefog.torch as bf
         print(bf.allreduce(torch.ones(1), average=False).item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     """
     texts = output(cluster, cell)
@@ -248,6 +249,7 @@ def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
     result = run(
         cluster,
         """
+        import fogdist.bluefog.torch as bf
         print("computes", flush=True)
         done = False
         while not done:

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import CommunicationType
 from fogdist import topology as topologies
+from fogdist.bluefog.torch import CommunicationType
 from harness import on_ranks
 from reference import Checks
 from test_machines import machines_of
