@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -60,7 +59,7 @@ def mixing_by(kind: str, base: Any, model: nn.Module, graph: str, **options: Any
     if kind == "wrapper":
         wrapper = fogdist.DecentralizedDataParallel(model, base, mixing, broadcast=False, **options)
         return wrapper, base, wrapper
-    options.setdefault("bucket_cap_mb", 1e-4)
+    options = {"bucket_cap_mb": 1e-4, "broadcast": False, **options}
     optimizer = algorithms.DecentralizedSGD(base, model, order=kind, topology=mixing, **options)
     return model, optimizer, optimizer
 
@@ -78,7 +77,6 @@ def average(mixer: Any, model: nn.Module) -> None:
 
 
 def train(kind: str, graph: str, patience: float | None) -> tuple[torch.Tensor, list[int]]:
-    warnings.filterwarnings("ignore", "ranks start from")
     rank, _ = start(fogdist.RingGraph)
     model = make_net(rank)
     called, optimizer, mixer = mixing_by(kind, sgd(model), model, graph, patience=patience)
@@ -103,11 +101,10 @@ def test_if_nobody_is_late_averages_are_as_without(worlds: WorldPool, kind: str,
 
 @on_ranks(3)
 def test_training_goes_on_from_a_state_dict() -> None:
-    warnings.filterwarnings("ignore", "ranks start from")
     rank, size = start(fogdist.RingGraph)
     model = make_net(rank)
     optimizer = algorithms.DecentralizedSGD(
-        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER
+        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER, broadcast=False
     )
     for number in range(5):
         train_step(model, optimizer, rank, number)
@@ -145,7 +142,6 @@ def train_with_a_late_rank(
     kind: str, graph: str, how: str, folder: Path, patience: float, late: int = 3
 ) -> Training:
     """The late rank stands still until the others have made 30 rounds. Parameters only mix."""
-    warnings.filterwarnings("ignore", "ranks start from")
     rank, size = start(fogdist.RingGraph)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
@@ -284,7 +280,6 @@ def test_between_hosts(new_world: Callable[..., World], tmp_path: Path, how: str
 
 
 def train_until_one_dies(kind: str) -> tuple[str, int]:
-    warnings.filterwarnings("ignore", "ranks start from")
     rank, _ = start(fogdist.RingGraph)
     model = make_net(rank)
     called, optimizer, _ = mixing_by(kind, sgd(model), model, "group", patience=5.0)
@@ -320,7 +315,6 @@ def train_on(
 
     Returns the membership, parameters before and after, and rounds.
     """
-    warnings.filterwarnings("ignore", "ranks start from")
     rank, _ = start(fogdist.RingGraph)
     model = make_net(rank)
     if while_they_reopen and rank == victims[-1]:
@@ -527,7 +521,9 @@ def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     first = fogdist.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
-    optimizer = algorithms.WindowPushSum(torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0)
+    optimizer = algorithms.WindowPushSum(
+        torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0, broadcast=False
+    )
     found: dict[str, Any] = {"late": set(), "p": 1.0}
 
     def rounds(number: int) -> None:

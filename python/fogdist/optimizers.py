@@ -45,7 +45,6 @@ _MIXING: dict[CommunicationType, type[Mixing]] = {
 class _Communicating(Algorithm):
     """An algorithm whose mixing is chosen by a `CommunicationType`."""
 
-    warns_apart: ClassVar[bool] = False
     ignores_weights: bool = setting(False)
     """Whether weights that the mixing does not use are ignored, as BlueFog did, instead of raising an error."""
 
@@ -72,11 +71,11 @@ class _Communicating(Algorithm):
 class AdaptWithCombineOptimizer(_Communicating, DecentralizedSGD):
     """See `DistributedAdaptWithCombineOptimizer`, which makes it."""
 
-    counts_passes: ClassVar[bool] = True
     saves_state: ClassVar[bool] = False
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
         super().__init__(optimizer, model, order="awc", **options)
+        self.counts_passes = True
 
 
 class AdaptThenCombineOptimizer(_Communicating, AdaptThenCombine):
@@ -127,6 +126,7 @@ def DistributedAdaptWithCombineOptimizer(
         topology=_mixing_of(communication_type),
         local_steps=_interval(local_steps, num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
+        broadcast=False,
         group=group,
     )
 
@@ -173,6 +173,7 @@ def DistributedAdaptThenCombineOptimizer(
         topology=_mixing_of(communication_type),
         local_steps=_interval(local_steps, num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
+        broadcast=False,
         group=group,
     )
 
@@ -219,7 +220,9 @@ def DistributedWinPutOptimizer(
 
     It is `fogdist.algorithms.WinPut`, which has the arguments, methods, attributes and errors.
     """
-    return WinPut(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made = WinPut(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made.counts_passes = True
+    return made
 
 
 def DistributedPullGetOptimizer(
@@ -234,7 +237,9 @@ def DistributedPullGetOptimizer(
 
     It is `fogdist.algorithms.PullGet`, which has the arguments, methods, attributes and errors.
     """
-    return PullGet(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made = PullGet(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made.counts_passes = True
+    return made
 
 
 def DistributedPushSumOptimizer(
@@ -249,7 +254,9 @@ def DistributedPushSumOptimizer(
 
     It is `fogdist.algorithms.WindowPushSum`, which has the arguments, methods, attributes and errors.
     """
-    return WindowPushSum(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made = WindowPushSum(optimizer, model, **_of_windows(local_steps, window_prefix, bucket_cap_mb, options))
+    made.counts_passes = True
+    return made
 
 
 def _of_windows(
@@ -262,6 +269,7 @@ def _of_windows(
         "local_steps": interval,
         "window_prefix": window_prefix,
         "bucket_cap_mb": bucket_cap_mb,
+        "broadcast": False,
         **others,
     }
 

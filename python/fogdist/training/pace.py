@@ -6,7 +6,6 @@ import contextlib
 import time
 import weakref
 from collections import deque
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -65,7 +64,6 @@ class Pace:
         name: The same on all ranks.
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
-        timeout: For the construction and for news; by default the group's.
         gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
     """
 
@@ -75,19 +73,16 @@ class Pace:
         name: str,
         in_neighbors: list[int],
         out_neighbors: list[int],
-        timeout: timedelta | None = None,
         *,
         gives_way: bool = False,
     ) -> None:
         self.context = context
         self._gives_way = gives_way
         self._peers = sorted({*in_neighbors, *out_neighbors})
-        self._name = f"{name} on rank {context.rank}"
-        self._timeout = timeout
         # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
-            shown, f"{name}.pace", self._peers, self._peers, zero_init=True, timeout=timeout
+            shown, f"{name}.pace", self._peers, self._peers, zero_init=True
         )
         self._window.p = 0.0  # 1 while this rank is paused
         self._shown = shown.numpy()
@@ -147,21 +142,16 @@ class Pace:
         if self.is_paused:
             self._say(paused=False)
 
-    def wait(self, max_staleness: int | None, patience: float | None = None) -> None:
+    def wait(self, max_staleness: int | None) -> None:
         """Waits for neighbors that are too far behind; called before their values are used.
 
         Args:
             max_staleness: The largest staleness at which this rank does not wait; None for no bound.
-            patience: If given, the bound applies to the number of exchanges that a neighbor is behind, even if the
-                neighbor makes progress, and no neighbor is passed over. It is an error after this number of seconds.
-
-        Raises:
-            torch.distributed.DistBackendError: A neighbor stays behind for `patience` seconds.
         """
         if max_staleness is not None:
             for rank in self._in:
                 if self._made - self._counts[rank] > max_staleness:
-                    self._wait_for(rank, max_staleness, patience)
+                    self._wait_for(rank, max_staleness)
 
     def pause(self) -> None:
         """Tells the neighbors not to wait for this rank until its next exchange. The process may end after it."""
@@ -178,7 +168,7 @@ class Pace:
         """Frees the window; no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
         _in_use.discard(self)
-        self._window.free(self._timeout)
+        self._window.free()
 
     def abandon(self) -> None:
         """Ends the use of the window without waiting, once no rank of the group uses it any more."""
@@ -189,13 +179,11 @@ class Pace:
         self._window.p = 1.0 if paused else 0.0
         with contextlib.suppress(dist.DistBackendError):  # a neighbor is lost
             peers = [(rank, 1.0) for rank in self._peers]
-            self._window.put(
-                self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
-            ).wait()
+            self._window.put(self._window.tensor, peers, with_p=True, skip_lost=True).wait()
 
     def _look(self, rank: int, seconds: float) -> None:
         """Reads a neighbor's count. If the get does not complete in this time, the next call waits for it again."""
-        asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)], timeout=self._timeout)
+        asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)])
         deadline = time.monotonic() + seconds
         while not asked.is_completed():
             if time.monotonic() >= deadline:
@@ -211,30 +199,21 @@ class Pace:
             self._counts[rank], self._seen[rank], self._longest[rank] = int(count), self._made, longest
             self._passed_over.discard(rank)
 
-    def _wait_for(self, rank: int, bound: int, patience: float | None) -> None:
+    def _wait_for(self, rank: int, bound: int) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
         backend = self.context.backend
         while self.takes_part(rank) and not self.is_gone(rank) and not (self._gives_way and backend.failure):
-            most = patience
-            if most is None:
-                least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
-                most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
-                if rank in self._passed_over:  # does not wait, but notices its next exchange
-                    most = 0.0
+            least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
+            most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
+            if rank in self._passed_over:  # does not wait, but notices its next exchange
+                most = 0.0
             left = begin + most - time.monotonic()
             self._look(rank, max(left, 0.0))
-            since = self._counts[rank] if patience is not None else max(self._seen[rank], self._counts[rank])
-            if self._made - since <= bound:
-                return
-            if left <= 0.0 and patience is None:
-                self._passed_over.add(rank)
+            if self._made - max(self._seen[rank], self._counts[rank]) <= bound:
                 return
             if left <= 0.0:
-                raise dist.DistBackendError(
-                    f"{self._name} timed out after {patience:g} s: rank {rank} has done {self._counts[rank]} "
-                    f"iterations, as far as it has said, and this rank {self._made}, which is more than "
-                    f"max_staleness={bound} ahead"
-                )
+                self._passed_over.add(rank)
+                return
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
             self._last = (

@@ -44,7 +44,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        local_steps: J: an exchange every J forward passes of the model.
+        local_steps: As in `Algorithm`.
         window_prefix: The prefix of the names of the windows, the same on all ranks; by default a new name.
         bucket_cap_mb: As in `Algorithm`; each bucket is a window.
         max_staleness: The largest number of exchanges that a rank makes without news of an in-neighbor that has made
@@ -61,6 +61,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
             Choose a codec with small errors: `Int8` or 16 bits.
+        broadcast: As in `Algorithm`.
         share: As in `Algorithm`.
 
     Attributes:
@@ -76,8 +77,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     runs_alone: ClassVar[bool] = False
     saves_state: ClassVar[bool] = False
-    warns_apart: ClassVar[bool] = False
-    counts_passes: ClassVar[bool] = True
     takes_compression: ClassVar[bool] = False
     compared: ClassVar[tuple[str, ...]] = ("compression",)
     zero_init: ClassVar[bool] = False
@@ -110,6 +109,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
+        broadcast: bool = True,
         share: bool = False,
     ) -> None:
         if compression is not None and not self.takes_compression:
@@ -132,6 +132,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             bucket_cap_mb=bucket_cap_mb,
             group=group,
             on_loss=on_loss,
+            broadcast=broadcast,
             share=share,
         )
         self._prefix = window_prefix or self.name
