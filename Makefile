@@ -74,7 +74,7 @@ help:
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-links      exchanges where links are slow      (as root; ARGS=\"--world 8 100mbit 16x128K\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
-	@echo "make benchmark-performance   all for docs/performance.md, and its tables   (as root, some three hours)"
+	@echo "make benchmark-performance   all for docs/measurements/scaling.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-compression   codecs, losses over bytes, links (as root; ARGS=\"--parts codecs\")"
 	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
@@ -197,31 +197,31 @@ faults: build
 
 benchmark: build
 	@echo "== benchmark of collectives"
-	@$(IN_VENV) python benchmarks/collectives.py --json collectives.json --plot collectives.png $(ARGS)
+	@$(IN_VENV) python benchmarks/collectives.py --json collectives.json $(ARGS)
 
 benchmark-neighbor: build
 	@echo "== benchmark of exchanges with neighbors"
-	@$(IN_VENV) python benchmarks/neighbor.py --json neighbor.json --plot neighbor.png $(ARGS)
+	@$(IN_VENV) python benchmarks/neighbor.py --json neighbor.json $(ARGS)
 
 benchmark-windows: build
 	@echo "== benchmark of one-sided windows"
-	@$(IN_VENV) python benchmarks/windows.py --json windows.json --plot windows.png $(ARGS)
+	@$(IN_VENV) python benchmarks/windows.py --json windows.json $(ARGS)
 
 benchmark-rma: build
 	@echo "== benchmark of MPI RMA between hosts"
-	@$(IN_VENV) python benchmarks/rma.py --json rma.json --plot rma.png $(ARGS)
+	@$(IN_VENV) python benchmarks/rma.py --json rma.json $(ARGS)
 
 benchmark-training: build
 	@echo "== benchmark of training"
-	@$(IN_VENV) python benchmarks/training.py --json training.json --plot training.png $(ARGS)
+	@$(IN_VENV) python benchmarks/training.py --json training.json $(ARGS)
 
 benchmark-cuda: build
 	@echo "== benchmark on GPUs"
-	@$(IN_VENV) python benchmarks/cuda.py --json cuda.json --plot cuda.png $(ARGS)
+	@$(IN_VENV) python benchmarks/cuda.py --json cuda.json $(ARGS)
 
 benchmark-overlap: build
 	@echo "== benchmark of overlap"
-	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json --plot overlap.png $(ARGS)
+	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json $(ARGS)
 
 benchmark-cluster: build
 	@echo "== benchmark on an emulated cluster"
@@ -229,7 +229,7 @@ benchmark-cluster: build
 
 benchmark-links: build
 	@echo "== benchmark of exchanges where links are slow"
-	@$(IN_VENV) python benchmarks/links.py --json links.json --plot links.png $(ARGS)
+	@$(IN_VENV) python benchmarks/links.py --json links.json $(ARGS)
 
 benchmark-advise: build
 	@echo "== benchmark of the advice"
@@ -240,7 +240,7 @@ benchmark-model: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/model.py $(ARGS)
 	@$(IN_VENV) python benchmarks/cluster_plots.py
 
-# All of docs/performance.md, one after the other: each needs the machine for itself.
+# All of docs/measurements/scaling.md, one after the other: each needs the machine for itself.
 benchmark-performance:
 	@for each in cluster model loss loss-long advise; do $(MAKE) --no-print-directory benchmark-$$each || exit; done
 	@$(IN_VENV) python benchmarks/performance_tables.py
@@ -255,7 +255,7 @@ benchmark-timeline: build
 
 benchmark-scale: build
 	@echo "== benchmark of many ranks"
-	@$(IN_VENV) python benchmarks/scale.py --json scale.json --plot scale.png $(ARGS)
+	@$(IN_VENV) python benchmarks/scale.py --json scale.json $(ARGS)
 
 # The results are kept in the repository.
 benchmark-loss: build
@@ -287,7 +287,7 @@ test-notebooks: $(NOTEBOOKS_STAMP)
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json collectives.png neighbor.json neighbor.png windows.json windows.png rma.json rma.png training.json training.png cuda.json cuda.png cuda-training.png overlap.json overlap.png scale.json scale.png timeline.json soak-faults.json
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json overlap.json scale.json timeline.json soak-faults.json
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

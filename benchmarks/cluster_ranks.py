@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import program
 import torch
 import torch.distributed as dist
@@ -368,7 +369,7 @@ class ClusterRank:
             rounds = topology.inner_outer_exponential(size, size // job.centers)
             return algorithm(algorithms.DiLoCo, topology=rounds, local_steps=job.local_steps)
         if way == "win_put":
-            return self._dynamic(algorithm(fogdist.DistributedWinPutOptimizer))
+            return self._dynamic(algorithm(bf.DistributedWinPutOptimizer))
         if way == "async_gossip":
             # Its neighbors are those of the group's topology, whose edges must go both ways.
             before = fogdist.load_topology()
@@ -377,9 +378,9 @@ class ClusterRank:
             fogdist.set_topology(before, is_weighted=True)
             return trainer
         if way == "hierarchical":
-            kind = fogdist.CommunicationType.hierarchical_neighbor_allreduce
+            kind = bf.CommunicationType.hierarchical_neighbor_allreduce
             return self._dynamic(
-                algorithm(fogdist.DistributedAdaptWithCombineOptimizer, communication_type=kind),
+                algorithm(bf.DistributedAdaptWithCombineOptimizer, communication_type=kind),
                 is_of_machines=True,
             )
         raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")

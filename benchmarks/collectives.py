@@ -1,7 +1,7 @@
 """Times fog, Gloo, raw MPI and the limit of memory in one run of the same processes.
 
     python benchmarks/collectives.py                              # 2 and 4 ranks, about five minutes
-    python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M --plot allreduce.png
+    python benchmarks/collectives.py --ranks 4 --ops allreduce --sizes 4K 64M
     python benchmarks/collectives.py --ranks 4 --hosts 2 --ops allreduce     # as root: two ranks on each emulated host
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
@@ -222,14 +222,7 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
         source, destination = np.full(copied, 1, np.uint8), np.full(copied, 2, np.uint8)
         ways["memory"] = lambda: np.copyto(destination, source)
 
-    times, iterations = take_turns(
-        ways,
-        systems.mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
-        back_to_back=arguments.back_to_back,
-        pause=arguments.pause / 1e3,
-    )
+    times, iterations = take_turns(ways, systems.mpi, arguments)
     if case.parts != 1:
         times = {
             name: Times(t.median / case.parts, t.lower / case.parts, t.upper / case.parts)
@@ -308,7 +301,7 @@ def main() -> None:
         run_ranks = partial(
             side_by_side.run_on_hosts, arguments.rate, hosts=arguments.hosts, environment=ON_HOSTS
         )
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=run_ranks)
+    rows = program.run(Path(__file__), arguments, measure_all, run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     elif arguments.back_to_back >= MANY_CALLS:

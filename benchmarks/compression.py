@@ -22,13 +22,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -36,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import program
-from emulated_hosts import Unavailable, address, emulated_hosts, inside, traffic
+from emulated_hosts import Unavailable, address, traffic
 from performance_tables import codec_table, exchange_table
 from report import parse_size, size_text, write_results
 
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from fogdist.compression import Codec
 
 SIZE = 16 << 20
-PORT = 29531
 TIMEOUT = timedelta(minutes=2)
 # The least that a codec must reach: of memcpy's bytes per second, and of the speed without compression.
 GOAL_OF_MEMCPY = 0.5
@@ -124,86 +122,86 @@ def print_codecs(rows: list[dict[str, Any]]) -> None:
 # --- exchanges ------------------------------------------------------------------------------------------------
 
 
-def run_rank(arguments: argparse.Namespace) -> None:
-    """Measures on a rank, whose number is in the environment; rank 0 prints its rows as JSON."""
-    import fogdist
-    import torch
-    import torch.distributed as dist
+class ExchangeRank:
+    """A rank; the parent calls its methods by name.
 
-    import fog_pg  # noqa: F401  registers "fog"
+    Args:
+        rank: Its number.
+        size: The number of ranks.
+        bytes_: Of the tensor.
+    """
 
-    torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
-    store = dist.TCPStore(address(0), PORT, 2, rank == 0)
-    dist.init_process_group("fog", store=store, rank=rank, world_size=2, timeout=TIMEOUT)
-    fogdist.init()
-    fogdist.set_topology(fogdist.topology.FullyConnectedGraph(2))
-    x = torch.randn(arguments.size // 4, generator=torch.Generator().manual_seed(rank))
-    known: dict[str, Codec | None] = {"none": None, **{name: codecs()[name] for name in EXCHANGED}}
-    times: dict[str, list[float]] = {name: [] for name in known}
-    for repetition in range(arguments.repetitions + 1):
-        for name, codec in known.items():
-            fogdist.barrier()
-            exchange = functools.partial(fogdist.neighbor_allreduce, x, compression=codec)
-            seconds = seconds_of(exchange)
-            if repetition > 0:  # the first ones make connections
-                times[name].append(seconds)
-    counts = {}
-    for name, codec in known.items():
-        fogdist.barrier()
-        before = sent_by_this_host()
-        for _ in range(3):
-            fogdist.neighbor_allreduce(x, compression=codec)
-        fogdist.barrier()
-        counts[name] = (sent_by_this_host() - before) // 3
-    rows = []
-    for name, codec in known.items():
-        rows.append(
-            {
-                "codec": name,
-                "ms": 1e3 * statistics.median(times[name]),
-                "least ms": 1e3 * min(times[name]),
-                "promised bytes": x.nbytes if codec is None else codec.bytes(x.numel()),
-                "sent bytes": counts[name],
-            }
-        )
-    if rank == 0:
-        arguments.rows.write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    def __init__(self, rank: int, size: int, bytes_: int) -> None:
+        import torch
 
+        self.rank, self.size = rank, size
+        self.x = torch.randn(bytes_ // 4, generator=torch.Generator().manual_seed(rank))
 
-def sent_by_this_host() -> int:
-    """Returns the bytes that this host has sent on its link, with all headers."""
-    lines = Path("/proc/net/dev").read_text().splitlines()
-    fields = next(line.partition(":")[2].split() for line in lines if line.strip().startswith("eth0:"))
-    return int(fields[8])
+    def start(self) -> None:
+        """Joins the others."""
+        import fogdist
+        import torch.distributed as dist
+        from cluster_ranks import PORT
+
+        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=TIMEOUT)
+        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=TIMEOUT)
+        fogdist.init(lambda n: fogdist.topology.by_name("full", n))
+
+    def exchange(self, name: str) -> float:
+        """Averages the tensor with the other rank, encoded by a codec; returns the seconds."""
+        import fogdist
+        import torch.distributed as dist
+
+        codec = codecs().get(name)
+        dist.barrier()
+        return seconds_of(functools.partial(fogdist.neighbor_allreduce, self.x, compression=codec))
+
+    def leave(self) -> None:
+        """Meets the other before the end."""
+        import torch.distributed as dist
+
+        dist.barrier()
 
 
 def measure_exchanges(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns a row for each codec, measured on two emulated hosts."""
-    with emulated_hosts(2, arguments.rate) as hosts, tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--rows", str(file)]
-        command += ["--size", str(arguments.size), "--repetitions", str(arguments.repetitions)]
-        variables = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-        ranks = [
-            subprocess.Popen(
-                [*inside(host), *command], env=variables | {"RANK": str(rank)}, stdin=subprocess.DEVNULL
+    from cluster_ranks import emulated_world
+
+    from fog_pg._extension import load as load_extension
+
+    load_extension()
+    names = ["none", *EXCHANGED]
+    times: dict[str, list[float]] = {name: [] for name in names}
+    rows: list[dict[str, Any]] = []
+    limit = TIMEOUT.total_seconds()
+    with emulated_world("exchanges", 2, arguments.rate, limit, ExchangeRank, arguments.size) as (
+        ranks,
+        hosts,
+    ):
+        for repetition, name in itertools.product(range(arguments.repetitions + 1), names):
+            seconds = max(ranks.ask("exchange", name)[1])
+            if repetition > 0:  # the first ones make connections
+                times[name].append(seconds)
+        for name in names:
+            before = traffic(hosts)[0][0]
+            for _ in range(3):
+                ranks.ask("exchange", name)
+            sent = (traffic(hosts)[0][0] - before) // 3
+            promised = (
+                codecs()[name].bytes(arguments.size // 4) if name != "none" else arguments.size // 4 * 4
             )
-            for rank, host in enumerate(hosts)
-        ]
-        try:
-            statuses = [rank.wait(600) for rank in ranks]
-        finally:
-            for each in ranks:
-                each.kill()
-        if any(statuses):
-            sys.exit(f"the ranks ended with status {statuses}")
-        rows: list[dict[str, Any]] = json.loads(file.read_text())
-        assert traffic(hosts)[0][0] > sum(row["sent bytes"] for row in rows)
-    for row in rows:
-        row["speed"] = rows[0]["ms"] / row["ms"]
-        row["of promised"] = row["sent bytes"] / row["promised bytes"]
+            median, least = statistics.median(times[name]), min(times[name])
+            rows.append(
+                {
+                    "codec": name,
+                    "ms": 1e3 * median,
+                    "least ms": 1e3 * least,
+                    "promised bytes": promised,
+                    "sent bytes": sent,
+                    "speed": statistics.median(times["none"]) / median,
+                    "of promised": sent / promised,
+                }
+            )
     return rows
 
 
@@ -254,7 +252,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", type=Path, help=f"file for the numbers (default for all parts or with --keep: {RESULTS})")
     add("--keep", action="store_true", help="go on with the file: parts and trainings that it has stay")
     add("--plot", type=Path, metavar="FILE", help="a picture of all that the file then has, by its ending")
-    add("--rows", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.size < 4:
         parser.error(f"--size: got {arguments.size}; must be 4 or more")
@@ -351,12 +348,7 @@ def chosen(names: list[str] | None, known: list[str], option: str) -> list[str]:
 def main() -> None:
     """Measures the parts one after the other, and writes the results after each."""
     arguments = parse_arguments()
-    if arguments.rows is not None:
-        run_rank(arguments)
-        return
-    load = os.getloadavg()[0]
-    if load > program.BUSY:
-        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    program.load_before()
     results = Results(arguments.json, arguments.keep)
     if "codecs" in arguments.parts:
         about = facts() | {"size": arguments.size}

@@ -1,33 +1,25 @@
 """Compares fog on GPUs with plain torch.distributed on NCCL, and training steps with the bare optimizer, in one run.
 
     python benchmarks/cuda.py                                    # one rank, then one rank per GPU, or 2 on a single one
-    python benchmarks/cuda.py --ranks 2 --parts neighbor windows --sizes 64K 16M --plot cuda.png
+    python benchmarks/cuda.py --ranks 2 --parts neighbor --sizes 64K 16M
     python benchmarks/cuda.py --parts training --models gpt2 --traces traces     # chrome traces of some modes
     python benchmarks/cuda.py --device cpu --parts collectives   # the same code with Gloo in place of NCCL
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py), and the number of a rank
 selects its GPU. With --device cuda, the default, it ends at once if there is no GPU. If ranks share a GPU, rows say
-"shared". With any NCCL, ranks that share a GPU can measure windows; the other parts are skipped unless the loaded NCCL
-lets ranks share a GPU (see docs/gpu.md). The implementations take turns (see interleaved.py). A turn is --back-to-back
-calls, after which the host waits for the device. The time of a call is the longest one of all ranks.
+"shared", and the loaded NCCL must allow that (see docs/measurements/gpu.md), or these ranks are skipped. The implementations take
+turns (see interleaved.py). A turn is --back-to-back calls, after which the host waits for the device. The time of a call
+is the longest one of all ranks.
 
 The parts, and the columns of times in milliseconds:
 
     collectives    allreduce in place. fog: dist.all_reduce on fog; torch: the same on a group of NCCL
     neighbor       fog: fogdist.neighbor_allreduce along a ring, the exponential-2 graph, or one peer of it per call;
                    torch: batch_isend_irecv of the same messages, then x * w and one add_ for each neighbor
-    windows        put, get, accumulate and update of fogdist.Window on a ring; torch: tensor.copy_ of as many tensors,
-                   from another GPU if there is one (cudaMemcpyPeer), otherwise within this one
     training       steps of ResNet-50 (32 images of 224 x 224) and GPT-2 124M (4 x 1024 tokens) in bfloat16 autocast:
                    "none" is the bare optimizer, the others are modes of examples/modes.py. A single rank does all
                    work of a rank with neighbors (hooks, buckets, streams, the exchange), so the difference between a
                    mode and "none" is its cost
-
-"limit" is the least time of the links or the memory: bytes divided by bandwidth. The bandwidth of this machine is
-measured first, with large copies, by one rank after the other: of the memory of a GPU, and of the link to another GPU
-if there is one, otherwise of the memory again. Ranks that share a GPU get equal parts of it. An allreduce of n ranks
-must send 2 (n - 1) / n of a tensor over each link. An exchange must send one tensor to each of the d neighbors, and
-then read d + 1 tensors and write one.
 
 The first results of all implementations are compared before the measurements.
 """
@@ -60,23 +52,13 @@ if TYPE_CHECKING:
 
 Way = Callable[[], object]
 
-PARTS = ("collectives", "neighbor", "windows", "training")
-# The parts that need more than one rank, and the parts that use NCCL.
-OF_SEVERAL = ("neighbor", "windows")
-OVER_NCCL = ("collectives", "neighbor", "training")
-SYSTEMS = {"fog": "fog", "torch": "torch", "limit": "limit"}
-TABLE = Table(SYSTEMS, [("fog", "torch"), ("fog", "limit")])
+PARTS = ("collectives", "neighbor", "training")
+SYSTEMS = {"fog": "fog", "torch": "torch"}
+TABLE = Table(SYSTEMS, [("fog", "torch")])
 SIZES = [4 << 10, 256 << 10, 4 << 20, 64 << 20]
 EXCHANGES = ("ring", "exp2", "one-peer")
-WINDOW_OPERATIONS = ("put", "get", "accumulate", "update")
 # The goal for the time of a step on one rank, relative to the bare optimizer.
 OVERHEAD_GOAL = 1.03
-# For the measurement of bandwidth: bytes of a copy, and the least duration. Starting copies and waiting for the last
-# takes tens of microseconds.
-COPIED = 256 << 20
-COPY_SECONDS = 0.02
-# The largest part of the device's free memory that these copies use.
-COPIED_PART = 1 / 8
 MODE_TITLES = {
     "none": "bare optimizer",
     "ddp": "DDP on fog",
@@ -97,24 +79,18 @@ TRACED_MODES = ("none", "awc", "ddp_sync")
 
 @dataclass(frozen=True)
 class Place:
-    """The groups, the device and the bandwidths of a rank.
+    """The groups and the device of a rank.
 
     Attributes:
         systems: Groups of this run.
-        parts: The parts to measure.
-        peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU and where no part needs NCCL.
+        peer: Group of plain torch.distributed: NCCL for cuda, Gloo for the CPU.
         device: This rank's device.
-        memory: Bytes per second that a copy within the device reads and writes; this rank's part if shared.
-        link: Bytes per second of a copy from another device, likewise.
         is_shared: Whether ranks share a GPU.
     """
 
     systems: Systems
-    parts: Sequence[str]
     peer: dist.ProcessGroup
     device: torch.device
-    memory: float
-    link: float
     is_shared: bool
 
     @property
@@ -157,8 +133,8 @@ def timed(
     times, iterations = take_turns(
         {name: turn(way) for name, way in ways.items()},
         place.systems.mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
+        arguments,
+        back_to_back=1,
         are_long=are_long,
     )
     return {
@@ -166,29 +142,8 @@ def timed(
     }, iterations
 
 
-def bandwidth(source: Tensor, target: Tensor, moved: int) -> float:
-    """Bytes a second of a copy that moves so many: of the best of some turns, each of as many copies as take long enough."""
-    import time
-
-    def seconds(copies: int) -> float:
-        synchronize(source.device)
-        synchronize(target.device)
-        begin = time.perf_counter()
-        for _ in range(copies):
-            target.copy_(source, non_blocking=True)
-        synchronize(source.device)
-        synchronize(target.device)
-        return time.perf_counter() - begin
-
-    copies = 1
-    seconds(copies)  # whatever is made once
-    while seconds(copies) < COPY_SECONDS:
-        copies *= 2
-    return moved * copies / min(seconds(copies) for _ in range(5))
-
-
 def parts_of(parts: Sequence[str], device: str, ranks: int) -> tuple[list[str], str | None]:
-    """Returns the parts that this number of ranks can measure on this machine, and the reasons for skipping the others.
+    """Returns the parts that this number of ranks can measure on this machine, and the reason for skipping the others.
 
     Args:
         parts: Names in PARTS.
@@ -198,70 +153,27 @@ def parts_of(parts: Sequence[str], device: str, ranks: int) -> tuple[list[str], 
     import devices
     import torch
 
-    kept = [part for part in parts if ranks > 1 or part not in OF_SEVERAL]
+    kept = [part for part in parts if ranks > 1 or part != "neighbor"]
     gpus = torch.cuda.device_count() if device == "cuda" else ranks
-    left_out = [part for part in kept if part in OVER_NCCL]
-    if ranks <= gpus or not left_out:
+    if ranks <= gpus or not kept:
         return kept, None
-    problem = devices.sharing_problem(f"{', '.join(left_out)} with {ranks} ranks on {gpus} GPUs")
-    return (kept, None) if problem is None else ([part for part in kept if part not in left_out], problem)
+    problem = devices.sharing_problem(f"{', '.join(kept)} with {ranks} ranks on {gpus} GPUs")
+    return (kept, None) if problem is None else ([], problem)
 
 
-def join(device_type: str, asked: Sequence[str]) -> Place:
-    """Starts the groups that the parts need in this rank, and measures its bandwidths."""
+def join(device_type: str) -> Place:
+    """Starts the groups in this rank."""
     import devices
     import torch
     import torch.distributed as dist
 
     device = devices.use(device_type)
     systems = side_by_side.join()
-    parts, _ = parts_of(asked, device.type, systems.size)
     peer = systems.gloo
-    if device.type == "cuda" and any(part in OVER_NCCL for part in parts):
+    if device.type == "cuda":
         peer = dist.new_group(backend="nccl", timeout=side_by_side.TIMEOUT, device_id=device)
-    memory = link = 0.0
-    for turn in range(systems.size):
-        if turn == systems.rank:
-            memory, link = _bandwidths(device)
-        systems.mpi.Barrier()
     gpus = torch.cuda.device_count() if device.type == "cuda" else systems.size
-    sharing = -(-systems.size // gpus)
-    return Place(systems, parts, peer, device, memory / sharing, link / sharing, sharing > 1)
-
-
-def _bandwidths(device: torch.device) -> tuple[float, float]:
-    """Returns the bandwidths of a device's memory and of its link to another device. Frees the memory that it used."""
-    import torch
-
-    copied = COPIED
-    other = _other(device)
-    if device.type == "cuda":
-        free = min(torch.cuda.mem_get_info(each)[0] for each in (device, other))
-        copied = min(copied, int(free * COPIED_PART))
-    here = torch.zeros(copied, dtype=torch.uint8, device=device)
-    memory = bandwidth(here, torch.empty_like(here), 2 * copied)
-    link = memory / 2
-    if other != device:
-        link = bandwidth(torch.zeros(copied, dtype=torch.uint8, device=other), here, copied)
-    del here
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return memory, link
-
-
-def _other(device: torch.device) -> torch.device:
-    """Returns another GPU that this process sees; the device itself if there is none."""
-    import torch
-
-    if device.type == "cuda" and torch.cuda.device_count() > 1:
-        return torch.device("cuda", ((device.index or 0) + 1) % torch.cuda.device_count())
-    return device
-
-
-def limit(bytes_: float, bytes_a_second: float) -> Times:
-    """Returns the least number of milliseconds to move bytes."""
-    milliseconds = 1e3 * bytes_ / bytes_a_second
-    return Times(milliseconds, milliseconds, milliseconds)
+    return Place(systems, peer, device, systems.size > gpus)
 
 
 def check_same(what: str, place: Place, found: Tensor, expected: Tensor) -> None:
@@ -277,23 +189,8 @@ def check_same(what: str, place: Place, found: Tensor, expected: Tensor) -> None
 # --- operations ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """One row of the table before it is timed.
-
-    Attributes:
-        name: The name of the operation.
-        ways: The implementations.
-        limit: The least time.
-        moved: The least number of bytes that all ranks must read and write.
-        free: Called after the measurements.
-    """
-
-    name: str
-    ways: dict[str, Way]
-    limit: Times
-    moved: int
-    free: Way = lambda: None
+# One row of the table before it is timed: its name, the implementations, and the bytes that all ranks must read and write.
+Case = tuple[str, dict[str, Way], int]
 
 
 def collectives(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
@@ -307,17 +204,11 @@ def collectives(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Cas
     dist.all_reduce(plain, group=place.peer)
     check_same("allreduce", place, fog, plain)
     fog.zero_(), plain.zero_()  # repeated sums would overflow the dtype
-    n = place.size
-    sent = 2 * (n - 1) / n * fog.nbytes
-    yield Case(
-        "allreduce",
-        {
-            "fog": lambda: dist.all_reduce(fog, group=place.systems.fog),
-            "torch": lambda: dist.all_reduce(plain, group=place.peer),
-        },
-        limit(sent, place.link) if n > 1 else limit(2 * fog.nbytes, place.memory),
-        2 * n * fog.nbytes,
-    )
+    ways: dict[str, Way] = {
+        "fog": lambda: dist.all_reduce(fog, group=place.systems.fog),
+        "torch": lambda: dist.all_reduce(plain, group=place.peer),
+    }
+    yield "allreduce", ways, 2 * place.size * fog.nbytes
 
 
 def neighbor(
@@ -340,9 +231,7 @@ def neighbor(
             results = {way: exchange() for way, exchange in ways.items()}
             check_same(name, place, results["fog"], results["torch"])
         degree = 1 if sequence is not None else len(fogdist.in_neighbor_ranks())
-        moved = (degree + 2) * x.nbytes
-        least = limit(degree * x.nbytes, place.link).median + limit(moved, place.memory).median
-        yield Case(name, {**ways}, Times(least, least, least), place.size * moved)
+        yield name, {**ways}, place.size * (degree + 2) * x.nbytes
 
 
 def _peers_of(place: Place, sequence: Any) -> Iterator[tuple[float, list[int], list[int]]]:
@@ -400,51 +289,6 @@ def _on_torch(place: Place, x: Tensor, sequence: Any) -> Callable[[], Tensor]:
     return exchange
 
 
-def windows(place: Place, dtype: torch.dtype, elements: int) -> Iterator[Case]:
-    """Returns the one-sided operations on a ring; none for a single rank."""
-    import fogdist
-    import torch
-
-    if place.size == 1:
-        return
-    fogdist.set_topology(fogdist.topology.by_name("ring", place.size))
-    tensor = torch.zeros(elements, dtype=dtype, device=place.device)
-    window = fogdist.Window(tensor)
-    degree = len(window.out_neighbors)
-    near = torch.zeros_like(tensor)
-    far = [torch.zeros(elements, dtype=dtype, device=_other(place.device)) for _ in range(degree)]
-
-    def copies_out() -> None:
-        for buffer in far:
-            buffer.copy_(near)
-
-    def copies_in() -> None:
-        for buffer in far:
-            near.copy_(buffer)
-
-    def sums() -> None:
-        for buffer in far:
-            near.add_(buffer.to(near.device), alpha=0.5)
-
-    operations: dict[str, tuple[Way, Way]] = {
-        "put": (lambda: window.put(tensor), copies_out),
-        "get": (lambda: window.get(), copies_in),
-        "accumulate": (lambda: window.accumulate(tensor), copies_out),
-        "update": (lambda: window.update(), sums),
-    }
-    for name in WINDOW_OPERATIONS:
-        fog, plain = operations[name]
-        if name == "update":
-            least = limit((degree + 2) * tensor.nbytes, place.memory)
-        else:
-            least = limit(degree * tensor.nbytes, place.link)
-        yield Case(
-            f"window {name}", {"fog": fog, "torch": plain}, least, 2 * degree * place.size * tensor.nbytes
-        )
-    fogdist.barrier()
-    window.free()
-
-
 def named(operation: str, place: Place) -> str:
     """What a row says that it measured."""
     return f"{operation}, shared" if place.is_shared else operation
@@ -453,7 +297,6 @@ def named(operation: str, place: Place) -> str:
 OPERATIONS: dict[str, Callable[[Place, torch.dtype, int], Iterator[Case]]] = {
     "collectives": collectives,
     "neighbor": neighbor,
-    "windows": windows,
 }
 
 
@@ -462,25 +305,16 @@ def measure_operations(place: Place, arguments: argparse.Namespace) -> list[Row]
     import torch
 
     rows: list[Row] = []
-    parts = [part for part in place.parts if part in OPERATIONS]
+    parts = [
+        part for part in arguments.parts if part in OPERATIONS and (place.size > 1 or part != "neighbor")
+    ]
     for part, name, size in itertools.product(parts, arguments.dtypes, arguments.sizes):
         dtype: torch.dtype = getattr(torch, name)
         elements = max(1, size // dtype.itemsize)
-        for case in OPERATIONS[part](place, dtype, elements):
-            times, iterations = timed(case.ways, place, arguments)
-            times["limit"] = case.limit
-            rows.append(
-                Row(
-                    named(case.name, place),
-                    place.size,
-                    name,
-                    elements,
-                    elements * dtype.itemsize,
-                    case.moved,
-                    iterations,
-                    times,
-                )
-            )
+        for operation, ways, moved in OPERATIONS[part](place, dtype, elements):
+            times, iterations = timed(ways, place, arguments)
+            title, bytes_ = named(operation, place), elements * dtype.itemsize
+            rows.append(Row(title, place.size, name, elements, bytes_, moved, iterations, times))
             if place.rank == 0:
                 print(TABLE.line(rows[-1]), flush=True)
     return rows
@@ -643,14 +477,10 @@ def measure_all(arguments: argparse.Namespace) -> None:
     import torch
     from fogdist.context import Context
 
-    place = join(arguments.device, arguments.parts)
+    place = join(arguments.device)
     fogdist.init()
     Context.exchanges_alone = True
-    facts = program.facts() | {
-        "device": arguments.device,
-        "memory, GB/s a rank": place.memory / 1e9,
-        "link, GB/s a rank": place.link / 1e9,
-    }
+    facts = program.facts() | {"device": arguments.device}
     if place.device.type == "cuda":
         facts |= {
             "gpu": torch.cuda.get_device_name(place.device),
@@ -661,14 +491,11 @@ def measure_all(arguments: argparse.Namespace) -> None:
     if place.rank == 0:
         known = ", ".join(f"{key} {facts[key]}" for key in ("gpu", "cuda", "nccl") if key in facts)
         sharing = f" that share {facts['gpus']} GPUs" if place.is_shared else ""
-        print(
-            f"\n{place.size} ranks on {arguments.device}{sharing}{': ' + known if known else ''}, milliseconds; ",
-            end="",
-        )
-        print(f"memory {place.memory / 1e9:.0f} GB/s, link {place.link / 1e9:.0f} GB/s a rank")
+        known = f": {known}" if known else ""
+        print(f"\n{place.size} ranks on {arguments.device}{sharing}{known}, milliseconds")
         print(TABLE.heading(), flush=True)
     rows = measure_operations(place, arguments)
-    if "training" in place.parts:
+    if "training" in arguments.parts:
         rows += measure_training(place, arguments)
     if place.rank == 0:
         write_json(arguments.rows, facts, rows)
@@ -727,7 +554,7 @@ def choose_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all)
     print_goals(rows)
 
 

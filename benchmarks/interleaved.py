@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,11 +52,9 @@ def sleep_until_all_come(mpi: MPI.Intracomm, nap: float) -> None:
 def take_turns(
     ways: Mapping[str, Callable[[], object]],
     mpi: MPI.Intracomm,
+    options: Namespace,
     *,
-    seconds: float,
-    iterations: int | None = None,
-    back_to_back: int = 1,
-    pause: float = 0.0,
+    back_to_back: int | None = None,
     are_long: bool = False,
     apart: Mapping[str, MPI.Intracomm | None] | None = None,
     before: Callable[[str], object] = lambda name: None,
@@ -65,11 +64,11 @@ def take_turns(
     Args:
         ways: The functions to call, by name.
         mpi: Communicator for the barriers and the collection of times.
-        seconds: Approximate duration of the measurement; sets the number of iterations.
-        iterations: The number of iterations, instead of `seconds`.
-        back_to_back: Calls in one turn.
-        pause: Seconds that all ranks sleep after the barrier, as if they computed. They wake at different times, so a
-            turn then lasts from when the last rank begins until the last one ends, on one host.
+        options: The program's: `seconds` of the measurement, about, or the number of `iterations` instead; the calls of
+            a turn, `back_to_back`; and where the program has it the `pause`, for whose milliseconds all ranks sleep
+            after the barrier, as if they computed. They wake at different times, so a turn then lasts from when the
+            last rank begins until the last one ends, on one host.
+        back_to_back: Calls in one turn, instead of the option.
         are_long: Whether turns are so long that ranks share the cores within one, although they need not wait for each
             other. A turn then lasts from when the first rank begins until the last one ends, on one host: a rank that
             gets no core after the barrier begins late, and would seem fast by its own clock. Ranks also sleep before
@@ -83,6 +82,8 @@ def take_turns(
         The times of one call of each way, on all ranks, and the number of iterations.
     """
     names = list(ways)
+    iterations, pause = options.iterations, getattr(options, "pause", 0.0) / 1e3
+    back_to_back = options.back_to_back if back_to_back is None else back_to_back
 
     def turn(name: str) -> tuple[float, float]:
         before(name)
@@ -113,7 +114,7 @@ def take_turns(
         for name in names:
             turn(name)
         one = mpi.bcast(time.perf_counter() - begin)
-        iterations = min(max(int(seconds / one), FEWEST_ITERATIONS), MOST_ITERATIONS)
+        iterations = min(max(int(options.seconds / one), FEWEST_ITERATIONS), MOST_ITERATIONS)
 
     begins, ends = np.empty((2, iterations, len(names)))
     gc.collect()

@@ -1,7 +1,7 @@
 """Compares exchanges with neighbors on fog with raw MPI, Gloo, allreduce and the limit of memory, in one run.
 
     python benchmarks/neighbor.py                               # 2, 4 and 8 ranks, about five minutes
-    python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M --plot neighbor.png
+    python benchmarks/neighbor.py --ranks 4 --exchanges exp2 one-peer --sizes 4K 16M
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
 each exchange and size (see interleaved.py). The exchanges, all with uniform weights:
@@ -54,7 +54,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import memory_limit
-import networkx as nx
 import numpy as np
 import program
 import side_by_side
@@ -65,6 +64,7 @@ from report import Row, Table, write_json
 
 if TYPE_CHECKING:
     import torch.distributed as dist
+    from fogdist.topology import Topology
     from mpi4py import MPI
     from side_by_side import Systems
     from torch import Tensor
@@ -124,85 +124,46 @@ class Exchange:
 
     Attributes:
         name: One of EXCHANGES.
-        steps: The steps that calls go through in turn: mixing matrices over nodes, uniform in each column;
-            entry [i, j] is the weight of the edge i -> j. Nodes are ranks, or machines if it is
-            hierarchical.
-        graph: The graph of a static exchange, on the same nodes; None if it is dynamic.
+        topology: Of ranks, or of machines if it is hierarchical, with uniform weights; calls go through its rounds in turn.
         ranks_per_node: 1, or the number of ranks of a machine.
     """
 
     name: str
-    steps: list[NDArray[np.float64]]
-    graph: nx.DiGraph | None
+    topology: Topology
     ranks_per_node: int = 1
 
     @property
-    def in_degree(self) -> int:
-        """The largest number of tensors that a node receives."""
-        return max(int(np.count_nonzero(step, axis=0).max()) for step in self.steps) - 1
+    def steps(self) -> int:
+        """The number of different rounds."""
+        return self.topology.period or 1
 
     def matrix(self, step: int) -> NDArray[np.float64]:
-        """Returns the mixing matrix of the ranks at a step; the steps repeat after the last one."""
+        """Returns the mixing matrix of the ranks at a step."""
         inside = np.full((self.ranks_per_node, self.ranks_per_node), 1 / self.ranks_per_node)
-        return np.kron(self.steps[step % len(self.steps)], inside)
+        return np.kron(self.topology.matrix(step), inside)
 
-
-@dataclass(frozen=True)
-class Peers:
-    """A node's part of one step: its sources, its destinations, and the weight of each term."""
-
-    sources: list[int]
-    destinations: list[int]
-    weight: float
-
-    @classmethod
-    def of(cls, matrix: NDArray[np.float64], node: int) -> Peers:
-        """Returns a node's part of a mixing matrix."""
-        column, row = matrix[:, node], matrix[node]
-        return cls(
-            [int(source) for source in np.flatnonzero(column) if source != node],
-            [int(destination) for destination in np.flatnonzero(row) if destination != node],
-            float(column[node]),
-        )
-
-
-def uniform(neighbors: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Returns the mixing matrix of the plain mean of each node and its in-neighbors.
-
-    Args:
-        neighbors: Entry [i, j] says whether i sends to j.
-    """
-    terms = neighbors | np.eye(len(neighbors), dtype=bool)
-    weights: NDArray[np.float64] = terms / terms.sum(axis=0)
-    return weights
+    def peers(self, rank: int) -> Iterator[dict[str, Any]]:
+        """Yields the self_weight, src_weights and dst_weights of a rank's node, without end."""
+        node = rank // self.ranks_per_node
+        return itertools.cycle([self.topology.peers(node, step) for step in range(self.steps)])
 
 
 def make_exchange(name: str, size: int) -> Exchange | str:
     """Returns an exchange among `size` ranks, or the reason why there is none."""
     from fogdist import topology
 
-    def static(graph: nx.DiGraph, ranks_per_node: int = 1) -> Exchange:
-        edges = nx.to_numpy_array(graph, nodelist=range(len(graph)), weight=None) != 0
-        return Exchange(name, [uniform(edges)], graph, ranks_per_node)
+    def static(graph: str, nodes: int) -> Topology:
+        return topology.Topology.from_graph(graph, topology.by_name(graph, nodes))
 
-    if name == "exp2":
-        return static(topology.ExponentialTwoGraph(size))
     if name == "one-peer":
-        ranks = np.arange(size)
-        steps = []
-        for distance in (1 << power for power in range((size - 1).bit_length())):
-            edges = np.zeros((size, size), dtype=bool)
-            edges[ranks, (ranks + distance) % size] = True
-            steps.append(uniform(edges))
-        return Exchange(name, steps, None)
+        return Exchange(name, topology.one_peer_exponential(size))
     if name == "hierarchical":
         if size < 2 * MACHINES or size % MACHINES:
             return f"it takes a multiple of {MACHINES} ranks, and {2 * MACHINES} at least"
-        return static(topology.FullyConnectedGraph(MACHINES), size // MACHINES)
-    if size == 2:
+        return Exchange(name, static("full", MACHINES), size // MACHINES)
+    if size == 2 and name != "exp2":
         return "between two ranks it is exp2"
-    assert name in ("ring", "complete")
-    return static(topology.RingGraph(size) if name == "ring" else topology.FullyConnectedGraph(size))
+    return Exchange(name, static({"complete": "full"}.get(name, name), size))
 
 
 @dataclass(frozen=True)
@@ -252,14 +213,15 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
     """Returns the backend's operation with an existing output."""
     from fog_pg._C import NeighborPlan
 
-    node, nodes = world.systems.rank // exchange.ranks_per_node, len(exchange.steps[0])
+    nodes = exchange.topology.size
 
-    def plan(matrix: NDArray[np.float64]) -> NeighborPlan:
-        peers = Peers.of(matrix, node)
-        sources, destinations = ([(p, 1.0) for p in ps] for ps in (peers.sources, peers.destinations))
+    def plan(step: int) -> NeighborPlan:
+        node = world.systems.rank // exchange.ranks_per_node
+        peers = exchange.topology.peers(node, step)
+        sources, destinations = ([(p, 1.0) for p in peers[side]] for side in ("src_weights", "dst_weights"))
         return NeighborPlan(node, nodes, 1.0, sources, destinations, mean=True)
 
-    plans = itertools.cycle([plan(matrix) for matrix in exchange.steps])
+    plans = itertools.cycle([plan(step) for step in range(exchange.steps)])
     if exchange.ranks_per_node > 1:
         n, per_machine = world.systems.size, exchange.ranks_per_node
         machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
@@ -280,27 +242,13 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
 def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
     """Returns the call of a training loop."""
     import fogdist
-    from fogdist import topology
 
-    rank, n = world.systems.rank, world.systems.size
     if exchange.ranks_per_node > 1:
         return lambda: fogdist.hierarchical_neighbor_allreduce(x)
-    if exchange.graph is not None:
+    if exchange.name != "one-peer":
         return lambda: fogdist.neighbor_allreduce(x)
-    peers = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(n), rank)
-
-    def one_peer() -> Tensor:
-        destinations, sources = next(peers)
-        weight = 1 / (len(sources) + 1)
-        return fogdist.neighbor_allreduce(
-            x,
-            self_weight=weight,
-            src_weights=dict.fromkeys(sources, weight),
-            dst_weights=destinations,
-            enable_topo_check=False,
-        )
-
-    return one_peer
+    peers = exchange.peers(world.systems.rank)
+    return lambda: fogdist.neighbor_allreduce(x, **next(peers), enable_topo_check=False)
 
 
 def on_messages(
@@ -312,15 +260,16 @@ def on_messages(
     from mpi4py import MPI
 
     per_node, mpi, gloo = exchange.ranks_per_node, world.systems.mpi, world.systems.gloo
-    node = mpi.rank // per_node
-    steps = itertools.cycle([Peers.of(matrix, node) for matrix in exchange.steps])
+    steps = exchange.peers(mpi.rank)
     is_mpi = system == "mpi"
     own, out, buffers = (x.numpy(), y.numpy(), [b.numpy() for b in received]) if is_mpi else (x, y, received)
     add, multiply = (np.add, np.multiply) if is_mpi else (torch.add, torch.mul)
 
-    def exchange_with(peers: Peers, tensor: Any, weight: float) -> None:
+    def exchange_with(peers: dict[str, Any], tensor: Any) -> None:
         """Exchanges between ranks, or between the first ranks of machines."""
-        sources, destinations = ([p * per_node for p in each] for each in (peers.sources, peers.destinations))
+        sources, destinations = (
+            [p * per_node for p in peers[side]] for side in ("src_weights", "dst_weights")
+        )
         arrived = buffers[: len(sources)]
         if is_mpi:
             requests = [mpi.Irecv(b, s) for b, s in zip(arrived, sources, strict=True)]
@@ -334,11 +283,10 @@ def on_messages(
         total = tensor
         for array in arrived:
             total = add(total, array, out=out)
-        multiply(total, weight, out=out)
+        multiply(total, peers["self_weight"] / per_node, out=out)
 
     def flat() -> Tensor:
-        peers = next(steps)
-        exchange_with(peers, own, peers.weight)
+        exchange_with(next(steps), own)
         return y
 
     def hierarchical() -> Tensor:
@@ -349,7 +297,7 @@ def on_messages(
         else:
             dist.reduce(y.copy_(x), group=world.gloo_machine, group_dst=0)
         if world.machine.rank == 0:
-            exchange_with(peers, out, peers.weight / per_node)
+            exchange_with(peers, out)
         if is_mpi:
             world.machine.Bcast(out, 0)
         else:
@@ -372,12 +320,11 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     base = base.to(torch.float32).div_(1 << 10).add_(1)
 
     def tensor() -> Tensor:
-        return torch.zeros(elements).fill_(
-            0
-        )  # filled, because pages of torch.zeros are allocated at the first write
+        return torch.zeros(elements).fill_(0)  # as pages of torch.zeros are allocated at the first write
 
     x, y, z = base + rank, tensor(), tensor()
-    received = [tensor() for _ in range(exchange.in_degree)]
+    in_degree = max(len(exchange.topology.peers(0, step)["src_weights"]) for step in range(exchange.steps))
+    received = [tensor() for _ in range(in_degree)]
     ways: dict[str, Way] = {}
     x_memory, y_memory = fogdist.empty(elements).copy_(x), fogdist.empty(elements).zero_()
     ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
@@ -398,13 +345,13 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     ways["gloo_allreduce"] = all_reduce(systems.gloo)
 
     if exchange.ranks_per_node > 1:
-        fogdist.set_machine_topology(exchange.graph)
-    elif exchange.graph is not None:
-        fogdist.set_topology(exchange.graph)
+        fogdist.set_machine_topology(exchange.topology.graph())
+    elif exchange.steps == 1:
+        fogdist.set_topology(exchange.topology.graph())
     everything = np.ones((n, n))
     wide = base.to(torch.float64)
     for name, way in ways.items():
-        for step in range(len(exchange.steps)):
+        for step in range(exchange.steps):
             is_allreduce = name in ("fog_allreduce", "gloo_allreduce")
             weights = (everything if is_allreduce else exchange.matrix(step))[:, rank]
             y.fill_(float("nan"))
@@ -428,14 +375,7 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     forms = memory_limit.sums([array.numpy() for array in read], y.numpy())
     everyone: dict[str, Callable[[], object]] = {**ways}
     everyone |= {f"memory {form}": way for form, way in forms.items()}
-    times, iterations = take_turns(
-        everyone,
-        systems.mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
-        back_to_back=arguments.back_to_back,
-        pause=arguments.pause / 1e3,
-    )
+    times, iterations = take_turns(everyone, systems.mpi, arguments)
     times["memory"] = min((times[f"memory {form}"] for form in forms), key=lambda t: t.median)
     bytes_ = elements * torch.float32.itemsize
     return Row(exchange.name, n, "float32", elements, bytes_, n * (len(read) + 1) * bytes_, iterations, times)
@@ -488,7 +428,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
+    rows = program.run(Path(__file__), arguments, measure_all)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     else:

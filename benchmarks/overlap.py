@@ -1,7 +1,7 @@
 """Times training steps of ranks on different hosts: how much of an exchange over a slow link compute hides.
 
     python benchmarks/overlap.py                                # 4 hosts, links of 1 Gbit/s, about seven minutes
-    python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc --plot overlap.png
+    python benchmarks/overlap.py --ratios 1 --compute device --modes none exchange awc
 
 Run it as root and without a launcher: it makes a network namespace for each rank, whose link tc limits to --rate
 (emulated_hosts.py), and starts its ranks there. The model is an MLP of 2.9 million parameters, the optimizer SGD with
@@ -138,14 +138,14 @@ def ways_of(
         systems: The systems of this run.
         bucket_cap_mb: As in the optimizers; None for their defaults.
     """
-    import fogdist
     import torch
+    from fogdist import algorithms
     from modes import MODES, Setup, Trainer
 
     cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     wrappers: dict[str, Callable[..., Any]] = {
-        "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-        "atc": partial(fogdist.DistributedAdaptThenCombineOptimizer, step_in_backward=True),
+        "awc": partial(algorithms.DecentralizedSGD, order="awc"),
+        "atc": partial(algorithms.AdaptThenCombine, step_in_backward=True),
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -172,20 +172,21 @@ def ways_of(
 def transfer(name: str, model: nn.Module, bucket_cap_mb: float | None) -> Callable[[], None]:
     """Returns a function that exchanges as many bytes as a model has, in the buckets of the optimizers."""
     import fogdist
+    import torch.distributed as dist
     from fogdist.packing import cap_bytes
     from fogdist.training.buckets import FlatBuckets
 
     flats = FlatBuckets(list(model.parameters()), cap_bytes(bucket_cap_mb)).flats
 
     def neighbors() -> None:
-        handles = [fogdist.neighbor_allreduce_nonblocking(flat, enable_topo_check=False) for flat in flats]
-        for handle in handles:
-            fogdist.wait(handle)
+        works = [fogdist.neighbor_allreduce(flat, enable_topo_check=False, async_op=True) for flat in flats]
+        for work in works:
+            work.wait()
 
     def everyone() -> None:
-        handles = [fogdist.allreduce_nonblocking_(flat) for flat in flats]
-        for handle in handles:
-            fogdist.wait(handle)
+        works = [dist.all_reduce(flat, dist.ReduceOp.AVG, async_op=True) for flat in flats]
+        for work in works:
+            work.wait()
 
     return neighbors if name == "exchange" else everyone
 
@@ -200,13 +201,9 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
     def median(name: str, model: Callable[[], nn.Module], batch: int) -> float:
         """Seconds of a step, from a few."""
-        times, _ = take_turns(
-            ways_of([name], model, batch, systems, arguments.bucket_cap_mb),
-            systems.mpi,
-            seconds=CALIBRATION_SECONDS,
-            iterations=arguments.iterations,
-            are_long=True,
-        )
+        few = argparse.Namespace(seconds=CALIBRATION_SECONDS, iterations=arguments.iterations, back_to_back=1)
+        ways = ways_of([name], model, batch, systems, arguments.bucket_cap_mb)
+        times, _ = take_turns(ways, systems.mpi, few, are_long=True)
         return 1e-3 * times[name].median
 
     def plain() -> nn.Module:
@@ -234,9 +231,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             times, iterations = take_turns(
                 ways_of(arguments.modes, model, batch, systems, arguments.bucket_cap_mb),
                 systems.mpi,
-                seconds=arguments.seconds,
-                iterations=arguments.iterations,
-                back_to_back=arguments.back_to_back,
+                arguments,
                 are_long=True,
             )
             times[LINK] = Times(on_link, on_link, on_link)
@@ -296,9 +291,8 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(
-        Path(__file__), arguments, measure_all, SYSTEMS, partial(side_by_side.run_on_hosts, arguments.rate)
-    )
+    on_hosts = partial(side_by_side.run_on_hosts, arguments.rate)
+    rows = program.run(Path(__file__), arguments, measure_all, on_hosts)
     if rows:
         print()
     print_goals(rows)

@@ -1,4 +1,4 @@
-"""Fills the tables of docs/performance.md, compression.md and howto/inject_faults.md from the files in benchmarks/results.
+"""Fills the tables of docs/measurements from the files in benchmarks/results.
 
     python benchmarks/performance_tables.py            # writes the pages anew
     python benchmarks/performance_tables.py --check    # fails if a page says anything else than the files
@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from soak_totals import FAILURES, next_steps, percentile, throughput
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / name for name in ("performance.md", "compression.md", "howto/inject_faults.md")]
+PAGES = [ROOT / "docs" / "measurements" / name for name in ("scaling.md", "compression.md", "faults.md")]
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
     "none": "no exchange",

@@ -1,7 +1,7 @@
 """Compares fog's one-sided transfers between hosts (MPI RMA) with raw MPI and fog's TCP, in one run.
 
     python benchmarks/rma.py                                   # both fabrics, about five minutes
-    python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M --plot rma.png
+    python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). As root it emulates hosts
 (network namespaces, see emulated_hosts.py); otherwise all ranks are on this host. In both cases MPI treats every rank
@@ -196,7 +196,7 @@ def join(arguments: argparse.Namespace) -> World:
     from fogdist import topology
 
     fogdist.init()
-    fogdist.set_topology(topology.ExponentialTwoGraph(RANKS))
+    fogdist.set_topology(topology.by_name("exp2", RANKS))
     if (transport := fogdist.transport(1 - systems.rank)) != fabric.transports[number]:
         raise RuntimeError(
             f"over {arguments.fabric} fog reaches the other rank by {transport}, not by {fabric.transports[number]}"
@@ -414,9 +414,7 @@ def measure_exchange(world: World, operation: str, elements: int, arguments: arg
     times, iterations = take_turns(
         ways,
         world.everyone,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
-        back_to_back=arguments.back_to_back,
+        arguments,
         apart={name: world.pair(pair) for name, pair in pairs.items()},
     )
     if computes:
@@ -484,13 +482,7 @@ def _measure_put_in_pair(
     mpi.Barrier()
     if world.rank == 0:
         with stopped(world.pids[1]) if operation.endswith("stopped") else computing(world.pids[1]):
-            times, iterations = take_turns(
-                ways,
-                MPI.COMM_SELF,
-                seconds=arguments.seconds,
-                iterations=arguments.iterations,
-                back_to_back=arguments.back_to_back,
-            )
+            times, iterations = take_turns(ways, MPI.COMM_SELF, arguments)
         bytes_ = 4 * elements
         row = Row(operation, RANKS, "float32", elements, bytes_, 2 * bytes_, iterations, times)
     else:
@@ -609,9 +601,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each fabric, then holds the results against the goals; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(
-        Path(__file__), arguments, measure_all, SYSTEMS, run_ranks=partial(run_fabrics, arguments)
-    )
+    rows = program.run(Path(__file__), arguments, measure_all, partial(run_fabrics, arguments))
     print_goals(GOALS, rows, SYSTEMS)
 
 

@@ -1,7 +1,7 @@
 """Many ranks on one machine: compares start, small operations, end, memory and descriptors of fog and Gloo.
 
     python benchmarks/scale.py                                  # 4, 16 and 32 ranks, several minutes
-    python benchmarks/scale.py --ranks 64 --rounds 3 --json scale.json --plot scale.png
+    python benchmarks/scale.py --ranks 64 --rounds 3 --json scale.json
 
 Ranks are forked from this process after it has imported torch, fogdist and fog's extension, so no time has imports. In
 each round a world of each system starts, works and ends, in random order. The results are the median and the
@@ -53,7 +53,7 @@ import torch.distributed as dist
 from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
 from goals import Goal, print_goals
 from interleaved import Times
-from report import Row, Table, plot, write_json
+from report import Row, Table, write_json
 
 from fog_pg._extension import load as load_extension
 
@@ -304,13 +304,10 @@ def main() -> None:
         help="what a phase of a world may take",
     )
     add("--json", type=Path, help="file for the numbers")
-    add("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or min(arguments.ranks) < 3 or not arguments.limit > 0:
         parser.error("--rounds must be 1 or more, --ranks 3 or more, --limit more than 0")
-    load = os.getloadavg()[0]
-    if load > program.BUSY:
-        print(f"load average {load:.1f} before the start: other programs run, and these numbers contain them")
+    load = program.load_before()
     load_extension()
     # Forked processes then neither traverse nor copy these objects.
     gc.collect()
@@ -326,8 +323,6 @@ def main() -> None:
     print_goals(GOALS, rows, SYSTEMS)
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load, "failures": failures}, rows)
-    if arguments.plot:
-        plot(arguments.plot, rows, SYSTEMS, over="ranks")
     if failures:
         sys.exit(f"{len(failures)} worlds did not come to their end:\n" + "\n".join(failures))
 

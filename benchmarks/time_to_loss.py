@@ -69,11 +69,11 @@ class Way:
 
 
 def static_exponential(ranks: int) -> Topology:
-    return Topology.from_graph("exp2", topologies.ExponentialTwoGraph(ranks))
+    return Topology.from_graph("exp2", topologies.by_name("exp2", ranks))
 
 
 def symmetric(ranks: int) -> Topology:
-    return Topology.from_graph("symexp", topologies.SymmetricExponentialGraph(ranks))
+    return Topology.from_graph("symexp", topologies.by_name("symexp", ranks))
 
 
 def hierarchical(ranks: int) -> Topology:

@@ -57,8 +57,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             times, iterations = take_turns(
                 dict.fromkeys(SYSTEMS, work),
                 systems.mpi,
-                seconds=arguments.seconds,
-                iterations=arguments.iterations,
+                arguments,
                 back_to_back=calls,
                 are_long=True,
                 before=switch,
@@ -91,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world, then compares the results with the goal; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
+    rows = program.run(Path(__file__), arguments, measure_all)
     print_goals([Goal("step", ranks, 0, "on", "off", GOAL) for ranks in arguments.ranks], rows, SYSTEMS)
 
 

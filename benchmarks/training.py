@@ -1,7 +1,7 @@
 """Times training steps in every mode, with DDP on Gloo, DDP on fog, and no communication for comparison, in one run.
 
     python benchmarks/training.py                                  # 1 and 4 ranks, about five minutes
-    python benchmarks/training.py --ranks 4 --models mlp --modes awc ddp_async --plot training.png
+    python benchmarks/training.py --ranks 4 --models mlp --modes awc ddp_async
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). On each rank every mode has
 its own model and optimizer, SGD with momentum. The modes take turns (see interleaved.py): in one turn all ranks make
@@ -149,14 +149,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
         # One rank has no neighbors to choose from, and no DDP to compare with.
         modes = [mode for mode in arguments.modes if size > 1 or not mode.endswith((ONE_PEER, GLOO))]
         steps = {mode: step_of_mode(mode, task, systems, arguments.topology) for mode in modes}
-        times, iterations = take_turns(
-            steps,
-            systems.mpi,
-            seconds=arguments.seconds,
-            iterations=arguments.iterations,
-            back_to_back=arguments.back_to_back,
-            are_long=True,
-        )
+        times, iterations = take_turns(steps, systems.mpi, arguments, are_long=True)
         elements = sum(parameter.numel() for parameter in task.make().parameters())
         rows.append(Row(task.title, size, "float32", elements, 4 * elements, 0, iterations, times))
         if systems.rank == 0:
@@ -191,7 +184,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all)
     print_goals(rows)
 
 

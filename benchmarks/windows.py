@@ -1,7 +1,7 @@
 """Compares fog's one-sided windows with those of raw MPI and the limit of memory, in one run.
 
     python benchmarks/windows.py                                # 2 and 4 ranks, about five minutes
-    python benchmarks/windows.py --ranks 2 --operations put "put alone" --sizes 4K 1M --plot windows.png
+    python benchmarks/windows.py --ranks 2 --operations put "put alone" --sizes 4K 1M
 
 Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). The systems take turns for
 each operation and size (see interleaved.py). The neighbors are those of the static exponential-2 graph: d = 1 with 2
@@ -132,7 +132,7 @@ def place_of(rank: int, size: int) -> Place:
     import fogdist
     from fogdist import topology
 
-    graph = topology.ExponentialTwoGraph(size)
+    graph = topology.by_name("exp2", size)
     fogdist.set_topology(graph)
 
     def others(ranks: Sequence[int], but: int) -> list[int]:
@@ -343,26 +343,13 @@ def check(system: str, side: Side, mpi: MPI.Intracomm, place: Place) -> None:
     mpi.Barrier()
 
 
-def turns(
-    ways: Mapping[str, Way], mpi: MPI.Intracomm, arguments: argparse.Namespace
-) -> tuple[dict[str, Times], int]:
-    """Times them on all ranks of `mpi` at once."""
-    return take_turns(
-        ways,
-        mpi,
-        seconds=arguments.seconds,
-        iterations=arguments.iterations,
-        back_to_back=arguments.back_to_back,
-    )
-
-
 def turns_of_rank_0(
     ways: Mapping[str, Way], mpi: MPI.Intracomm, arguments: argparse.Namespace
 ) -> tuple[dict[str, Times], int]:
     """Times them on rank 0 while the others sleep."""
     from mpi4py import MPI
 
-    measured = turns(ways, MPI.COMM_SELF, arguments) if mpi.rank == 0 else None
+    measured = take_turns(ways, MPI.COMM_SELF, arguments) if mpi.rank == 0 else None
     done = mpi.Ibarrier()
     while not done.Test():
         time.sleep(NAP)
@@ -395,7 +382,7 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
             limits["one_place"] = in_memory(operation, d, elements, buffers=1)
         for limit, forms in limits.items():
             ways |= {f"{limit} {form}": way for form, way in forms.items()}
-        times, iterations = (turns_of_rank_0 if name in ALONE else turns)(ways, mpi, arguments)
+        times, iterations = (turns_of_rank_0 if name in ALONE else take_turns)(ways, mpi, arguments)
         for limit, forms in limits.items():
             times[limit] = min((times[f"{limit} {form}"] for form in forms), key=lambda t: t.median)
         del ways, limits  # their arrays
@@ -445,7 +432,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all)
     print_goals(GOALS, rows, SYSTEMS)
 
 

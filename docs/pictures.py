@@ -24,9 +24,9 @@ ROUNDS = 40
 def compare(path: Path) -> None:
     """Draws how fast the ranks agree on several topologies of 16 ranks."""
     topologies = [
-        Topology.from_graph("ring", topology.RingGraph(RANKS)),
-        Topology.from_graph("torus", topology.Torus2DGraph(RANKS)),
-        Topology.from_graph("exp2 (static)", topology.ExponentialTwoGraph(RANKS)),
+        Topology.from_graph("ring", topology.ring(RANKS)),
+        Topology.from_graph("torus", topology.torus(RANKS)),
+        Topology.from_graph("exp2 (static)", topology.exponential(RANKS)),
         topology.random_matching(RANKS),
         topology.one_peer_exponential(RANKS),
     ]
@@ -51,8 +51,8 @@ def compare(path: Path) -> None:
 def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "fog"
     FOLDER.mkdir(exist_ok=True)
-    topology.plot(Topology.from_graph("exp2", topology.ExponentialTwoGraph(8)), FOLDER / "exp2.svg")
-    topology.plot(Topology.from_graph("ring", topology.RingGraph(8)), FOLDER / "ring.svg")
+    topology.plot(Topology.from_graph("exp2", topology.exponential(8)), FOLDER / "exp2.svg")
+    topology.plot(Topology.from_graph("ring", topology.ring(8)), FOLDER / "ring.svg")
     topology.plot(topology.one_peer_exponential(8), FOLDER / "one_peer_exponential.svg")
     topology.plot(topology.base_graph(6), FOLDER / "base_graph.svg")
     compare(FOLDER / "comparison.svg")

@@ -15,8 +15,9 @@ import argparse
 
 import devices
 import fogdist
+import ranks
 import torch
-from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
+from fogdist.topology import TOPOLOGY_NAMES, by_name, one_peer
 
 
 def main() -> None:
@@ -36,27 +37,19 @@ def main() -> None:
 
     fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
     rank, size = fogdist.rank(), fogdist.size()
-    peers = None
-    if args.dynamic and size > 1:
-        peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+    sequence = one_peer(fogdist.load_topology()) if args.dynamic and size > 1 else None
 
     x = torch.tensor([float(rank)], device=devices.use(args.device))
-    average = fogdist.allreduce(x)
+    average = ranks.mean(x)
     errors = [(x - average).abs()]
-    for _ in range(args.rounds):
-        if peers is None:
-            x = fogdist.neighbor_allreduce(x)
-        else:
-            send_ranks, recv_ranks = next(peers)
-            weight = 1.0 / (len(recv_ranks) + 1)
-            x = fogdist.neighbor_allreduce(
-                x, self_weight=weight, src_weights={r: weight for r in recv_ranks}, dst_weights=send_ranks
-            )
+    for t in range(args.rounds):
+        peers = {} if sequence is None else sequence.peers(rank, t)
+        x = fogdist.neighbor_allreduce(x, **peers)
         errors.append((x - average).abs())
 
     # One row a rank, one column a round.
-    all_errors = fogdist.allgather(torch.cat(errors).unsqueeze(0))
-    values = fogdist.allgather(x)
+    all_errors = ranks.gathered(torch.cat(errors).unsqueeze(0))
+    values = ranks.gathered(x)
     if rank == 0:
         print(f"{'round':>6}{'largest error':>16}")
         for round_, error in enumerate(all_errors.max(dim=0).values.tolist()):

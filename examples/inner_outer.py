@@ -17,30 +17,21 @@ all ranks send outside. Each rank talks to one peer a round:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 
 import devices
 import fogdist
+import ranks
 import torch
-from fogdist.topology import (
-    ExponentialTwoGraph,
-    GetDynamicOnePeerSendRecvRanks,
-    GetInnerOuterExpo2DynamicSendRecvRanks,
-    GetInnerOuterRingDynamicSendRecvRanks,
-)
+from fogdist.topology import Topology, exponential, inner_outer_exponential, inner_outer_ring, one_peer
 from torch import Tensor
 
-# Yields the ranks that a rank sends to and receives from in each round.
-Peers = Iterator[tuple[list[int], list[int]]]
 
-
-def mix(x: Tensor, peers: Peers) -> Tensor:
-    """Returns the mean of x and the tensors that come in this round."""
-    send_ranks, recv_ranks = next(peers)
-    weight = 1.0 / (len(recv_ranks) + 1)
-    return fogdist.neighbor_allreduce(
-        x, self_weight=weight, src_weights={r: weight for r in recv_ranks}, dst_weights=send_ranks
-    )
+def along(topology: Topology) -> Callable[[Tensor], Tensor]:
+    """Returns a function that mixes a tensor along the next round of a topology."""
+    rounds = count()
+    return lambda x: fogdist.neighbor_allreduce(x, **topology.peers(fogdist.rank(), next(rounds)))
 
 
 def main() -> None:
@@ -55,25 +46,22 @@ def main() -> None:
 
     fogdist.init()
     rank, size, local_size = fogdist.rank(), fogdist.size(), fogdist.local_size()
-    machines = fogdist.machine_size() if fogdist.is_homogeneous() else 1
+    machines = fogdist.machine_size()
     if local_size < 3 or machines < 2:
         fogdist.shutdown()
         raise SystemExit(
             f"error: this needs machines of equally many ranks, 3 or more, got {machines} of {local_size}; "
             "FOG_NODES_PER_MACHINE makes so many ranks a machine"
         )
-    fogdist.set_machine_topology(ExponentialTwoGraph(machines))
-    ring = GetInnerOuterRingDynamicSendRecvRanks(size, local_size, rank)
-    exponential = GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size, rank)
-    flat = GetDynamicOnePeerSendRecvRanks(ExponentialTwoGraph(size), rank)
+    fogdist.set_machine_topology(exponential(machines))
     rounds: dict[str, Callable[[Tensor], Tensor]] = {
-        "inner_outer_ring": lambda x: mix(x, ring),
-        "inner_outer_exp2": lambda x: mix(x, exponential),
-        "one_peer_exp2": lambda x: mix(x, flat),
+        "inner_outer_ring": along(inner_outer_ring(size, local_size)),
+        "inner_outer_exp2": along(inner_outer_exponential(size, local_size)),
+        "one_peer_exp2": along(one_peer(exponential(size))),
         "hierarchical": fogdist.hierarchical_neighbor_allreduce,
     }
     start = torch.tensor([float(rank)], dtype=torch.float64, device=devices.use(args.device))
-    average = fogdist.allreduce(start)
+    average = ranks.mean(start)
     curves = {}
     for name, round_ in rounds.items():
         x, errors = start, [(start - average).abs()]
@@ -81,7 +69,7 @@ def main() -> None:
             x = round_(x)
             errors.append((x - average).abs())
         # One row a rank, one column a round.
-        curves[name] = fogdist.allgather(torch.cat(errors).unsqueeze(0)).max(dim=0).values
+        curves[name] = ranks.gathered(torch.cat(errors).unsqueeze(0)).max(dim=0).values
     if rank == 0:
         print(f"{machines} machines of {local_size} ranks: largest distance of a rank to the average")
         print("".join([f"{'round':>6}", *(f"{name:>18}" for name in curves)]))

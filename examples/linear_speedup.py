@@ -16,7 +16,9 @@ import time
 
 import devices
 import fogdist
+import ranks
 import torch
+import torch.distributed as dist
 from fogdist.topology import TOPOLOGY_NAMES, by_name
 from torch import Tensor
 
@@ -68,12 +70,13 @@ def track(samples: Samples, iterations: int, lr: float, computes: bool, communic
         x = x - lr * tracked
         if communicates:
             x = fogdist.neighbor_allreduce(x)
-            handle = fogdist.neighbor_allreduce_nonblocking(tracked)
+            work = fogdist.neighbor_allreduce(tracked, async_op=True)
         previous = gradient
         if computes:
             gradient = samples.gradient(x)
         if communicates:
-            tracked = fogdist.wait(handle)
+            work.wait()
+            (tracked,) = work.get_future().value()
         tracked = tracked + gradient - previous
     return x
 
@@ -104,17 +107,17 @@ def main() -> None:
     solution = samples.zeros()
     for name, (computes, communicates) in runs.items():
         track(samples, 3, args.lr, computes, communicates)  # warms up
-        fogdist.barrier()
+        dist.barrier()
         begin = time.perf_counter()
         x = track(samples, args.max_iter, args.lr, computes, communicates)
         x.sum().item()  # a GPU has done it then
         seconds = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
-        rates[name] = args.rows * args.max_iter / fogdist.allgather(seconds)
+        rates[name] = args.rows * args.max_iter / ranks.gathered(seconds)
         if computes and communicates:
             solution = x
     # Zero at the optimum of all ranks' samples together.
-    error = fogdist.allreduce(samples.gradient(solution)).norm().item()
-    start = fogdist.allreduce(samples.gradient(samples.zeros())).norm().item()
+    error = ranks.mean(samples.gradient(solution)).norm().item()
+    start = ranks.mean(samples.gradient(samples.zeros())).norm().item()
     if fogdist.rank() == 0:
         print(
             f"{fogdist.size()} ranks with {args.rows} samples of {args.features} features each: samples per second"

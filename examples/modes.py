@@ -147,7 +147,7 @@ def _optimizer(
 
 
 def _push_sum(setup: Setup) -> Trainer:
-    trainer = _optimizer(fogdist.DistributedPushSumOptimizer, has_windows=True)(setup)
+    trainer = _optimizer(algorithms.WindowPushSum, has_windows=True)(setup)
     optimizer: Any = trainer.optimizer
 
     def prepare(t: int) -> None:
@@ -188,25 +188,21 @@ def _algorithm(
     return make
 
 
-_WEIGHTS = ("self_weight", "src_weights", "dst_weights")
-
 MODES: dict[str, Mode] = {
     "none": Mode(_alone, "no communication", follows_topology=False, can_be_dynamic=False),
     "ddp": Mode(_ddp, "torch's DistributedDataParallel", follows_topology=False, can_be_dynamic=False),
     "gossip_hook": Mode(_ddp_with_gossip, "torch's DistributedDataParallel with fogdist.gossip_hook"),
     "awc": Mode(
-        _optimizer(fogdist.DistributedAdaptWithCombineOptimizer, _WEIGHTS), "adapt with combine, optimizer"
+        _algorithm(algorithms.DecentralizedSGD, order="awc"), "adapt with combine, hidden behind the passes"
     ),
-    "atc": Mode(
-        _optimizer(fogdist.DistributedAdaptThenCombineOptimizer, _WEIGHTS), "adapt then combine, optimizer"
-    ),
+    "atc": Mode(_algorithm(algorithms.AdaptThenCombine), "adapt then combine"),
     "win_put": Mode(
-        _optimizer(fogdist.DistributedWinPutOptimizer, ("dst_weights",), has_windows=True),
+        _optimizer(algorithms.WinPut, ("dst_weights",), has_windows=True),
         "puts to neighbors, optimizer",
         is_asynchronous=True,
     ),
     "pull_get": Mode(
-        _optimizer(fogdist.DistributedPullGetOptimizer, has_windows=True),
+        _optimizer(algorithms.PullGet, has_windows=True),
         "gets from neighbors, optimizer",
         is_asynchronous=True,
         can_be_dynamic=False,

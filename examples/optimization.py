@@ -31,7 +31,9 @@ from typing import Any
 import devices
 import fogdist
 import networkx as nx
+import ranks
 import torch
+import torch.distributed as dist
 from fogdist import algorithms
 from fogdist.topology import TOPOLOGY_NAMES, by_name
 from torch import Tensor, nn
@@ -93,8 +95,8 @@ def optimum(problem: Problem) -> Tensor:
     """Returns the minimizer of the mean of all ranks' losses, by Newton's method on averages of ranks."""
     x = problem.zeros()
     for _ in range(30):
-        gradient = fogdist.allreduce(problem.gradient(x))
-        hessian = fogdist.allreduce(torch.func.hessian(problem.loss)(x))
+        gradient = ranks.mean(problem.gradient(x))
+        hessian = ranks.mean(torch.func.hessian(problem.loss)(x))
         x = x - torch.linalg.solve(hessian, gradient)
     return x
 
@@ -123,21 +125,19 @@ def by_push_diging(problem: Problem, iterations: int, lr: float) -> list[Tensor]
     gradient = problem.gradient(u)
     y.copy_(gradient)
     v.fill_(1.0)
-    fogdist.win_create(state, "push_diging", zero_init=True)
+    window = fogdist.Window(state, zero_init=True)
     path = [u / v]
     for _ in range(iterations):
         u.sub_(y, alpha=lr)
         # With the mutex it returns when a GPU has done it, too.
-        fogdist.win_accumulate(
-            state, "push_diging", self_weight=share, dst_weights=shares, require_mutex=True
-        )
-        fogdist.barrier()  # all shares are there
-        fogdist.win_update_then_collect("push_diging")
-        fogdist.barrier()  # all have collected them, before the next ones come
+        window.accumulate(state, self_weight=share, dst_weights=shares, require_mutex=True)
+        dist.barrier()  # all shares are there
+        window.collect(require_mutex=True)
+        dist.barrier()  # all have collected them, before the next ones come
         previous, gradient = gradient, problem.gradient(u / v)
         y.add_(gradient - previous)
         path.append(u / v)
-    fogdist.win_free("push_diging")
+    window.free()
     return path
 
 
@@ -180,7 +180,7 @@ def main() -> None:
         fogdist.set_topology(graph, is_weighted=name != UNBALANCED)
         path = torch.stack(METHODS[method](problem, args.max_iter, args.lr))
         # One row a rank, one column an iteration.
-        errors = fogdist.allgather((path - best).norm(dim=1).unsqueeze(0))
+        errors = ranks.gathered((path - best).norm(dim=1).unsqueeze(0))
         curves[f"{method}, {name}"] = errors.max(dim=0).values
     if fogdist.rank() == 0:
         print(f"{args.task}, {fogdist.size()} ranks: largest distance of a rank to the optimum")

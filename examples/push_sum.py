@@ -18,12 +18,14 @@ import time
 
 import devices
 import fogdist
+import ranks
 import torch
-from fogdist.topology import TOPOLOGY_NAMES, GetDynamicOnePeerSendRecvRanks, by_name
+import torch.distributed as dist
+from fogdist.topology import TOPOLOGY_NAMES, by_name, one_peer
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Asynchronous push-sum with win_accumulate.")
+    parser = argparse.ArgumentParser(description="Asynchronous push-sum with a window.")
     parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="exp2", help="who writes to whom")
     parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
     parser.add_argument(
@@ -43,35 +45,32 @@ def main() -> None:
         fogdist.shutdown()
         raise SystemExit(f"error: --slow-rank must be one of 0 to {size - 1}, got {args.slow_rank}")
     neighbors = fogdist.out_neighbor_ranks()
-    peers = None
-    if args.dynamic and size > 1:
-        peers = GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+    sequence = one_peer(fogdist.load_topology()) if args.dynamic and size > 1 else None
 
     x = torch.tensor([float(rank)], dtype=torch.float64, device=devices.use(args.device))
-    average = fogdist.allreduce(x)
-    fogdist.turn_on_win_ops_with_associated_p()
-    fogdist.win_create(x, name="x", zero_init=True)
+    average = ranks.mean(x)
+    window = fogdist.Window(x, zero_init=True)
     rounds, all_done = 0, None
     errors = [abs(x.item() - average.item())]
     # A rank that stops early only receives, so all continue until the slowest has done its rounds.
-    while all_done is None or not fogdist.poll(all_done):
-        destinations = neighbors if peers is None else next(peers)[0]
+    while all_done is None or not all_done.is_completed():
+        destinations = neighbors if sequence is None else sequence.peers(rank, rounds)["dst_weights"]
         share = 1.0 / (len(destinations) + 1)
-        fogdist.win_accumulate(x, "x", self_weight=share, dst_weights={d: share for d in destinations})
+        window.accumulate(x, self_weight=share, dst_weights={d: share for d in destinations}, with_p=True)
         time.sleep(1e-3 if rank == args.slow_rank else 1e-4)
-        fogdist.win_update_then_collect("x", require_mutex=False)
+        window.collect(with_p=True)
         rounds += 1
-        errors.append(abs(x.item() / fogdist.win_associated_p("x") - average.item()))
+        errors.append(abs(x.item() / window.p - average.item()))
         if rounds == args.rounds:
-            all_done = fogdist.allreduce_nonblocking(torch.zeros(1))
-    fogdist.wait(all_done)
-    fogdist.barrier()
-    fogdist.win_update_then_collect("x")  # the values that came after the last round
-    p = fogdist.win_associated_p("x")
+            all_done = dist.barrier(async_op=True)
+    all_done.wait()
+    dist.barrier()
+    window.collect(with_p=True)  # the values that came after the last round
+    p = window.p
 
     # One row a rank: its rounds, its share of the weight, its estimate.
-    rows = fogdist.allgather(torch.tensor([[rounds, p, x.item() / p]], dtype=torch.float64))
-    all_errors = fogdist.allgather(torch.tensor([errors[: args.rounds + 1]], dtype=torch.float64))
+    rows = ranks.gathered(torch.tensor([[rounds, p, x.item() / p]], dtype=torch.float64))
+    all_errors = ranks.gathered(torch.tensor([errors[: args.rounds + 1]], dtype=torch.float64))
     if rank == 0:
         print(f"{'round':>6}{'largest error':>16}")
         for round_, error in enumerate(all_errors.max(dim=0).values.tolist()):
@@ -80,7 +79,7 @@ def main() -> None:
         for r, (count, weight, estimate) in enumerate(rows.tolist()):
             print(f"rank {r}: {estimate:.12g} after {count:.0f} rounds, p = {weight:.3f}")
         print(f"average of all ranks: {average.item()}; sum of p: {rows[:, 1].sum().item():.12g}")
-    fogdist.win_free()
+    window.free()
     fogdist.shutdown()
 
 

@@ -25,6 +25,7 @@ from collections.abc import Callable
 
 import devices
 import fogdist
+import ranks
 import torch
 from fogdist.topology import TOPOLOGY_NAMES, by_name
 from torch import Tensor
@@ -58,19 +59,19 @@ class Rank:
 
 def solution(own: Rank) -> Tensor:
     """Returns the price, from the sums over all ranks, which the methods do without."""
-    surplus = fogdist.allreduce(own.stock - own.demand, average=False)
-    return surplus / fogdist.allreduce(1 / own.slope, average=False)
+    surplus = ranks.total(own.stock - own.demand)
+    return surplus / ranks.total(1 / own.slope)
 
 
 def admm(own: Rank, iterations: int) -> list[Tensor]:
     """Returns the prices after each iteration of exchange ADMM, with the penalty 1."""
     excess = own.takes(torch.zeros_like(own.stock)) - own.demand
-    mean, price, path = fogdist.allreduce(excess), torch.zeros_like(own.stock), []
+    mean, price, path = ranks.mean(excess), torch.zeros_like(own.stock), []
     for _ in range(iterations):
         target = excess - mean - price
         # The minimum of f_i(excess + demand) + |excess - target|^2 / 2.
         excess = (own.slope * (own.stock - own.demand) + target) / (own.slope + 1)
-        mean = fogdist.allreduce(excess)
+        mean = ranks.mean(excess)
         price = price + mean
         path.append(price)
     return path
@@ -143,12 +144,9 @@ def main() -> None:
     for name, method in methods.items():
         path = torch.stack(method())
         # One row a rank, one column an iteration.
-        curves[name] = fogdist.allgather((path - best).norm(dim=1).unsqueeze(0)).max(dim=0).values
+        curves[name] = ranks.gathered((path - best).norm(dim=1).unsqueeze(0)).max(dim=0).values
         allocations[name] = own.takes(path[-1])
-    missing = {
-        name: fogdist.allreduce(taken - own.demand, average=False).norm().item()
-        for name, taken in allocations.items()
-    }
+    missing = {name: ranks.total(taken - own.demand).norm().item() for name, taken in allocations.items()}
     if fogdist.rank() == 0:
         print(f"{fogdist.size()} ranks, {GOODS} goods: largest distance of a rank's price to the solution's")
         print("".join([f"{'iteration':>9}", *(f"{name:>20}" for name in curves)]))

@@ -15,31 +15,34 @@ from collections.abc import Callable
 
 import devices
 import fogdist
+import ranks
 import torch
+import torch.distributed as dist
 from fogdist.topology import TOPOLOGY_NAMES, by_name
 from torch import Tensor
 
 TIMES_SIGMA = 1.96  # for what 95 of 100 measurements differ from their mean at most
 
 
-def operations(data: Tensor) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]]:
+def operations(window: fogdist.Window) -> dict[str, tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]]:
     """Returns by name what to time, and what it makes of the numbers of the ranks it hears of.
 
     Args:
-        data: This rank's tensor, whose elements are the rank's number.
+        window: Of this rank's tensor, whose elements are the rank's number.
     """
+    data = window.tensor
     neighbors = sorted(fogdist.in_neighbor_ranks())
 
     def put() -> Tensor:
-        fogdist.win_put(data, "data")
+        window.put(data)
         return data
 
     def error_of_mean(result: Tensor) -> Tensor:
         return result - (near.sum() + data[0]) / (len(neighbors) + 1)
 
     def error_of_puts(_: Tensor) -> Tensor:
-        fogdist.barrier()  # all have put
-        return error_of_mean(fogdist.win_update("data", clone=True))
+        dist.barrier()  # all have put
+        return error_of_mean(window.update(clone=True))
 
     everybody = torch.arange(fogdist.size(), dtype=data.dtype, device=data.device)
     near = torch.tensor(neighbors, dtype=data.dtype, device=data.device)
@@ -49,12 +52,12 @@ def operations(data: Tensor) -> dict[str, tuple[Callable[[], Tensor], Callable[[
             lambda: fogdist.neighbor_allgather(data),
             lambda result: result.reshape(len(neighbors), -1).mean(dim=1) - near,
         ),
-        "allreduce": (lambda: fogdist.allreduce(data), lambda result: result - everybody.mean()),
+        "allreduce": (lambda: ranks.mean(data), lambda result: result - everybody.mean()),
         "allgather": (
-            lambda: fogdist.allgather(data),
+            lambda: ranks.gathered(data),
             lambda result: result.reshape(len(everybody), -1).mean(dim=1) - everybody,
         ),
-        "win_put": (put, error_of_puts),
+        "put": (put, error_of_puts),
     }
 
 
@@ -76,18 +79,18 @@ def main() -> None:
 
     fogdist.init(lambda size: by_name(args.topology, size))
     data = torch.full((args.data_size,), float(fogdist.rank()), device=devices.use(args.device))
-    known = operations(data)
+    window = fogdist.Window(data)
+    known = operations(window)
     if args.operation not in known:
         fogdist.shutdown()
         raise SystemExit(f"error: --operation must be one of {', '.join(known)}, got {args.operation}")
     call, error = known[args.operation]
-    fogdist.win_create(data, "data")
     for _ in range(args.num_warmup):
         result = call()
     worst = error(result).abs().max().item()
     seconds = []
     for _ in range(args.num_iters):
-        fogdist.barrier()
+        dist.barrier()
         begin = time.perf_counter()
         for _ in range(args.num_per_iter):
             result = call()
@@ -95,7 +98,7 @@ def main() -> None:
         seconds.append((time.perf_counter() - begin) / args.num_per_iter)
     spread = TIMES_SIGMA * statistics.pstdev(seconds)
     row = torch.tensor([[statistics.mean(seconds), spread, worst]], dtype=torch.float64)
-    rows = fogdist.allgather(row).tolist()
+    rows = ranks.gathered(row).tolist()
     if fogdist.rank() == 0:
         print(f"{args.operation} of {data.nbytes:,} bytes, {args.topology}, {fogdist.size()} ranks")
         for rank, (mean, deviation, off) in enumerate(rows):
@@ -103,7 +106,7 @@ def main() -> None:
                 f"rank {rank}: {1e3 * mean:.3f} +- {1e3 * deviation:.3f} ms a call, "
                 f"{data.nbytes / mean / 1e6:.0f} MB/s, largest error {off:.1e}"
             )
-    fogdist.win_free()
+    window.free()
     fogdist.shutdown()
 
 

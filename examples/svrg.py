@@ -24,6 +24,7 @@ from typing import Any
 
 import devices
 import fogdist
+import ranks
 import torch
 from fogdist import algorithms
 from fogdist.topology import TOPOLOGY_NAMES, by_name
@@ -85,7 +86,7 @@ def main() -> None:
         for name in ALGORITHMS:
             path = torch.stack(train(name, gradients, problem, args.epochs, args.lr))
             # One row a rank, one column an epoch.
-            errors = fogdist.allgather((path - best).norm(dim=1).unsqueeze(0))
+            errors = ranks.gathered((path - best).norm(dim=1).unsqueeze(0))
             curves[f"{gradients}, {name}"] = errors.max(dim=0).values
     if fogdist.rank() == 0:
         print(f"{args.task}, {fogdist.size()} ranks: largest distance of a rank to the optimum")

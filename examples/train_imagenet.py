@@ -23,6 +23,7 @@ from typing import Any
 
 import devices
 import fogdist
+import fogdist.bluefog.torch as bf
 import torch
 from images import make_plaids
 from models import cifar_resnet, resnet50
@@ -33,9 +34,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet8": lambda: cifar_resnet(8), "resnet50": resnet50}
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
-    "gradient_allreduce": fogdist.DistributedGradientAllreduceOptimizer,
+    "awc": bf.DistributedAdaptWithCombineOptimizer,
+    "atc": bf.DistributedAdaptThenCombineOptimizer,
+    "gradient_allreduce": bf.DistributedGradientAllreduceOptimizer,
 }
 MILESTONES = (1 / 3, 2 / 3, 8 / 9)  # of all epochs: 30, 60 and 80 of 90
 
@@ -105,7 +106,7 @@ def resume(folder: Path | None, model: nn.Module, optimizer: Any) -> int:
         checkpoint = torch.load(found[-1], weights_only=True)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    epochs = fogdist.broadcast(torch.tensor([checkpoint["epoch"] if found else 0]), root_rank=0)
+    epochs = bf.broadcast(torch.tensor([checkpoint["epoch"] if found else 0]), root_rank=0)
     fogdist.broadcast_parameters(model.state_dict(), root_rank=0)
     fogdist.broadcast_optimizer_state(optimizer, root_rank=0)
     return int(epochs.item())
@@ -136,7 +137,7 @@ class Mean:
 
     def of_all_ranks(self) -> tuple[float, float]:
         """Returns loss and accuracy. Collective."""
-        loss, right, count = fogdist.allreduce(self._sums, average=False).tolist()
+        loss, right, count = bf.allreduce(self._sums, average=False).tolist()
         return loss / count, right / count
 
 

@@ -253,7 +253,7 @@ class Progress:
         if is_shared and dist.get_world_size() > 1:
             self._all = steps * dist.get_world_size()
             everybody = dist.new_group()
-            fogdist.set_topology(fogdist.FullyConnectedGraph(dist.get_world_size()), group=everybody)
+            fogdist.set_topology(fogdist.topology.fully_connected(dist.get_world_size()), group=everybody)
             self._window = fogdist.Window(self._done, everybody, zero_init=True)
         self._one = torch.ones_like(self._done)
 

@@ -1,7 +1,7 @@
 """The first group of a process that joins a running job: it takes no work, and connects nobody.
 
 The members of a job that can be joined have told the job's Store how to connect with them. What follows, from here to
-the first exchange, is in `fogdist.joining`.
+the first exchange, is in `fogdist.elastic`.
 """
 
 from __future__ import annotations

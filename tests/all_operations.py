@@ -45,7 +45,7 @@ def large_messages() -> None:
 
 def large_neighbor_exchanges() -> None:
     rank, size = fogdist.rank(), fogdist.size()
-    graph = topologies.RingGraph(size)
+    graph = topologies.ring(size)
     fogdist.set_topology(graph)
     matrix = topologies.mixing_matrix(topologies.uniform_weights(graph))
     sources = sorted(source for source in graph.predecessors(rank) if source != rank)
@@ -106,7 +106,7 @@ def main() -> None:
     chosen = steps(large=not arguments.small)
     for function, given in chosen:
         inspect.unwrap(function)(*given)  # of a test, what each rank runs
-    fogdist.barrier()
+    dist.barrier()
 
     from fog_pg import _C
 

@@ -28,13 +28,13 @@ def link_bytes() -> tuple[int, int]:
 
 def counted(exchange: Callable[[], Tensor]) -> tuple[Tensor, list[int]]:
     """Returns the result of an exchange, and the bytes that the host received and sent for it."""
-    fogdist.barrier()
+    dist.barrier()
     received, sent = link_bytes()
-    fogdist.barrier()  # no rank sends before all have read the counters
+    dist.barrier()  # no rank sends before all have read the counters
     result = exchange()
-    fogdist.barrier()
+    dist.barrier()
     received_after, sent_after = link_bytes()
-    fogdist.barrier()
+    dist.barrier()
     return result, [received_after - received, sent_after - sent]
 
 
@@ -52,10 +52,10 @@ def least(exchange: Callable[[], Tensor], expected: Tensor | None = None) -> lis
 def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
     """Yields name, call, and the mean of the ranks whose tensors are summed on this one."""
     rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(topology.ExponentialTwoGraph(size))
+    fogdist.set_topology(topology.exponential(size))
     terms = [rank, *fogdist.in_neighbor_ranks()]
     yield "exp2", lambda: fogdist.neighbor_allreduce(x), sum(terms) / len(terms)
-    generator = topology.GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
+    generator = topology.dynamic.one_peer_ranks(fogdist.load_topology(), rank)
     for step in range((size - 1).bit_length()):
         destinations, sources = next(generator)
 
@@ -73,7 +73,7 @@ def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], f
 
 def exchanges_of_machines(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], float]]:
     """Yields the same for machines, each with all others as neighbors."""
-    fogdist.set_machine_topology(topology.FullyConnectedGraph(fogdist.machine_size()))
+    fogdist.set_machine_topology(topology.fully_connected(fogdist.machine_size()))
     mean = (fogdist.size() - 1) / 2
     yield "hierarchical", lambda: fogdist.hierarchical_neighbor_allreduce(x), mean
 
@@ -128,7 +128,7 @@ def measure_algorithms(rows: int) -> dict[str, tuple[int, list[int]]]:
 
 def measure_windows(nbytes: int) -> dict[str, tuple[int, list[int]]]:
     """Returns the same as `measure_compressed` for puts and accumulates of two ranks."""
-    fogdist.init(topology.RingGraph)
+    fogdist.init(topology.ring)
     x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(fogdist.rank()))
     counts = {}
     for number, codec in enumerate((Float16(), Int8(), Int4(), TopK(0.01))):

@@ -164,7 +164,7 @@ class Neighbors(Mode):
         self.model = fogdist.DecentralizedDataParallel(
             module,
             torch.optim.SGD(groups, lr=0.05),
-            fogdist.topology.FullyConnectedGraph(RANKS),
+            fogdist.topology.fully_connected(RANKS),
             **self.options,
         )
         self.values, self.weight = module.values, module.weight

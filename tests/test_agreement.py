@@ -161,7 +161,7 @@ def agreeing() -> None:
     for name in (None, "named"):
         y = fogdist.neighbor_allreduce(torch.ones(2), self_weight=0.5, **ends, name=name)
         assert y.tolist() == [1.0, 1.0]
-    fogdist.set_topology(fogdist.topology.RingGraph(size))
+    fogdist.set_topology(fogdist.topology.ring(size))
     fogdist.allreduce_parameters({"x": torch.ones(2)})
     with pytest.raises(AssertionError, match="gathered"):
         agreement.check_same_everywhere(fogdist.context.current().backend, "text", [str(rank)])

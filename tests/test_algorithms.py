@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import numpy as np
 import pytest
@@ -136,14 +137,14 @@ def sequence(graph: str, size: int) -> topologies.Topology | None:
 def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
     """Returns the arguments of set_topology."""
     if graph == "star":
-        return topologies.metropolis_hastings_weights(topologies.StarGraph(size)), True
+        return topologies.metropolis_hastings_weights(topologies.star(size)), True
     if graph == "ring":
-        return topologies.RingGraph(size), False
+        return topologies.ring(size), False
     if graph == "lopsided":
         return lopsided(size), False
     if graph == "full":
-        return topologies.FullyConnectedGraph(size), False
-    return topologies.ExponentialGraph(size), False
+        return topologies.fully_connected(size), False
+    return topologies.exponential(size), False
 
 
 def one_peer_columns(size: int, step: int) -> np.ndarray:
@@ -446,11 +447,11 @@ REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
 
 
 def class_of(name: str) -> Any:
-    """Returns a class of fogdist.algorithms, or DecentLaM as docs/algorithms.md writes it."""
+    """Returns a class of fogdist.algorithms, or DecentLaM as docs/howto/write_an_algorithm.md writes it."""
     if name != "DecentLaM":
         return getattr(algorithms, name)
-    page = (Path(__file__).parent.parent / "docs" / "algorithms.md").read_text()
-    code = page[page.index("## Your own algorithm") :].split("```python\n")[1].split("```")[0]
+    page = (Path(__file__).parent.parent / "docs" / "howto" / "write_an_algorithm.md").read_text()
+    code = page[page.index("This one keeps state") :].split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": __name__}
     exec(code, names)
     return names[name]
@@ -785,7 +786,7 @@ def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
 
 # --- weights ------------------------------------------------------------------------------------------------
 
-FULL = topologies.FullyConnectedGraph(2)
+FULL = topologies.fully_connected(2)
 # Each row has an algorithm, its options, and an attribute that its mixing does not use, with a value.
 UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("DecentralizedSGD", {"topology": FULL}, "self_weight", 0.5),
@@ -828,7 +829,7 @@ def test_gradient_allreduce_has_no_weights() -> None:
     start()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = fogdist.DistributedGradientAllreduceOptimizer(base, model)
+    optimizer = bf.DistributedGradientAllreduceOptimizer(base, model)
     for name in ("self_weight", "src_weights", "enable_topo_check"):
         with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
             setattr(optimizer, name, None)
@@ -883,14 +884,14 @@ def train_mixed(name: str, model: Mixed) -> None:
                 optimizer.zero_grad()
                 model(rank).backward()
                 optimizer.step()
-            fogdist.barrier()
+            dist.barrier()
     if name == "AsynchronousGossip":
         optimizer.finish()
 
 
 @on_ranks([1, 4], name=[*IN_STEP, "ChocoSGD", "AsynchronousGossip"])
 def test_all_kinds_of_parameters(name: str) -> None:
-    start(topologies.RingGraph)
+    start(topologies.ring)
     model, plain = Mixed(False), Mixed(True)
     begin = copy.deepcopy(model.state_dict())
     train_mixed(name, model)
@@ -913,7 +914,7 @@ def test_all_kinds_of_parameters(name: str) -> None:
 
 
 def gossip(**options: Any) -> tuple[Quadratic, Any]:
-    rank, _ = start(topologies.RingGraph)
+    rank, _ = start(topologies.ring)
     model = Quadratic(rank, rank)
     groups = [
         {"params": [model.weight], "lr": float(RATES[0])},
@@ -928,13 +929,13 @@ def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
     rank = fogdist.rank()
     trajectory = []
     for turn, step in schedule(fogdist.size()):
-        fogdist.barrier()
+        dist.barrier()
         if turn == rank:
             step_of(model, optimizer, step)
             trajectory.append(model.x().detach().numpy().copy())
     optimizer.finish()
     optimizer.finish()  # the second call does nothing
-    assert not fogdist.get_current_created_window_names()
+    assert not bf.get_current_created_window_names()
     return np.stack(trajectory), model.x().detach().numpy()
 
 
@@ -996,12 +997,12 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed() -> None:
         optimizer.step()
     stand_still(optimizer)
     for _ in range(200):
-        fogdist.barrier()
+        dist.barrier()
         optimizer.step()
-    fogdist.barrier()
+    dist.barrier()
     optimizer.finish()
-    mean, x = fogdist.allreduce(own.clone()), model.x().detach()
-    torch.testing.assert_close(fogdist.allreduce(x.clone()), mean, rtol=0, atol=1e-12)
+    mean, x = bf.allreduce(own.clone()), model.x().detach()
+    torch.testing.assert_close(bf.allreduce(x.clone()), mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(x, mean, rtol=0, atol=1e-6)
     assert fogdist.consensus_distance(own) > 0.1  # each alone would end elsewhere
 
@@ -1010,7 +1011,7 @@ def lose_a_gossiping_neighbor() -> np.ndarray:
     model, optimizer = gossip()
     model(0).backward()
     optimizer.step()
-    fogdist.barrier()
+    dist.barrier()
     if fogdist.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     stand_still(optimizer)
@@ -1034,10 +1035,10 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     fogdist.init()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    fogdist.set_topology(topologies.RingGraph(fogdist.size(), 1))
+    fogdist.set_topology(topologies.ring(fogdist.size(), 1))
     with pytest.raises(ValueError, match="both ways"):
         algorithms.AsynchronousGossip(base, model)
-    fogdist.set_topology(topologies.RingGraph(fogdist.size()))
+    fogdist.set_topology(topologies.ring(fogdist.size()))
     optimizer = algorithms.AsynchronousGossip(base, model)
     optimizer.self_weight = 0.5
     with pytest.raises(ValueError, match="self_weight must stay None"):

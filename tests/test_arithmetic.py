@@ -121,7 +121,7 @@ def sweep_weighted_sums(capability: str | None) -> None:
                 checks.equal(f"weighted {dtype} of {numel}", nan_alike(output), expected)
 
                 total = functools.reduce(torch.add, [values[r] for r in [*others, rank]])
-                fogdist.set_topology(fogdist.topology.FullyConnectedGraph(size))
+                fogdist.set_topology(fogdist.topology.fully_connected(size))
                 output = fogdist.neighbor_allreduce(inputs[rank])
                 expected = nan_alike(mean_of(total, size).to(parts(output).dtype))
                 checks.equal(f"mean {dtype} of {numel}", nan_alike(output), expected)

@@ -21,10 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Runs a benchmark; returns its rows and its output."""
-    numbers, picture = directory / "numbers.json", directory / "picture.png"
-    command = [ROOT / "benchmarks" / script, *options, "--json", numbers, "--plot", picture]
+    numbers = directory / "numbers.json"
+    command = [ROOT / "benchmarks" / script, *options, "--json", numbers]
     printed = run_script(command, 1, directory / "log", [sys.executable])
-    assert picture.stat().st_size > 1000
     rows = json.loads(numbers.read_text())["rows"]
     assert len(printed.splitlines()) >= len(rows) + 2
     for row in rows:
@@ -131,13 +130,12 @@ def test_cuda_on_the_cpu(tmp_path: Path) -> None:
     options = "--device cpu --ranks 1 2 --sizes 4K --iterations 1 --back-to-back 2 --models mlp"
     options += " --modes none awc ddp_sync win_put --traced-modes awc --traces"
     rows, printed = run_benchmark("cuda.py", tmp_path, *options.split(), str(tmp_path / "traces"))
-    operations = [f"window {name}" for name in ("put", "get", "accumulate", "update")]
     expected = [("allreduce", 1)]
-    expected += [(name, 2) for name in ("allreduce", "ring", "exp2", "one-peer", *operations)]
-    timed = [row for row in rows if "limit" in row["times"]]
+    expected += [(name, 2) for name in ("allreduce", "ring", "exp2", "one-peer")]
+    timed = [row for row in rows if "torch" in row["times"]]
     assert [(row["operation"], row["ranks"]) for row in timed] == expected, printed
-    assert all(set(row["times"]) == {"fog", "torch", "limit"} for row in timed)
-    steps = [row for row in rows if "limit" not in row["times"]]
+    assert all(set(row["times"]) == {"fog", "torch"} for row in timed)
+    steps = [row for row in rows if "torch" not in row["times"]]
     assert [list(row["times"]) for row in steps] == [["none", "awc", "ddp_sync", "win_put"]] * 2
     traces = sorted((tmp_path / "traces").iterdir())
     assert [trace.name for trace in traces] == [

@@ -106,9 +106,9 @@ def test_modules_are_found_in_every_form_of_import() -> None:
     """
     exec(textwrap.dedent(lines), found)
     assert found["bf"] is found["of_package"] is found["ops"] is found["mpi_ops"] is found["bluefog"].torch
-    assert found["optimizers"].CommunicationType is fogdist.CommunicationType
-    assert found["pair_gossip"] is fogdist.pair_gossip
-    assert found["StarGraph"] is found["topology_util"].StarGraph is topologies.StarGraph
+    assert found["optimizers"].CommunicationType is bf.CommunicationType
+    assert found["pair_gossip"] is bf.pair_gossip
+    assert found["StarGraph"] is found["topology_util"].StarGraph is bf.StarGraph
     assert found["RingGraph"] is found["topology_util"].RingGraph is bf.RingGraph
     assert found["BlueFogBasics"]("mpi_lib").rank is fogdist.rank and found["of_torch"] is torch
     assert found["check_extension"]("bluefog.torch", "", "mpi_lib") is None
@@ -116,7 +116,7 @@ def test_modules_are_found_in_every_form_of_import() -> None:
     with pytest.warns(
         DeprecationWarning, match=r"bluefog\.common\.topology_util\.PowerGraph.*ExponentialGraph"
     ):
-        assert found["topology_util"].PowerGraph is topologies.ExponentialGraph
+        assert found["topology_util"].PowerGraph is bf.ExponentialGraph
     with pytest.raises(RuntimeError, match=r"fogdist\.interactive\.start"):
         found["interrupt_hanged_processes"]()
     with pytest.raises(ImportError):
@@ -293,7 +293,7 @@ def test_older_graphs_and_arguments() -> None:
         (bf.RingGraph(4, left_connect=False), 2),
         (bf.RingGraph(4), 0),
     ):
-        assert topologies.IsTopologyEquivalent(ring, topologies.RingGraph(4, style))
+        assert bf.IsTopologyEquivalent(ring, bf.RingGraph(4, style))
     is_power_of = importlib.import_module("bluefog.common.topology_util").isPowerOf
     assert [x for x in range(1, 30) if is_power_of(x, 3)] == [1, 3, 9, 27]
     with pytest.raises(TypeError, match="old is deprecated in rank: new"):
@@ -320,7 +320,7 @@ def test_optimizers_want_a_model_or_parameters() -> None:
 @on_ranks(RANKS)
 def test_call_forms_of_all_versions() -> None:
     """On a directed ring: rank r receives from r - 1 only."""
-    bf.init(topologies.RingGraph(RANKS, connect_style=2))  # takes a graph, as in BlueFog 0.1
+    bf.init(bf.RingGraph(RANKS, connect_style=2))  # takes a graph, as in BlueFog 0.1
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
     x, total, mean = values(rank), size * (size - 1) / 2, (size - 1) / 2
@@ -395,7 +395,7 @@ def test_machines_of_two() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @on_ranks(RANKS)
 def test_window_call_forms_of_all_versions() -> None:
-    bf.init(topology=topologies.RingGraph(RANKS, connect_style=2))  # as in BlueFog 0.1
+    bf.init(topology=bf.RingGraph(RANKS, connect_style=2))  # as in BlueFog 0.1
     rank, size = bf.rank(), bf.size()
     before, after = (rank - 1) % size, (rank + 1) % size
 
@@ -476,7 +476,7 @@ def test_mutexes_without_a_name_do_not_block_each_other(kind: str) -> None:
 @on_ranks(3, held=[None, [0]])
 def test_mutex_without_a_window_is_one_for_each_rank(held: list[int] | None) -> None:
     """Rank 0 holds mutexes while rank 1 asks for one of these, and rank 2 perhaps for another one."""
-    bf.init(lambda size: topologies.FullyConnectedGraph(size))
+    bf.init(lambda size: bf.FullyConnectedGraph(size))
     rank = bf.rank()
     if rank == 0:
         with bf.win_mutex(held):
@@ -489,7 +489,7 @@ def test_mutex_without_a_window_is_one_for_each_rank(held: list[int] | None) -> 
         with bf.win_mutex([1] if held and rank == 2 else held):
             begin = end = time.monotonic()
     # The ranks of a test share a host, and so its clock.
-    times = fogdist.allgather(values(begin, end)).tolist()
+    times = bf.allgather(values(begin, end)).tolist()
     assert times[2] >= times[1]
     assert (times[4] >= times[1]) == (held is None)
 
@@ -536,7 +536,7 @@ def test_barrier_waits_for_operations_in_flight() -> None:
         keeper = threading.Thread(target=hold)
         keeper.start()
         holds.wait()
-    fogdist.barrier()
+    bf.barrier()
     if bf.rank() == 0:
         handle = bf.win_put_nonblocking(torch.ones(4), "barrier", require_mutex=True)
     bf.barrier()
@@ -576,7 +576,7 @@ OLDER = {
 @on_ranks(RANKS, factory=OLDER, how=["model", "modules", "by position", "by name", "neither"])
 def test_optimizers_of_older_versions(factory: str, how: str) -> None:
     """If parameters are passed by name, the step exchanges the parameters at which the gradient was computed."""
-    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    bf.init(lambda size: bf.RingGraph(size, connect_style=2))
     rank, of_model = bf.rank(), how in ("model", "modules")
     model = make_net(rank)
     arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
@@ -593,11 +593,7 @@ def test_optimizers_of_older_versions(factory: str, how: str) -> None:
     if factory == "DistributedBluefogOptimizer":
         optimizer.force_barrier = True
     averages_all = factory == "DistributedAllreduceOptimizer"
-    graph = (
-        topologies.FullyConnectedGraph(RANKS)
-        if averages_all
-        else topologies.RingGraph(RANKS, connect_style=2)
-    )
+    graph = bf.FullyConnectedGraph(RANKS) if averages_all else bf.RingGraph(RANKS, connect_style=2)
     rule = "awc" if of_model else OLDER[factory]
     simulation = Simulation(rule, map(make_net, range(RANKS)), sgd, topologies.mixing_matrix(graph))
     for step in range(5):
@@ -611,7 +607,7 @@ def test_optimizers_of_older_versions(factory: str, how: str) -> None:
 @on_ranks(RANKS)
 def test_communication_by_methods() -> None:
     """Compares the parameter after one step of each kind; ranks begin with their numbers, and gradients are zero."""
-    bf.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    bf.init(lambda size: bf.RingGraph(size, connect_style=2))
     found = []
     before = (bf.rank() - 1) % RANKS
     for kind, name in (
@@ -624,9 +620,7 @@ def test_communication_by_methods() -> None:
         model = torch.nn.Linear(1, 1, bias=False).double()
         model.weight.data.fill_(float(bf.rank()))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        warns = pytest.warns(
-            PendingDeprecationWarning, match="is fogdist.DistributedAdaptWithCombineOptimizer"
-        )
+        warns = pytest.warns(PendingDeprecationWarning, match="is DistributedAdaptWithCombineOptimizer")
         with contextlib.nullcontext() if "Adapt" in name else warns:
             optimizer = getattr(bf, name)(optimizer, model)
         if "Adapt" in name:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -57,7 +58,7 @@ def state_of(model: Net, optimizer: Any) -> dict[str, Any]:
 
 
 def star(size: int) -> Any:
-    return fogdist.StarGraph(size) if size > 1 else fogdist.ExponentialGraph(size)
+    return fogdist.topology.star(size) if size > 1 else fogdist.topology.exponential(size)
 
 
 def train_and_save(path: Path, kind: str, average: bool) -> dict[str, Any]:
@@ -201,7 +202,7 @@ def test_torch_reads_the_mean(tmp_path: Path) -> None:
     model = make_net(rank)
     model.register_buffer("count", torch.tensor(rank + 3))
     folder = checkpoint.save(tmp_path, model, step=1, average=True)
-    everyone = fogdist.allgather(snapshot(model)[None])
+    everyone = bf.allgather(snapshot(model)[None])
     other = make_net(9)
     other.register_buffer("count", torch.tensor(0))
     state = {"model": other.state_dict()}
@@ -248,7 +249,7 @@ def before_completing(function: Callable[..., Any]) -> Callable[..., Any]:
 PHASES: dict[str, tuple[str, Callable[..., Any], bool | None]] = {
     "folder": ("begin", after_it, False),
     "files without metadata": ("writer", before_it, False),
-    "files": ("_write", after_it, False),
+    "files": ("write", after_it, False),
     "all files": ("together", before_completing, None),
     "nearly whole": ("rename", before_it, False),
     "name": ("rename", after_it, True),
@@ -268,15 +269,16 @@ def save_and_die(path: Path, victim: int, phase: str) -> str:
 
             FileSystemWriter.finish = wrapper(FileSystemWriter.finish)
         elif place == "rename":
-            complete = checkpoint.complete
+            complete = checkpoint.folders.complete
 
             def renaming(*arguments: Any) -> Any:
                 Path.rename = wrapper(Path.rename)  # type: ignore[method-assign]
                 return complete(*arguments)
 
-            checkpoint.complete = renaming
+            checkpoint.folders.complete = renaming
         else:
-            setattr(checkpoint, place, wrapper(getattr(checkpoint, place)))
+            module = checkpoint.folders if place == "begin" else checkpoint
+            setattr(module, place, wrapper(getattr(module, place)))
     try:
         checkpoint.save(path, model, optimizer, step=2, keep=1)
     except dist.DistBackendError as error:
@@ -342,13 +344,13 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="step 2.*rank 1.*File too large") as caught:
                 checkpoint.save(tmp_path, model, step=2, keep=1)
             assert caught.value.errno
-            fogdist.barrier()
+            dist.barrier()
             assert names_in(tmp_path) == ["step-00000001"]
-            fogdist.barrier()
+            dist.barrier()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     checkpoint.save(tmp_path, model, step=2, keep=1)
-    fogdist.barrier()
+    dist.barrier()
     assert names_in(tmp_path) == ["step-00000002"]
 
 
@@ -356,16 +358,16 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     """Rank 1 writes elsewhere, as on a disk of another host."""
     rank, _ = start()
-    write = checkpoint._write
+    write = checkpoint.write
     if rank == 1:
-        checkpoint._write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
+        checkpoint.write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
     shared = tmp_path / "checkpoints"
     try:
         with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):
             checkpoint.save(shared, make_net(0), step=1)
     finally:
-        checkpoint._write = write
-    fogdist.barrier()
+        checkpoint.write = write
+    dist.barrier()
     assert checkpoint.latest(shared) is None
 
 
@@ -375,16 +377,16 @@ def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path: Path) -> None:
     model = make_net(0)
     for step in (1, 5, 3, 7, 8):
         checkpoint.save(tmp_path, model, step=step, keep=None if step < 7 else 3)
-        fogdist.barrier()
+        dist.barrier()
         if step == 3:
             assert checkpoint.steps(tmp_path) == [1, 3, 5]
             assert checkpoint.latest(tmp_path) == tmp_path / "step-00000005"
-        fogdist.barrier()
+        dist.barrier()
     assert checkpoint.steps(tmp_path) == [5, 7, 8]
     assert names_in(tmp_path) == [f"step-{step:08d}" for step in (5, 7, 8)]
-    fogdist.barrier()
+    dist.barrier()
     checkpoint.save(tmp_path, model, step=2, keep=1)  # never the one that was just saved
-    fogdist.barrier()
+    dist.barrier()
     assert checkpoint.steps(tmp_path) == [2]
 
 
@@ -411,7 +413,7 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None  # nothing completes it by itself
     with pytest.raises(RuntimeError, match=r"wait\(\)"):
         checkpoint.save(tmp_path, model, optimizer, step=3)
-    fogdist.barrier()
+    dist.barrier()
     assert saving.wait() == saving.wait() == tmp_path / "step-00000002"
     assert saving.is_written()
     expected = snapshot(model)
@@ -422,24 +424,24 @@ def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     assert torch.equal(snapshot(model), expected)
     # One that was dropped does not prevent the next one, which removes its files.
     checkpoint.save_nonblocking(tmp_path, model, optimizer, step=8)
-    fogdist.barrier()
+    dist.barrier()
     checkpoint.save(tmp_path, model, optimizer, step=9, average=True)
-    fogdist.barrier()
+    dist.barrier()
     assert checkpoint.steps(tmp_path) == [2, 9]
 
 
 @on_ranks(4)
 def test_what_gossip_has_in_flight_is_saved(tmp_path: Path) -> None:
     """With a learning rate of 0, the mean of all parameters stays; moves in inboxes are a part of it."""
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(rank)
-    first = fogdist.allreduce(snapshot(model).double())
+    first = bf.allreduce(snapshot(model).double())
     base = torch.optim.SGD(model.parameters(), lr=0.0)
     optimizer = algorithms.AsynchronousGossip(base, model, broadcast=False)
     for part in range(2):
         go_on(model, optimizer, rank, 0, 3 + 5 * rank)  # ranks make different numbers of steps
         checkpoint.save(tmp_path, model, optimizer, step=part)
-        mean = fogdist.allreduce(snapshot(model).double())
+        mean = bf.allreduce(snapshot(model).double())
         torch.testing.assert_close(mean, first, rtol=0, atol=1e-6)
     kept = snapshot(model)
     optimizer.finish()
@@ -457,7 +459,7 @@ def test_a_rank_ahead_does_not_wait_for_one_that_saves(tmp_path: Path) -> None:
     rank, _ = start()
     model = make_net(rank)
     wrapper = fogdist.DecentralizedDataParallel(
-        model, sgd(model), fogdist.RingGraph(2), mode="async", max_staleness=1
+        model, sgd(model), fogdist.topology.ring(2), mode="async", max_staleness=1
     )
     go_on(wrapper, wrapper.optimizer, rank, 0, 2 if rank == 0 else 12)
     checkpoint.save(tmp_path, wrapper, wrapper.optimizer, step=0)
@@ -515,13 +517,13 @@ def test_damaged_and_newer_checkpoints_are_refused(tmp_path: Path, monkeypatch: 
     folder = checkpoint.save(tmp_path, model, step=1)
     data = folder / "rank1" / "__0_0.distcp"
     whole = data.read_bytes()
-    fogdist.barrier()
+    dist.barrier()
     if rank == 0:
         data.write_bytes(whole[:-1])
-    fogdist.barrier()
+    dist.barrier()
     with pytest.raises(FileNotFoundError, match="rank 1: .*damaged: rank1/__0_0.distcp"):
         checkpoint.load(tmp_path, model)
-    fogdist.barrier()
+    dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pieces, "_FORMAT", 3)
         checkpoint.save(tmp_path, model, step=2)

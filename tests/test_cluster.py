@@ -121,12 +121,12 @@ def test_four_hosts_with_a_slow_link(tmp_path: Path) -> None:
 def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
         pass
-    numbers, picture = tmp_path / "links.json", tmp_path / "links.png"
+    numbers = tmp_path / "links.json"
     options = ["--world", "3", "1gbit", "2x96K", "--turns", "2", "--seconds", "0.02", "--ways", *WAYS]
-    command = [BENCHMARKS / "links.py", *options, "--json", numbers, "--plot", picture]
+    command = [BENCHMARKS / "links.py", *options, "--json", numbers]
     printed = run_script(command, 1, tmp_path / "log", [sys.executable])
     points = {point["way"]: point for point in json.loads(numbers.read_text())["points"]}
-    assert list(points) == WAYS and picture.stat().st_size > 1000
+    assert list(points) == WAYS
     for way, point in points.items():
         # Frames have headers, and TCP acknowledges; Gloo's reduce_scatter sends more than it must.
         assert 1 < point["sent"] < (1.3 if way != "gloo reduce_scatter" else 3), point

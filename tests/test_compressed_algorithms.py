@@ -15,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import test_algorithms
 import torch
+import torch.distributed as dist
 from compressed_recursions import choco_sgd, sparse_loco
 from fogdist import algorithms, checkpoint, membership, topology
 from fogdist.compression import Codec, Float16, Int4, Int8, RandomK, Sign, TopK
@@ -88,7 +90,7 @@ def test_ranks_agree_on_the_exact_mean(which: int) -> None:
     The mean stays what it was up to rounding. In float32, the rounding of the first, large differences stays in the
     pulls, and moves the mean in each round.
     """
-    rank, size = start(topology.RingGraph)
+    rank, size = start(topology.ring)
     (codec, gamma), mean = CODECS[which], mean_of(size)
     in_float64, in_float32 = (torch.float64, 1e-6, 1e-12), (torch.float32, 1e-5, 1e-4)
     also_float32 = isinstance(codec, (Sign, Int8))
@@ -104,7 +106,7 @@ def test_ranks_agree_on_the_exact_mean(which: int) -> None:
                     break
             error = float((model.flat().double() - mean).abs().max())
             checks.true(f"{dtype}: {distance}, {error}", distance < apart and error < max(apart, off))
-            moved = (fogdist.allreduce(model.flat().double(), average=True) - mean).abs().max()
+            moved = (bf.allreduce(model.flat().double(), average=True) - mean).abs().max()
             checks.true(f"{dtype}: the mean moved by {moved}", moved < off)
 
 
@@ -126,19 +128,19 @@ def counted(optimizer: Any) -> list[int]:
 
 @on_ranks(4)
 def test_only_what_neighbors_do_not_know_is_sent_uncompressed() -> None:
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     for apart in (False, True):
-        fogdist.set_topology(topology.RingGraph(4))
+        fogdist.set_topology(topology.ring(4))
         model = Weights(rank if apart else 0)
         optimizer = choco(model, Int8(), 0.5, 0.1)
         whole = counted(optimizer)
         steps(optimizer, 3)
         first = [0] if apart else []
         assert whole == first
-        fogdist.set_topology(topology.RingGraph(4))  # the same one
+        fogdist.set_topology(topology.ring(4))  # the same one
         steps(optimizer, 1)
         assert whole == first
-        fogdist.set_topology(topology.StarGraph(4))
+        fogdist.set_topology(topology.star(4))
         steps(optimizer, 2)
         assert whole == [*first, 4]
         model.each[3].requires_grad_(False)  # other buckets
@@ -149,7 +151,7 @@ def test_only_what_neighbors_do_not_know_is_sent_uncompressed() -> None:
 @on_ranks(3)
 def test_parameters_that_are_frozen_between_two_exchanges() -> None:
     """The replicas of a parameter are lost when it is frozen; if it is unfrozen at once, the layout does not show it."""
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     model = Weights(rank)
     optimizer = choco(model, Int8(), 0.5, local_steps=2)
     steps(optimizer, 4)
@@ -190,10 +192,10 @@ GOSSIP_CASE = Case("SparseLoCo", "ring", "sgd", test_algorithms.GOSSIP)
 
 
 def change_the_topology(case: Case, at: int) -> np.ndarray:
-    rank, size = start(topology.RingGraph)
+    rank, size = start(topology.ring)
     parts = make(case, rank)
     path = advance(case, *parts, range(at))
-    assert fogdist.set_topology(topology.StarGraph(size))
+    assert fogdist.set_topology(topology.star(size))
     return np.stack([*path, *advance(case, *parts, range(at, test_algorithms.STEPS))])
 
 
@@ -205,7 +207,7 @@ def change_the_topology(case: Case, at: int) -> np.ndarray:
 def test_another_topology_between_two_rounds(worlds: WorldPool, case: Case) -> None:
     size, at, recursion = 4, 5, RECURSIONS[case.name]
     got = np.stack(worlds(size).run(change_the_topology, case, at), axis=1)
-    star = topology.mixing_matrix(topology.uniform_weights(topology.StarGraph(size))).T
+    star = topology.mixing_matrix(topology.uniform_weights(topology.star(size))).T
     expected = np.stack(list(itertools.islice(recursion(Changing(case, size, at, star)), len(got))))
     np.testing.assert_allclose(got, expected, rtol=0, atol=1e-11)
     unaware = np.stack(list(recursion(Simulation(case, size))))
@@ -216,7 +218,7 @@ def test_another_topology_between_two_rounds(worlds: WorldPool, case: Case) -> N
 
 
 def lose_a_rank(case: Case, victim: int, at: int) -> tuple[membership.Membership, np.ndarray]:
-    rank, _ = start(topology.FullyConnectedGraph)
+    rank, _ = start(topology.fully_connected)
     model, optimizer, scheduler = make(
         dataclasses.replace(case, options=(*case.options, ("on_loss", "continue"))), rank
     )
@@ -245,7 +247,7 @@ def test_the_living_go_on_after_a_loss(new_world: Callable[..., World], case: Ca
     size, victim, at = 4, 1, 6
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(lose_a_rank, case, victim, at)
     living = [rank for rank in range(size) if rank != victim]
-    every_rank = topology.uniform_weights(topology.FullyConnectedGraph(size))
+    every_rank = topology.uniform_weights(topology.fully_connected(size))
     after = np.eye(size)
     after[np.ix_(living, living)] = topology.Topology.from_graph("full", every_rank).among(living).matrix().T
     first = -(-at // case.every) * case.every + case.every - 1  # the first exchange without the lost rank
@@ -257,7 +259,7 @@ def test_the_living_go_on_after_a_loss(new_world: Callable[..., World], case: Ca
 
 
 def lose_ranks_in_turn(deaths: dict[int, float]) -> Tensor:
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     model = Weights(rank)
     optimizer = choco(model, Int4(block=8), 1.0, on_loss="continue")
     for step in range(100):
@@ -290,7 +292,7 @@ def test_sparse_loco_of_data_that_differ_stays_the_same_on_all_ranks() -> None:
         for parameter in model.each:  # towards far places, whose mean is 0
             parameter.grad = 0.1 * (parameter.detach() - 8.0 * (rank - 1))
         optimizer.step()
-    first = fogdist.broadcast(model.flat(), 0)
+    first = bf.broadcast(model.flat(), 0)
     torch.testing.assert_close(model.flat(), first, rtol=0, atol=2e-7)  # a third may be rounded another way
     assert optimizer.vectors["replica"][0].abs().max() < 16.0
 
@@ -299,7 +301,7 @@ def test_sparse_loco_of_data_that_differ_stays_the_same_on_all_ranks() -> None:
 
 
 def train_on(path: Path, average: bool) -> np.ndarray:
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     model = Weights(rank)
     optimizer = choco(model, TopK(0.3), 0.3)
     steps(optimizer, 5)
@@ -308,7 +310,7 @@ def train_on(path: Path, average: bool) -> np.ndarray:
 
 
 def load_on(path: Path) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     model = Weights(10 + rank)
     optimizer = choco(model, TopK(0.3), 0.3)
     checkpoint.load(path, model, optimizer)
@@ -340,7 +342,7 @@ def test_a_checkpoint_of_the_mean_goes_on(
 @on_ranks(4, name=RECURSIONS)
 def test_what_is_not_finite_is_carried(name: str) -> None:
     """A rank's NaN and infinities never become finite on it, and its neighbors' become no others' numbers in silence."""
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     # The last one sends fewer elements than are not finite.
     codecs = [*CODECS, (TopK(k=2), 0.1)]
     for (codec, gamma), bad in itertools.product(codecs, (float("nan"), float("inf"))):
@@ -360,12 +362,12 @@ def test_what_is_not_finite_is_carried(name: str) -> None:
             assert finite[:13].all() and finite[17:].all()
         state = optimizer.state_dict()
         optimizer.load_state_dict(state)  # it can be saved and loaded
-        fogdist.barrier()
+        dist.barrier()
 
 
 @on_ranks(2)
 def test_numbers_of_16_bits_are_compressed_as_float32() -> None:
-    rank, _ = start(topology.RingGraph)
+    rank, _ = start(topology.ring)
     for dtype in (torch.float16, torch.bfloat16):
         model = Weights(rank, dtype)
         optimizer = choco(model, Int8(), 0.7, 0.01)

@@ -296,18 +296,19 @@ def test_every_form_takes_a_codec() -> None:
             }
             for given in (x[rank].clone(), fogdist.share_(x[rank].clone())):
                 checks.equal(f"{numel}", fogdist.neighbor_allreduce(given, **weights), expected)
-                handle = fogdist.neighbor_allreduce_nonblocking([given], **weights)
-                checks.equal(f"{numel} nonblocking list", fogdist.wait(handle), [expected])
-                fogdist.wait(fogdist.neighbor_allreduce_nonblocking_(given, **weights))
-                checks.equal(f"{numel} in place nonblocking", given, expected)
+                work = fogdist.neighbor_allreduce([given], async_op=True, **weights)
+                work.wait()
+                checks.equal(f"{numel} list", work.get_future().value(), [expected])
+                fogdist.neighbor_allreduce(given, out=given, async_op=True, **weights).wait()
+                checks.equal(f"{numel} in place", given, expected)
             strided = torch.stack([x[rank], x[rank]], 1)[:, 0]
-            checks.equal(f"{numel} strided", fogdist.neighbor_allreduce_(strided, **weights), expected)
+            checks.equal(f"{numel} strided", fogdist.neighbor_allreduce(strided, **weights), expected)
 
 
 @on_ranks(2)
 def test_wrong_arguments_raise_before_anything_is_sent() -> None:
     fogdist.init()
-    fogdist.set_topology(topology.RingGraph(2))
+    fogdist.set_topology(topology.ring(2))
     x = torch.ones(10)
     calls: list[tuple[Any, Any, type[Exception], str]] = [
         (x, "int8", TypeError, "compression must be a codec.*int8"),
@@ -317,9 +318,9 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
         (x.to("meta"), Int8(), ValueError, "meta"),
     ]
     for tensor, codec, error, words in calls:
-        for call in (fogdist.neighbor_allreduce, fogdist.neighbor_allreduce_nonblocking_):
+        for is_async in (False, True):
             with pytest.raises(error, match=words):
-                call(tensor, compression=codec)
+                fogdist.neighbor_allreduce(tensor, compression=codec, async_op=is_async)  # type: ignore[call-overload]
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     plan = NeighborPlan(dist.get_rank(), 2, 1.0, [], [])
     codec = Int8().backend
@@ -354,7 +355,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numel: int) -
 
 @on_ranks(4)
 def test_algorithms_mix_compressed_values() -> None:
-    fogdist.init(topology.RingGraph, is_weighted=True)
+    fogdist.init(topology.ring, is_weighted=True)
     rank, size = fogdist.rank(), fogdist.size()
     x = [make_input(r, torch.float32, 300) for r in range(size)]
     sources = [((rank + hop) % size, 1 / 3) for hop in (1, 3)]
@@ -382,10 +383,10 @@ def test_ranks_compare_the_codecs_of_algorithms() -> None:
     fogdist.init()
     rank = fogdist.rank()
     model, plain = at_rest(torch.ones(300))
-    mixing = Neighbors(topology.RingGraph(2), compression=Int8(block=64 * (1 + rank)))
+    mixing = Neighbors(topology.ring(2), compression=Int8(block=64 * (1 + rank)))
     with pytest.raises(ValueError, match="compression"):
         DecentralizedSGD(plain, model, topology=mixing)
-    fogdist.set_topology(topology.RingGraph(2))
+    fogdist.set_topology(topology.ring(2))
     with pytest.raises(ValueError, match="compression must be None with patience"):
         fogdist.DecentralizedDataParallel(model, plain, compression=Int8(), patience=1.0)
     with pytest.raises(ValueError, match="compression must be None with patience"):
@@ -403,7 +404,7 @@ def test_ranks_compare_the_codecs_of_algorithms() -> None:
 
 def test_virtual_ranks_refuse_codecs() -> None:
     with pytest.raises(ValueError, match="compression must be None for virtual ranks.*Int8"):
-        RowMixing(Neighbors(topology.RingGraph(2), compression=Int8()), 2)
+        RowMixing(Neighbors(topology.ring(2), compression=Int8()), 2)
 
 
 # --- between hosts --------------------------------------------------------------------------------------------
@@ -414,7 +415,7 @@ def exchange_between_hosts(numel: int) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     x = [make_input(r, torch.float32, numel) for r in range(size)]
-    fogdist.set_topology(topology.FullyConnectedGraph(size))
+    fogdist.set_topology(topology.fully_connected(size))
     others = [r for r in range(size) if r != rank]
     plan = NeighborPlan(rank, size, 0.4, [(r, 0.6 / len(others)) for r in others], [])
     with Checks() as checks:
@@ -440,7 +441,7 @@ def exchange_between_machines(numel: int) -> None:
     fogdist.init()
     rank = fogdist.rank()
     x = [make_input(r, torch.float32, numel) for r in range(4)]
-    fogdist.set_machine_topology(topology.RingGraph(2))
+    fogdist.set_machine_topology(topology.ring(2))
     machine, cut = rank // 2, numel // 2
     means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
     found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())

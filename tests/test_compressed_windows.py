@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -147,7 +148,7 @@ def shares(interface: str, numel: int, codec: Codec) -> tuple[float, float]:
     rank, size = dist.get_rank(), dist.get_world_size()
     chance = random.Random(rank)
     x = make_input(rank, torch.float64, numel)
-    window = AnyWindow(interface, x, topology.ExponentialTwoGraph)
+    window = AnyWindow(interface, x, topology.exponential)
     options = {"compression": codec.backend if interface == "_C" else codec}
     for _ in range(100):
         parts = [chance.random() for _ in range(1 + len(window.destinations))]
@@ -245,11 +246,11 @@ def test_different_codecs_are_an_error_that_names_both(world_of: WorldsByWay, wa
 
 @on_ranks(2)
 def test_wrong_arguments_raise_before_anything_is_sent() -> None:
-    fogdist.init(topology.RingGraph)
+    fogdist.init(topology.ring)
     other = 1 - fogdist.rank()
     x = torch.ones(10)
     window = fogdist.Window(x, name="x", zero_init=True)
-    for write in (window.put, window.accumulate, window.put_nonblocking, window.accumulate_nonblocking):
+    for write in (window.put, window.accumulate):
         with pytest.raises(TypeError, match="compression must be a codec.*8"):
             write(x, compression=8)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="decoded: got a tensor without compression"):
@@ -257,22 +258,22 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
         for wrong in (torch.ones(9), torch.ones(10, dtype=torch.float64), torch.ones(20)[::2]):
             with pytest.raises(ValueError, match="decoded"):
                 write(x, compression=Int8(), decoded=wrong)
-    for function in (fogdist.win_put, fogdist.win_accumulate):
+    for function in (bf.win_put, bf.win_accumulate):
         with pytest.raises(TypeError, match="compression"):
             function(x, "x", compression="Int8")  # type: ignore[arg-type]
     integers = fogdist.Window(torch.ones(10, dtype=torch.int64), name="integers")
     with pytest.raises(ValueError, match=r"compression: got Int8\(block=256\) for dtype int64"):
         integers.put(integers.tensor, compression=Int8())
-    fogdist.barrier()
+    dist.barrier()
     assert window.version(other) == 0
     assert torch.equal(slot(window._open(), other), torch.zeros(10))
-    fogdist.barrier()
-    assert fogdist.win_put(x, "x", compression=Int8())
-    assert fogdist.win_wait(fogdist.win_accumulate_nonblocking(x, "x", compression=Int8()))
-    fogdist.barrier()
+    dist.barrier()
+    assert bf.win_put(x, "x", compression=Int8())
+    assert bf.win_wait(bf.win_accumulate_nonblocking(x, "x", compression=Int8()))
+    dist.barrier()
     torch.testing.assert_close(slot(window._open(), other), 2 * x, rtol=0.01, atol=0)
-    fogdist.barrier()
-    fogdist.win_free()
+    dist.barrier()
+    bf.win_free()
 
 
 # --- algorithms -----------------------------------------------------------------------------------------------
@@ -292,7 +293,7 @@ class Point(torch.nn.Module):
 
 def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> tuple[Tensor, list[float]]:
     """Mixes models, which are alike or not; returns where the rank is, and its push-sum weights if it has any."""
-    fogdist.init(topology.RingGraph)
+    fogdist.init(topology.ring)
     rank = fogdist.rank()
     model = Point(0 if alike else rank)
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -313,7 +314,7 @@ def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> t
         if not in_step:
             time.sleep(generator.random() * 0.002)
     weights: list[float] = []
-    fogdist.barrier()
+    dist.barrier()
     if kind == "WindowPushSum":
         optimizer.settle()
         weights = optimizer.push_sum_weights()
@@ -321,7 +322,7 @@ def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> t
         optimizer.unregister_window()
     else:
         wrapped.pause()
-    fogdist.barrier()
+    dist.barrier()
     return model.x.detach().clone(), weights
 
 
@@ -348,7 +349,7 @@ def test_window_algorithms_come_as_near_as_the_codec_allows(world_of: WorldsByWa
 
 @on_ranks(2)
 def test_algorithms_refuse_what_they_cannot_do() -> None:
-    fogdist.init(topology.RingGraph)
+    fogdist.init(topology.ring)
     model = Point(0)
 
     def plain() -> torch.optim.Optimizer:
@@ -379,7 +380,7 @@ def gossip(codec: Codec, steps: int, slow: int | None, lost: float, dtype: torch
         lost: The share of the differences that are dropped, as if the link had failed.
         dtype: Of the parameters.
     """
-    fogdist.init(topology.RingGraph)
+    fogdist.init(topology.ring)
     rank = fogdist.rank()
     model = Point(rank, dtype)
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -420,7 +421,7 @@ def gossip(codec: Codec, steps: int, slow: int | None, lost: float, dtype: torch
         except dist.DistBackendError as error:
             assert "on purpose" in str(error)
         time.sleep(generator.random() * (0.004 if rank == slow else 0.001))
-    fogdist.barrier()
+    dist.barrier()
     optimizer.finish()
     return model.x.detach().clone(), dropped
 

@@ -1,6 +1,6 @@
 """Runs a fast part of PyTorch's own distributed suite; `make conformance` runs all of it.
 
-docs/conformance.md has the counts. The suite's driver is not part of this repository. Ranks are forked here, which
+docs/measurements/conformance.md has the counts. The suite's driver is not part of this repository. Ranks are forked here, which
 makes the cases some ten times faster.
 """
 

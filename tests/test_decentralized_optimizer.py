@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 from fogdist import algorithms, topology
@@ -35,7 +36,7 @@ def step(optimizer: Any, model: nn.Module, rank: int, number: int) -> None:
 def test_its_steps_are_those_of_the_algorithm() -> None:
     """The choice of the algorithm, the broadcast, and the argument `topology` in each of its forms."""
     rank, size = start()
-    ring = topology.RingGraph(size)
+    ring = topology.ring(size)
     cases: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
         "sgd": ("sgd", {}, algorithms.DecentralizedSGD, {"order": "awc"}),
         "adamw": ("adamw", {"topology": ring}, algorithms.DecentralizedAdamW, {"topology": ring}),
@@ -80,7 +81,7 @@ def test_its_steps_are_those_of_the_algorithm() -> None:
 @on_ranks(3)
 def test_all_ranks_start_from_rank_0() -> None:
     """The parameters and the buffers, in all algorithms."""
-    rank, _ = start(topology.SymmetricExponentialGraph)
+    rank, _ = start(topology.symmetric_exponential)
     for kind in (*IN_STEP, "WinPut", "PullGet", "WindowPushSum", "AsynchronousGossip", "DecentralizedAdamW"):
         model = make_net(rank)
         model.register_buffer("mean", torch.full((2,), float(rank)))
@@ -107,14 +108,13 @@ def test_the_end_of_training() -> None:
             weighted = {p: p.detach() * weights.get(p, own) for p in model.parameters() if p.requires_grad}
             total = {p: weights.get(p, own) for p in weighted}
             expected = {
-                p: fogdist.allreduce(value, average=False)
-                / fogdist.allreduce(torch.tensor(total[p]), average=False)
+                p: bf.allreduce(value, average=False) / bf.allreduce(torch.tensor(total[p]), average=False)
                 for p, value in weighted.items()
             }
             optimizer.average()
             for parameter, value in expected.items():
                 torch.testing.assert_close(
-                    fogdist.allreduce(parameter.detach()), parameter.detach(), **EXACT, msg=kind
+                    bf.allreduce(parameter.detach()), parameter.detach(), **EXACT, msg=kind
                 )
                 if kind not in (*WINDOWS, "AsynchronousGossip"):  # these may have taken more values meanwhile
                     torch.testing.assert_close(parameter.detach(), value, **EXACT, msg=kind)

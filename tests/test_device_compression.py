@@ -113,7 +113,7 @@ def test_lists() -> None:
     there = place()
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(topologies.RingGraph(size))
+    fogdist.set_topology(topologies.ring(size))
     codec, kinds = RandomK(0.3, seed=4), ((torch.float32, 70), (torch.float16, 31), (torch.float32, 9))
     fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     other = (rank + 1) % size
@@ -257,7 +257,7 @@ def test_wrong_arguments() -> None:
 def test_parameters_on_two_devices() -> None:
     """The model is in part on the CPU and in part on the device."""
     there = place()
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     rank, size = fogdist.rank(), fogdist.size()
     x = [[make_input(r, torch.float64, 50, seed) for r in range(size)] for seed in range(4)]
     means = [torch.stack(each).mean(0) for each in x]

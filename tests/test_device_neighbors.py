@@ -14,6 +14,7 @@ from typing import Any
 
 import device_double
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -230,7 +231,7 @@ def test_the_allocator_hears_of_its_own_memory_only() -> None:
     """Torch's allocator is told which stream uses its memory; memory of another library is unknown to it."""
     device_double.load()
     device_double.serve_groups()
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     fog: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
     plan = ring_plan()
     own, foreign = torch.ones(100, device=DEVICE), device_double.load().foreign_memory(100)
@@ -315,15 +316,15 @@ def test_memory_is_not_used_again_early(waits: str) -> None:
 def test_fogdist() -> None:
     device_double.load()
     device_double.serve_groups()
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     rank, size = fogdist.rank(), fogdist.size()
 
     calls: dict[str, Callable[[Any], Any]] = {
-        "allgather": lambda x: fogdist.allgather(x[rank:]),
-        "allreduce": fogdist.allreduce,
-        "allreduce strided": lambda x: fogdist.allreduce_(x.clone().t()),
-        "local allreduce": lambda x: fogdist.allreduce(x, is_hierarchical_local=True),
-        "broadcast": lambda x: fogdist.broadcast(x, size - 1),
+        "allgather": lambda x: bf.allgather(x[rank:]),
+        "allreduce": bf.allreduce,
+        "allreduce strided": lambda x: bf.allreduce_(x.clone().t()),
+        "local allreduce": lambda x: bf.allreduce(x, is_hierarchical_local=True),
+        "broadcast": lambda x: bf.broadcast(x, size - 1),
         "strided": lambda x: fogdist.neighbor_allreduce(x.t()),
     }
     with Checks() as checks:

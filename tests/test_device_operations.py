@@ -8,6 +8,7 @@ from typing import Any
 
 import device_worlds
 import fogdist
+import fogdist.bluefog.torch as bf
 import operations
 import pytest
 import test_ops
@@ -63,14 +64,14 @@ def test_random_exchanges(worlds, size):
 def test_many_in_flight() -> None:
     """Exchanges are in flight whose tensors are dropped at once; their memory must not be used again too early."""
     there = place()
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     rank = fogdist.rank()
     with Checks() as checks:
         for turn in range(20):
             inputs = [make_input(rank, torch.float32, 50_000, seed=8 * turn + i) for i in range(8)]
-            handles = [fogdist.neighbor_allreduce_nonblocking(x.to(there) * 1.0) for x in inputs]
+            handles = [bf.neighbor_allreduce_nonblocking(x.to(there) * 1.0) for x in inputs]
             waste = [torch.full((50_000,), float("nan"), device=there) for _ in range(8)]
-            results = [fogdist.wait(handle) for handle in handles]
+            results = [bf.wait(handle) for handle in handles]
             del waste
             for i, (x, result) in enumerate(zip(inputs, results)):
                 checks.close(f"turn {turn}, {i}", result.cpu(), fogdist.neighbor_allreduce(x))
@@ -91,7 +92,7 @@ def test_other_streams() -> None:
             with side:
                 for _ in range(20):  # takes some time
                     x.add_(0.05 * (rank + 1))
-                fogdist.wait(fogdist.allreduce_nonblocking_(x, average=False))
+                bf.wait(bf.allreduce_nonblocking_(x, average=False))
                 x.mul_(2)
             main.wait_stream(side)
             expected = 2 * sum(range(1, size + 1))
@@ -104,7 +105,7 @@ def test_gradients() -> None:
     import torch._dynamo
 
     there = place()
-    fogdist.init(topologies.StarGraph)
+    fogdist.init(topologies.star)
     rank, size = fogdist.rank(), fogdist.size()
     arguments = test_ops.arguments_of(test_ops.random_matrix(size, 5), rank)
 

@@ -11,8 +11,10 @@ from unittest import mock
 
 import device_worlds
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
+import torch.distributed as dist
 import training_cases
 from device_worlds import DEVICE, HostReads, no_waits, place
 from fogdist import algorithms
@@ -27,7 +29,7 @@ pytestmark = device_worlds.MARKS
 
 
 def compressed(base: torch.optim.Optimizer, model: nn.Module, codec: Any) -> Any:
-    mixing = algorithms.Neighbors(topologies.RingGraph(fogdist.size()), compression=codec)
+    mixing = algorithms.Neighbors(topologies.ring(fogdist.size()), compression=codec)
     return algorithms.DecentralizedSGD(base, model, topology=mixing, broadcast=False)
 
 
@@ -53,7 +55,7 @@ def train(kind: str, device: str, scaled: bool = False) -> tuple[Tensor, list[st
         device: Type of device.
         scaled: Whether a gradient scaler steps; the gradients of rank 0 overflow in step 2.
     """
-    rank, _ = start(topologies.RingGraph)
+    rank, _ = start(topologies.ring)
     there = place(device)
     net = make_net(rank).to(there)
     net.decoder.weight = net.encoder.weight  # `to` leaves them tied on torch's own devices only
@@ -148,7 +150,7 @@ def test_gradients_in_another_order(worlds, kind):
 
 def gossip(kind: str) -> Tensor:
     """Returns the trained parameters before and after steps of an asynchronous entry that only gossip."""
-    rank, size = start(topologies.RingGraph)
+    rank, size = start(topologies.ring)
     net = make_net(rank).to(place())
     net.decoder.weight = net.encoder.weight
     base = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -156,15 +158,13 @@ def gossip(kind: str) -> Tensor:
     optimizer: Any = base
     begin = nn.utils.parameters_to_vector(training_cases.trained(net)).detach().cpu()
     if kind == "wrapper":
-        called = fogdist.DecentralizedDataParallel(
-            net, base, topologies.RingGraph(size), "async", broadcast=False
-        )
+        called = fogdist.DecentralizedDataParallel(net, base, topologies.ring(size), "async", broadcast=False)
     else:
         optimizer = algorithms.AsynchronousGossip(base, net, broadcast=False)
     for number in range(40):
         training_cases.train_step(called, optimizer, rank, number)
         if number % 4 == 0:  # between these barriers, each rank has its own pace
-            fogdist.barrier()
+            dist.barrier()
     if kind == "wrapper":
         called.global_average()
         called.close()
@@ -193,4 +193,4 @@ def test_ranks_with_models_on_different_devices() -> None:
     model = nn.Linear(2, 2).to(place() if rank == 1 else "cpu")
     base = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=rf"(?s)ranks \[0, 2\].*on ranks \[1\].*on {DEVICE}"):
-        fogdist.DistributedAdaptWithCombineOptimizer(base, model)
+        bf.DistributedAdaptWithCombineOptimizer(base, model)

@@ -39,7 +39,7 @@ NOT_SUPPORTED = 801  # cudaErrorNotSupported
 MIB = 1 << 20
 
 
-def start(topology: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph) -> torch.device:
+def start(topology: Callable[[int], nx.DiGraph] = topologies.fully_connected) -> torch.device:
     """Begins a test on a rank: initializes fogdist, and selects and returns a device, the last one of the double."""
     fogdist.init(topology)
     there = place()
@@ -52,7 +52,7 @@ def start(topology: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph
 def settle() -> None:
     """Waits until all ranks are here and their devices have finished all work."""
     torch.accelerator.synchronize()
-    fogdist.barrier()
+    dist.barrier()
 
 
 @contextlib.contextmanager
@@ -157,7 +157,7 @@ def signals_of_a_lost_rank() -> None:
         window.signal(0).wait()
         settle()
         os.kill(os.getpid(), signal.SIGKILL)
-    fogdist.barrier()
+    dist.barrier()
     waits = [window.wait_signal(1, timeout=timedelta(minutes=10)) for _ in range(2)]
     waits[0].wait()
     with pytest.raises(dist.DistBackendError, match=r"wait_signal .*'lost'.*rank 1 .*lost"):
@@ -183,25 +183,25 @@ def test_what_a_held_stream_sends_is_not_seen_before(kind: str) -> None:
         settle()
         stream = torch.Stream(device=device)
         if rank == 0:
-            write = window.put_nonblocking if kind == "put" else window.accumulate_nonblocking
+            write = window.put if kind == "put" else window.accumulate
             with held(stream):
                 with stream:
                     torch.Event(device=DEVICE).record(stream)  # gives the stream some work
-                    handle = write(amount)
+                    work = write(amount, async_op=True)
                 amount.fill_(7.0)  # changes the value before the stream reads it
-                assert not fogdist.poll(handle)
-                fogdist.barrier()
-                fogdist.barrier()  # the others have read their slots
-                assert not fogdist.poll(handle)
+                assert not work.is_completed()
+                dist.barrier()
+                dist.barrier()  # the others have read their slots
+                assert not work.is_completed()
             with stream:
-                fogdist.wait(handle)
+                work.wait()
             stream.synchronize()
-            fogdist.barrier()
+            dist.barrier()
         else:
-            fogdist.barrier()
+            dist.barrier()
             assert slot_of(window, 0).eq(0).all(), "seen before the stream came to it"
-            fogdist.barrier()
-            fogdist.barrier()
+            dist.barrier()
+            dist.barrier()
             assert slot_of(window, 0).eq(7).all()
 
 
@@ -217,11 +217,11 @@ def test_the_target_takes_no_part() -> None:
         if rank == 1:
             with held(torch.accelerator.current_stream()):
                 torch.Event(device=DEVICE).record()
-                fogdist.barrier()
-                fogdist.barrier()
+                dist.barrier()
+                dist.barrier()
             assert slot_of(window, 0).eq(10).all()
         else:
-            fogdist.barrier()
+            dist.barrier()
             for mutex in (False, True):
                 window.put(amount, require_mutex=mutex)
                 window.accumulate(amount, require_mutex=mutex)
@@ -258,16 +258,16 @@ def test_no_other_device_is_touched() -> None:
         extension = device_double.load()
         extension.forget_contexts()
         for _ in range(3):
-            handles = [window.put_nonblocking(x, self_weight=0.5), window.accumulate_nonblocking(x)]
-            handles.append(window.get_nonblocking())
-            for handle in handles:
-                fogdist.wait(handle)
+            works = [window.put(x, self_weight=0.5, async_op=True), window.accumulate(x, async_op=True)]
+            works.append(window.get(async_op=True))
+            for work in works:
+                work.wait()
             window.update()
-            del handles, handle
+            del works, work
         settle()
         window.free()
         gc.collect()
-        fogdist.barrier()
+        dist.barrier()
     assert rank == 0 or list(extension.contexts()) == [False, True]
 
 
@@ -284,12 +284,12 @@ def test_operations_in_flight_keep_their_order() -> None:
             numbers = [torch.full_like(x, 1.0 + number) for number in range(20)]
             with held(stream), stream:
                 torch.Event(device=DEVICE).record(stream)
-                handles = [window.put_nonblocking(numbers[0], self_weight=0.5)]
-                handles += [window.accumulate_nonblocking(number) for number in numbers[1:]]
-                assert not any(map(fogdist.poll, handles))
+                works = [window.put(numbers[0], self_weight=0.5, async_op=True)]
+                works += [window.accumulate(number, async_op=True) for number in numbers[1:]]
+                assert not any(work.is_completed() for work in works)
             with stream:
-                for handle in handles:
-                    fogdist.wait(handle)
+                for work in works:
+                    work.wait()
             stream.synchronize()
             assert numbers[0].cpu().eq(0.5).all() and numbers[1].cpu().eq(2.0).all()
         settle()
@@ -412,7 +412,7 @@ def test_staged_without_page_locked_memory() -> None:
         x = torch.full((100,), 1.0 + fogdist.rank(), device=device)
         with window_of(x) as window:
             window.put(x)
-            fogdist.barrier()
+            dist.barrier()
             assert window.update().cpu().eq(1.5).all()
             assert runtime.device_double_locked() == 0
     finally:
@@ -440,7 +440,7 @@ def test_everything_is_given_back() -> None:
     values = x.cpu()
     x.add_(1.0)
     assert window.tensor is x and x.cpu().eq(values + 1).all()  # it is an ordinary tensor
-    fogdist.barrier()
+    dist.barrier()
     del window, x
     gc.collect()
     deadline = time.monotonic() + 20

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import importlib
 import re
+import string
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -20,6 +21,7 @@ from reference import Checks
 from scripts import ROOT
 
 DOCS = ROOT / "docs"
+SOURCES = ("python", "fog_pg")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -146,6 +148,25 @@ def test_lines_have_at_most_120_columns_except_in_tables() -> None:
                 checks.true(f"{name_of(page)}:{number}: {len(line)} columns", is_fine)
 
 
+@pytest.mark.style
+def test_docstrings_have_no_line_that_a_reflow_cut_short() -> None:
+    """Such a line is far shorter than the one before it, and the sentence goes on in the next one."""
+    with Checks() as checks:
+        for file in (file for folder in SOURCES for file in sorted((ROOT / folder).rglob("*.py*"))):
+            if file.suffix not in (".py", ".pyi"):
+                continue
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+                    lines = node.body[0].value.value.split("\n")
+                    for before, line, after in zip(lines, lines[1:], lines[2:]):
+                        next_word = (after.split() or ["."])[0]
+                        goes_on = next_word[0] in "`" + string.ascii_lowercase and not line.endswith(
+                            (".", ".)", ":", ";")
+                        )
+                        is_short = len(before) > 80 > len(f"{line} {next_word}") and line.strip()
+                        checks.true(f"{name_of(file)}: {line!r}", not (is_short and goes_on))
+
+
 # --- reference ----------------------------------------------------------------------------------------------
 
 
@@ -158,6 +179,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         "algorithms",
         "checkpoint",
         "compression",
+        "flight_record",
         "membership",
         "metrics",
         "simulate",
@@ -173,7 +195,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 @pytest.mark.style
 def test_site_has_every_page_in_its_navigation() -> None:
     """mkdocs checks this too, if it is installed."""
-    listed = set(re.findall(r"([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
 
 

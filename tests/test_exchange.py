@@ -88,10 +88,10 @@ def test_another_topology_has_other_exchanges() -> None:
     x = torch.tensor([float(rank)], dtype=torch.float64)
     everyone = torch.tensor([sum(range(size)) / size], dtype=torch.float64)
     before = (rank - 1) % size
-    ring = topologies.RingGraph(size, connect_style=1)
+    ring = topologies.ring(size, connect_style=1)
     with Checks() as checks:
         for step in range(3):
-            fogdist.set_topology(topologies.FullyConnectedGraph(size))
+            fogdist.set_topology(topologies.fully_connected(size))
             full = current().topology.exchanges
             for _ in range(2):
                 checks.close(f"{step} mean of all", fogdist.neighbor_allreduce(x), everyone)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,10 +24,10 @@ def rank_one_comes_late() -> None:
     store = dist.distributed_c10d._get_default_store()
     fogdist.init()
     rank = dist.get_rank()
-    fogdist.barrier()
+    dist.barrier()
     if rank == 0:
         store.set("pid", str(os.getpid()))
-        fogdist.allreduce(torch.ones(3), name="late")
+        bf.allreduce(torch.ones(3), name="late")
         fogdist.shutdown()
         return
     pid = int(store.get("pid"))
@@ -68,7 +69,7 @@ def rank_one_comes_late() -> None:
     assert f"process {os.getpid()} is not shown here: rank 0 waits" in flight_record.report(
         [flight_record.read(pid)]
     )
-    fogdist.allreduce(torch.ones(3), name="late")
+    bf.allreduce(torch.ones(3), name="late")
     last = flight_record.read(os.getpid()).operations[-1]
     assert last.state == "done" and last.key == waiting.key
     fogdist.shutdown()
@@ -118,13 +119,13 @@ def many_operations() -> None:
     rank = dist.get_rank()
     first = dist.irecv(torch.ones(1), 1, tag=5) if rank == 0 else None
     for _ in range(700):
-        fogdist.allreduce(torch.ones(1))
+        bf.allreduce(torch.ones(1))
     seen = flight_record.read(os.getpid())
     assert len(seen.operations) == 256
     if first is not None:
         assert len(seen.in_flight) == 1 and "float32[1]" in seen.in_flight[0].what, seen.in_flight
         assert seen.operations[0].state == "in flight"
-    fogdist.barrier()
+    dist.barrier()
     if rank == 1:
         dist.send(torch.ones(1), 0, tag=5)
     if first is not None:

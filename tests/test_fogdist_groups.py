@@ -6,6 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from reference import Checks, make_input, mix
 
 # The ranks of the group have other numbers than in the world.
 MEMBERS = [1, 2, 3]
-same = topologies.IsTopologyEquivalent
+same = topologies.is_equivalent
 
 
 def mean_matrix(graph: Any) -> np.ndarray:
@@ -26,12 +27,12 @@ def mean_matrix(graph: Any) -> np.ndarray:
 
 @on_ranks(4)
 def test_every_operation() -> None:
-    fogdist.init(topologies.StarGraph)
+    fogdist.init(topologies.star)
     group = dist.new_group(MEMBERS, backend="fog")
     if dist.get_rank() not in MEMBERS:
         with pytest.raises(ValueError, match="group must contain this rank"):
             fogdist.rank(group=group)
-        fogdist.barrier()
+        dist.barrier()
         return
     rank, size = fogdist.rank(group=group), fogdist.size(group=group)
     inputs = [make_input(r, torch.float64, 6) for r in range(size)]
@@ -40,16 +41,14 @@ def test_every_operation() -> None:
         numbers = [getattr(fogdist, name)(group=group) for name in names]
         checks.equal("numbers", numbers, [dist.get_rank(group), 3, rank, 3, 0, 1, True])
         default = fogdist.load_topology(group=group)
-        checks.true("default", same(default, topologies.ExponentialGraph(size)))
-        ring = topologies.RingGraph(size, connect_style=2)
+        checks.true("default", same(default, topologies.exponential(size)))
+        ring = topologies.ring(size, connect_style=2)
         checks.equal("set", fogdist.set_topology(ring, is_weighted=True, group=group), True)
         checks.equal("in", fogdist.in_neighbor_ranks(group=group), [(rank - 1) % size])
         checks.equal("out", fogdist.out_neighbor_ranks(group=group), [(rank + 1) % size])
-        checks.equal(
-            "weighted", (fogdist.is_topo_weighted(group=group), fogdist.is_topo_weighted()), (True, False)
-        )
+        checks.equal("weighted", (bf.is_topo_weighted(group=group), bf.is_topo_weighted()), (True, False))
         world = fogdist.load_topology()
-        checks.true("the world's stays", same(world, topologies.StarGraph(4)))
+        checks.true("the world's stays", same(world, topologies.star(4)))
 
         mine = inputs[rank]
         average = mix(inputs, topologies.mixing_matrix(ring))[rank]
@@ -58,19 +57,19 @@ def test_every_operation() -> None:
         weights = {"self_weight": 0.5, "src_weights": {before: 0.5}, "dst_weights": [after]}
         checks.close("dynamic", fogdist.neighbor_allreduce(mine, **weights, group=group), average)
         checks.equal("gathered", fogdist.neighbor_allgather(mine, group=group), inputs[(rank - 1) % size])
-        checks.equal("allgather", fogdist.allgather(mine, group=group), torch.cat(inputs))
-        checks.close("allreduce", fogdist.allreduce(mine, group=group), sum(inputs) / size)
-        checks.close("allreduce_", fogdist.allreduce_(mine.clone(), False, group=group), sum(inputs))
-        checks.equal("broadcast", fogdist.broadcast(mine, 2, group=group), inputs[2])
-        checks.equal("broadcast_", fogdist.broadcast_(mine.clone(), 0, group=group), inputs[0])
+        checks.equal("allgather", bf.allgather(mine, group=group), torch.cat(inputs))
+        checks.close("allreduce", bf.allreduce(mine, group=group), sum(inputs) / size)
+        checks.close("allreduce_", bf.allreduce_(mine.clone(), False, group=group), sum(inputs))
+        checks.equal("broadcast", bf.broadcast(mine, 2, group=group), inputs[2])
+        checks.equal("broadcast_", bf.broadcast_(mine.clone(), 0, group=group), inputs[0])
         if rank != 0:
             pair = fogdist.pair_gossip(mine, 3 - rank, group=group)
             checks.close("pair_gossip", pair, (inputs[1] + inputs[2]) / 2)
-        infer = fogdist.InferSourceFromDestinationRanks, fogdist.InferDestinationFromSourceRanks
+        infer = bf.InferSourceFromDestinationRanks, bf.InferDestinationFromSourceRanks
         checks.equal("inferred sources", infer[0]([after], group=group), [before])
         checks.equal("inferred destinations", infer[1]([before], group=group), [after])
-        fogdist.barrier(group=group)
-    fogdist.barrier()
+        dist.barrier(group)
+    dist.barrier()
     dist.destroy_process_group(group)
 
 
@@ -82,22 +81,20 @@ def test_handles_of_several_groups() -> None:
     # Each rank waits in its own order, and the groups differ in the order of calls.
     calls = [(None, 1.0), (first, 2.0), (second, 3.0), (first, 4.0)]
     handles = [
-        (fogdist.allreduce_nonblocking(torch.full((5,), rank * factor), False, group=group), factor)
+        (bf.allreduce_nonblocking(torch.full((5,), rank * factor), False, group=group), factor)
         for group, factor in calls
     ]
     assert len({handle for handle, _ in handles}) == len(calls)
     for handle, factor in handles[rank % 3 :] + handles[: rank % 3]:
-        while not fogdist.poll(handle):
+        while not bf.poll(handle):
             pass
-        assert fogdist.wait(handle).tolist() == [factor * sum(range(size))] * 5
-        for used in (fogdist.poll, fogdist.wait, fogdist.synchronize):
+        assert bf.wait(handle).tolist() == [factor * sum(range(size))] * 5
+        for used in (bf.poll, bf.wait, bf.synchronize):
             with pytest.raises(ValueError, match=f"handle.*{handle}"):
                 used(handle)
     # The same name is used in several groups.
-    named = [
-        fogdist.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)
-    ]
-    assert [fogdist.wait(handle).tolist() for handle in named] == [[1.0, 1.0]] * 3
+    named = [bf.allreduce_nonblocking(torch.ones(2), name="same", group=g) for g in (None, first, second)]
+    assert [bf.wait(handle).tolist() for handle in named] == [[1.0, 1.0]] * 3
     dist.destroy_process_group(first)
     dist.destroy_process_group(second)
 
@@ -110,7 +107,7 @@ def test_groups_come_and_go() -> None:
     x = torch.tensor([float(fogdist.rank())])
     for _ in range(5):
         group = dist.new_group(backend="fog")
-        fogdist.set_topology(topologies.StarGraph(fogdist.size()), group=group)
+        fogdist.set_topology(topologies.star(fogdist.size()), group=group)
         fogdist.neighbor_allreduce(x, group=group)
         context = current(group)
         assert current(group) is context
@@ -129,11 +126,11 @@ def test_groups_come_and_go() -> None:
     assert list(fogdist.context._session.contexts) == [last]
     # An operation in flight in a destroyed group fails, and waiting for its handle raises the error.
     if fogdist.rank() == 0:
-        handle = fogdist.allreduce_nonblocking(x, group=last)
+        handle = bf.allreduce_nonblocking(x, group=last)
     dist.destroy_process_group(last)
     if fogdist.rank() == 0:
         with pytest.raises(dist.DistBackendError, match="allreduce"):
-            fogdist.wait(handle)
+            bf.wait(handle)
     fogdist.init()
     assert not fogdist.context._session.contexts
     assert known == 1
@@ -144,11 +141,11 @@ def test_init_forgets_topologies_of_groups() -> None:
     fogdist.init()
     size = fogdist.size()
     group = dist.new_group(backend="fog")
-    fogdist.set_topology(topologies.StarGraph(size), is_weighted=True, group=group)
+    fogdist.set_topology(topologies.star(size), is_weighted=True, group=group)
     fogdist.init()
-    default = topologies.ExponentialGraph(size)
+    default = topologies.exponential(size)
     assert same(fogdist.load_topology(group=group), default)
-    assert not fogdist.is_topo_weighted(group=group)
+    assert not bf.is_topo_weighted(group=group)
     # Gossip continues across init, wherever a rank calls init.
     rank, x = fogdist.rank(), torch.tensor([float(fogdist.rank())])
     handles = []
@@ -156,10 +153,10 @@ def test_init_forgets_topologies_of_groups() -> None:
         if step == 2 * rank:
             fogdist.init()
         if rank < 2:
-            handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, group=g) for g in (group, None)]
+            handles += [bf.pair_gossip_nonblocking(x, 1 - rank, group=g) for g in (group, None)]
     if rank == 2:
         fogdist.init()
-    assert [fogdist.wait(handle).item() for handle in handles] == [0.5] * len(handles)
+    assert [bf.wait(handle).item() for handle in handles] == [0.5] * len(handles)
     # The group of init, passed explicitly, is the same group.
     assert current(dist.group.WORLD) is current()
     dist.destroy_process_group(group)
@@ -173,14 +170,14 @@ def test_strange_groups() -> None:
         (0, TypeError, "group.*ProcessGroup.*int"),
         (dist.GroupMember.NON_GROUP_MEMBER, ValueError, "group must contain this rank"),
     ]:
-        for call in (fogdist.rank, fogdist.set_topology, fogdist.barrier, fogdist.is_homogeneous):
+        for call in (fogdist.rank, fogdist.set_topology, dist.barrier, bf.is_homogeneous):
             with pytest.raises(error, match=message):
                 call(group=group)
         with pytest.raises(error, match=message):
             fogdist.neighbor_allreduce(torch.ones(1), group=group)
     gloo = dist.new_group(backend="gloo")
     with pytest.raises(ValueError, match="group must have the backend fog.*gloo"):
-        fogdist.allreduce(torch.ones(1), group=gloo)
+        bf.allreduce(torch.ones(1), group=gloo)
     dist.destroy_process_group(gloo)
 
 
@@ -215,23 +212,23 @@ DIFFERENT = {
 def test_different_topologies_are_an_error_everywhere(kind: str) -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(topologies.StarGraph(size))
-    graph, is_weighted = topologies.RingGraph(size), False
+    fogdist.set_topology(topologies.star(size))
+    graph, is_weighted = topologies.ring(size), False
     if kind == "edges" and rank == 1:
         graph.remove_edge(1, 2)
         graph.add_edge(3, 1, weight=0.25)
     elif kind == "is_weighted":
         is_weighted = rank == 3
     elif kind == "all":
-        graph = topologies.FullyConnectedGraph(size)
+        graph = topologies.fully_connected(size)
         graph.remove_edge(rank, (rank + 1) % size)
     elif kind == "many":
-        graph = topologies.FullyConnectedGraph(size) if rank == 0 else graph
+        graph = topologies.fully_connected(size) if rank == 0 else graph
     with pytest.raises(ValueError, match="topology must be the same on all ranks") as caught:
         fogdist.set_topology(graph, is_weighted)
     for line in DIFFERENT[kind]:
         assert line in str(caught.value)
-    assert same(fogdist.load_topology(), topologies.StarGraph(size))
+    assert same(fogdist.load_topology(), topologies.star(size))
     assert fogdist.neighbor_allreduce(torch.ones(1)).tolist() == [1.0]
 
 
@@ -239,7 +236,7 @@ def test_different_topologies_are_an_error_everywhere(kind: str) -> None:
 def test_the_order_of_edges_does_not_count() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    ring = topologies.RingGraph(size)
+    ring = topologies.ring(size)
     # The same edges in another order on every rank, NumPy's numbers, and a missing weight, which means 1.
     edges = list(ring.edges(data="weight"))
     np.random.default_rng(rank).shuffle(edges)
@@ -259,12 +256,12 @@ def test_init_with_different_topologies() -> None:
     fogdist.init()
     rank = fogdist.rank()
     with pytest.raises(ValueError, match=r"(?s)topology must .*only on ranks \[0\]: .*is_weighted=True"):
-        fogdist.init(topologies.RingGraph, is_weighted=rank == 0)
+        fogdist.init(topologies.ring, is_weighted=rank == 0)
     # The topology is unchanged.
     assert fogdist.neighbor_allreduce(torch.ones(1)).item() == 1.0
     fogdist.shutdown()
     with pytest.raises(ValueError, match="topology must be the same"):
-        fogdist.init(topologies.RingGraph if rank else topologies.FullyConnectedGraph)
+        fogdist.init(topologies.ring if rank else topologies.fully_connected)
     assert not fogdist.is_initialized()
 
 
@@ -276,7 +273,7 @@ def one_rank_stays_away() -> str:
             fogdist.set_topology("ring", group=group)
         return ""
     with pytest.raises(dist.DistBackendError) as caught:
-        fogdist.set_topology(topologies.RingGraph(fogdist.size()), group=group)
+        fogdist.set_topology(topologies.ring(fogdist.size()), group=group)
     return str(caught.value)
 
 

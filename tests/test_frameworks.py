@@ -161,6 +161,7 @@ def test_transformers(tmp_path: Path, how: str) -> None:
 
 RESUMES = """
 import fogdist
+import fogdist.bluefog.torch as bf
 fogdist.init()
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
@@ -176,7 +177,7 @@ def trained(resume):
     return torch.cat([each.detach().flatten() for each in model.parameters()])
 
 straight = trained(None)
-apart = (fogdist.broadcast(straight.clone(), 0) - straight).abs().max().item() > 1e-3
+apart = (bf.broadcast(straight.clone(), 0) - straight).abs().max().item() > 1e-3
 resumed = trained(FOLDER + "/checkpoint-3")
 print("rank", fogdist.rank(), "apart", apart, "same", torch.equal(straight, resumed), flush=True)
 """

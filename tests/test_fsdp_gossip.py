@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +16,14 @@ from torch.distributed.fsdp import fully_shard
 
 
 def atc_in_backward(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Any:
-    make = fogdist.DistributedAdaptThenCombineOptimizer
+    make = bf.DistributedAdaptThenCombineOptimizer
     return make(optimizer, model, step_in_backward=True, bucket_cap_mb=1e-4, **options)
 
 
 KINDS: dict[str, Any] = {
     "atc in backward": atc_in_backward,
-    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
+    "awc": bf.DistributedAdaptWithCombineOptimizer,
+    "atc": bf.DistributedAdaptThenCombineOptimizer,
     "gradient tracking": fogdist.algorithms.GradientTracking,
 }
 

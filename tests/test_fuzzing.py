@@ -24,13 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from codec_lists import CODECS
-from fogdist import checkpoint, flight_record, nested, state_transfer, timeline
+from fogdist import checkpoint, flight_record, nested, timeline
 from fogdist.checkpoint import pieces
+from fogdist.elastic import transfer
 from harness import World, error_of, fork
 from test_shared_memory import RingTo, my_rank, write_to_inbox
 from test_tcp import APART, HELLO, data_connections, exchange_with_all, listening_ports, visit
@@ -104,7 +106,7 @@ def write(path: Path, data: bytes | str) -> None:
 
 def record(folder: Path) -> None:
     """Writes what two ranks send, save and tell into files, in a folder for each target."""
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     rank = fogdist.rank()
     (folder / "timeline").mkdir(exist_ok=True)
     timeline.start(f"{folder}/timeline/")
@@ -114,7 +116,7 @@ def record(folder: Path) -> None:
     for _ in range(3):
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        fogdist.allreduce(torch.ones(3), name="a name")
+        bf.allreduce(torch.ones(3), name="a name")
     timeline.stop()
     checkpoint.save(folder / "checkpoint", model, optimizer, step=1, extra={"of": rank})
     for name in os.listdir("/proc/self/fd"):
@@ -134,7 +136,7 @@ def record(folder: Path) -> None:
         saved = io.BytesIO()
         torch.save(plain, saved, _use_new_zipfile_serialization=is_zip)
         write(folder / f"state/{is_zip}", saved.getvalue())
-    offer = state_transfer.Offer(STATE, [], no_secret)
+    offer = transfer.Offer(STATE, [], no_secret)
     with socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor:
         visitor.sendall(GREETING)
         end(visitor)
@@ -203,19 +205,14 @@ def feed_joining(_: str, data: bytes, __: Path) -> None:
 
 
 def feed_state(_: str, data: bytes, __: Path) -> None:
-    file = os.memfd_create("fog_state")
-    try:
-        os.write(file, data)
-        state_transfer.loaded(file)
-    finally:
-        os.close(file)
+    transfer.loaded(io.BytesIO(data))
 
 
 def feed_state_wire(_: str, data: bytes, __: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1]}
         with (
-            contextlib.closing(state_transfer.Source(place, no_secret)) as source,
+            contextlib.closing(transfer.Source(place, no_secret)) as source,
             listener.accept()[0] as giver,
         ):
             giver.sendall(data)
@@ -224,7 +221,7 @@ def feed_state_wire(_: str, data: bytes, __: Path) -> None:
 
 
 def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
-    offer = state_transfer.Offer(STATE, [], no_secret)
+    offer = transfer.Offer(STATE, [], no_secret)
     with (
         socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor,
         contextlib.suppress(ConnectionError),
@@ -233,7 +230,7 @@ def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
         end(visitor)
         if len(visitor.recv(17, socket.MSG_WAITALL)) == 17:
             return
-    with contextlib.closing(state_transfer.Source(offer.place, no_secret)) as source:
+    with contextlib.closing(transfer.Source(offer.place, no_secret)) as source:
         assert source.read(HANG)
     raise ConnectionRefusedError
 

@@ -9,6 +9,7 @@ import fogdist
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import topology as topologies
 from harness import on_ranks
 from torch import nn
@@ -25,7 +26,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def topology_of(name: str, size: int) -> Any:
     return {
         "group": None,
-        "star": topologies.StarGraph(size),
+        "star": topologies.star(size),
         "one-peer": topologies.one_peer_exponential(size),
     }[name]
 
@@ -33,7 +34,7 @@ def topology_of(name: str, size: int) -> Any:
 def matrix_of(name: str, size: int, t: int) -> np.ndarray:
     if name == "one-peer":
         return topologies.one_peer_exponential(size).matrix(t).copy()
-    graph = topologies.ExponentialGraph(size) if name == "group" else topologies.StarGraph(size)
+    graph = topologies.exponential(size) if name == "group" else topologies.star(size)
     return topologies.mixing_matrix(topologies.uniform_weights(graph) if name == "group" else graph)
 
 
@@ -76,7 +77,7 @@ def fail() -> None:
     with pytest.raises(ValueError, match="what must be 'parameters' or 'gradients', got 'both'"):
         fogdist.GossipState(what="both")
     with pytest.raises(ValueError, match="as many nodes as ranks"):
-        fogdist.GossipState(topologies.RingGraph(size + 1))
+        fogdist.GossipState(topologies.ring(size + 1))
     rank = fogdist.rank()
     with pytest.raises(ValueError, match="state must be the same on all ranks"):
         fogdist.GossipState(what=fogdist.Gossip.gradients if rank else fogdist.Gossip.parameters)
@@ -113,7 +114,7 @@ def share_a_state(what: str, together: bool) -> None:
         assert state.round == 3
     with pytest.raises(RuntimeError, match="state must be of one DistributedDataParallel only"):
         (loss_of(models[0], rank, 4) + loss_of(models[1], rank, 4)).backward()
-    fogdist.barrier()
+    dist.barrier()
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients"])

@@ -21,10 +21,8 @@ KINDS = {
         for name in topology.TOPOLOGY_NAMES
     },
     **SEQUENCES,
-    "mean-of-mesh": lambda n: Topology.from_graph(
-        "mean-of-mesh", topology.uniform_weights(topology.MeshGrid2DGraph(n))
-    ),
-    "one-peer-star": lambda n: topology.one_peer(topology.StarGraph(n)),
+    "mean-of-mesh": lambda n: Topology.from_graph("mean-of-mesh", topology.uniform_weights(topology.mesh(n))),
+    "one-peer-star": lambda n: topology.one_peer(topology.star(n)),
 }
 
 
@@ -122,7 +120,7 @@ def test_a_ring_closes_around_lost_ranks() -> None:
 
 
 def test_the_next_rank_becomes_the_center_of_a_star() -> None:
-    graph = Topology.from_graph("star", topology.StarGraph(5, center_rank=2)).without([2]).graph()
+    graph = Topology.from_graph("star", topology.star(5, center_rank=2)).without([2]).graph()
     assert {rank: sorted(set(graph.successors(rank)) - {rank}) for rank in graph} == {
         0: [3],
         1: [3],
@@ -133,7 +131,7 @@ def test_the_next_rank_becomes_the_center_of_a_star() -> None:
 
 
 def test_the_weight_of_a_lost_neighbor_returns_to_self_while_the_graph_holds_together() -> None:
-    whole = Topology.from_graph("mesh", topology.MeshGrid2DGraph(9))  # rank 0 is a corner, beside 1 and 3
+    whole = Topology.from_graph("mesh", topology.mesh(9))  # rank 0 is a corner, beside 1 and 3
     healed = whole.without([0])
     difference = healed.matrix() - whole.matrix()
     assert set(zip(*np.nonzero(difference), strict=True)) == {
@@ -196,7 +194,7 @@ def test_more_ranks_keep_what_holds_for_the_matrices(case, more: int) -> None:
 
 
 def test_a_new_rank_halves_what_another_gives_to_its_own_values() -> None:
-    mesh = Topology.from_graph("mesh", topology.MeshGrid2DGraph(6))
+    mesh = Topology.from_graph("mesh", topology.mesh(6))
     W, grown = mesh.matrix(), mesh.grown(8).matrix()
     first = int(np.argmax(W.diagonal()))
     np.testing.assert_allclose(grown[first, 6], W[first, first] / 2)
@@ -206,14 +204,14 @@ def test_a_new_rank_halves_what_another_gives_to_its_own_values() -> None:
 
 
 def test_ranks_that_are_gone_stay_gone_in_a_larger_topology() -> None:
-    ring = Topology.from_graph("ring", topology.RingGraph(4))
+    ring = Topology.from_graph("ring", topology.ring(4))
     np.testing.assert_array_equal(ring.without([1]).grown(6).matrix(), ring.grown(6).without([1]).matrix())
     with pytest.raises(TopologyError, match="size"):
         ring.grown(3)
 
 
 def test_bad_ranks() -> None:
-    ring = Topology.from_graph("ring", topology.RingGraph(4))
+    ring = Topology.from_graph("ring", topology.ring(4))
     assert ring.without([]) is ring and ring.among(range(4)) is ring
     with pytest.raises(TopologyError, match=r"lost must be a rank in \[0, 3\], got 4"):
         ring.without([4])

@@ -31,14 +31,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, joining
-from fogdist.state_transfer import read_file
+from fogdist import algorithms
+from fogdist.elastic import admission as admissions
+from fogdist.elastic import joiner as joiners
+from fogdist.elastic import tickets, transfer
 from fogdist.testing.faults import cut_link
 from fogdist.topology import mixing_matrix
 from harness import ALL, World
 from hosts import INTERFACE, address, connections, emulated_hosts, move_to_host
 from numpy.typing import NDArray
 from scripts import ROOT
+from test_membership import OF_NAMES, OF_WORDS
 
 from fog_pg import _joining
 
@@ -50,34 +53,13 @@ PLACEMENT, HOSTS, FREE = (0, 0, 1, 2), 4, 3
 COOL_STEPS = 100
 ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
-# The options of each kind of training; the name up to the slash is that of its class.
-IN_STEP: dict[str, dict[str, Any]] = {
-    "wrapper": {},
-    "DecentralizedSGD": {},
-    "DecentralizedSGD/awc": {"order": "awc"},
-    "DecentralizedSGD/cta": {"order": "cta"},
-    "LocalSGD": {"local_steps": 3},
-    "DecentralizedAdamW": {},
-    "GossipPGA": {"period": 3},
-    "PushSumSGD": {},
-    "DiLoCo": {"local_steps": 2},
-    "ChocoSGD": {"compression": fogdist.compression.Int4(), "gamma": 0.9},
-    "AdaptThenCombine": {},
-}
-# Their ranks do not meet because of a loss.
-OWN_PACE: dict[str, dict[str, Any]] = {
-    "wrapper/patience": {"patience": 5.0},
-    "DecentralizedSGD/patience": {"patience": 5.0},
-    "DecentralizedSGD/freezes": {"patience": 5.0},
-    "wrapper/async": {"mode": "async"},
-    "WinPut": {},
-    "PullGet": {},
-    "WindowPushSum": {},
-    "WindowPushSum/async": {},
-    "WindowPushSum/patience": {"patience": 5.0},
-    "AsynchronousGossip": {},
-}
-KINDS = IN_STEP | OWN_PACE
+# Kinds of training, as of `test_membership.make`; those that go at their own pace do not meet because of a loss.
+IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
+IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD", "AdaptThenCombine"]
+OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
+OWN_PACE += ["wrapper/async", "WinPut", "PullGet", "WindowPushSum", "WindowPushSum/own pace"]
+OWN_PACE += ["WindowPushSum/patience", "AsynchronousGossip"]
+KINDS = [*IN_STEP, *OWN_PACE]
 
 
 def train(options: Mapping[str, Any]) -> None:
@@ -85,7 +67,7 @@ def train(options: Mapping[str, Any]) -> None:
     dist.init_process_group("fog", timeout=timedelta(seconds=60))
 
     def graph(size: int) -> nx.DiGraph:
-        made = getattr(fogdist, options.get("graph", "RingGraph"))(size)
+        made = getattr(fogdist.topology, options.get("graph", "ring"))(size)
         for i, j in made.edges if "scale" in options else ():
             made[i][j]["weight"] *= options["scale"]
         return made
@@ -101,16 +83,18 @@ def train(options: Mapping[str, Any]) -> None:
     layers = [torch.nn.Linear(4, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 1)]
     model = torch.nn.Sequential(*layers).to(dtype)
     fogdist.broadcast_parameters(model.state_dict(), 0)
-    kind, _, way = options["kind"].partition("/")
+    kind, *words = options["kind"].split("/")
     inner: Any = torch.optim.SGD(model.parameters(), lr=options.get("rate", 0.05), momentum=0.5)
     if kind == "DecentralizedAdamW":
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    more = KINDS.get(options["kind"], {}) | {"on_loss": options.get("on_loss", "continue")}
+    more = {"on_loss": options.get("on_loss", "continue"), **OF_NAMES.get(kind, {})}
+    for word in words:
+        more |= OF_WORDS.get(word, {})
     if "apart" in options:  # ranks begin with multiples of the same values
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(rank + 1.0)
-    if way == "freezes" and "FOG_JOIN" in os.environ:  # the others have frozen it after the wrap
+    if "freezes" in words and "FOG_JOIN" in os.environ:  # the others have frozen it after the wrap
         layers[0].requires_grad_(False)
     called: Any = model
     optimizer: Any = inner
@@ -118,9 +102,9 @@ def train(options: Mapping[str, Any]) -> None:
         called = fogdist.DecentralizedDataParallel(model, inner, broadcast="apart" not in options, **more)
     else:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
-        if way == "async":
+        if "own pace" in words:
             optimizer.force_barrier = False
-    if way == "freezes":
+    if "freezes" in words:
         layers[0].requires_grad_(False)
     weights = torch.tensor([[1.0], [-1.0], [2.0], [0.5]], dtype=dtype)
     folder = Path(options["folder"])
@@ -409,7 +393,7 @@ def end_alike(job: Job, joined: Sequence[int], *, in_step: bool = True) -> NDArr
 @pytest.mark.parametrize(
     "kind",
     [
-        *(always := ["wrapper", "DecentralizedSGD", "DecentralizedSGD/freezes"]),
+        *(always := ["wrapper", "DecentralizedSGD", "DecentralizedSGD/patience/freezes"]),
         *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in always),
     ],
 )
@@ -471,7 +455,7 @@ def check_averages(job: Job) -> None:
         return sorted(set.intersection(*(set(each) for each in steps)))
 
     job.until(lambda: len(common()) >= 10, "the ranks make no common steps")
-    W = mixing_matrix(fogdist.RingGraph(len(job.members)))
+    W = mixing_matrix(fogdist.topology.ring(len(job.members)))
     # In its first exchange a process that joins has the values of another rank, which it has got within the step.
     for t in common()[1:]:
         x, y = (np.array([each[t][when] for each in steps]) for when in ("before", "after"))
@@ -504,7 +488,7 @@ def test_ranks_come_and_go(new_job: Callable[..., Job]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["WindowPushSum/async", pytest.param("AsynchronousGossip", marks=pytest.mark.long)]
+    "kind", ["WindowPushSum/own pace", pytest.param("AsynchronousGossip", marks=pytest.mark.long)]
 )
 def test_a_process_that_joins_adds_its_share(new_job: Callable[..., Job], kind: str) -> None:
     """Sums over all ranks: those of before, and those of the process, which begins with another rank's average."""
@@ -541,7 +525,7 @@ def test_fewer_ranks_at_most_than_at_the_start(tmp_path: Path) -> None:
 
 # --- a process that joins, or the rank that gives its state, is lost ----------------------------------------------
 
-JOINER = "fogdist.joining.Joiner"
+JOINER = "fogdist.elastic.joiner.Joiner"
 # Where a process ends while it joins.
 PHASES = [
     ("fog_pg._joining", "begin", "after"),
@@ -551,8 +535,8 @@ PHASES = [
     (JOINER, "_await", "before"),
     (JOINER, "enter", "after"),
     (JOINER, "entries", "after"),
-    ("fogdist.membership.Members", "_formed", "after"),
-    ("fogdist.membership.Members", "_join", "after"),
+    ("fogdist.elastic.membership.Members", "_formed", "after"),
+    ("fogdist.elastic.membership.Members", "_join", "after"),
 ]
 
 
@@ -671,7 +655,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     job.refused(2, unknown, environment={"FOG_JOB_SECRET": ""})  # the Store does not have it
     size = f"WORLD_SIZE: got 5; allowed for a process that joins this job is {RANKS}, as at its start"
     job.refused(2, size, environment={"WORLD_SIZE": "5"})
-    job.refused(2, f"the topology {DIFFERS}", graph="FullyConnectedGraph")
+    job.refused(2, f"the topology {DIFFERS}", graph="fully_connected")
     job.refused(2, f"model {DIFFERS}, but differs:", width=7)
     job.refused(2, f"model {DIFFERS}, but differs:", dtype="float64")
     other = "it makes fogdist.LocalSGD 0, the job has fogdist.DecentralizedSGD 0"
@@ -706,7 +690,7 @@ GROUP = 7
 class Answering:
     """A rank that answers, and what it asks the extension; joiners are children of the test."""
 
-    admission: joining.Admission
+    admission: admissions.Admission
 
     def __init__(self) -> None:
         self.secret = "a secret of this test"
@@ -723,7 +707,7 @@ class Answering:
         return bool(Path(f"/proc/{entry}").exists())
 
     def read_entry(self, entry: str) -> dict[str, Any]:
-        return {"pid": int(entry), "is_visible": True}
+        return {"pid": int(entry), "is_visible": True, "addresses": []}
 
     def own_entry(self) -> str:
         return str(os.getpid())
@@ -737,8 +721,8 @@ class Answering:
         joiner._request()
         return joiner._ticket
 
-    def look(self, admission: joining.Admission | None = None) -> None:
-        def judge(request: joining.Request) -> str:
+    def look(self, admission: admissions.Admission | None = None) -> None:
+        def judge(request: tickets.Request) -> str:
             self.judged.append(request.ticket)
             return ""
 
@@ -748,8 +732,8 @@ class Answering:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Answering:
     answering = Answering()
-    monkeypatch.setattr(joining._extension, "load", lambda: answering)
-    answering.admission = joining.Admission(answering.store, GROUP)  # which loads the extension
+    monkeypatch.setattr(tickets._extension, "load", lambda: answering)
+    answering.admission = admissions.Admission(answering.store, GROUP)  # which loads the extension
     answering.admission.publish_nonce()
     return answering
 
@@ -761,9 +745,9 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def joiner_of(store: dist.Store, timeout: float) -> joining.Joiner:
+def joiner_of(store: dist.Store, timeout: float) -> joiners.Joiner:
     """Returns a joiner that this process plays."""
-    joiner = joining.Joiner(_joining.World(store, GROUP, RANKS, {}, {}, RANKS), 2, timeout)
+    joiner = joiners.Joiner(_joining.World(store, GROUP, RANKS, {}, {}, RANKS), 2, timeout)
     joiner._entry = str(os.getpid())
     return joiner
 
@@ -793,7 +777,7 @@ def test_garbage_is_refused_once(rank: Answering, text: str) -> None:
     assert rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])
     keys = rank.store.num_keys()
-    rank.look(joining.Admission(rank.store, GROUP))
+    rank.look(admissions.Admission(rank.store, GROUP))
     assert rank.judged == []
     assert rank.store.get("fog/join/first") == b"2"
     assert rank.store.num_keys() == keys
@@ -805,17 +789,17 @@ def test_wrong_types_are_refused(rank: Answering) -> None:
     wrong = [{"rank": "2"}, {"rank": True}, {"seats": [1]}, {"seats": 3}, {"entry": None}, {"another": 1}]
     for values in ({}, *wrong, {"nonce": []}):
         asked = json.dumps(told | values)
-        proof = joining._proof("request", asked, group=GROUP, ticket=1)
+        proof = tickets.proof_of("request", asked, group=GROUP, ticket=1)
         text = json.dumps({"request": asked, "proof": proof})
         if not values:
             right = text
-            assert joining.Request.from_text(GROUP, 1, text).rank == 2
+            assert tickets.Request.from_text(GROUP, 1, text).rank == 2
         else:
             with pytest.raises(ValueError, match="its request is not complete"):
-                joining.Request.from_text(GROUP, 1, text)
+                tickets.Request.from_text(GROUP, 1, text)
     rank.secret = "another secret of this test"
     with pytest.raises(ValueError, match="it does not know the job's secret"):
-        joining.Request.from_text(GROUP, 1, right)
+        tickets.Request.from_text(GROUP, 1, right)
 
 
 def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.Popen[bytes]) -> None:
@@ -834,15 +818,16 @@ def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.P
         other.add("fog/join/count", 1)
         other.set("fog/join/1/request", text)
         rank.judged.clear()
-        rank.look(joining.Admission(other, group))
+        rank.look(admissions.Admission(other, group))
         assert other.check(["fog/join/1/refused"]) == is_refused
         assert rank.judged == [] and not other.check(["fog/join/1/answer"])
     rank.admission.leave_to_another(0)
 
 
-def test_a_state_is_kept_only_for_a_process_that_lives(
-    rank: Answering, child: subprocess.Popen[bytes]
+def test_a_state_is_kept_only_for_a_process_that_comes_for_it(
+    rank: Answering, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
     rank.ask(child.pid)
     rank.look()
     until_states(1)
@@ -863,11 +848,11 @@ def test_a_ticket_that_its_process_has_left_is_over(
     rank: Answering, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that asks anew leaves its first ticket. It lives on, and the first copy must not live as long."""
-    monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
+    monkeypatch.setattr(admissions, "_EMPTY_TIMEOUT", 0.0)
     first = rank.ask(child.pid)
     rank.look()
     until_states(1)
-    joining._delete(rank.store, first, "request", "giver", "answer")
+    tickets.delete(rank.store, first, "request", "giver", "answer")
     second = rank.ask(child.pid)
     rank.look()
     assert rank.judged == [first, second]
@@ -876,6 +861,23 @@ def test_a_ticket_that_its_process_has_left_is_over(
     assert rank.store.get("fog/join/first") == b"2"
     rank.admission.leave_to_another(1)
     until_states(0)
+
+
+@pytest.mark.parametrize("end", ["died", "failed"])
+def test_a_process_that_could_not_join_leaves_no_ticket(
+    rank: Answering, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """It has asked another rank and died, or it has failed and lives on."""
+    monkeypatch.setattr(admissions, "_EMPTY_TIMEOUT", 0.0)
+    joiner = joiner_of(rank.store, 10.0)
+    joiner._ticket = rank.store.add("fog/join/count", 1)
+    joiner._request()
+    if end == "failed":
+        joiner.leave()
+    next_one = admissions.Admission(rank.store, GROUP)
+    for _ in range(2):
+        rank.look(next_one)
+    assert not rank.store.check(["fog/join/1/request"]) and rank.store.get("fog/join/first") == b"2"
 
 
 @pytest.mark.parametrize("part", ["state", "file", "thread"])
@@ -900,19 +902,6 @@ def test_a_rank_that_cannot_give_its_state_trains_on(
 
 
 @pytest.mark.usefixtures("rank")
-def test_a_rank_that_is_stopped_while_it_writes_its_state() -> None:
-    """Its process lives, so the joiner must not wait for it without end."""
-    file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        with pytest.raises(
-            TimeoutError, match=f"process {os.getpid()} has not written its state within 0.1 s"
-        ):
-            read_file(os.getpid(), file, 0.1)
-    finally:
-        os.close(file)
-
-
-@pytest.mark.usefixtures("rank")
 def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example if a firewall closes the port of the rank that gives the state: nobody is gone, and no state comes."""
     joiner = joiner_of(dist.HashStore(), 0.5)
@@ -925,7 +914,7 @@ def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPa
 
     def answered(_: str) -> str:
         place = json.dumps({"living": []})
-        proof = joining._proof("answer", joiner._nonce, place, group=GROUP, ticket=joiner._ticket)
+        proof = tickets.proof_of("answer", joiner._nonce, place, group=GROUP, ticket=joiner._ticket)
         return json.dumps({"place": place, "proof": proof})
 
     monkeypatch.setattr(joiner, "_await", answered)
@@ -947,7 +936,7 @@ def test_a_joiner_that_is_forgotten_does_not_wait() -> None:
     joiner._ticket = store.add("fog/join/count", 1)
     joiner._others = lambda: [str(os.getpid())]  # type: ignore[method-assign]
     joiner._request()
-    joining._delete(store, joiner._ticket, "request")
+    tickets.delete(store, joiner._ticket, "request")
     with pytest.raises(dist.DistBackendError, match="rank 2: the rank that answers has taken it for ended"):
         joiner.enter()
 
@@ -984,7 +973,7 @@ def train_quietly(steps: int) -> list[int]:
         optimizer.step()
 
     step()
-    fogdist.barrier()
+    dist.barrier()
     before = packets()
     store.check(["a request"])
     asked = packets()

@@ -24,7 +24,6 @@ from fog_cli import UsageError, keep_going, launchers
 from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
-from fog_cli.programs import agent
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -71,31 +70,15 @@ def agent_and_guard(running: ForkedJob) -> tuple[int, int]:
 # --- commands and texts ---------------------------------------------------------------------------------------
 
 
-def task() -> agent.Task:
-    """Returns the task of the second of two hosts, with ranks 4 and 5."""
-    environment = {"A": "1", "RANK": "9"}
-    return agent.Task("t", ["python"], environment, "/", 6, 1, 4, 2, "a", 0, False, False, False, "job")
-
-
-def test_ranks_have_the_environment_of_torchrun() -> None:
-    found = agent.rank_environment(task(), 5, 4711, joins=True)
-    expected = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
-    expected |= {"MASTER_ADDR": "a", "MASTER_PORT": "4711", "A": "1", "FOG_JOIN": "1"}
-    # Some versions of torch give ranks of another count another name space in the Store.
-    expected |= {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert expected.items() <= found.items()
-
-
 def test_restarts_wait_longer_and_longer() -> None:
     assert [keep_going.delay_of(lives) for lives in (0, 1, 2, 3, 4, 20)] == [0.0, 0.0, 1.0, 2.0, 4.0, 30.0]
 
 
 def test_commands_of_agents() -> None:
-    ranks = Ranks(4, [Host("a", 2), Host("b", 2)], ["python", "x.py"], {"PYTHONPATH": "/p q"}, 2222)
-    by_ssh = launchers.agent_by_ssh(ranks, ranks.hosts[1])
+    by_ssh = launchers.agent_by_ssh(Host("b", 2), 2222, "/p q")
     assert by_ssh[0] == "ssh" and by_ssh[-4:-1] == ["-p", "2222", "b"]
     assert by_ssh[-1] == f"exec env 'PYTHONPATH=/p q' {sys.executable} -m fog_cli.programs.agent"
-    by_srun = launchers.agent_by_srun(ranks.hosts[1])
+    by_srun = launchers.agent_by_srun(Host("b", 2))
     assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} < set(by_srun)
     assert by_srun[-3:] == [sys.executable, "-m", "fog_cli.programs.agent"]
 
@@ -108,18 +91,18 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "train.py"
 
 
-def plan(*words: str, **environment: str) -> keep_going.Plan:
+def plan(*words: str, **environment: str) -> Ranks:
     arguments = fog_cli.parser().parse_args(["run", "--keep-going", *words])
     return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
 def test_plans(script: str, tmp_path: Path) -> None:
     growing = plan("-np", "2", "--max-ranks", "5", script)
-    assert (growing.max_ranks, growing.job.environment["FOG_MAX_RANKS"]) == (5, "5")
+    assert (growing.max_ranks, growing.environment["FOG_MAX_RANKS"]) == (5, "5")
     alone = plan("-np", "2", "--max-restarts", "3", "--log-dir", "logs", script)
-    assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.job.environment
+    assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.environment
     assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
-    assert alone.job.rank[-4:-2] == ["--log-dir", str(tmp_path / "logs")]
+    assert alone.rank[-4:-2] == ["--log-dir", str(tmp_path / "logs")]
     hosts = ["-np", "3", "-H", "a:2,b:2", "--node-rank"]
     second = plan(*hosts, "1", script)
     assert second.starts[0] is None and second.starts[1] is not None
@@ -243,7 +226,7 @@ import torch.distributed as dist
 import fogdist
 
 dist.init_process_group("fog")
-fogdist.init(fogdist.RingGraph)
+fogdist.init(fogdist.topology.ring)
 model = torch.nn.Linear(4, 1)
 optimizer = fogdist.algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), 0.1), model, on_loss="continue")
 known = ()
@@ -319,6 +302,7 @@ import torch.distributed as dist
 victims = {int(word) for word in sys.argv[1:]}
 dist.init_process_group("fog", timeout=datetime.timedelta(seconds=60))
 rank, size = dist.get_rank(), dist.get_world_size()
+print("place", *(os.environ[name] for name in ["GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FOG_JOIN"]))
 x = torch.tensor([float(rank)])
 dist.all_reduce(x)
 assert x.item() == size * (size - 1) / 2
@@ -349,7 +333,8 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     with hosts(tmp_path, 2) as (_, variables):
         words = ["-np", "4", "-H", f"{address(0)}:2,{address(1)}:2", "-p", "22"]
         status, output = finished(tmp_path, STORE, words, 0, 3, **variables)
-    assert status == 137 and {"[1] sum 3.0", "[2] sum 3.0"} <= set(output.splitlines()), output
+    expected = {"[1] sum 3.0", "[2] sum 3.0", "[1] place 0 1 2 0", "[2] place 1 0 2 0"}
+    assert status == 137 and expected <= set(output.splitlines()), output
     assert re.search(rf"rank 3 \(process \d+ on {address(1)}\) ended by SIGKILL", output)
     assert "fog run: 2 of 4 ranks ended well\n" in output
 

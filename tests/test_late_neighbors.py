@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -34,16 +35,14 @@ from training_cases import EXACT, make_net, sgd, snapshot, start, train_step, tr
 from window_interfaces import has_stopped
 
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
-    "ring": lambda n: topologies.Topology.from_graph(
-        "ring", topologies.uniform_weights(topologies.RingGraph(n))
-    ),
+    "ring": lambda n: topologies.Topology.from_graph("ring", topologies.uniform_weights(topologies.ring(n))),
     "full": lambda n: topologies.Topology.from_graph(
-        "full", topologies.uniform_weights(topologies.FullyConnectedGraph(n))
+        "full", topologies.uniform_weights(topologies.fully_connected(n))
     ),
     "one-peer": topologies.one_peer_exponential,
     "hypercube": topologies.one_peer_hypercube,
     "one-way": lambda n: topologies.Topology.from_graph(
-        "one-way", topologies.uniform_weights(topologies.RingGraph(n, connect_style=2))
+        "one-way", topologies.uniform_weights(topologies.ring(n, connect_style=2))
     ),
 }
 
@@ -77,7 +76,7 @@ def average(mixer: Any, model: nn.Module) -> None:
 
 
 def train(kind: str, graph: str, patience: float | None) -> tuple[torch.Tensor, list[int]]:
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     called, optimizer, mixer = mixing_by(kind, sgd(model), model, graph, patience=patience)
     for number in range(8):
@@ -101,7 +100,7 @@ def test_if_nobody_is_late_averages_are_as_without(worlds: WorldPool, kind: str,
 
 @on_ranks(3)
 def test_training_goes_on_from_a_state_dict() -> None:
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(topologies.ring)
     model = make_net(rank)
     optimizer = algorithms.DecentralizedSGD(
         sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER, broadcast=False
@@ -142,7 +141,7 @@ def train_with_a_late_rank(
     kind: str, graph: str, how: str, folder: Path, patience: float, late: int = 3
 ) -> Training:
     """The late rank stands still until the others have made 30 rounds. Parameters only mix."""
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(topologies.ring)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     base = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -164,9 +163,9 @@ def train_with_a_late_rank(
             done[rounds_of(mixer) - 1] = mixer.late_neighbors(), before, own()
 
     phases = []
-    pid = fogdist.allgather(torch.tensor([os.getpid()]))[late]
+    pid = bf.allgather(torch.tensor([os.getpid()]))[late]
     rounds(8)
-    fogdist.barrier()
+    dist.barrier()
     phases.append(len(done))
     if rank == late and how == "stopped":
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -186,7 +185,7 @@ def train_with_a_late_rank(
         elif rank == 0:
             (folder / "go on").touch()
     phases.append(len(done))
-    fogdist.barrier()
+    dist.barrier()
     rounds(30)
     # Until all that hear of the late rank have counted it again, which takes it long on a busy machine.
     weights = TOPOLOGIES[graph](size)
@@ -280,7 +279,7 @@ def test_between_hosts(new_world: Callable[..., World], tmp_path: Path, how: str
 
 
 def train_until_one_dies(kind: str) -> tuple[str, int]:
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     called, optimizer, _ = mixing_by(kind, sgd(model), model, "group", patience=5.0)
     number = 0
@@ -315,7 +314,7 @@ def train_on(
 
     Returns the membership, parameters before and after, and rounds.
     """
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     if while_they_reopen and rank == victims[-1]:
         # In the second meeting: the group of the first one is destroyed then.
@@ -379,7 +378,7 @@ def test_training_goes_on_without_lost_ranks(
 
 def close_early() -> list[int]:
     """Rank 2 makes fewer steps; the others go on until they have averaged without it. Returns whom that left out."""
-    rank, _ = start(fogdist.RingGraph)
+    rank, _ = start(fogdist.topology.ring)
     model = make_net(0)
     base = sgd(model)
     wrapper, *_ = mixing_by("wrapper", base, model, "group", patience=5.0)
@@ -387,7 +386,7 @@ def close_early() -> list[int]:
         train_step(wrapper, base, rank, number)
     if rank == 2:
         wrapper.close()
-    fogdist.barrier()
+    dist.barrier()
     late: list[int] = []
     while rank != 2 and late != [2]:
         train_step(wrapper, base, rank, 10)
@@ -517,10 +516,10 @@ def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.Monk
 
 def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     """Push-sum without gradients; the last rank stands still until the others have made 40 rounds without it."""
-    rank, size = start(unbalanced if graph == "unbalanced" else fogdist.RingGraph)
+    rank, size = start(unbalanced if graph == "unbalanced" else fogdist.topology.ring)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    first = fogdist.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
+    first = bf.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
     optimizer = algorithms.WindowPushSum(
         torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0, broadcast=False
     )
@@ -549,9 +548,9 @@ def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     rounds(10)
     optimizer.settle()
     (weight,) = optimizer.push_sum_weights()
-    total = fogdist.allreduce(torch.tensor([weight], dtype=torch.float64), average=False)
-    found["errors"] = float((fogdist.allreduce(weight * own()) - first).abs().max()), abs(float(total) - size)
-    fogdist.barrier()
+    total = bf.allreduce(torch.tensor([weight], dtype=torch.float64), average=False)
+    found["errors"] = float((bf.allreduce(weight * own()) - first).abs().max()), abs(float(total) - size)
+    dist.barrier()
     optimizer.force_barrier = True
     rounds(40)
     found["distance"] = float((own() - first).abs().max())
@@ -585,7 +584,7 @@ def check_mean(world: World, tmp_path: Path, graph: str) -> None:
 
 @on_ranks(2)
 def test_what_patience_refuses() -> None:
-    rank, size = start(fogdist.RingGraph)
+    rank, size = start(fogdist.topology.ring)
     model = make_net(0)
     decentralized, push_sum = algorithms.DecentralizedSGD, algorithms.WindowPushSum
 

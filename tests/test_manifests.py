@@ -69,7 +69,7 @@ def test_the_job_keeps_going(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for number in range(spec["completions"]):
         words = shlex.split(line.replace("$JOB_COMPLETION_INDEX", str(number)))[2:]
         plan = run.prepare(fog_cli.parser().parse_args(words), dict(os.environ))
-        assert [host.name for host in plan.job.hosts] == [
+        assert [host.name for host in plan.hosts] == [
             f"{job['metadata']['name']}-{each}.{pod['subdomain']}" for each in range(spec["completions"])
         ]
         assert [start is not None for start in plan.starts] == [

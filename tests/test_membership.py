@@ -17,10 +17,11 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, joining, membership, topology
+from fogdist import algorithms, topology
 from fogdist.compression import Int8, TopK
-from fogdist.meeting import Decision, Join, Log, Minutes
-from fogdist.membership import Membership
+from fogdist.elastic import membership, tickets
+from fogdist.elastic.meeting import Decision, Join, Log, Minutes
+from fogdist.elastic.membership import Membership
 from harness import Outcome, World, error_of
 from torch import nn
 
@@ -127,7 +128,7 @@ def reconfigure_after(victims: list[int]) -> list[Any]:
     group: Any = None
     seen: list[Any] = [fogdist.reconfigure() is dist.group.WORLD]
     for victim in victims:
-        fogdist.barrier(group=group)
+        dist.barrier(group)
         if dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         x = torch.ones(1000)
@@ -183,7 +184,7 @@ def reconfigure_alone(timeout: float) -> str:
     """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
-    fogdist.barrier(group=group)
+    dist.barrier(group)
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     if dist.get_rank() == 1:
@@ -248,7 +249,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
     if rank == 2:
         signs.wait(["made 0", "made 1"])
     dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = Vector(float(rank))
     called, optimizer, count = joinable(kind, model)
     settle = getattr(optimizer, "settle", lambda: None)
@@ -275,7 +276,7 @@ def join_before_the_first_exchange(kind: str) -> tuple[Membership, float, float]
         step()
         time.sleep(0.005 if kind in OWN_PACE else 0.0)
     settle()
-    fogdist.barrier(group=fogdist.reconfigure())
+    dist.barrier(group=fogdist.reconfigure())
     return membership.current(), float(model.x.detach().min()), float(model.x.detach().max())
 
 
@@ -305,34 +306,6 @@ def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
         for _ in range(3):  # a round of two exchanges, and one by `settle`
             seat.completed = seat.take() + 1
     assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
-
-
-class Extension:
-    """The extension of a rank without connections; joiners are on another host."""
-
-    def __getattr__(self, name: str) -> Any:
-        values = {"job_secret": "a secret of this test", "announced": 0, "own_entry": "1", "announce": True}
-        values["read_entry"] = {"is_visible": False, "addresses": []}
-        return lambda *_: values[name]
-
-
-@pytest.mark.parametrize("end", ["died", "failed"])
-def test_a_process_that_could_not_join_leaves_no_ticket(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
-    """It has asked another rank and died, or it has failed and lives on."""
-    monkeypatch.setattr(joining._extension, "load", Extension)
-    monkeypatch.setattr(joining, "_EMPTY_TIMEOUT", 0.0)
-    store, group = dist.HashStore(), 7
-    joining.Admission(store, group).publish_nonce()
-    joiner = joining.Joiner(_joining.World(store, group, 4, {}, {}, 4), 2, 10.0)
-    joiner._ticket = store.add("fog/join/count", 1)
-    joiner._request()
-    if end == "failed":
-        joiner.leave()
-    admission = joining.Admission(store, group)  # of the rank that answers next
-    for _ in range(2):
-        admission.look(0, lambda _: "", dict, [0])
-    assert store.check(["fog/join/first"]) and not store.check(["fog/join/1/request"])
-    assert store.get("fog/join/first") == b"2"
 
 
 def test_all_joinable_algorithms_are_joined() -> None:
@@ -522,7 +495,7 @@ def refuse() -> None:
     assert store is not None
     world = _joining.read_world(store, 2)
     with pytest.raises(ValueError, match="only there: 'more'"):
-        joining.check_object(world, optimizer.name, "model", [])
+        tickets.check_object(world, optimizer.name, "model", [])
     with pytest.raises(TypeError, match="group must be a torch.distributed.ProcessGroup"):
         fogdist.reconfigure("all")
 

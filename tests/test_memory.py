@@ -7,6 +7,7 @@ import resource
 import signal
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -81,8 +82,8 @@ def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
     """Each round's result is the input of the next, while the memory of the previous round is reused."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(topologies.RingGraph(size), True)
-    matrix = topologies.mixing_matrix(topologies.RingGraph(size))
+    fogdist.set_topology(topologies.ring(size), True)
+    matrix = topologies.mixing_matrix(topologies.ring(size))
     state = np.random.default_rng(3).random((size, 50_000))
     mine = shared(torch.from_numpy(state[rank].copy()))
     for _ in range(50):
@@ -99,7 +100,7 @@ def test_more_in_flight_than_offers(in_shared_memory: bool) -> None:
     numel, rounds = 8 * 1024 + 8, 1500
     make = fogdist.empty if in_shared_memory else torch.empty
     sources = [*fogdist.in_neighbor_ranks(), rank]
-    handles = [fogdist.neighbor_allreduce_nonblocking(make(numel).fill_(rank + i)) for i in range(rounds)]
+    handles = [bf.neighbor_allreduce_nonblocking(make(numel).fill_(rank + i)) for i in range(rounds)]
     # Messages between two ranks keep their order while some of them wait for an offer.
     after, before = (rank + 1) % size, (rank - 1) % size
     sends = [dist.isend(make(numel if i % 2 else 3).fill_(i), after) for i in range(50)]
@@ -111,15 +112,15 @@ def test_more_in_flight_than_offers(in_shared_memory: bool) -> None:
     with Checks() as checks:
         mean = sum(sources) / len(sources)
         for i, handle in enumerate(handles):
-            output = fogdist.wait(handle)
+            output = bf.wait(handle)
             checks.true(f"exchange {i}", bool(output.sub(mean + i).abs().max() < 1e-3))
         for i, tensor in enumerate(arrived):
             checks.true(f"message {i}", bool(tensor.eq(i).all()))
 
 
 def lose_a_reader() -> str:
-    fogdist.init(topologies.FullyConnectedGraph)
-    fogdist.barrier()
+    fogdist.init(topologies.fully_connected)
+    dist.barrier()
     if fogdist.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError) as caught:

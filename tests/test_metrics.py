@@ -6,10 +6,12 @@ import time
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
-from fogdist.metrics import Metrics
-from fogdist.topology import RingGraph
+import torch.distributed as dist
+from fogdist.observe.metrics import Metrics
+from fogdist.topology import ring
 
 
 class Recorder:
@@ -20,8 +22,8 @@ class Recorder:
         self.scalars.append((tag, scalar_value, global_step))
 
 
-def ring() -> None:
-    fogdist.init(lambda size: RingGraph(size, connect_style=2))  # each rank sends to the next one
+def right_ring() -> None:
+    fogdist.init(lambda size: ring(size, connect_style=2))  # each rank sends to the next one
     rank, size = fogdist.rank(), fogdist.size()
     source, destination = (rank - 1) % size, (rank + 1) % size
     x = torch.full((1000,), float(rank))
@@ -40,7 +42,7 @@ def ring() -> None:
         distance = (sum((other - mean) ** 2 for other in range(size)) / size) ** 0.5
         assert values["consensus_distance"] == pytest.approx(distance)
         assert "staleness" not in values
-        fogdist.barrier()
+        dist.barrier()
         metrics.collect(distance=False)
         # Rank 0 is slow; the next rank waits for it, and its metrics show that.
         for _ in range(3):
@@ -76,22 +78,22 @@ def windows() -> dict[str, Any]:
         window = fogdist.Window(torch.ones(100))
         metrics.collect()
         window.put(torch.ones(100))
-        fogdist.barrier()
+        dist.barrier()
         window.get()
         values = metrics.collect()
         assert values[f"peer/{1 - rank}/sent_bytes"] >= 400, values
         assert values[f"peer/{1 - rank}/received_bytes"] >= 400, values
         window.free()
         model = torch.nn.Linear(3, 1)
-        optimizer = fogdist.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+        optimizer = bf.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()
-        fogdist.barrier()
+        dist.barrier()
         values = metrics.collect()
         assert values["staleness"] == values[f"peer/{1 - rank}/staleness"] <= 8
         assert "stale" in metrics.postfix()
-        fogdist.barrier()
+        dist.barrier()
         optimizer.unregister_window()
         assert "staleness" not in metrics.collect()
     fogdist.shutdown()

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,7 @@ WEIGHTED_DTYPES = [*FLOATS, *COMPLEX]
 
 @on_ranks(3)
 def test_a_neighbor_of_weight_zero_leaves_no_trace() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.full((3,), float("nan") if rank == 1 else float(rank))
     weights = {} if rank == 1 else {r: 1.0 for r in range(size) if r not in (1, rank)}
@@ -50,21 +51,25 @@ def test_gossips_in_flight() -> None:
     elif rank == 3:
         assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
     else:
-        handles = [fogdist.pair_gossip_nonblocking(x + i, 1 - rank) for i in range(150)]
-        handles += [fogdist.pair_gossip_nonblocking(x, 1 - rank, name=str(i)) for i in range(2)]
-        outputs = [fogdist.wait(handle).item() for handle in handles]
+        works = [fogdist.pair_gossip(x + i, 1 - rank, async_op=True) for i in range(150)]
+        works += [fogdist.pair_gossip(x, 1 - rank, name=str(i), async_op=True) for i in range(2)]
+        for work in works:
+            work.wait()
+        outputs = [work.get_future().value()[0].item() for work in works]
         assert outputs == [0.5 + i for i in range(150)] + [0.5, 0.5]
         # The two ranks have different weights.
         own = 0.25 if rank else 1.0
-        assert fogdist.pair_gossip(x + 1, 1 - rank, own, 0.5).item() == (2.0 if rank == 0 else 1.0)
-    fogdist.barrier()
+        assert fogdist.pair_gossip(x + 1, 1 - rank, self_weight=own, pair_weight=0.5).item() == (
+            2.0 if rank == 0 else 1.0
+        )
+    dist.barrier()
 
 
 # --- tensors of every kind ----------------------------------------------------------------------------------
 
 
 def strange_tensors() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     rank, size = fogdist.rank(), fogdist.size()
     matrix = np.full((size, size), 1 / size)
     base = [make_input(r, torch.complex128, (6, 4)) for r in range(size)]
@@ -252,28 +257,29 @@ def test_lists_that_differ(kind: str) -> None:
     assert re.search(rf"ranks disagree.*{call}.*{call}", text) and "list of 3 tensors, layout" in text, text
 
 
-# --- handles and names --------------------------------------------------------------------------------------
+# --- names --------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
 def test_a_name_in_flight_is_rejected() -> None:
     fogdist.init()
-    go = torch.zeros(1)
+    go, x = torch.zeros(1), torch.ones(3)
     if fogdist.rank() == 0:  # rank 1 does not call an operation of this name before it gets `go`
-        first = fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
+        first = fogdist.neighbor_allreduce(x, out=x, name="same", async_op=True)
         with pytest.raises(ValueError, match="same"):
-            fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
-        fogdist.broadcast(go, 0, name="go")
+            fogdist.neighbor_allreduce(x, out=x, name="same", async_op=True)
+        bf.broadcast(go, 0, name="go")
     else:
-        fogdist.broadcast(go, 0, name="go")
-        first = fogdist.neighbor_allreduce_nonblocking(torch.ones(3), name="same")
-    assert fogdist.wait(first).tolist() == [1.0] * 3
+        bf.broadcast(go, 0, name="go")
+        first = fogdist.neighbor_allreduce(x, out=x, name="same", async_op=True)
+    first.wait()
+    assert x.tolist() == [1.0] * 3
     assert fogdist.neighbor_allreduce(torch.ones(3), name="same").tolist() == [1.0] * 3
 
 
 # --- wrong arguments ----------------------------------------------------------------------------------------
 
-ONE, TWICE = torch.ones(2), torch.ones(1).expand(3)
+ONE = torch.ones(2)
 
 
 def by(sources: Any, destinations: Any = None, own: Any = 1.0) -> dict[str, Any]:
@@ -291,9 +297,6 @@ WRONG_ARGUMENTS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = 
         ({"tensor": []}, ValueError, "tensor.*empty list"),
         ({"tensor": (ONE, ONE.int())}, ValueError, r"tensor\[1\].*int32"),
         ({"tensor": {"a": ONE}}, TypeError, "tensor.*dict"),
-        ({"neighbor_weights": {}}, TypeError, "src_weights"),
-        ({"send_neighbors": []}, TypeError, "dst_weights"),
-        ({"weights": []}, TypeError, "unexpected keyword argument 'weights'"),
         ({"self_weight": 0.5}, ValueError, "self_weight without src_weights"),
         ({"src_weights": {}}, ValueError, "src_weights without self_weight"),
         ({"dst_weights": [1]}, ValueError, "dst_weights"),
@@ -308,10 +311,11 @@ WRONG_ARGUMENTS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = 
         (by({}, [-1]), ValueError, "dst_weights"),
         (by({}, {1: None}), TypeError, "dst_weights"),
         ({"name": 3}, TypeError, "name"),
-    ],
-    "neighbor_allreduce_": [
-        ({"tensor": TWICE}, ValueError, "tensor.*expanded"),
-        ({"tensor": [ONE, TWICE]}, ValueError, r"tensor\[1\].*expanded"),
+        ({"out": torch.ones(1).expand(2)}, ValueError, "out.*contiguous"),
+        ({"out": torch.ones(3)}, ValueError, "output"),
+        ({"out": [ONE]}, TypeError, "out.*list"),
+        ({"out": "out"}, TypeError, "out.*str"),
+        ({"tensor": [ONE, ONE], "out": [ONE]}, TypeError, "out must have as many.*2, got 1"),
     ],
     "neighbor_allgather": [
         ({"tensor": torch.tensor(1.0)}, ValueError, "dimension"),
@@ -334,21 +338,14 @@ WRONG_ARGUMENTS: dict[str, list[tuple[dict[str, Any], type[Exception], str]]] = 
 }
 
 
-def nonblocking(operation: str) -> str:
-    """Returns the name of an operation's nonblocking form."""
-    return f"{operation.removesuffix('_')}_nonblocking{'_' * operation.endswith('_')}"
-
-
 @on_ranks(3)
 def test_wrong_arguments() -> None:
-    fogdist.init(lambda size: topologies.RingGraph(size, connect_style=2))
+    fogdist.init(lambda size: topologies.ring(size, connect_style=2))
     if fogdist.rank() == 0:
         for operation, calls in WRONG_ARGUMENTS.items():
-            for form, (arguments, error, message) in itertools.product(
-                (operation, nonblocking(operation)), calls
-            ):
+            for is_async, (arguments, error, message) in itertools.product((False, True), calls):
                 with pytest.raises(error, match=message):
-                    getattr(fogdist, form)(**{"tensor": ONE, **arguments})
+                    getattr(fogdist, operation)(**{"tensor": ONE, "async_op": is_async, **arguments})
     # None of the calls has sent anything.
     assert fogdist.neighbor_allreduce(ONE).tolist() == [1.0, 1.0]
 
@@ -432,11 +429,11 @@ def unchecked_disagreement(kind: str) -> str:
         # Ranks whose exchange succeeded learn of the failure here. The first barrier may begin before the failure is
         # known.
         for _ in range(2):
-            fogdist.barrier(group=group)
+            dist.barrier(group)
     except dist.DistBackendError as error:
         return str(error)
     finally:
-        fogdist.barrier()  # no rank leaves before the others have seen their errors
+        dist.barrier()  # no rank leaves before the others have seen their errors
     return ""
 
 

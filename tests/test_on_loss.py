@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, membership
 from fogdist.context import current
-from fogdist.membership import Membership
+from fogdist.elastic.membership import Membership
 from fogdist.topology import Topology, uniform_weights
 from harness import World
 from hosts import run_on_hosts
@@ -97,10 +98,10 @@ def train(
     """
     if local:
         os.environ["FOG_NODES_PER_MACHINE"] = str(local)
-    fogdist.init(getattr(fogdist, graph))
+    fogdist.init(getattr(fogdist.topology, graph))
     os.environ.pop("FOG_NODES_PER_MACHINE", None)
     if local:
-        fogdist.set_machine_topology(fogdist.RingGraph(fogdist.machine_size()))
+        fogdist.set_machine_topology(fogdist.topology.ring(fogdist.machine_size()))
     rank = dist.get_rank()
     model = Vector(float(rank))
     called, optimizer = make(kind, model, rate)
@@ -147,7 +148,7 @@ def values_of(outcomes: list[Any], deaths: Deaths) -> np.ndarray:
 
 
 def topology(graph: str, size: int) -> Topology:
-    return Topology.from_graph(graph, uniform_weights(getattr(fogdist, graph)(size)))
+    return Topology.from_graph(graph, uniform_weights(getattr(fogdist.topology, graph)(size)))
 
 
 # --- in step ------------------------------------------------------------------------------------------------
@@ -157,10 +158,10 @@ def topology(graph: str, size: int) -> Topology:
 @pytest.mark.parametrize("kind", ["WinPut/in step", "PullGet/in step", "AdaptThenCombine/backward"])
 def test_in_step_the_living_repeat_the_round(new_world: Callable[..., World], kind: str, phase: str) -> None:
     """Each round up to the loss is one of all ranks, and each later one of the living."""
-    size, steps, victim, step, graph = 5, 12, PHASES.index(phase), 4, "RingGraph"
+    size, steps, victim, step, graph = 5, 12, PHASES.index(phase), 4, "ring"
     if kind == "AdaptThenCombine/backward":
         # No rank makes a round without the hub of a star, as in the other kinds no rank makes one without all others.
-        victim, graph = 0, "StarGraph"
+        victim, graph = 0, "star"
     deaths = {victim: (step, phase)}
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, graph, deaths, steps)
     living = [rank for rank in range(size) if rank != victim]
@@ -192,7 +193,7 @@ def test_push_sum_goes_on_with_the_mass_of_the_living(
     new_world: Callable[..., World], deaths: Deaths
 ) -> None:
     """What is lost is what a lost rank held, and the shares on their way to it."""
-    size, steps, graph = 5, 80, "StarGraph"
+    size, steps, graph = 5, 80, "star"
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, "WindowPushSum/in step", graph, deaths, steps)
     living, made = list(range(size)), 0
     x, p = np.arange(size, dtype=float), np.ones(size)
@@ -219,9 +220,9 @@ def test_machines_go_on(new_world: Callable[..., World], victims: list[int], pha
     size, local, steps, step = 6, 2, 10, 3
     deaths = {victim: (step, phase) for victim in victims}
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(
-        train, "DecentralizedSGD/machines", "RingGraph", deaths, steps, 0.0, 0.0, local
+        train, "DecentralizedSGD/machines", "ring", deaths, steps, 0.0, 0.0, local
     )
-    machines = topology("RingGraph", size // local)
+    machines = topology("ring", size // local)
     every = np.repeat(np.repeat(machines.matrix(), local, axis=0), local, axis=1) / local
     x = matrix_power(every.T, step) @ np.arange(size)
     living = [rank for rank in range(size) if rank not in victims]
@@ -237,9 +238,7 @@ def test_machines_of_different_sizes_do_not_compress(new_world: Callable[..., Wo
     """Ranks exchange with ranks of their own machine too, whose values no codec may change."""
     deaths = {3: (0, "forward")}
     ends = [
-        values_of(
-            new_world(6, timeout=TIMEOUT).run_raw(train, kind, "RingGraph", deaths, 4, 0.0, 0.0, 2), deaths
-        )
+        values_of(new_world(6, timeout=TIMEOUT).run_raw(train, kind, "ring", deaths, 4, 0.0, 0.0, 2), deaths)
         for kind in ("DecentralizedSGD/machines", "DecentralizedSGD/compressed machines")
     ]
     np.testing.assert_array_equal(*ends)
@@ -256,7 +255,7 @@ OWN_PACE = [
 ]
 
 
-RING_AND_STAR = ["RingGraph", "StarGraph"]  # of a ring a line is left; a star falls apart
+RING_AND_STAR = ["ring", "star"]  # of a ring a line is left; a star falls apart
 MIXES = [
     "wrapper/ring",
     "wrapper/one-peer",
@@ -279,23 +278,23 @@ Case = tuple[str, int, str, Deaths]
 TWO_LOSSES: Deaths = {1: (5, "backward"), 3: (9, "step")}
 AGREE: list[Case] = [
     *(
-        (kind, 4, "ExponentialGraph", {place % 4: (10, "soon" if place % 2 else "forward")})
+        (kind, 4, "exponential", {place % 4: (10, "soon" if place % 2 else "forward")})
         for place, kind in enumerate(MIXES)
     ),
-    ("wrapper/ring", 5, "RingGraph", {1: (8, "forward"), 2: (8, "forward")}),
-    ("DecentralizedSGD/one-peer/awc", 5, "RingGraph", {1: (8, "forward"), 2: (8, "soon")}),
-    ("LocalSGD", 5, "RingGraph", {0: (8, "forward"), 4: (20, "forward")}),
-    ("wrapper/ring", 3, "RingGraph", {0: (5, "forward"), 1: (12, "forward")}),  # one rank is left
-    ("wrapper/async/ring", 5, "RingGraph", {1: (10, "forward")}),  # a line is left, until the average of all
+    ("wrapper/ring", 5, "ring", {1: (8, "forward"), 2: (8, "forward")}),
+    ("DecentralizedSGD/one-peer/awc", 5, "ring", {1: (8, "forward"), 2: (8, "soon")}),
+    ("LocalSGD", 5, "ring", {0: (8, "forward"), 4: (20, "forward")}),
+    ("wrapper/ring", 3, "ring", {0: (5, "forward"), 1: (12, "forward")}),  # one rank is left
+    ("wrapper/async/ring", 5, "ring", {1: (10, "forward")}),  # a line is left, until the average of all
     (
         "wrapper/async/ring",
         5,
-        "RingGraph",
+        "ring",
         {1: (10, "forward"), 3: (20, "soon")},
     ),  # then 2 alone, apart from 4 and 0
-    ("wrapper/async/star", 5, "RingGraph", {0: (10, "soon")}),
-    *((kind, 5, "RingGraph", TWO_LOSSES) for kind in ("WinPut/own pace", "WindowPushSum/patience")),
-    *((kind, 5, "RingGraph", TWO_LOSSES) for kind in ("AsynchronousGossip", "AsynchronousGossip/compressed")),
+    ("wrapper/async/star", 5, "ring", {0: (10, "soon")}),
+    *((kind, 5, "ring", TWO_LOSSES) for kind in ("WinPut/own pace", "WindowPushSum/patience")),
+    *((kind, 5, "ring", TWO_LOSSES) for kind in ("AsynchronousGossip", "AsynchronousGossip/compressed")),
 ]
 AT_THEIR_OWN_PACE = every_other(
     OWN_PACE, [(4, graph, {0: (8, phase)}) for phase in PHASES for graph in RING_AND_STAR], nth=6
@@ -332,7 +331,7 @@ def test_ranks_at_their_own_pace_agree(
 )
 def test_training_ends_at_the_optimum_of_the_living(new_world: Callable[..., World], kind: str) -> None:
     deaths: Deaths = {3: (5, "forward")}
-    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train, kind, "ExponentialGraph", deaths, 40, 0.2, 0.005)
+    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train, kind, "exponential", deaths, 40, 0.2, 0.005)
     # The mean of the targets 0, 1 and 2; rank 3's would make it 1.5.
     assert buckets_of(outcomes, deaths).mean() == pytest.approx(1.0, abs=0.05)
 
@@ -362,7 +361,7 @@ def close_while_others_meet(graph: str, victim: int, closes_later: bool) -> tupl
         optimizer.step()
         time.sleep(0.002)
     wrapper.close()
-    mean = fogdist.allreduce(torch.ones(1), group=fogdist.reconfigure())
+    mean = bf.allreduce(torch.ones(1), group=fogdist.reconfigure())
     return membership.current(), float(mean)
 
 
@@ -380,7 +379,7 @@ def test_a_rank_closes_while_others_meet(
 
 def keep_the_sum(kind: str, graph: str, victim: int) -> tuple[Any, ...]:
     """A rank ends before the first step; the others must keep their own sum, through a meeting with shares on their way."""
-    fogdist.init(getattr(fogdist, graph))
+    fogdist.init(getattr(fogdist.topology, graph))
     rank = dist.get_rank()
     model = Vector(float(rank))
     called, optimizer = make(kind, model)
@@ -408,13 +407,13 @@ def keep_the_sum(kind: str, graph: str, victim: int) -> tuple[Any, ...]:
 @pytest.mark.parametrize(
     ("kind", "graph"),
     [
-        ("WindowPushSum/own pace", "ExponentialGraph"),
-        ("WindowPushSum/patience", "ExponentialGraph"),
-        ("WindowPushSum/own pace", "StarGraph"),
-        ("AsynchronousGossip", "RingGraph"),
-        ("AsynchronousGossip", "StarGraph"),
-        ("AsynchronousGossip/compressed", "RingGraph"),
-        ("AsynchronousGossip/compressed", "StarGraph"),
+        ("WindowPushSum/own pace", "exponential"),
+        ("WindowPushSum/patience", "exponential"),
+        ("WindowPushSum/own pace", "star"),
+        ("AsynchronousGossip", "ring"),
+        ("AsynchronousGossip", "star"),
+        ("AsynchronousGossip/compressed", "ring"),
+        ("AsynchronousGossip/compressed", "star"),
     ],
 )
 def test_nothing_between_the_living_gets_lost(new_world: Callable[..., World], kind: str, graph: str) -> None:
@@ -440,7 +439,7 @@ KINDS += ["AdaptThenCombine/backward", *MIXES]
 
 def train_until_killed(kind: str, steps: int, deaths: dict[int, float]) -> tuple[Membership, list[float]]:
     """Ranks die by a timer, anywhere."""
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     rank = dist.get_rank()
     model = Vector(float(rank))
     called, optimizer = make(kind, model)
@@ -505,7 +504,7 @@ def test_on_several_hosts(tmp_path: Path, kind: str, case: str) -> None:
         tmp_path,
         placement,
         "test_on_loss",
-        [("train", [kind, "RingGraph", deaths, 150, 0.0, 0.004])],
+        [("train", [kind, "ring", deaths, 150, 0.0, 0.004])],
         killed=[*deaths],
     )
     ends = []

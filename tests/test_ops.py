@@ -8,6 +8,7 @@ import fogdist
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from fogdist import topology as topologies
 from harness import on_ranks, sizes
 from reference import Checks, make_input, mix
@@ -52,7 +53,7 @@ def test_values() -> None:
                 checks.true("contiguous", output.is_contiguous())
             checks.equal("input", mine, inputs[rank])
             for is_weighted in (False, True):
-                graph = topologies.StarGraph(size)
+                graph = topologies.star(size)
                 fogdist.set_topology(graph, is_weighted)
                 expected = fogdist.neighbor_allreduce(mine)
                 output = torch.ops.fog.neighbor_allreduce_along_topology(mine)
@@ -100,7 +101,7 @@ def test_gradients(worlds, size):
 
 
 def complex_gradients() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     rank = fogdist.rank()
     x = make_input(rank, torch.complex128, 3).requires_grad_()
     output = torch.ops.fog.neighbor_allreduce_along_topology(x)
@@ -120,7 +121,7 @@ def test_gradients_of_other_dtypes(worlds):
 @on_ranks(2)
 def test_registration() -> None:
     # Schema, fake kernel, autograd key and AOT dispatch are each compared with eager results.
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     arguments = arguments_of(random_matrix(fogdist.size(), 3), fogdist.rank())
     x = make_input(fogdist.rank(), torch.float64, (2, 3)).requires_grad_()
     group = torch.distributed.group.WORLD.group_name
@@ -135,7 +136,7 @@ def test_registration() -> None:
 def compiled() -> None:
     import torch._dynamo
 
-    fogdist.init(topologies.RingGraph)
+    fogdist.init(topologies.ring)
     rank, size = fogdist.rank(), fogdist.size()
     matrix = random_matrix(size, 5)
     arguments = arguments_of(matrix, rank)
@@ -148,7 +149,7 @@ def compiled() -> None:
     torch._dynamo.reset()
     # aot_eager traces with fake tensors, as every backend does, but needs no C++ compiler.
     program = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for graph in (topologies.RingGraph, topologies.StarGraph):
+    for graph in (topologies.ring, topologies.star):
         fogdist.set_topology(graph(size), is_weighted=True)
         (expected,) = torch.autograd.grad(step(x), x)
         result = program(x)
@@ -198,7 +199,7 @@ def test_wrong_arguments() -> None:
         ]:
             with pytest.raises(ValueError, match=message):
                 torch.ops.fog.neighbor_allreduce(*arguments)
-    fogdist.barrier()
+    dist.barrier()
 
 
 @on_ranks(3)
@@ -206,7 +207,7 @@ def test_groups_by_name() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     group = torch.distributed.new_group(range(size), backend="fog")
-    fogdist.set_topology(topologies.StarGraph(size), is_weighted=True, group=group)
+    fogdist.set_topology(topologies.star(size), is_weighted=True, group=group)
     x = torch.tensor([float(rank)])
     expected = fogdist.neighbor_allreduce(x, group=group)
     assert torch.equal(torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name), expected)

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import CommunicationType
 from fogdist import topology as topologies
-from fogdist.context import handles
+from fogdist.bluefog.torch import CommunicationType
 from harness import on_ranks
 from reference import Checks
 from test_machines import machines_of
@@ -28,6 +28,7 @@ from training_cases import (
     FACTORIES,
     OPTIMIZERS,
     Simulation,
+    averages_begun,
     batch,
     loss_of,
     make_net,
@@ -66,9 +67,9 @@ class Run:
 
 def matrices(run: Run, size: int) -> list[np.ndarray]:
     """Returns the mixing matrix of each step."""
-    graph = topologies.StarGraph(size) if run.mixing == "weighted" else topologies.ExponentialGraph(size)
+    graph = topologies.star(size) if run.mixing == "weighted" else topologies.exponential(size)
     result = []
-    generators = [topologies.GetDynamicOnePeerSendRecvRanks(graph, r) for r in range(size)]
+    generators = [topologies.dynamic.one_peer_ranks(graph, r) for r in range(size)]
     for step in range(run.steps):
         matrix = np.eye(size)
         if run.mixing == "static":
@@ -82,7 +83,7 @@ def matrices(run: Run, size: int) -> list[np.ndarray]:
         elif run.mixing == "random":
             matrix = random_matrix(size, step)
         elif run.mixing == "machines":
-            machines = topologies.uniform_weights(topologies.ExponentialGraph(size // 2))
+            machines = topologies.uniform_weights(topologies.exponential(size // 2))
             matrix = of_ranks(topologies.mixing_matrix(machines))
         elif run.mixing == "random machines":
             matrix = of_ranks(random_matrix(size // 2, step))
@@ -163,9 +164,9 @@ def train(run: Run) -> Tensor:
 
 def train_here(run: Run) -> Tensor:
     is_weighted = run.mixing == "weighted"
-    rank, size = start(topologies.StarGraph if is_weighted else None, is_weighted)
+    rank, size = start(topologies.star if is_weighted else None, is_weighted)
     if "machines" in run.mixing:
-        fogdist.set_machine_topology(topologies.ExponentialGraph(fogdist.machine_size()))
+        fogdist.set_machine_topology(topologies.exponential(fogdist.machine_size()))
     model = make_net(rank)
     optimizer = distribute(run, model)
     trajectory, number = [], 0
@@ -242,9 +243,7 @@ def test_fused_exchange_equals_one_exchange_a_parameter() -> None:
             nn.Parameter(torch.randn(3, dtype=torch.complex64)),
         ]
     )
-    optimizer = fogdist.DistributedAdaptThenCombineOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.0), model
-    )
+    optimizer = bf.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
     expected = [fogdist.neighbor_allreduce(p) if p.numel() else p.detach() for p in model.parameters()]
     layouts = [(p.stride(), p.data_ptr()) for p in model.parameters()]
     versions = [p._version for p in model.parameters()]
@@ -271,12 +270,12 @@ def test_parameters_that_no_bucket_takes() -> None:
     ]:
         model.more = bad if isinstance(bad, nn.Parameter) else nn.Parameter(bad)
         with pytest.raises(error, match=message):
-            fogdist.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+            bf.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     del model.more
     if rank == 1:
         model.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match="model must be the same on all ranks"):
-        fogdist.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        bf.DistributedAdaptThenCombineOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
 
 
 # --- any optimizer ------------------------------------------------------------------------------------------
@@ -627,9 +626,7 @@ def test_a_scaler_must_not_unscale_before_the_average() -> None:
     """Unscaling before the average raises an error on all ranks, and the next iteration is correct."""
     rank, _ = start()
     model = single_net(0)
-    optimizer = fogdist.DistributedGradientAllreduceOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.1), model
-    )
+    optimizer = bf.DistributedGradientAllreduceOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for step in range(4):
         optimizer.zero_grad()
@@ -659,7 +656,7 @@ def test_atc_counts_the_passes_of_a_step_after_local_steps_were_set() -> None:
         for number in range(passes):
             loss_of(model, rank, number).backward()
         optimizer.step()
-        first, second = fogdist.allgather(model.encoder.weight.detach()[None])
+        first, second = bf.allgather(model.encoder.weight.detach()[None])
         assert torch.equal(first, second) == is_average
 
 
@@ -675,17 +672,18 @@ def test_atc_averages_during_the_backward_pass() -> None:
     hidden: list[Tensor] = []
     model.encoder.register_forward_hook(lambda *given: hidden.append(given[-1]))
     optimizer = FACTORIES["atc"](sgd(model), model, step_in_backward=True, bucket_cap_mb=1e-4)
-    seen: list[int] = []
+    seen: list[dist.Work] = []
 
     def watch(_: Tensor) -> None:
-        for handle in list(handles()._in_flight):
-            while not fogdist.poll(handle):
+        for work in works:
+            while not work.is_completed():
                 pass
-            seen.append(handle)
+            seen.append(work)
 
-    loss = loss_of(model, rank, 0)
-    hidden[0].register_hook(watch)
-    loss.backward()
+    with averages_begun() as works:
+        loss = loss_of(model, rank, 0)
+        hidden[0].register_hook(watch)
+        loss.backward()
     assert seen
     optimizer.step()
     simulation.step(lambda m, r: loss_of(m, r, 0).backward())
@@ -712,7 +710,7 @@ def test_gradients_changed_after_their_step(how: str) -> None:
     with pytest.raises(RuntimeError, match=r"step_in_backward"):
         scaler.step(optimizer) if how == "scaler" else optimizer.step()
     # The next step works again.
-    models = fogdist.allgather(snapshot(model)[None])
+    models = bf.allgather(snapshot(model)[None])
     nets = [copy.deepcopy(model) for _ in models]
     for net, values in zip(nets, models, strict=True):
         nn.utils.vector_to_parameters(values, net.parameters())

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,9 +18,9 @@ from harness import on_ranks
 from torch import nn
 
 KINDS: dict[str, Any] = {
-    "win_put": fogdist.DistributedWinPutOptimizer,
-    "pull_get": fogdist.DistributedPullGetOptimizer,
-    "push_sum": fogdist.DistributedPushSumOptimizer,
+    "win_put": bf.DistributedWinPutOptimizer,
+    "pull_get": bf.DistributedPullGetOptimizer,
+    "push_sum": bf.DistributedPushSumOptimizer,
     "gossip": fogdist.algorithms.AsynchronousGossip,
 }
 
@@ -32,7 +33,7 @@ def wrap(optimizer: Any, model: nn.Module, **options: Any) -> Any:
 
 
 def make(kind: str, **options: Any) -> tuple[nn.Module, Any]:
-    fogdist.init(fogdist.topology.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = nn.Linear(3, 2)
     optimizer = {**KINDS, "wrapper": wrap}[kind](
         torch.optim.SGD(model.parameters(), lr=0.0), model, **options
@@ -48,7 +49,7 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def end(optimizer: Any) -> None:
-    fogdist.barrier()
+    dist.barrier()
     if hasattr(optimizer, "wrapper"):
         optimizer.wrapper.close()
     elif isinstance(optimizer, fogdist.algorithms.AsynchronousGossip):
@@ -93,7 +94,7 @@ def stand_still(model: nn.Module, optimizer: Any, word: str, until_far: bool) ->
     store.wait([goes_on])
     for _ in range(2 * FAR - ahead):  # all make as many, so none waits for one that makes no more
         step(model, optimizer)
-    fogdist.barrier()
+    dist.barrier()
     return ahead
 
 
@@ -102,7 +103,7 @@ def run_ahead(kind: str, bound: int | None) -> int:
     model, optimizer = make(kind, max_staleness=bound)
     for _ in range(4):
         step(model, optimizer)
-        fogdist.barrier()
+        dist.barrier()
     ahead = stand_still(model, optimizer, f"{kind} {bound}", until_far=bound is None)
     end(optimizer)
     return ahead
@@ -128,7 +129,7 @@ def be_quiet() -> tuple[int, int, int]:
     waiting()
     for _ in range(4):
         step(model, optimizer)
-    fogdist.barrier()
+    dist.barrier()
     first = stand_still(model, optimizer, "first", until_far=True)
     # As long as rank 1 remembers a pause of half a second, the wait is longer than a test may take.
     waiting(**FOR_EVER | {"_QUIET_SECONDS": 0.1, "_QUIET_TIMES": 200.0})
@@ -173,7 +174,7 @@ def lose_one() -> None:
     optimizer.skip_lost = True
     for _ in range(4):
         step(model, optimizer)
-    fogdist.barrier()
+    dist.barrier()
     if fogdist.rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     for _ in range(FAR):
@@ -187,7 +188,7 @@ def test_a_lost_rank_is_not_waited_for(new_world):
 
 @on_ranks(2)
 def test_bad_bounds() -> None:
-    fogdist.init(fogdist.topology.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = nn.Linear(3, 2)
     for make_one in KINDS.values():
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -195,4 +196,4 @@ def test_bad_bounds() -> None:
             make_one(sgd, model, max_staleness=0)
         with pytest.raises(TypeError, match="max_staleness must be an int, got float"):
             make_one(sgd, model, max_staleness=2.0)
-    assert fogdist.get_current_created_window_names() == []
+    assert bf.get_current_created_window_names() == []

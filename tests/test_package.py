@@ -60,7 +60,7 @@ assert "fog_pg._C" not in sys.modules
 
 assert str(torch.ops.fog.neighbor_allreduce.default) == "fog.neighbor_allreduce.default"
 assert "neighbor_allreduce" in dir(torch.ops.fog), dir(torch.ops.fog)
-fogdist.topology.RingGraph(4)
+fogdist.topology.ring(4)
 assert "networkx" in sys.modules and "torch._dynamo" not in sys.modules
 """
 

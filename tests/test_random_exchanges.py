@@ -156,9 +156,9 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
     """Runs a case; returns this rank's results, and the corresponding matrix of ranks."""
     rank, size = fogdist.rank(), fogdist.size()
     given: Any = mine if len(mine) > 1 else mine[0]
-    options = {"enable_topo_check": case.check, "name": "case" if case.named else None}
-    form = "" if case.blocking else "_nonblocking"
-    name = f"neighbor_allreduce{form}{'_' * case.in_place}"
+    options: dict[str, Any] = {"name": "case" if case.named else None, "async_op": not case.blocking}
+    if case.kind != "gossip":
+        options |= {"enable_topo_check": case.check, "out": given if case.in_place else None}
     if case.kind == "gossip":
         other, matrix = partner(rank, size, case.seed), np.eye(size)
         for r in range(size):
@@ -168,8 +168,9 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
                 matrix[r, r], matrix[q, r] = own, 0.25 if case.check else 0.5
         if other == rank:
             return [tensor.clone() for tensor in mine], matrix
-        pair = (matrix[rank, rank], 0.25) if case.check else (None, None)
-        result = getattr(fogdist, f"pair_gossip{form}")(given, other, *pair, name=options["name"])
+        if case.check:
+            options |= {"self_weight": matrix[rank, rank], "pair_weight": 0.25}
+        result = fogdist.pair_gossip(given, other, **options)
     elif case.kind == "hierarchical":
         machine, count = fogdist.machine_rank(), fogdist.machine_size()
         arguments, matrix = plan_of(case, machine)
@@ -177,8 +178,8 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
             fogdist.set_machine_topology(graph_of(case), is_weighted=True)
             arguments = {}
         else:
-            fogdist.set_machine_topology(topologies.FullyConnectedGraph(count))
-        result = getattr(fogdist, f"hierarchical_{name}")(given, **arguments, **options)
+            fogdist.set_machine_topology(topologies.fully_connected(count))
+        result = fogdist.hierarchical_neighbor_allreduce(given, **arguments, **options)
         matrix = np.kron(matrix, np.full((size // count,) * 2, count / size))
     else:
         arguments = {}
@@ -192,8 +193,11 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
                 arguments, matrix = plan_of(case, rank)
             elif case.kind == "mean":
                 matrix = topologies.mixing_matrix(topologies.uniform_weights(graph))
-        result = getattr(fogdist, name)(given, **arguments, **options)
-    result = result if case.blocking else fogdist.wait(result)
+        result = fogdist.neighbor_allreduce(given, **arguments, **options)
+    if not case.blocking:
+        result.wait()
+        results = mine if options.get("out") is not None else result.get_future().value()
+        return results, matrix
     return (result if len(mine) > 1 else [result]), matrix
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,11 +28,11 @@ def wrapped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 MODES: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]] = {
-    "awc": lambda model: (model, fogdist.DistributedAdaptWithCombineOptimizer(sgd(model), model)),
-    "atc": lambda model: (model, fogdist.DistributedAdaptThenCombineOptimizer(sgd(model), model)),
-    "gradient": lambda model: (model, fogdist.DistributedGradientAllreduceOptimizer(sgd(model), model)),
-    "win_put": lambda model: (model, fogdist.DistributedWinPutOptimizer(sgd(model), model)),
-    "pull_get": lambda model: (model, fogdist.DistributedPullGetOptimizer(sgd(model), model)),
+    "awc": lambda model: (model, bf.DistributedAdaptWithCombineOptimizer(sgd(model), model)),
+    "atc": lambda model: (model, bf.DistributedAdaptThenCombineOptimizer(sgd(model), model)),
+    "gradient": lambda model: (model, bf.DistributedGradientAllreduceOptimizer(sgd(model), model)),
+    "win_put": lambda model: (model, bf.DistributedWinPutOptimizer(sgd(model), model)),
+    "pull_get": lambda model: (model, bf.DistributedPullGetOptimizer(sgd(model), model)),
     "wrapper": wrapped,
     "algorithm": lambda model: (model, fogdist.algorithms.DecentralizedSGD(sgd(model), model)),
 }

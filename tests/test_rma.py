@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,9 +125,9 @@ def total(of_ranks: list[Counts], names: list[str], what: int = 1) -> int:
 def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
     """Yields name, call, and the expected result on this rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    graph = topologies.ExponentialTwoGraph(size)
+    graph = topologies.exponential(size)
     fogdist.set_topology(graph)
-    machines = topologies.FullyConnectedGraph(size // PER_MACHINE)
+    machines = topologies.fully_connected(size // PER_MACHINE)
     fogdist.set_machine_topology(machines)
     inputs = [make_input(r, torch.float32, numel) for r in range(size)]
     x = inputs[rank]
@@ -138,8 +139,8 @@ def exchanges(numel: int) -> Iterator[tuple[str, Operation, Tensor]]:
     between = mix_machines(inputs, PER_MACHINE, mean_matrix(machines))[rank]
     yield "hierarchical_neighbor_allreduce", lambda: fogdist.hierarchical_neighbor_allreduce(x), between
     summed = sum_in_rank_order(inputs)
-    yield "allreduce", lambda: fogdist.allreduce(x, average=False), summed
-    yield "broadcast", lambda: fogdist.broadcast(x, root_rank=1), inputs[1]
+    yield "allreduce", lambda: bf.allreduce(x, average=False), summed
+    yield "broadcast", lambda: bf.broadcast(x, root_rank=1), inputs[1]
 
 
 def run_exchanges(nbytes: int) -> dict[str, Counts]:
@@ -208,7 +209,7 @@ def run_windows(nbytes: int) -> dict[str, Counts]:
     """Returns the calls for a put and for a get."""
     fogdist.init()
     rank, numel, found = dist.get_rank(), nbytes // 4, {}
-    fogdist.set_topology(topologies.ExponentialTwoGraph(dist.get_world_size()))
+    fogdist.set_topology(topologies.exponential(dist.get_world_size()))
     x = make_input(rank, torch.float32, numel)
     own = x.clone()
     window = fogdist.Window(own, zero_init=True)
@@ -268,7 +269,7 @@ def exchange_with_a_stopped_target() -> None:
 
     def exchange(number: int) -> int:
         is_sender = rank == 0
-        return fogdist.neighbor_allreduce_nonblocking(
+        return bf.neighbor_allreduce_nonblocking(
             make_input(number, torch.float32, NUMEL) if is_sender else own,
             self_weight=1.0 if is_sender else 0.5,
             src_weights={} if is_sender else {0: 0.5},
@@ -277,18 +278,18 @@ def exchange_with_a_stopped_target() -> None:
         )
 
     handles = [exchange(number) for number in range(3)]  # the first exchanges grant the slots
-    results = [fogdist.wait(handle) for handle in handles]
+    results = [bf.wait(handle) for handle in handles]
     dist.barrier()
     if rank == 0:
         with stopped(targets[1]):
             handles = [exchange(number) for number in (3, 4)]
-            while not fogdist.poll(handles[0]):
+            while not bf.poll(handles[0]):
                 time.sleep(0.01)
             store.set("the sender's part has ended", "")
     else:
         store.wait(["the sender's part has ended"])
         handles = [exchange(number) for number in (3, 4)]
-    results += [fogdist.wait(handle) for handle in handles]
+    results += [bf.wait(handle) for handle in handles]
     for number, result in enumerate(results):
         sent = make_input(number, torch.float32, NUMEL)
         torch.testing.assert_close(result, sent if rank == 0 else 0.5 * own + 0.5 * sent)
@@ -302,7 +303,7 @@ def test_the_senders_part_ends_while_the_target_is_stopped(new_world: Callable[.
 
 def until_killed(kind: str, moment: str) -> str:
     """Rank 1 is killed, "during" a loop of operations or "before" one; returns the other one's error."""
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     x = torch.ones(NUMEL)
     window = fogdist.Window(x)
     once: Callable[[], object] = {
@@ -397,7 +398,7 @@ def test_auto(new_world: Callable[..., World], tls: list[str], rate: str | None,
 
 def put_and_get() -> set[str]:
     """Returns the transports of a window, after its operations."""
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     rank = dist.get_rank()
     source = (rank + 1) % dist.get_world_size()
     x = torch.full((NUMEL,), float(rank))

@@ -85,7 +85,7 @@ def meet_in_a_file(path: str, prefix: str, secret: str) -> tuple[str, str]:
             dist.init_process_group("fog", init_method=f"file://{path}", rank=rank, world_size=size)
     except dist.DistBackendError as error:
         return load().job_secret(), str(error)
-    fogdist.init(fogdist.RingGraph)
+    fogdist.init(fogdist.topology.ring)
     model = torch.nn.Linear(4, 1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = fogdist.algorithms.DecentralizedSGD(sgd, model, on_loss="continue")

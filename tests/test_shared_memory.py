@@ -95,7 +95,7 @@ def large_machine() -> Iterator[World]:
 
 
 def windows_on_large_machine() -> None:
-    fogdist.init(topologies.FullyConnectedGraph)
+    fogdist.init(topologies.fully_connected)
     rank, size = fogdist.rank(), fogdist.size()
     x = fogdist.empty(100_003).fill_(float(rank))
     window = fogdist.Window(x)
@@ -106,7 +106,7 @@ def windows_on_large_machine() -> None:
     assert len(mapped) == size and all(len(mappings) == 1 for mappings in mapped.values()), mapped
     assert {bytes_ for (bytes_,) in mapped.values()} == {8 * TIB}, mapped
     window.put(x)
-    fogdist.barrier()
+    dist.barrier()
     assert window.update().eq(sum(range(size)) / size).all()
     window.free()
     for numel in (100, 30_000, 700_001):  # the result of the last one is in the arena too

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import numpy as np
 import pytest
 import torch
@@ -27,7 +28,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 # An algorithm, its topology and local optimizer; test_algorithms.py compares every algorithm with its recursion.
 CASES: list[tuple[Callable[..., Any], Callable[[int], Any] | None, str]] = [
-    (fogdist.DistributedGradientAllreduceOptimizer, None, "sgd"),
+    (bf.DistributedGradientAllreduceOptimizer, None, "sgd"),
     (partial(algorithms.DecentralizedSGD, order="awc"), None, "adamw"),
     (
         partial(algorithms.AdaptThenCombine, step_in_backward=True),
@@ -73,8 +74,8 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 def test_virtual_ranks_are_real_ranks(place: int) -> None:
     """Each rank compares its parameters, and its loss in each step, with those of its row."""
     algorithm, graph, optimizer = CASES[place]
-    averages_gradients = algorithm is fogdist.DistributedGradientAllreduceOptimizer
-    rank, size = start(topologies.ExponentialGraph)
+    averages_gradients = algorithm is bf.DistributedGradientAllreduceOptimizer
+    rank, size = start(topologies.exponential)
     data, make = batches(size), OPTIMIZERS[optimizer]
     mixing = None if graph is None else graph(size)
     options = {} if mixing is None else {"topology": mixing}
@@ -87,7 +88,7 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
         loss = squares(model(inputs[rank]), targets[rank])
         loss.backward()
         real.step()
-        losses.append(float(fogdist.allreduce(loss.detach().reshape(1))))
+        losses.append(float(bf.allreduce(loss.detach().reshape(1))))
         distances.append(fogdist.consensus_distance([*trained(model).values()]))
     virtual = simulate.train(
         make_net(),
@@ -111,7 +112,7 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
 
 def test_thousands_of_ranks_mix_along_sparse_matrices():
     size = 2048
-    topology = topologies.Topology.from_graph("exp2", topologies.ExponentialTwoGraph(size))
+    topology = topologies.Topology.from_graph("exp2", topologies.exponential(size))
     seen = simulate.consensus(topology, 6, width=4)
     assert seen.second_eigenvalue == pytest.approx(1 - 2 / (1 + 11))  # Ying et al., 2021, proposition 1
     assert np.all(np.diff(seen.distance) < 0)
@@ -125,13 +126,13 @@ def test_consensus_is_that_of_theory(size: int):
     base = simulate.consensus(topologies.base_graph(size), 12)
     assert one_peer.exact_after == (None if size == 6 else size.bit_length() - 1)
     assert base.exact_after == topologies.base_graph(size).rounds_to_exact_consensus
-    ring = topologies.Topology.from_graph("ring", topologies.RingGraph(size))
+    ring = topologies.Topology.from_graph("ring", topologies.ring(size))
     seen = simulate.consensus(ring, 40)
     assert seen.second_eigenvalue == pytest.approx(1 - ring.spectral_gap)
     assert np.all(seen.distance <= seen.predicted + 1e-12)
     assert seen.distance[40] / seen.distance[39] == pytest.approx(seen.second_eigenvalue, rel=1e-2)
     star = topologies.Topology.from_graph(
-        "star", topologies.metropolis_hastings_weights(topologies.StarGraph(size))
+        "star", topologies.metropolis_hastings_weights(topologies.star(size))
     )
     assert simulate.second_eigenvalue(star) == pytest.approx(1 - star.spectral_gap)
     endless = simulate.consensus(topologies.random_matching(size), 30)

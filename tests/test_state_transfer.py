@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import enum
-import fcntl
 import hashlib
 import hmac
 import io
@@ -18,15 +17,16 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import fogdist
 import numpy as np
 import pytest
 import torch
-from fogdist import parameters, state_transfer
+from fogdist import parameters
 from fogdist.checkpoint import pieces
-from fogdist.state_transfer import Copy, Offer, Source, read_file
+from fogdist.elastic import transfer
+from fogdist.elastic.transfer import Offer, Source
 from harness import WorldPool
 from torch import nn
 from torch.serialization import safe_globals
@@ -86,16 +86,6 @@ def test_a_rank_with_many_open_files_gives_its_state() -> None:
         for file in opened:
             os.close(file)
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_nobody_changes_or_executes_the_file_of_a_state() -> None:
-    copy = Copy(STATE, None)
-    assert read_file(os.getpid(), copy.file, SOON) is not None
-    seals = fcntl.fcntl(copy.file, fcntl.F_GET_SEALS)
-    for seal in (fcntl.F_SEAL_WRITE, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SEAL):
-        assert seals & seal, seals
-    assert os.fstat(copy.file).st_mode & 0o111 == 0
-    copy.close()
 
 
 def test_tensors_may_change_after_the_offer() -> None:
@@ -225,14 +215,6 @@ def check_same(path: str, got: Any, wanted: Any) -> None:
         check_same(f"{path}.__dict__", vars(got), attributes)
 
 
-def through_a_file(state: Any, _: Path) -> Any:
-    copy = Copy(state, os.getpid())
-    try:
-        return read_file(copy.place["pid"], copy.place["file"], SOON)
-    finally:
-        copy.close()
-
-
 def through_a_connection(state: Any, _: Path) -> Any:
     offer = Offer(state, [], Secret("right"))
     source = Source(offer.place, Secret("right"))
@@ -250,7 +232,7 @@ def through_a_checkpoint(state: Any, path: Path) -> Any:
     return pieces.put_together(piece.rest(), piece.tensors(tensors))
 
 
-@pytest.mark.parametrize("way", [through_a_file, through_a_connection, through_a_checkpoint])
+@pytest.mark.parametrize("way", [through_a_connection, through_a_checkpoint])
 def test_all_that_a_state_dict_may_hold_arrives_as_it_was(way: Callable[..., Any], tmp_path: Path) -> None:
     check_same("state", way(everything(), tmp_path), everything())
 
@@ -276,18 +258,21 @@ def test_all_that_a_state_dict_may_hold_is_broadcast(worlds: WorldPool) -> None:
     worlds(2).run(broadcast_everything)
 
 
-def test_a_state_whose_code_would_run_is_refused_unless_it_is_registered() -> None:
+def test_a_state_whose_code_would_run_is_refused_unless_it_is_registered(tmp_path: Path) -> None:
     """By the rank that would give it, which names it, and by a process that reads it all the same."""
     for wrong in ([Thing()], {"a": os.system}, (1, lambda: 2), [Begun("x")]):
         with pytest.raises(TypeError, match=r"one\..*run code of its own.*add_safe_globals"):
-            Copy({"one": wrong}, os.getpid())
+            Offer({"one": wrong}, [], Secret("right"))
     with safe_globals([Thing]):
-        copy = Copy({"one": [Thing()]}, os.getpid())
-        got = read_file(copy.place["pid"], copy.place["file"], SOON)
-        assert got is not None and got["one"][0].value == 3
-    with pytest.raises(state_transfer.dist.DistBackendError, match=r"Thing would run code.*add_safe_globals"):
-        read_file(copy.place["pid"], copy.place["file"], SOON)
-    copy.close()
+        got = through_a_connection({"one": [Thing()]}, tmp_path)
+        assert got["one"][0].value == 3
+        offer = Offer({"one": [Thing()]}, [], Secret("right"))
+        time.sleep(0.1)
+    with (
+        contextlib.closing(Source(offer.place, Secret("right"))) as source,
+        pytest.raises(transfer.dist.DistBackendError, match=r"Thing would run code.*add_safe_globals"),
+    ):
+        source.read(SOON)
 
 
 # --- to whom ------------------------------------------------------------------------------------------------
@@ -304,14 +289,14 @@ def test_a_copy_is_not_written_before_the_device_has_made_it(monkeypatch: pytest
         def wait(self) -> None:
             assert is_made.wait(SOON)
 
-    monkeypatch.setattr(state_transfer, "Mark", Mark)
-    copy = Copy({"values": torch.ones(8)}, os.getpid())
-    time.sleep(0.3)
-    assert not fcntl.fcntl(copy.file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
-    is_made.set()
-    got = read_file(copy.place["pid"], copy.place["file"], SOON)
-    copy.close()
+    monkeypatch.setattr(transfer, "Mark", Mark)
+    offer = Offer({"values": torch.ones(8)}, [], Secret("right"))
+    with contextlib.closing(Source(offer.place, Secret("right"))) as source:
+        timer = threading.Timer(0.3, is_made.set)
+        timer.start()
+        got = source.read(SOON)
     assert got is not None and got["values"].eq(1).all() and devices == [torch.device("cpu")]
+    assert is_made.is_set()
 
 
 @pytest.mark.parametrize("wrong", [Secret("wrong"), Secret("right", 2)], ids=["secret", "ticket"])
@@ -375,7 +360,7 @@ def test_a_rank_that_closes_its_offer_ends_the_connection() -> None:
 
 def test_nobody_waits_for_a_process_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the copy kept for it."""
-    monkeypatch.setattr(state_transfer, "_PATIENCE", 0.1)
+    monkeypatch.setattr(transfer, "_PATIENCE", 0.1)
     offer = Offer(STATE, [], Secret("right"))
     until_over(offer)
     assert not any("fog_state" in name for name in files())
@@ -383,7 +368,7 @@ def test_nobody_waits_for_a_process_that_does_not_come(monkeypatch: pytest.Monke
 
 
 def test_a_stranger_that_sends_byte_by_byte_keeps_no_port_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "_PATIENCE", 1.0)
+    monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
     offer = Offer(STATE, [], Secret("right"))
     deadline = time.monotonic() + SOON
     with (
@@ -401,13 +386,13 @@ def test_the_proof_of_a_state_does_not_keep_the_process_waiting(
 ) -> None:
     """It takes seconds for a large state. So it is made before the size is told, for which the process waits longest."""
     may_go_on = threading.Event()
-    digest = state_transfer._digest
+    digest = transfer._digest
 
-    def slow(file: int, size: int) -> str:
+    def slow(file: IO[bytes], size: int) -> str:
         assert may_go_on.wait(SOON)
         return digest(file, size)
 
-    monkeypatch.setattr(state_transfer, "_digest", slow)
+    monkeypatch.setattr(transfer, "_digest", slow)
     prove = Secret("right")
     with socket.create_connection(("127.0.0.1", offer.place["port"]), SOON) as process:
         nonces = process.recv(16, socket.MSG_WAITALL).hex(), "00" * 16
@@ -418,8 +403,8 @@ def test_the_proof_of_a_state_does_not_keep_the_process_waiting(
             process.recv(8)
         may_go_on.set()
         process.settimeout(SOON)
-        (size,) = state_transfer._SIZE.unpack(state_transfer._received(process, 8))
-        state_transfer._received(process, 64 + size + 64)  # raises if less comes
+        (size,) = transfer._SIZE.unpack(transfer._received(process, 8))
+        transfer._received(process, 64 + size + 64)  # raises if less comes
 
 
 def files() -> list[str]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from fogdist import timeline
 from fogdist.bluefog import torch as bf
-from fogdist.timeline.merging import merge
+from fogdist.observe.merging import merge
 
 Event = dict[str, Any]
 
@@ -61,7 +61,7 @@ def slices(events: list[Event], name: str) -> list[Event]:
 
 def many_small(number: int) -> None:
     for round in range(200):
-        fogdist.allreduce(torch.ones(1), name=f"thread {number} round {round}")
+        bf.allreduce(torch.ones(1), name=f"thread {number} round {round}")
 
 
 def everything() -> None:
@@ -73,27 +73,27 @@ def everything() -> None:
     large = torch.full((1 << 20,), float(rank))
     for _ in range(3):
         fogdist.neighbor_allreduce(large)
-    handles = [fogdist.neighbor_allreduce_nonblocking(large, name=f"layer {number}") for number in range(4)]
+    handles = [bf.neighbor_allreduce_nonblocking(large, name=f"layer {number}") for number in range(4)]
     for handle in handles:
-        fogdist.wait(handle)
+        bf.wait(handle)
     window = fogdist.Window(torch.ones(1000), zero_init=True)
     window.put(torch.ones(1000))
-    fogdist.barrier()
+    dist.barrier()
     window.update()
     window.free()
 
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    optimizer = fogdist.DistributedAdaptWithCombineOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+    optimizer = bf.DistributedAdaptWithCombineOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
-    assert fogdist.timeline_start_activity('my "tensor"', "outer") and bf.timeline_start_activity(
+    assert bf.timeline_start_activity('my "tensor"', "outer") and bf.timeline_start_activity(
         'my "tensor"', "inner"
     )
-    assert fogdist.timeline_end_activity('my "tensor"') and fogdist.timeline_end_activity('my "tensor"')
-    assert not fogdist.timeline_end_activity('my "tensor"')
+    assert bf.timeline_end_activity('my "tensor"') and bf.timeline_end_activity('my "tensor"')
+    assert not bf.timeline_end_activity('my "tensor"')
     with bf.timeline_context("loading\n", "batch"):
         pass
     with bf.timeline_context("odd \u2028\x85 \ud800", "name"):
@@ -113,8 +113,8 @@ def everything() -> None:
         work.wait()
     timeline.stop()
     timeline.stop()  # the second call does nothing
-    assert not timeline.is_on() and not fogdist.timeline_start_activity("x", "y")
-    fogdist.allreduce(large)  # this operation is in no timeline
+    assert not timeline.is_on() and not bf.timeline_start_activity("x", "y")
+    bf.allreduce(large)  # this operation is in no timeline
     fogdist.shutdown()
 
 
@@ -194,11 +194,11 @@ def full_disk(prefix: str) -> bool:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
     try:
         for _ in range(400):
-            fogdist.allreduce(torch.ones(1))
+            bf.allreduce(torch.ones(1))
         timeline.stop()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    assert fogdist.allreduce(torch.ones(1)).item() == 1.0
+    assert bf.allreduce(torch.ones(1)).item() == 1.0
     return path.stat().st_size <= limit
 
 

@@ -70,27 +70,27 @@ def squarest(size: int) -> tuple[int, int]:
 
 Case = tuple[Callable[[int], nx.DiGraph], Callable[[int], list[list[Fraction]]]]
 GRAPHS: dict[str, Case] = {
-    "exp2": (topology.ExponentialTwoGraph, lambda n: uniform_circle(n, lambda d: d & (d - 1) == 0)),
-    "exp_default": (topology.ExponentialGraph, lambda n: uniform_circle(n, lambda d: is_power(d, 2))),
+    "exp2": (topology.exponential, lambda n: uniform_circle(n, lambda d: d & (d - 1) == 0)),
+    "exp_default": (topology.exponential, lambda n: uniform_circle(n, lambda d: is_power(d, 2))),
     "exp3": (
-        lambda n: topology.ExponentialGraph(n, 3),
+        lambda n: topology.exponential(n, 3),
         lambda n: uniform_circle(n, lambda d: is_power(d, 3)),
     ),
     "symexp_default": (
-        topology.SymmetricExponentialGraph,
+        topology.symmetric_exponential,
         lambda n: uniform_circle(n, lambda d: is_power(d if d <= n // 2 else n - d, 4)),
     ),
-    "mesh": (topology.MeshGrid2DGraph, lambda n: mesh_reference(*squarest(n))),
-    "line": (lambda n: topology.MeshGrid2DGraph(n, (n, 1)), lambda n: mesh_reference(n, 1)),
-    "star": (topology.StarGraph, lambda n: star_reference(n, 0)),
-    "star_last": (lambda n: topology.StarGraph(n, center_rank=n - 1), lambda n: star_reference(n, n - 1)),
-    "ring": (topology.RingGraph, lambda n: uniform_circle(n, lambda d: d in (1, n - 1))),
-    "ring_left": (lambda n: topology.RingGraph(n, 1), lambda n: uniform_circle(n, lambda d: d == n - 1)),
+    "mesh": (topology.mesh, lambda n: mesh_reference(*squarest(n))),
+    "line": (lambda n: topology.mesh(n, (n, 1)), lambda n: mesh_reference(n, 1)),
+    "star": (topology.star, lambda n: star_reference(n, 0)),
+    "star_last": (lambda n: topology.star(n, center_rank=n - 1), lambda n: star_reference(n, n - 1)),
+    "ring": (topology.ring, lambda n: uniform_circle(n, lambda d: d in (1, n - 1))),
+    "ring_left": (lambda n: topology.ring(n, 1), lambda n: uniform_circle(n, lambda d: d == n - 1)),
     "ring_right": (
-        lambda n: topology.RingGraph(n, connect_style=2),
+        lambda n: topology.ring(n, connect_style=2),
         lambda n: uniform_circle(n, lambda d: d == 1),
     ),
-    "full": (topology.FullyConnectedGraph, lambda n: uniform_circle(n, lambda d: True)),
+    "full": (topology.fully_connected, lambda n: uniform_circle(n, lambda d: True)),
 }
 
 
@@ -120,9 +120,9 @@ def test_graph_equals_its_definition(name: str) -> None:
                 assert graph.has_edge(rank, rank)
                 for neighbors in (graph.successors(rank), graph.predecessors(rank)):
                     assert (found := list(neighbors)) == sorted(found)
-            assert topology.IsRegularGraph(graph) or name in ("mesh", "line", "star", "star_last")
-            assert topology.IsTopologyEquivalent(make(np.int32(size)), graph)
-            assert topology.IsTopologyEquivalent(make(np.array(size)), graph)
+            assert topology.is_regular(graph) or name in ("mesh", "line", "star", "star_last")
+            assert topology.is_equivalent(make(np.int32(size)), graph)
+            assert topology.is_equivalent(make(np.array(size)), graph)
             # All these matrices are normal, so the distance shrinks by 1 - gap in every step, and the slowest one, the
             # line of 17 ranks, has a gap of 0.011.
             steps = 12
@@ -139,50 +139,50 @@ def test_graph_equals_its_definition(name: str) -> None:
 def test_published_graphs() -> None:
     # Regression: BlueFog used floating-point logarithms; log(243, 3) is 4.999..., so it missed 3^5.
     for graph, powers in (
-        (topology.ExponentialGraph(300, base=3), [0, 1, 3, 9, 27, 81, 243]),
-        (topology.ExponentialGraph(1001, base=10), [0, 1, 10, 100, 1000]),
-        (topology.ExponentialGraph(1000, base=10), [0, 1, 10, 100]),
+        (topology.exponential(300, base=3), [0, 1, 3, 9, 27, 81, 243]),
+        (topology.exponential(1001, base=10), [0, 1, 10, 100, 1000]),
+        (topology.exponential(1000, base=10), [0, 1, 10, 100]),
         (
-            topology.SymmetricExponentialGraph(500, base=3),
+            topology.symmetric_exponential(500, base=3),
             [0, 1, 3, 9, 27, 81, 243, 257, 419, 473, 491, 497, 499],
         ),
     ):
         assert list(graph[0]) == powers
     np.testing.assert_array_equal(
-        topology.mixing_matrix(topology.MeshGrid2DGraph(12, [np.int64(2), 6])),
+        topology.mixing_matrix(topology.mesh(12, [np.int64(2), 6])),
         as_array(mesh_reference(2, 6)),
     )
     # The in- and out-degree of each rank sum to 3, but a plain mean would not keep the average.
     lopsided = nx.DiGraph([(0, 1), (0, 2), (3, 0), (1, 3), (1, 2), (2, 3)])
-    for irregular in (topology.StarGraph(4), topology.MeshGrid2DGraph(6), lopsided):
-        assert not topology.IsRegularGraph(irregular)
+    for irregular in (topology.star(4), topology.mesh(6), lopsided):
+        assert not topology.is_regular(irregular)
 
 
 WRONG_TYPES = [
-    (lambda: topology.ExponentialGraph("4"), "size must be an integer, got '4'"),
-    (lambda: topology.MeshGrid2DGraph(4, shape=(4,)), "shape must"),
-    (lambda: topology.RingGraph(4, connect_style="left"), "connect_style must"),
-    (lambda: topology.GetRecvWeights(topology.RingGraph(4), 1.0), "rank must"),
-    (lambda: topology.GetDynamicOnePeerSendRecvRanks(nx.MultiDiGraph([(0, 1)]), 0), "must be"),
-    (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8.0, 4, 0), "must be"),
-    (lambda: topology.IsTopologyEquivalent(topology.RingGraph(4), "ring"), "must be"),
+    (lambda: topology.exponential("4"), "size must be an integer, got '4'"),
+    (lambda: topology.mesh(4, shape=(4,)), "shape must"),
+    (lambda: topology.ring(4, connect_style="left"), "connect_style must"),
+    (lambda: topology.recv_weights(topology.ring(4), 1.0), "rank must"),
+    (lambda: topology.dynamic.one_peer_ranks(nx.MultiDiGraph([(0, 1)]), 0), "must be"),
+    (lambda: topology.dynamic.inner_outer_ring_ranks(8.0, 4, 0), "must be"),
+    (lambda: topology.is_equivalent(topology.ring(4), "ring"), "must be"),
     (lambda: topology.mixing_matrix(None), "must be"),
     (lambda: topology.spectral_gap(np.eye(3) * 1j), "W must be a matrix of real numbers"),
     (lambda: topology.by_name(2, 4), "name must be"),
     (lambda: topology.matrix_from_sources([1, 0]), "must"),
 ]
 WRONG_VALUES = [
-    (lambda: topology.SymmetricExponentialGraph(4, base=1), "base must be an integer >= 2, got 1"),
-    (lambda: topology.MeshGrid2DGraph(6, shape=(2, 2)), r"shape must .* size = 6, got \(2, 2\)"),
-    (lambda: topology.StarGraph(4, center_rank=4), r"center_rank must be a rank in \[0, 3\], got 4"),
-    (lambda: topology.RingGraph(1, connect_style=-1), "connect_style must be 0 .* 1 .* 2 .*, got -1"),
+    (lambda: topology.symmetric_exponential(4, base=1), "base must be an integer >= 2, got 1"),
+    (lambda: topology.mesh(6, shape=(2, 2)), r"shape must .* size = 6, got \(2, 2\)"),
+    (lambda: topology.star(4, center_rank=4), r"center_rank must be a rank in \[0, 3\], got 4"),
+    (lambda: topology.ring(1, connect_style=-1), "connect_style must be 0 .* 1 .* 2 .*, got -1"),
     (lambda: topology.mixing_matrix(nx.DiGraph()), "topology must have at least one node"),
-    (lambda: topology.IsRegularGraph(nx.DiGraph([(1, 2)])), "topo must have the nodes 0 to 1, .* node 2"),
-    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(9, 4, 0, 0), "world_size must be a multiple"),
-    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(4, 4, 0, 0), "at least .* = 8 .*world_size 4"),
-    (lambda: topology.GetExp2DynamicSendRecvMachineRanks(8, 4, 5, 0), "local_rank must be .* = 1, got 0"),
-    (lambda: topology.GetInnerOuterRingDynamicSendRecvRanks(8, 4, 8), r"self_rank .*\[0, 7\], got 8"),
-    (lambda: topology.GetInnerOuterExpo2DynamicSendRecvRanks(4, 2, 0), "local_size must be at least 3"),
+    (lambda: topology.is_regular(nx.DiGraph([(1, 2)])), "topo must have the nodes 0 to 1, .* node 2"),
+    (lambda: topology.dynamic.exp2_machine_ranks(9, 4, 0, 0), "world_size must be a multiple"),
+    (lambda: topology.dynamic.exp2_machine_ranks(4, 4, 0, 0), "at least .* = 8 .*world_size 4"),
+    (lambda: topology.dynamic.exp2_machine_ranks(8, 4, 5, 0), "local_rank must be .* = 1, got 0"),
+    (lambda: topology.dynamic.inner_outer_ring_ranks(8, 4, 8), r"self_rank .*\[0, 7\], got 8"),
+    (lambda: topology.dynamic.inner_outer_exponential_ranks(4, 2, 0), "local_size must be at least 3"),
     (lambda: topology.metropolis_hastings_weights(nx.DiGraph([(1, 0)])), "reverse of every .* 1 -> 0"),
     (lambda: topology.by_name("cube", 4), "name must be one of exp, exp2, .*, full, got 'cube'"),
     (lambda: topology.spectral_gap(np.zeros((2, 3))), r"W must be a square matrix, got shape \(2, 3\)"),
@@ -226,10 +226,10 @@ def test_weights_of_random_graphs(seed: int) -> None:
     np.testing.assert_array_equal(topology.mixing_matrix(graph), matrix)
     for rank in range(size):
         others = [r for r in range(size) if r != rank]
-        self_weight, sources = topology.GetRecvWeights(graph, rank)
+        self_weight, sources = topology.recv_weights(graph, rank)
         assert self_weight == matrix[rank, rank]
         assert list(sources.items()) == [(r, matrix[r, rank]) for r in others if matrix[r, rank]]
-        self_weight, destinations = topology.GetSendWeights(graph, np.int64(rank))
+        self_weight, destinations = topology.send_weights(graph, np.int64(rank))
         assert self_weight == matrix[rank, rank]
         assert list(destinations.items()) == [(r, matrix[rank, r]) for r in others if matrix[rank, r]]
         assert topology.in_neighbors(graph, rank) == list(sources)
@@ -266,8 +266,8 @@ def test_published_weights() -> None:
         graph = nx.DiGraph()
         for i, j, *weight in edges:
             graph.add_edge(i, j, **({"weight": weight[0]} if weight else {}))
-        assert [topology.GetRecvWeights(graph, rank) for rank in (0, 1)] == received
-        assert [topology.GetSendWeights(graph, rank) for rank in (0, 1)] == sent
+        assert [topology.recv_weights(graph, rank) for rank in (0, 1)] == received
+        assert [topology.send_weights(graph, rank) for rank in (0, 1)] == sent
     # Rank 0 sends to ranks 1 and 2, rank 1 to rank 2, rank 2 to none. Regression: BlueFog divided columns by ROW sums.
     third = np.array([[1, 1 / 2, 1 / 3], [0, 1 / 2, 1 / 3], [0, 0, 1 / 3]])
     np.testing.assert_array_equal(topology.matrix_from_destinations([[2, 1], [2], []]), third)
@@ -283,7 +283,7 @@ def test_weight_that_is_no_number() -> None:
     ):
         graph = nx.DiGraph()
         graph.add_edge(1, 0, weight=weight)
-        for call in (topology.mixing_matrix, lambda graph: topology.GetSendWeights(graph, 1)):
+        for call in (topology.mixing_matrix, lambda graph: topology.send_weights(graph, 1)):
             with pytest.raises(error, match="weight of the edge 1 -> 0 must be a finite real number"):
                 call(graph)
 
@@ -300,21 +300,20 @@ def test_equivalence_sees_weights_edges_and_not_insertion_order() -> None:
     zeros = [nx.DiGraph(), nx.DiGraph()]
     for edges, edge in zip(zeros, ((0, 1, 0.0), (1, 0, 0.0)), strict=True):
         edges.add_weighted_edges_from([edge, (0, 0, 1.0)])
-    ring = topology.RingGraph(4)
+    ring = topology.ring(4)
     for a, b, same in (
         (graph, shuffled, True),
         (graph, heavier, False),
         (*zeros, False),
-        (ring, topology.RingGraph(4), True),
-        (topology.ExponentialGraph(13), topology.ExponentialTwoGraph(13), True),
-        (topology.RingGraph(3), topology.FullyConnectedGraph(3), True),
-        (ring, topology.RingGraph(5), False),
+        (ring, topology.ring(4), True),
+        (topology.ring(3), topology.fully_connected(3), True),
+        (ring, topology.ring(5), False),
         # The same number of edges, in other directions.
-        (topology.RingGraph(5, 1), topology.RingGraph(5, 2), False),
+        (topology.ring(5, 1), topology.ring(5, 2), False),
         (ring, None, False),
         (None, None, False),
     ):
-        assert topology.IsTopologyEquivalent(a, b) == topology.IsTopologyEquivalent(b, a) == same
+        assert topology.is_equivalent(a, b) == topology.is_equivalent(b, a) == same
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -358,21 +357,9 @@ def test_by_name() -> None:
     same |= {"exp": "exp_default", "symexp": "symexp_default"}
     same |= {"ring-left": "ring_left", "ring-right": "ring_right"}
     for name, graph in same.items():
-        assert topology.IsTopologyEquivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
-    assert topology.IsTopologyEquivalent(topology.by_name("exp4", 17), topology.ExponentialGraph(17, base=4))
+        assert topology.is_equivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
+    assert topology.is_equivalent(topology.by_name("exp4", 17), topology.exponential(17, base=4))
     assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus"}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_older_names() -> None:
-    ring = topology.RingGraph(5)
-    assert topology.IsTopologyEquivalent(topology.PowerTwoRingGraph(8), topology.ExponentialTwoGraph(8))
-    assert topology.IsTopologyEquivalent(
-        topology.PowerGraph(30, base=3), topology.ExponentialGraph(30, base=3)
-    )
-    assert topology.IsTopologyEquivalent(topology.BiRingGraph(5), ring)
-    assert topology.GetWeights(ring, 1) == topology.GetRecvWeights(ring, 1)
-    assert next(topology.GetDynamicSendRecvRanks(topology.ExponentialGraph(8), 0)) == ([1], [7])
 
 
 # --- dynamic topologies -------------------------------------------------------------------------------------
@@ -409,7 +396,7 @@ def test_one_peer_follows_its_definition(name: str) -> None:
     for size in SIZES:
         with case(size=size):
             graph = ONE_PEER[name](size)
-            steps = steps_of_all(lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), size, 40)
+            steps = steps_of_all(lambda rank: topology.dynamic.one_peer_ranks(graph, rank), size, 40)
             clockwise = [
                 [(r + d) % size for d in range(1, size) if graph.has_edge(r, (r + d) % size)]
                 for r in range(size)
@@ -422,8 +409,8 @@ def test_one_peer_follows_its_definition(name: str) -> None:
 
 
 def test_one_peer_keeps_the_graph_it_was_given_and_gives_its_lists_away() -> None:
-    graph = topology.RingGraph(5)
-    steps = topology.GetDynamicOnePeerSendRecvRanks(graph, 0)
+    graph = topology.ring(5)
+    steps = topology.dynamic.one_peer_ranks(graph, 0)
     graph.remove_node(1)
     send, recv = next(steps)
     assert (send, recv) == ([1], [4])
@@ -433,7 +420,7 @@ def test_one_peer_keeps_the_graph_it_was_given_and_gives_its_lists_away() -> Non
 
 
 def test_exp2_between_machines() -> None:
-    make = topology.GetExp2DynamicSendRecvMachineRanks
+    make = topology.dynamic.exp2_machine_ranks
     for machines, local_size in itertools.product(range(2, 10), [1, 2, 3, 4]):
         with case(machines=machines, local_size=local_size):
             size = machines * local_size
@@ -470,8 +457,8 @@ def inner_outer_reference(machines: int, local_size: int, t: int, exponential: b
 
 
 INNER_OUTER = [
-    (topology.GetInnerOuterRingDynamicSendRecvRanks, False),
-    (topology.GetInnerOuterExpo2DynamicSendRecvRanks, True),
+    (topology.dynamic.inner_outer_ring_ranks, False),
+    (topology.dynamic.inner_outer_exponential_ranks, True),
 ]
 INNER_OUTER_IDS = ["ring", "exp2"]
 
@@ -496,9 +483,7 @@ def test_published_sequences() -> None:
             steps, ([3, 2, 1, 0, 5, 4], [2, 4, 0, 5, 1, 3], [1, 0, 5, 4, 3, 2]), strict=True
         ):
             assert [send for send, _ in step] == [[destination] for destination in expected]
-    one_peer = topology.GetDynamicOnePeerSendRecvRanks(topology.ExponentialTwoGraph(8), 0)
+    one_peer = topology.dynamic.one_peer_ranks(topology.exponential(8), 0)
     assert list(itertools.islice(one_peer, 4)) == [([1], [7]), ([2], [6]), ([4], [4]), ([1], [7])]
-    of_machines = topology.GetExp2DynamicSendRecvMachineRanks(
-        np.int64(10), np.int64(2), np.int64(3), np.int64(1)
-    )
+    of_machines = topology.dynamic.exp2_machine_ranks(np.int64(10), np.int64(2), np.int64(3), np.int64(1))
     assert list(itertools.islice(of_machines, 4)) == [([2], [0]), ([3], [4]), ([0], [2]), ([2], [0])]

@@ -30,7 +30,7 @@ STATIC = ["ring", "ring-right", "mesh", "torus", "star", "exp2", "symexp", "full
 SEQUENCES: dict[str, Callable[[int], Topology]] = {
     **{name: lambda n, name=name: Topology.from_graph(name, topology.by_name(name, n)) for name in STATIC},
     "one-peer-exp2": topology.one_peer_exponential,
-    "one-peer-ring": lambda n: topology.one_peer(topology.RingGraph(n)),
+    "one-peer-ring": lambda n: topology.one_peer(topology.ring(n)),
     "one-peer-hypercube": topology.one_peer_hypercube,
     "base-2": topology.base_graph,
     "base-3": lambda n: topology.base_graph(n, 2),
@@ -260,8 +260,8 @@ def test_exact_is_told_from_nearly_exact() -> None:
     leader = Topology("leader", [copy_rank_0])
     assert leader.rounds_to_exact_consensus is None
     assert leader.rounds_to(1e-9) == 1
-    assert Topology.from_graph("full", topology.FullyConnectedGraph(7)).rounds_to_exact_consensus == 1
-    assert Topology.from_graph("ring", topology.RingGraph(7)).rounds_to_exact_consensus is None
+    assert Topology.from_graph("full", topology.fully_connected(7)).rounds_to_exact_consensus == 1
+    assert Topology.from_graph("ring", topology.ring(7)).rounds_to_exact_consensus is None
     assert topology.random_matching(2).rounds_to_exact_consensus is None
     for size in (3, 5, 6, 7, 9, 12):
         one_peer = topology.one_peer_exponential(size)
@@ -270,7 +270,7 @@ def test_exact_is_told_from_nearly_exact() -> None:
 
 
 def test_rounds_to_a_distance() -> None:
-    ring = Topology.from_graph("ring", topology.RingGraph(6))
+    ring = Topology.from_graph("ring", topology.ring(6))
     rounds = ring.rounds_to(1e-3)
     assert rounds is not None
     distance = ring.consensus_distance(rounds)
@@ -348,8 +348,8 @@ def generated(
 @pytest.mark.parametrize(
     ("make", "generator"),
     [
-        (topology.inner_outer_ring, topology.GetInnerOuterRingDynamicSendRecvRanks),
-        (topology.inner_outer_exponential, topology.GetInnerOuterExpo2DynamicSendRecvRanks),
+        (topology.inner_outer_ring, topology.dynamic.inner_outer_ring_ranks),
+        (topology.inner_outer_exponential, topology.dynamic.inner_outer_exponential_ranks),
     ],
     ids=["ring", "exponential"],
 )
@@ -364,7 +364,7 @@ def test_inner_outer_is_the_generators(
 def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
     graph = nx.gnp_random_graph(7, 0.4, seed=seed, directed=True)
     walk = topology.one_peer(graph, "walk")
-    generated(7, lambda rank: topology.GetDynamicOnePeerSendRecvRanks(graph, rank), walk)
+    generated(7, lambda rank: topology.dynamic.one_peer_ranks(graph, rank), walk)
 
 
 # --- torus and weights of a matrix --------------------------------------------------------------------------
@@ -380,15 +380,15 @@ def test_torus_equals_its_definition(rows: int, columns: int) -> None:
     for (a, b), (c, d) in grid.edges:
         expected[a * columns + b, c * columns + d] = expected[c * columns + d, a * columns + b] = 1.0
     expected /= expected.sum(axis=0)
-    graph = topology.Torus2DGraph(size, (rows, columns))
+    graph = topology.torus(size, (rows, columns))
     np.testing.assert_array_equal(topology.mixing_matrix(graph), expected)
-    assert topology.IsRegularGraph(graph)
+    assert topology.is_regular(graph)
 
 
 def test_torus_shape_and_names() -> None:
-    assert topology.IsTopologyEquivalent(topology.Torus2DGraph(12), topology.Torus2DGraph(12, (3, 4)))
-    assert topology.IsTopologyEquivalent(topology.Torus2DGraph(7), topology.RingGraph(7))
-    assert topology.IsTopologyEquivalent(topology.by_name("torus", 12), topology.Torus2DGraph(12))
+    assert topology.is_equivalent(topology.torus(12), topology.torus(12, (3, 4)))
+    assert topology.is_equivalent(topology.torus(7), topology.ring(7))
+    assert topology.is_equivalent(topology.by_name("torus", 12), topology.torus(12))
 
 
 def test_graph_from_matrix() -> None:
@@ -417,7 +417,7 @@ WRONG = {
         (lambda: topology.one_peer_hypercube(6), "size must be a power of two, got 6"),
         (lambda: topology.base_graph(5, 0), "degree must be an integer >= 1, got 0"),
         (lambda: topology.inner_outer_exponential(8, 2), "local_size must be at least 3"),
-        (lambda: topology.Torus2DGraph(8, (3, 3)), "shape must have the product size = 8"),
+        (lambda: topology.torus(8, (3, 3)), "shape must have the product size = 8"),
         (lambda: Topology("none", []), "at least one matrix"),
         (lambda: Topology("two", [np.eye(2), np.eye(3)]), "must all have one shape"),
         (
@@ -449,7 +449,7 @@ WRONG = {
         (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
         (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
         (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
-        (lambda: topology.plot(topology.RingGraph(4)), "must be a fogdist.topology.Topology, got DiGraph"),
+        (lambda: topology.plot(topology.ring(4)), "must be a fogdist.topology.Topology, got DiGraph"),
     ],
 }
 
@@ -467,7 +467,7 @@ def test_wrong_arguments() -> None:
 def test_documentation_shows_the_table_as_printed() -> None:
     text = (Path(__file__).parents[1] / "docs" / "topologies.md").read_text()
     assert f"```text\n{topology.summary(8)}\n```" in text
-    exp2 = Topology.from_graph("exp2", topology.ExponentialTwoGraph(6))
+    exp2 = Topology.from_graph("exp2", topology.exponential(6))
     sequences = [topology.one_peer_exponential(6), topology.base_graph(6, 1), topology.base_graph(6, 2)]
     assert f"```text\n{topology.summary(6, [exp2, *sequences])}\n```" in text
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import numpy as np
 import pytest
@@ -56,11 +56,11 @@ def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> Non
 
 def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     star = run.mixing == "weighted"
-    rank, size = start(topologies.StarGraph if star else None, star)
+    rank, size = start(topologies.star if star else None, star)
     model = make_net(rank)
     options = {"num_steps_per_communication": run.every, "bucket_cap_mb": bucket_cap_mb}
     optimizer = distribute(kind, model, OPTIMIZERS[run.optimizer], **options)
-    windows = len(fogdist.get_current_created_window_names())
+    windows = len(bf.get_current_created_window_names())
     assert windows > 1 if bucket_cap_mb < 8 else windows == int(size > 1)
     trajectory, number = [], 0
     for matrix in matrices(run, size):
@@ -224,7 +224,7 @@ def average_at_uneven_speeds(slow: int) -> None:
     rank, size = start(unbalanced)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).double())
-    average = [fogdist.allreduce(p.detach()) for p in model.parameters()]
+    average = [bf.allreduce(p.detach()) for p in model.parameters()]
     optimizer = distribute("push-sum", model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
 
     def forward_and_step() -> None:
@@ -236,7 +236,7 @@ def average_at_uneven_speeds(slow: int) -> None:
         time.sleep(0.004 if rank == slow else 0.0001)
         forward_and_step()
         smallest = min(smallest, *optimizer.push_sum_weights())
-    fogdist.barrier()
+    dist.barrier()
     optimizer.force_barrier = True
     for _ in range(25):
         forward_and_step()
@@ -246,7 +246,7 @@ def average_at_uneven_speeds(slow: int) -> None:
             tolerance = 2e-5 if parameter.dtype == torch.float32 else 1e-9
             checks.true(f"parameter {i}", (parameter - expected).abs().max().item() < tolerance)
         weights = torch.tensor(optimizer.push_sum_weights(), dtype=torch.float64)
-        sums = fogdist.allreduce(weights, average=False)
+        sums = bf.allreduce(weights, average=False)
         checks.close("weights", sums, torch.full((2,), float(size), dtype=torch.float64))
         # With a smaller p, the gradient's step on x / p would be many times the learning rate.
         checks.true(f"smallest p {smallest}", smallest > 0.25)
@@ -268,16 +268,16 @@ def solve_at_uneven_speeds(kind: str, problem: Quadratics, slow: int) -> tuple[i
     before = (model.z() - solution).norm().item()
     optimizer = distribute(kind, model, lambda p: torch.optim.SGD(p, lr=0.03), in_step=False)
     done, everybody = 0, None
-    while everybody is None or not fogdist.poll(everybody):
+    while everybody is None or not bf.poll(everybody):
         time.sleep(0.008 if rank == slow else 0.001)
         optimizer.zero_grad()
         model().backward()
         optimizer.step()
         done += 1
         if done == 150:  # only the slowest rank is done; the others go on meanwhile
-            everybody = fogdist.allreduce_nonblocking(torch.zeros(1))
-    fogdist.wait(everybody)
-    fogdist.barrier()
+            everybody = bf.allreduce_nonblocking(torch.zeros(1))
+    bf.wait(everybody)
+    dist.barrier()
     optimizer.unregister_window()
     return done, before, (model.z() - solution).norm().item()
 
@@ -299,7 +299,7 @@ def test_convergence_with_one_slow_rank(worlds, kind):
 @on_ranks(3, kind=["put", "push-sum"])
 def test_the_first_exchange_before_anything_has_come(kind: str) -> None:
     """Each rank receives from the left and sends to the right; rank 0 writes nothing before rank 1 has stepped."""
-    rank, _ = start(partial(topologies.RingGraph, connect_style=2))
+    rank, _ = start(partial(topologies.ring, connect_style=2))
     model = nn.Linear(2, 1, bias=False)
     optimizer = distribute(kind, model, lambda p: torch.optim.SGD(p, lr=0.0), in_step=False)
     # As in scripts, this comes after the windows were made, so the slots hold copies of the values before.
@@ -311,15 +311,15 @@ def test_the_first_exchange_before_anything_has_come(kind: str) -> None:
         return model.weight.detach().flatten().tolist()
 
     with Checks() as checks:
-        fogdist.barrier()
+        dist.barrier()
         if rank == 1:
             checks.equal("nobody has written", value_after_a_step(), [11.0, 11.0])
             if kind == "push-sum":
                 checks.equal("p", optimizer.push_sum_weights(), [0.5])
-        fogdist.barrier()
+        dist.barrier()
         if rank == 2:  # the mean with rank 1's value, or with half of its mass
             checks.equal("the left one has", value_after_a_step(), [11.5, 11.5])
-        fogdist.barrier()
+        dist.barrier()
     optimizer.unregister_window()
 
 
@@ -335,7 +335,7 @@ def test_a_rank_without_neighbors_trains_alone(kind: str) -> None:
         for each, net in ((optimizer, model), (base, plain)):
             each.zero_grad()
             loss_of(net, rank, number).backward()
-            fogdist.barrier()  # lets the other two see each other's values
+            dist.barrier()  # lets the other two see each other's values
             each.step()
     assert (rank == 2) == torch.allclose(snapshot(model), snapshot(plain), rtol=1e-12)
     optimizer.unregister_window()
@@ -361,9 +361,9 @@ def whole_parameters() -> int:
     model.forward = lambda: sum(piece.sum() for piece in model.pieces)
     # Rank 0 counts; rank 1 replaces its values by those that it gets.
     base = Halves(model.parameters()) if rank == 0 else torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = fogdist.DistributedPullGetOptimizer(base, model)
+    optimizer = bf.DistributedPullGetOptimizer(base, model)
     optimizer.self_weight, optimizer.src_weights = (1.0, {}) if rank == 0 else (0.0, {0: 1.0})
-    seen, done = set(), fogdist.allreduce_nonblocking(torch.zeros(1)) if rank == 1 else None
+    seen, done = set(), bf.allreduce_nonblocking(torch.zeros(1)) if rank == 1 else None
     for _ in range(60):
         model().backward()
         optimizer.step()
@@ -371,7 +371,7 @@ def whole_parameters() -> int:
         assert len(values) == 1, f"half changed: {values}"
         seen.update(values)
         time.sleep(0.0005)
-    fogdist.wait(done if done is not None else fogdist.allreduce_nonblocking(torch.zeros(1)))
+    bf.wait(done if done is not None else bf.allreduce_nonblocking(torch.zeros(1)))
     optimizer.unregister_window()
     return len(seen)
 
@@ -398,14 +398,14 @@ def test_windows_come_and_go(kind: str) -> None:
             optimizer.force_barrier = True
             loss_of(model, rank, 0).backward()
             optimizer.step()  # the second optimizer's forward pass no longer reaches the first optimizer
-            names = fogdist.get_current_created_window_names()
+            names = bf.get_current_created_window_names()
             checks.equal("windows", names, ["mine.0"] if size > 1 else [])
             if size > 1:
                 net = nn.Linear(2, 2)
                 with pytest.raises(ValueError, match="mine.0"):
                     WINDOWS[kind](OPTIMIZERS["sgd"](net.parameters()), net, window_prefix="mine")
             optimizer.unregister_window()
-            checks.equal("no windows", fogdist.get_current_created_window_names(), [])
+            checks.equal("no windows", bf.get_current_created_window_names(), [])
             optimizer.unregister_window()
             if size > 1:
                 optimizer.force_barrier = False
@@ -451,7 +451,7 @@ def test_bad_attributes() -> None:
 
 
 def lose_a_neighbor(kind: str) -> None:
-    rank, _ = start(topologies.FullyConnectedGraph)
+    rank, _ = start(topologies.fully_connected)
     model = make_net(rank)
     optimizer = distribute(kind, model, OPTIMIZERS["sgd"], in_step=False)
 
@@ -459,7 +459,7 @@ def lose_a_neighbor(kind: str) -> None:
         train_step(model, optimizer, rank, 0)
 
     forward_and_step()
-    fogdist.barrier()
+    dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 20

@@ -16,12 +16,14 @@ from datetime import timedelta
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import legacy
 from fogdist import topology as topologies
+from fogdist.bluefog.common import topology_util
+from fogdist.bluefog.deprecation import RENAMED
 from harness import error_of, on_ranks
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, wide
 from torch import Tensor
@@ -400,46 +402,46 @@ def test_functions() -> None:
     fogdist.init(right_ring)
     rank, left, right = fogdist.rank(), before(), after()
     x = full(rank)
-    names, versions = fogdist.get_current_created_window_names, fogdist.get_win_version
-    collect = fogdist.win_update_then_collect
+    names, versions = bf.get_current_created_window_names, bf.get_win_version
+    collect = bf.win_update_then_collect
     with Checks() as checks:
-        checks.equal("created", fogdist.win_create(x, "w", zero_init=True), True)
-        checks.equal("not twice", fogdist.win_create(full(7), "w"), False)
+        checks.equal("created", bf.win_create(x, "w", zero_init=True), True)
+        checks.equal("not twice", bf.win_create(full(7), "w"), False)
         checks.equal("names and versions", (names(), versions("w")), (["w"], {left: 0}))
-        fogdist.barrier()
-        checks.equal("put", fogdist.win_put(x, "w"), True)
-        fogdist.neighbor_win_put(full(10 + rank), "w", None, {right: 0.5})
-        fogdist.neighbor_win_accumulate(full(100), "w", dst_weights=[right])
-        fogdist.barrier()
+        dist.barrier()
+        checks.equal("put", bf.win_put(x, "w"), True)
+        bf.neighbor_win_put(full(10 + rank), "w", None, {right: 0.5})
+        bf.neighbor_win_accumulate(full(100), "w", dst_weights=[right])
+        dist.barrier()
         checks.equal("two puts", versions("w"), {left: 2})
         for _ in range(2):  # the first call leaves zeros
             checks.equal("collected", collect("w"), full(rank + (10 + left) / 2 + 100))
-        fogdist.barrier()
+        dist.barrier()
         x.fill_(rank)
         handles = [
-            fogdist.win_put_nonblocking(full(rank), "w"),
-            fogdist.win_accumulate_nonblocking(full(1), "w"),
-            fogdist.win_get_nonblocking("w", {left: 0.0}),
-            fogdist.allreduce_nonblocking(full(rank)),  # windows and collectives share their handles
+            bf.win_put_nonblocking(full(rank), "w"),
+            bf.win_accumulate_nonblocking(full(1), "w"),
+            bf.win_get_nonblocking("w", {left: 0.0}),
+            bf.allreduce_nonblocking(full(rank)),  # windows and collectives share their handles
         ]
         checks.equal("different handles", len({*handles}), 4)
-        checks.equal("waited for", [fogdist.win_wait(each) for each in handles[:2]], [True, True])
-        checks.equal("by the other function", fogdist.wait(handles[2]), True)
-        checks.equal("a collective", fogdist.wait(handles[3]), full((fogdist.size() - 1) / 2))
-        fogdist.barrier()
-        fogdist.turn_on_win_ops_with_associated_p()
-        fogdist.win_accumulate(full(0), "w", 0.25, {right: 0.75})
-        fogdist.turn_off_win_ops_with_associated_p()
-        fogdist.barrier()
+        checks.equal("waited for", [bf.win_wait(each) for each in handles[:2]], [True, True])
+        checks.equal("by the other function", bf.wait(handles[2]), True)
+        checks.equal("a collective", bf.wait(handles[3]), full((fogdist.size() - 1) / 2))
+        dist.barrier()
+        bf.turn_on_win_ops_with_associated_p()
+        bf.win_accumulate(full(0), "w", 0.25, {right: 0.75})
+        bf.turn_off_win_ops_with_associated_p()
+        dist.barrier()
         collect("w")
-        checks.equal("p stays in its slot", fogdist.win_associated_p("w"), 0.25)
-        fogdist.turn_on_win_ops_with_associated_p()
+        checks.equal("p stays in its slot", bf.win_associated_p("w"), 0.25)
+        bf.turn_on_win_ops_with_associated_p()
         collect("w")
-        fogdist.turn_off_win_ops_with_associated_p()
-        checks.equal("and is collected", fogdist.win_associated_p("w"), 1.0)
-        fogdist.barrier()
-        checks.equal("freed", fogdist.win_free("w"), True)
-        checks.equal("freed all of none", (names(), fogdist.win_free()), ([], True))
+        bf.turn_off_win_ops_with_associated_p()
+        checks.equal("and is collected", bf.win_associated_p("w"), 1.0)
+        dist.barrier()
+        checks.equal("freed", bf.win_free("w"), True)
+        checks.equal("freed all of none", (names(), bf.win_free()), ([], True))
 
 
 @on_ranks(SIZE)
@@ -454,24 +456,24 @@ def test_default_weights_of_update() -> None:
             fogdist.init(lambda size, graph=graph: graph, is_weighted=is_weighted)
             rank, sources = fogdist.rank(), fogdist.in_neighbor_ranks()
             x = full(rank)
-            fogdist.win_create(x, "w")
-            fogdist.barrier()
-            fogdist.win_put(full(10 + rank), "w")
-            fogdist.barrier()
+            bf.win_create(x, "w")
+            dist.barrier()
+            bf.win_put(full(10 + rank), "w")
+            dist.barrier()
             if is_weighted:
                 expected = 0.25 * rank + sum(0.1 * (i + 1) * (10 + i) for i in sources)
             else:
                 expected = (rank + sum(10 + i for i in sources)) / (len(sources) + 1)
-            checks.close(f"weighted={is_weighted}", fogdist.win_update("w"), full(expected))
-            fogdist.barrier()
-            fogdist.win_free()
+            checks.close(f"weighted={is_weighted}", bf.win_update("w"), full(expected))
+            dist.barrier()
+            bf.win_free()
 
 
 @on_ranks(SIZE)
 def test_window_objects() -> None:
     """What only objects have: names of their own, blocks, and an end that says why."""
     fogdist.init(irregular)
-    rank, names = fogdist.rank(), fogdist.get_current_created_window_names
+    rank, names = fogdist.rank(), bf.get_current_created_window_names
     x = full(rank)
     with Checks() as checks:
         with fogdist.Window(x, zero_init=True) as window:
@@ -480,7 +482,7 @@ def test_window_objects() -> None:
             checks.equal("in", window.in_neighbors, sorted(fogdist.in_neighbor_ranks()))
             checks.equal("out", window.out_neighbors, sorted(fogdist.out_neighbor_ranks()))
             window.accumulate(x, with_p=True)
-            fogdist.barrier()
+            dist.barrier()
             checks.true("collect", window.collect() is x)
             checks.equal("collected", x, full(rank + sum(window.in_neighbors)))
             checks.equal("without p", window.p, 1.0)
@@ -494,8 +496,8 @@ def test_window_objects() -> None:
                 checks.equal("names", (second.name, third.name), ("window 1", "named"))
                 with pytest.raises(ValueError, match="name must not be that of an open window .* 'named'"):
                     fogdist.Window(full(1), name="named")
-                checks.equal("by name", fogdist.win_update("window 1", 1.0, {}, clone=True), full(1))
-            fogdist.barrier()
+                checks.equal("by name", bf.win_update("window 1", 1.0, {}, clone=True), full(1))
+            dist.barrier()
         checks.equal("all freed", names(), [])
         checks.true("repr of a closed one", "was freed" in repr(window))
         calls = [lambda: window.put(x), window.get, window.update, lambda: window.p, window.mutex().__enter__]
@@ -511,7 +513,7 @@ def test_window_objects() -> None:
         checks.equal("none of it stays", names(), [])
         with pytest.raises(RuntimeError, match="was closed by a ZeroDivisionError|was left"):
             failed.get()
-        fogdist.barrier()
+        dist.barrier()
         fogdist.Window(full(1)).free()
 
 
@@ -520,38 +522,34 @@ def test_windows_freeze_the_topology() -> None:
     fogdist.init(right_ring)
     size = fogdist.size()
     everybody = dist.new_group(backend="fog")
-    fogdist.win_create(full(0), "w")
+    bf.win_create(full(0), "w")
     with Checks() as checks:
         with unittest.TestCase().assertLogs("fogdist") as logs:
-            checks.equal("refused", fogdist.set_topology(topologies.StarGraph(size)), False)
+            checks.equal("refused", fogdist.set_topology(topologies.star(size)), False)
         checks.true("said why", len(logs.output) == 1 and "'w'" in logs.output[0])
-        same = topologies.IsTopologyEquivalent
+        same = topologies.is_equivalent
         checks.true("as it was", same(fogdist.load_topology(), right_ring(size)))
         checks.equal("the same one", fogdist.set_topology(right_ring(size)), True)
         checks.equal("with weights", fogdist.set_topology(right_ring(size), is_weighted=True), False)
-        checks.equal(
-            "of another group", fogdist.set_topology(topologies.StarGraph(size), group=everybody), True
-        )
+        checks.equal("of another group", fogdist.set_topology(topologies.star(size), group=everybody), True)
         fogdist.init()
         checks.true("init keeps it", same(fogdist.load_topology(), right_ring(size)))
         checks.true(
             "of this group only",
-            same(fogdist.load_topology(group=everybody), topologies.ExponentialGraph(size)),
+            same(fogdist.load_topology(group=everybody), topologies.exponential(size)),
         )
-        checks.equal("and the window", fogdist.get_current_created_window_names(), ["w"])
-        fogdist.win_put(full(3), "w")
-        fogdist.barrier()
-        checks.equal("which works", fogdist.win_update("w", 0.0, {before(): 1.0}, clone=True), full(3))
-        fogdist.win_create(full(0), "w", group=everybody)
-        checks.equal(
-            "refused there", fogdist.set_topology(topologies.StarGraph(size), group=everybody), False
-        )
-        fogdist.win_free(group=everybody)
-        checks.equal("free there", fogdist.set_topology(topologies.StarGraph(size), group=everybody), True)
-        fogdist.win_free()
-        checks.equal("free", fogdist.set_topology(topologies.StarGraph(size)), True)
+        checks.equal("and the window", bf.get_current_created_window_names(), ["w"])
+        bf.win_put(full(3), "w")
+        dist.barrier()
+        checks.equal("which works", bf.win_update("w", 0.0, {before(): 1.0}, clone=True), full(3))
+        bf.win_create(full(0), "w", group=everybody)
+        checks.equal("refused there", fogdist.set_topology(topologies.star(size), group=everybody), False)
+        bf.win_free(group=everybody)
+        checks.equal("free there", fogdist.set_topology(topologies.star(size), group=everybody), True)
+        bf.win_free()
+        checks.equal("free", fogdist.set_topology(topologies.star(size)), True)
         fogdist.init()
-        checks.true("reset", same(fogdist.load_topology(), topologies.ExponentialGraph(size)))
+        checks.true("reset", same(fogdist.load_topology(), topologies.exponential(size)))
     dist.destroy_process_group(everybody)
 
 
@@ -560,45 +558,45 @@ def test_windows_of_any_group() -> None:
     fogdist.init(right_ring)
     members = [2, 0]  # the ranks of the group have other numbers than in the world
     group = dist.new_group(members, backend="fog")
-    fogdist.win_create(full(dist.get_rank()), "w", zero_init=True)
+    bf.win_create(full(dist.get_rank()), "w", zero_init=True)
     if dist.get_rank() in members:
         fogdist.set_topology(right_ring(2), group=group)
         rank = fogdist.rank(group=group)
         left = right = 1 - rank
         x = full(10 * rank)
-        assert fogdist.win_create(x, "w", zero_init=True, group=group)
-        fogdist.win_put(x, "w", dst_weights={right: 0.5}, group=group)
-        fogdist.barrier(group=group)
-        assert fogdist.get_win_version("w", group=group) == {left: 1}
-        assert torch.equal(fogdist.win_update("w", 1.0, {left: 1.0}, group=group), full(10 * rank + 5 * left))
-        fogdist.barrier(group=group)
-        for mutex in (fogdist.win_mutex("w", group=group), fogdist.win_lock("w", group=group)):
+        assert bf.win_create(x, "w", zero_init=True, group=group)
+        bf.win_put(x, "w", dst_weights={right: 0.5}, group=group)
+        dist.barrier(group)
+        assert bf.get_win_version("w", group=group) == {left: 1}
+        assert torch.equal(bf.win_update("w", 1.0, {left: 1.0}, group=group), full(10 * rank + 5 * left))
+        dist.barrier(group)
+        for mutex in (bf.win_mutex("w", group=group), bf.win_lock("w", group=group)):
             with mutex:
                 pass
-        assert fogdist.get_current_created_window_names(group=group) == ["w"]
-    fogdist.barrier()
-    assert fogdist.win_update("w", 0.0, {before(): 1.0}).eq(0).all()  # the world's window is another one
+        assert bf.get_current_created_window_names(group=group) == ["w"]
+    dist.barrier()
+    assert bf.win_update("w", 0.0, {before(): 1.0}).eq(0).all()  # the world's window is another one
     if dist.get_rank() in members:
-        fogdist.win_free("w", group=group)
+        bf.win_free("w", group=group)
         kept = fogdist.Window(full(1), group)
         dist.destroy_process_group(group)
         with pytest.raises(dist.DistBackendError, match="destroyed"):
             kept.put(full(2))
         with pytest.raises(RuntimeError, match="destroyed"):
-            fogdist.win_free(group=group)
+            bf.win_free(group=group)
         kept.free()
-    fogdist.win_free()
+    bf.win_free()
 
 
 @on_ranks(SIZE)
 def test_windows_end_with_the_session() -> None:
     for number in range(3):
         fogdist.init()
-        fogdist.win_create(full(number), "w", zero_init=True)  # the previous window of this name is gone
-        fogdist.win_put(full(number), "w")
-        fogdist.barrier()
-        assert fogdist.win_update("w").eq(number).all()
-        fogdist.barrier()
+        bf.win_create(full(number), "w", zero_init=True)  # the previous window of this name is gone
+        bf.win_put(full(number), "w")
+        dist.barrier()
+        assert bf.win_update("w").eq(number).all()
+        dist.barrier()
         fogdist.shutdown()
 
 
@@ -621,12 +619,12 @@ def test_a_group_of_one(interface: str) -> None:
 def test_wrong_arguments_of_functions() -> None:
     fogdist.init(right_ring)
     rank, left, right = fogdist.rank(), before(), after()
-    put, update, x = fogdist.win_put, fogdist.win_update, full(rank)
-    fogdist.win_create(x, "w")
+    put, update, x = bf.win_put, bf.win_update, full(rank)
+    bf.win_create(x, "w")
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         *(
             (
-                lambda name=name: getattr(fogdist, name)("v"),
+                lambda name=name: getattr(bf, name)("v"),
                 KeyError,
                 r"name must be .* open window, of \['w'\], got 'v'",
             )
@@ -636,48 +634,44 @@ def test_wrong_arguments_of_functions() -> None:
                 "win_update_then_collect",
                 "win_associated_p",
                 "get_win_version",
-                "win_mutex",
             ]
         ),
         (lambda: put(x, "v"), KeyError, "got 'v'"),
         (lambda: put(x, 3), TypeError, "name must be a string, got int"),
-        (lambda: fogdist.win_create(x, None), TypeError, "name must be a string, got NoneType"),
-        (lambda: fogdist.win_create([1.0], "v"), TypeError, "tensor must be a torch.Tensor, got list"),
+        (lambda: bf.win_create(x, None), TypeError, "name must be a string, got NoneType"),
+        (lambda: bf.win_create([1.0], "v"), TypeError, "tensor must be a torch.Tensor, got list"),
         (lambda: put(x, "w", None, [left]), ValueError, rf"dst_weights must name out-.*{left}"),
         (lambda: put(x, "w", None, 1), TypeError, "dst_weights must be an iterable"),
         (lambda: put(x, "w", None, {right: math.inf}), ValueError, rf"dst_weights\[{right}\]"),
         (lambda: put(x, "w", math.nan), ValueError, "self_weight must be finite"),
-        (lambda: put(x, "w", {right: 1.0}), TypeError, "self_weight .* is it dst_weights"),
-        # arguments of older versions, which would now be taken for True or a weight
         (lambda: put(x, "w", True), TypeError, "self_weight.*bool"),
-        (lambda: put(x, "w", None, True), TypeError, "dst_weights.*bool"),
         (lambda: put(x, "w", None, {right: 1.0}, 1), TypeError, "require_mutex.*1"),
         (lambda: update("w", None, None, 1), TypeError, "reset.*1"),
         (lambda: update("w", None, None, False, "yes"), TypeError, "clone.*'yes'"),
-        (lambda: fogdist.win_mutex("w", [1]).__enter__(), TypeError, r"for_self.*\[1\]"),
+        (lambda: bf.win_mutex("w", [1]).__enter__(), TypeError, r"for_self.*\[1\]"),
         (lambda: put(x[:4], "w"), ValueError, r"tensor: got float64\[4\]; allowed is float64\[5\]"),
         (lambda: put(1.0, "w"), TypeError, "tensor must be a torch.Tensor, got float"),
-        (lambda: fogdist.win_accumulate(x, "w", None, [left]), ValueError, "must name out-neighbors"),
-        (lambda: fogdist.win_get("w", {right: 1.0}), ValueError, "src_weights must name in-neighbors"),
+        (lambda: bf.win_accumulate(x, "w", None, [left]), ValueError, "must name out-neighbors"),
+        (lambda: bf.win_get("w", {right: 1.0}), ValueError, "src_weights must name in-neighbors"),
         (lambda: update("w", 0.5), ValueError, "must be given together, got self_weight alone"),
         (lambda: update("w", None, {}), ValueError, "got neighbor_weights alone"),
         (lambda: update("w", 0.5, [left]), TypeError, "neighbor_weights must be a dict"),
         (lambda: update("w", 0.5, {right: 0.5}), ValueError, "neighbor_weights must name in-"),
-        (lambda: fogdist.win_mutex("w", ranks=["a"]).__enter__(), TypeError, "ranks"),
-        (lambda: fogdist.win_poll(10**9), ValueError, "handle"),
-        (lambda: fogdist.win_wait("a"), TypeError, "handle must be an int"),
+        (lambda: bf.win_mutex("w", ranks=["a"]).__enter__(), TypeError, "ranks"),
+        (lambda: bf.win_poll(10**9), ValueError, "handle"),
+        (lambda: bf.win_wait("a"), TypeError, "handle must be an int"),
         (lambda: put(x, "w", group="world"), TypeError, "group"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
     with pytest.warns(UserWarning, match="win_wait: handle"):
-        assert fogdist.win_wait(10**9) is False
-    assert x.eq(rank).all() and fogdist.get_win_version("w") == {left: 0}  # nothing was sent or scaled
+        assert bf.win_wait(10**9) is False
+    assert x.eq(rank).all() and bf.get_win_version("w") == {left: 0}  # nothing was sent or scaled
     with pytest.raises(ValueError, match="ranks disagree on the name"):
-        fogdist.win_create(torch.ones(1), f"v{rank}")
-    assert fogdist.get_current_created_window_names() == ["w"]
-    fogdist.win_free()
+        bf.win_create(torch.ones(1), f"v{rank}")
+    assert bf.get_current_created_window_names() == ["w"]
+    bf.win_free()
 
 
 @on_ranks(SIZE)
@@ -718,23 +712,11 @@ def test_wrong_arguments_of_the_backend() -> None:
 # --- older names; test_bluefog_door.py calls them as scripts of their versions did -------------------------------
 
 
-@pytest.mark.parametrize("old", legacy.RENAMED)
+@pytest.mark.parametrize("old", RENAMED)
 def test_an_older_name_warns_and_says_the_new_one(old):
-    new, adapter = legacy.RENAMED[old]
-    modules = [module for module in (fogdist, topologies) if new in module.__all__]
-    assert modules and old not in fogdist.__all__
+    modules = [module for module in (bf, topology_util) if RENAMED[old] in module.__all__]
+    assert modules
     for module in modules:
-        with pytest.warns(
-            DeprecationWarning, match=rf"{module.__name__}\.{old} is now called .*\.{new};"
-        ) as record:
+        with pytest.warns(DeprecationWarning, match=rf"\.{old} is now called .*\.{RENAMED[old]};") as record:
             found = getattr(module, old)
-        assert record[0].filename == __file__
-        assert callable(found) and (adapter is not None or found is getattr(module, new))
-
-
-def test_names_that_never_were():
-    for module in (fogdist, topologies):
-        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'win_fence'"):
-            module.win_fence  # noqa: B018
-    with pytest.raises(AttributeError):  # operations are not topologies
-        topologies.win_sync  # noqa: B018
+        assert record[0].filename == __file__ and found is getattr(module, RENAMED[old])

@@ -11,14 +11,18 @@ import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import numpy as np
 import torch
-from fogdist import algorithms
+import torch.distributed as dist
+from fogdist import algorithms, operations
 from fogdist import topology as topologies
 from fogdist.compression import TopK
+from fogdist.training import mixing
 from reference import mix
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -70,6 +74,19 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
     return (model(x) - y).square().mean()
 
 
+@contextlib.contextmanager
+def averages_begun() -> Iterator[list[dist.Work]]:
+    """Yields the exchanges with neighbors that optimizers have begun in this block."""
+    works: list[dist.Work] = []
+
+    def begin(*arguments: Any) -> dist.Work:
+        works.append(operations.begin_average(*arguments))
+        return works[-1]
+
+    with mock.patch.object(mixing, "begin_average", begin):
+        yield works
+
+
 def snapshot(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -92,14 +109,14 @@ def sgd(model: nn.Module, momentum: float = 0.9) -> Optimizer:
 # --- entries ------------------------------------------------------------------------------------------------
 
 FACTORIES: dict[str, Callable[..., Any]] = {
-    "awc": fogdist.DistributedAdaptWithCombineOptimizer,
-    "atc": fogdist.DistributedAdaptThenCombineOptimizer,
-    "gradient": fogdist.DistributedGradientAllreduceOptimizer,
+    "awc": bf.DistributedAdaptWithCombineOptimizer,
+    "atc": bf.DistributedAdaptThenCombineOptimizer,
+    "gradient": bf.DistributedGradientAllreduceOptimizer,
 }
 WINDOWS: dict[str, Callable[..., Any]] = {
-    "put": fogdist.DistributedWinPutOptimizer,
-    "get": fogdist.DistributedPullGetOptimizer,
-    "push-sum": fogdist.DistributedPushSumOptimizer,
+    "put": bf.DistributedWinPutOptimizer,
+    "get": bf.DistributedPullGetOptimizer,
+    "push-sum": bf.DistributedPushSumOptimizer,
 }
 # The classes of fogdist.algorithms whose ranks go in step.
 IN_STEP: dict[str, dict[str, Any]] = {
@@ -149,7 +166,7 @@ def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = 
         Rank and size.
     """
     fogdist.init()
-    fogdist.win_free()
+    bf.win_free()
     rank, size = fogdist.rank(), fogdist.size()
     assert fogdist.set_topology(None if graph is None else graph(size), is_weighted)
     return rank, size
@@ -209,7 +226,7 @@ class Simulation:
         self.optimizers = [each if isinstance(each, list) else [each] for each in made]
         size = len(self.models)
         if matrix is None:
-            graph = topologies.uniform_weights(topologies.ExponentialGraph(size))
+            graph = topologies.uniform_weights(topologies.exponential(size))
             matrix = (
                 np.full((size, size), 1 / size) if rule == "gradient" else topologies.mixing_matrix(graph)
             )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import torch
 import torch.distributed as dist
@@ -109,7 +110,7 @@ def full(value: float, numel: int = 5, dtype: torch.dtype = torch.float64) -> Te
 
 
 def right_ring(size: int) -> nx.DiGraph:
-    return topologies.RingGraph(size, connect_style=2)
+    return topologies.ring(size, connect_style=2)
 
 
 def one_way(size: int) -> nx.DiGraph:
@@ -120,20 +121,20 @@ def one_way(size: int) -> nx.DiGraph:
 
 
 class Started:
-    """An operation that does not block its caller: a Work, or a handle."""
+    """An operation that does not block its caller: a Work, or a handle of BlueFog's functions."""
 
     def __init__(self, operation: Any) -> None:
         self._operation = operation
 
     def wait(self) -> None:
         if isinstance(self._operation, int):
-            assert fogdist.win_wait(self._operation) is True
+            assert bf.win_wait(self._operation) is True
         else:
             self._operation.wait()
 
     def done(self) -> bool:
         if isinstance(self._operation, int):
-            return fogdist.win_poll(self._operation)
+            return bf.win_poll(self._operation)
         return bool(self._operation.is_completed())
 
 
@@ -152,7 +153,7 @@ class AnyWindow:
         self,
         interface: str,
         tensor: Tensor,
-        graph: Callable[[int], nx.DiGraph] = topologies.FullyConnectedGraph,
+        graph: Callable[[int], nx.DiGraph] = topologies.fully_connected,
         *,
         name: str = "w",
         zero_init: bool = True,
@@ -169,7 +170,7 @@ class AnyWindow:
         if interface == "object":
             self.object = fogdist.Window(tensor, name=name, zero_init=zero_init)
         else:
-            assert fogdist.win_create(tensor, name, zero_init) is True
+            assert bf.win_create(tensor, name, zero_init) is True
             self.object = current(None).windows[name]
         self.raw = self.object._open()
         assert (self.object.in_neighbors, self.object.out_neighbors) == (self.sources, self.destinations)
@@ -180,11 +181,11 @@ class AnyWindow:
             with_p = {} if p is None else {"with_p": p}
             return getattr(self.object, operation)(*tensor, **arguments, **with_p)
         if p:
-            fogdist.turn_on_win_ops_with_associated_p()
+            bf.turn_on_win_ops_with_associated_p()
         try:
-            return getattr(fogdist, f"win_{operation}")(*tensor, self.name, **arguments)
+            return getattr(bf, f"win_{operation}")(*tensor, self.name, **arguments)
         finally:
-            fogdist.turn_off_win_ops_with_associated_p()
+            bf.turn_off_win_ops_with_associated_p()
 
     def write(
         self,
@@ -203,6 +204,8 @@ class AnyWindow:
             call = getattr(self.raw, kind)
             return Started(call(tensor, [*to.items()], keep, with_p=p, mutex=mutex, **options))
         weights = {"self_weight": keep, "dst_weights": to, "require_mutex": mutex}
+        if self.interface == "object":
+            return Started(self._fogdist(kind, tensor, p=p, async_op=True, **weights, **options))
         return Started(self._fogdist(f"{kind}_nonblocking", tensor, p=p, **weights, **options))
 
     def put(self, tensor: Tensor, to: Mapping[int, float] | None = None, **options: Any) -> None:
@@ -241,13 +244,13 @@ class AnyWindow:
 
     def version(self, rank: int) -> int:
         if self.interface == "name":
-            return fogdist.get_win_version(self.name)[rank]
+            return bf.get_win_version(self.name)[rank]
         return (self.raw if self.interface == "_C" else self.object).version(rank)
 
     @property
     def p(self) -> float:
         if self.interface == "name":
-            return fogdist.win_associated_p(self.name)
+            return bf.win_associated_p(self.name)
         return (self.raw if self.interface == "_C" else self.object).p
 
     @p.setter

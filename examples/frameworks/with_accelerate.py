@@ -22,8 +22,7 @@ def main() -> None:
     net = make_net()
     optimizer = make_sgd(net)
     if how == "optimizer":
-        fogdist.broadcast_parameters(net.state_dict(), root_rank=0)  # as DDP does
-        optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, net)
+        optimizer = fogdist.DecentralizedOptimizer(optimizer, net)
         # The model is left out: prepare() would wrap it in DDP.
         model = net.to(accelerator.device)
         optimizer, loader = accelerator.prepare(optimizer, make_loader())

@@ -39,8 +39,7 @@ def main() -> None:
     net = make_net()
     optimizer = make_sgd(net)
     if how == "optimizer":
-        fogdist.broadcast_parameters(net.state_dict(), root_rank=0)  # as DDP does
-        optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, net)
+        optimizer = fogdist.DecentralizedOptimizer(optimizer, net)
     model, optimizer = fabric.setup(net, optimizer)
     loader = fabric.setup_dataloaders(make_loader())
     for _ in range(EPOCHS):

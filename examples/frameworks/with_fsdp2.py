@@ -28,7 +28,7 @@ def main() -> None:
         fully_shard(part, mesh=mesh["shards"] if how == "gossip" else mesh)
     optimizer = make_sgd(model)
     if how == "gossip":
-        optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, model, group=groups)
+        optimizer = fogdist.DecentralizedOptimizer(optimizer, model, group=groups)
     rows = make_rows()
     loader = DataLoader(rows, batch_size=BATCH, sampler=DistributedSampler(rows, shuffle=False))
     for _ in range(EPOCHS):

@@ -34,7 +34,6 @@ class UnwrappedStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         fogdist.init()  # Lightning asks the module for its optimizers after this
-        fogdist.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as DDP does
 
 
 class Regression(lightning.LightningModule):
@@ -52,7 +51,7 @@ class Regression(lightning.LightningModule):
         optimizer = make_sgd(self.net)
         if self.is_decentralized:
             # The network and not self: a round begins with the forward pass of the module that is given here.
-            optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, self.net)
+            optimizer = fogdist.DecentralizedOptimizer(optimizer, self.net)
         return optimizer
 
 

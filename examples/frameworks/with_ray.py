@@ -25,8 +25,7 @@ def train_loop(settings: dict[str, Any]) -> None:
     net = make_net()
     optimizer = make_sgd(net)
     if settings["how"] == "optimizer":
-        fogdist.broadcast_parameters(net.state_dict(), root_rank=0)  # as DDP does
-        optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, net)
+        optimizer = fogdist.DecentralizedOptimizer(optimizer, net)
         model = prepare_model(net, parallel_strategy=None)  # no DDP
     else:
         model = prepare_model(net)

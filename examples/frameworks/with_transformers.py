@@ -16,6 +16,7 @@ from typing import Any
 
 import fogdist
 import torch
+import torch.distributed as dist
 from fogdist import checkpoint
 from problem import read_how, report
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class StatesOfRanks(TrainerCallback):
         path = self.path(args, state)
         if fogdist.rank() == 0:  # a Trainer that has resumed saves a step again
             shutil.rmtree(path, ignore_errors=True)
-        fogdist.barrier()
+        dist.barrier()
         checkpoint.save(path, of["model"], self.wrapped(of["optimizer"]), step=state.global_step)
 
     def on_train_begin(
@@ -104,8 +105,7 @@ class DecentralizedTrainer(Trainer):
     def create_optimizer(self, *arguments: Any, **options: Any) -> Optimizer:
         if self.optimizer is None:
             optimizer = super().create_optimizer(*arguments, **options)
-            fogdist.broadcast_parameters(self.model.state_dict(), root_rank=0)  # as DDP does
-            self.optimizer = fogdist.DistributedAdaptWithCombineOptimizer(optimizer, self.model)
+            self.optimizer = fogdist.DecentralizedOptimizer(optimizer, self.model)
         return self.optimizer
 
 

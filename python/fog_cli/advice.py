@@ -195,7 +195,7 @@ class Way:
 
     Attributes:
         name: As in `fog topology`, or of docs/algorithms.md.
-        code: The argument `topology` of fogdist's algorithms.
+        code: The argument `topology` of `fogdist.DecentralizedOptimizer`.
         rounds: To a tenth of the disagreement.
         traffic: Of each round of a period.
         encoded: With a codec, the share of the tensor that a rank encodes, and decodes for each message; 0 if the way
@@ -262,32 +262,20 @@ def ways(network: Network) -> list[Way]:
     from fogdist import topology
 
     size = len(network.host_of)
-    static = topology.Topology.from_graph
-    found = [_all_reduce(network)]
-    named: list[tuple[str, Topology]] = [
-        ('topology.by_name("{0}", {1})', static(name, topology.by_name(name, size)))
-        for name in ("exp2", "ring")
-    ]
-    named.append(("topology.one_peer_exponential({1})", topology.one_peer_exponential(size)))
-    if size & (size - 1):
-        # For powers of two it is the one-peer exponential graph's equal.
-        named.append(("topology.base_graph({1}, 1)", topology.base_graph(size, 1)))
-    if size > 3:
-        named.append(("topology.base_graph({1}, 2)", topology.base_graph(size, 2)))
+    names = ["exp2", "ring", "one-peer-exp2"]
+    # For powers of two, base-2 is the one-peer exponential graph's equal.
+    names += [*(["base-2"] if size & (size - 1) else []), *(["base-3"] if size > 3 else [])]
+    tried = {f'"{name}"': topology.named(name, size) for name in names}
     for of_sites in (False, True):
         group = network.equal_groups(of_sites)
         if group is not None and 3 <= group < size:
-            code = f"topology.inner_outer_exponential({{1}}, {group})"
-            if code not in [each for each, _ in named]:
-                named.append((code, topology.inner_outer_exponential(size, group)))
-    for code, each in named:
-        way = along(each, code.format(each.name, size), network.host_of)
-        if way is not None:
-            found.append(way)
+            code = f"topology.inner_outer_exponential({size}, {group})"
+            tried[code] = topology.inner_outer_exponential(size, group)
+    found = [along(each, code, network.host_of) for code, each in tried.items()]
     group = network.equal_groups()
     if group is not None and 2 <= group < size:
-        found += _by_machines(network, group)
-    return found
+        found.append(_by_machines(network, group))
+    return [_all_reduce(network), *(way for way in found if way is not None)]
 
 
 def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
@@ -350,22 +338,21 @@ def _all_reduce(network: Network) -> Way:
     return Way("all-reduce", "GlobalAverage()", 1, traffic, encoded=0.0)
 
 
-def _by_machines(network: Network, group: int) -> list[Way]:
+def _by_machines(network: Network, group: int) -> Way | None:
     """The average within each host, and between hosts along their static exponential graph."""
     import numpy as np
     from fogdist import topology
 
-    graph = topology.Topology.from_graph("exp2", topology.by_name("exp2", network.hosts))
+    graph = topology.named("exp2", network.hosts)
     outer = along(graph, "", range(network.hosts))
     averaged = np.full((group, group), 1 / group)
-    both = topology.Topology("hierarchical", [np.kron(graph.matrix(), averaged)])
-    rounds = both.rounds_to(GOAL, MOST_ROUNDS)
-    if outer is None or rounds is None:
-        return []
+    both = along(topology.Topology("hierarchical", [np.kron(graph.matrix(), averaged)]), "", network.host_of)
+    if outer is None or both is None:
+        return None
     within = dict.fromkeys(range(network.hosts), 2.0 * (group - 1))
     traffic = [Traffic(each.between, within, each.messages + 2) for each in outer.traffic]
     code = f'Machines() after fogdist.set_machine_topology(topology.by_name("exp2", {network.hosts}))'
-    return [Way("hierarchical", code, rounds, traffic, encoded=1 / group)]
+    return Way("hierarchical", code, both.rounds, traffic, encoded=1 / group)
 
 
 def exchange_seconds(

@@ -36,34 +36,6 @@ _LONGEST_DELAY = 30.0
 _SHORT_LIFE = 60.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The agents of a job.
-
-    Attributes:
-        job: The job.
-        starts: For each host, the command of its agent; None if that host starts its own.
-        address: The address of the Store.
-        port: Its port; 0 for any free one.
-        max_restarts: How often each rank is started again.
-        max_ranks: The most ranks, with those that are added at run time.
-        keeps_going: Whether the other ranks go on when one fails.
-    """
-
-    job: Job
-    starts: Sequence[Sequence[str] | None]
-    address: str
-    port: int
-    max_restarts: int
-    max_ranks: int
-    keeps_going: bool = True
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all agents are started here."""
-        return all(start is not None for start in self.starts)
-
-
 @dataclass
 class Fate:
     """What happened to a rank.
@@ -152,17 +124,17 @@ class _Agent:
 
 
 class Supervisor:
-    """Starts the agents of a plan and waits for their end."""
+    """Starts the agents of a job and waits for their end."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
         self._agents: dict[int, _Agent] = {}
         self._started: set[int] = set()
         self._has_begun: set[int] = set()  # agents that have said so
         self._is_done: set[int] = set()  # likewise
         self._fates: dict[int, Fate] = {}
-        self._port = plan.port
+        self._port = job.port
         self._signal: int | None = None
         self._is_stopping = False  # after a signal, or because the job cannot start
         # When to do something in any case: to end the ranks, or to kill what has not ended.
@@ -179,7 +151,7 @@ class Supervisor:
         self._run_id = str(uuid.uuid4())
         first = 0
         self._first_ranks = []
-        for number, (host, start) in enumerate(zip(plan.job.hosts, plan.starts, strict=True)):
+        for number, (host, start) in enumerate(zip(job.hosts, job.starts, strict=True)):
             self._first_ranks.append(first)
             if start is not None:
                 self._fates |= {rank: Fate(number) for rank in range(first, first + host.slots)}
@@ -192,7 +164,7 @@ class Supervisor:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                     signal.signal(number, self._on_signal)
-            own = [number for number, start in enumerate(self._plan.starts) if start is not None]
+            own = [number for number, start in enumerate(self._job.starts) if start is not None]
             self._start(own[0])
             if own[0] != 0 or self._port:
                 self._start_others()
@@ -212,8 +184,8 @@ class Supervisor:
         self._events.put(("signal", number, None))
 
     def _start(self, number: int) -> None:
-        plan, job = self._plan, self._plan.job
-        start = plan.starts[number]
+        job = self._job
+        start = job.starts[number]
         assert start is not None
         self._started.add(number)
         token = f"fog-{uuid.uuid4()}"
@@ -222,23 +194,22 @@ class Supervisor:
             {
                 "token": token,
                 "command": job.rank,
-                "environment": launchers.without_ranks(job.environment),
+                "environment": launchers.of_host(
+                    job.environment, job.ranks, job.hosts[number].slots, number, job.address, self._run_id
+                ),
                 "folder": os.getcwd(),
                 "size": job.ranks,
-                "host": number,
                 "first": self._first_ranks[number],
                 "count": job.hosts[number].slots,
-                "address": plan.address,
                 "port": self._port,
                 "holds_store": number == 0,
-                "stays": plan.is_whole and len(plan.starts) > 1,
-                "is_asked": plan.max_restarts > 0,
-                "run_id": self._run_id,
+                "stays": job.is_whole and len(job.starts) > 1,
+                "is_asked": job.max_restarts > 0,
             }
         )
 
     def _start_others(self) -> None:
-        for number, start in enumerate(self._plan.starts):
+        for number, start in enumerate(self._job.starts):
             if start is not None and number not in self._started and not self._is_stopping:
                 self._start(number)
 
@@ -303,16 +274,16 @@ class Supervisor:
         """Starts one more rank, with the lowest number that no process has."""
         if self._is_stopping or not self._agents:
             return
-        if len(self._plan.job.hosts) > 1:
+        if len(self._job.hosts) > 1:
             _say("no rank is added: ranks are added to jobs of one host")
             return
         free = [
             rank
-            for rank in range(self._plan.max_ranks)
+            for rank in range(self._job.max_ranks)
             if rank not in self._fates or self._fates[rank].status is not None
         ]
         if not free:
-            most = self._plan.max_ranks
+            most = self._job.max_ranks
             _say(f"no rank is added: all {most} run, and --max-ranks is {most}")
             return
         rank = free[0]
@@ -337,7 +308,7 @@ class Supervisor:
         how = f"(process {told['pid']}{self._on(number)}) ended {why} after {told['seconds']:.1f} s"
         fate.failures.append(how)
         fate.short_lives = fate.short_lives + 1 if told["seconds"] < _SHORT_LIFE else 0
-        if len(fate.failures) > self._plan.max_restarts:
+        if len(fate.failures) > self._job.max_restarts:
             self._lose(rank, status, how)
             return
         self._undecided[rank] = how, status
@@ -352,7 +323,7 @@ class Supervisor:
             return
         ended, self._undecided = self._undecided, {}
         # Where each host starts its own ranks, this process does not know the others.
-        if self._members or not self._plan.is_whole:
+        if self._members or not self._job.is_whole:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
                 delay = delay_of(fate.short_lives)
@@ -373,7 +344,7 @@ class Supervisor:
 
     def _start_all(self, delay: float) -> None:
         """Starts the job again as a whole."""
-        self._fates = {rank: fate for rank, fate in self._fates.items() if rank < self._plan.job.ranks}
+        self._fates = {rank: fate for rank, fate in self._fates.items() if rank < self._job.ranks}
         for fate in self._fates.values():
             fate.starts += 1
         self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}
@@ -381,7 +352,7 @@ class Supervisor:
 
     def _say_again(self, rank: int, how: str, who: str, delay: float) -> None:
         when = f" in {delay:.0f} s" if delay else ""
-        times = f"{len(self._fates[rank].failures)} of {self._plan.max_restarts}"
+        times = f"{len(self._fates[rank].failures)} of {self._job.max_restarts}"
         _say(f"rank {rank} {how}; {who} again{when} ({times})")
 
     def _lose(self, rank: int, status: int, how: str) -> None:
@@ -395,7 +366,7 @@ class Supervisor:
         else:
             self._first_status = self._first_status or code
         left = sum(each.status is None for each in self._fates.values())
-        if self._plan.keeps_going:
+        if self._job.keeps_going:
             _say(f"rank {rank} {how}; {left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on")
         elif status != STATUS_OF_VICTIM:
             self._end_ranks()
@@ -422,12 +393,10 @@ class Supervisor:
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
         self._decide()
-        if self._plan.is_whole and number not in self._has_begun and not self._is_stopping:
-            _say(
-                f"the job cannot start without {self._plan.job.hosts[number].name}, so its other ranks are ended"
-            )
+        if self._job.is_whole and number not in self._has_begun and not self._is_stopping:
+            _say(f"the job cannot start without {self._job.hosts[number].name}, so its other ranks are ended")
             self._end_ranks()
-        elif number not in self._is_done and not self._plan.keeps_going:
+        elif number not in self._is_done and not self._job.keeps_going:
             self._end_ranks()
         if number == 0 and not self._port:
             for fate in self._fates.values():
@@ -451,7 +420,7 @@ class Supervisor:
 
     def _on(self, number: int) -> str:
         """Names the host, if there are several."""
-        hosts = self._plan.job.hosts
+        hosts = self._job.hosts
         return f" on {hosts[number].name}" if len(hosts) > 1 else ""
 
 
@@ -460,10 +429,10 @@ def _say(text: str) -> None:
         print(f"fog run: {text}", file=sys.stderr, flush=True)
 
 
-def run(plan: Plan) -> int:
+def run(job: Job) -> int:
     """Runs a job; returns the exit status of the rank that failed first, or 0.
 
     Raises:
         OSError: An agent cannot be started.
     """
-    return Supervisor(plan).run()
+    return Supervisor(job).run()

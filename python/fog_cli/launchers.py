@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fog_cli.hosts import Host
 
@@ -25,6 +25,35 @@ def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
 
 
+def of_host(
+    environment: Mapping[str, str], size: int, count: int, host: int, address: str, run_id: str
+) -> dict[str, str]:
+    """Returns the variables that the ranks of a host have in common, with those that torchrun sets.
+
+    Args:
+        environment: The other variables.
+        size: The number of ranks of the job.
+        count: The number of ranks of this host.
+        host: The number of this host.
+        address: The address of the Store.
+        run_id: A name of the job.
+    """
+    own = {
+        "WORLD_SIZE": size,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": host,
+        "ROLE_WORLD_SIZE": size,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": address,
+        "TORCHELASTIC_RUN_ID": run_id,
+        # With another count some versions of torch look for the other ranks under another name of the Store.
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+    }
+    return without_ranks(environment) | {name: str(value) for name, value in own.items()}
+
+
 @dataclass(frozen=True)
 class Job:
     """The checked arguments of `fog run`.
@@ -34,16 +63,31 @@ class Job:
         hosts: The hosts with the ranks of each, in the order of ranks.
         command: The command of each rank.
         environment: All environment variables of the ranks.
-        ssh_port: The port of ssh; None for its default.
         log_folder: The folder of files with the output of each rank; None for no files.
+        starts: For each host, the command of its agent; None if that host starts its own.
+        address: The address of the Store.
+        port: Its port; 0 for any free one.
+        keeps_going: Whether the other ranks go on when one fails.
+        max_restarts: How often each rank is started again.
+        max_ranks: The most ranks, with those that are added at run time.
     """
 
     ranks: int
     hosts: Sequence[Host]
     command: Sequence[str]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    ssh_port: int | None = None
-    log_folder: str | None = None
+    environment: Mapping[str, str]
+    log_folder: str | None
+    starts: Sequence[Sequence[str] | None]
+    address: str
+    port: int
+    keeps_going: bool
+    max_restarts: int
+    max_ranks: int
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all agents are started here."""
+        return all(start is not None for start in self.starts)
 
     @property
     def rank(self) -> list[str]:
@@ -51,17 +95,20 @@ class Job:
         return [*RANK, *(["--log-dir", self.log_folder] if self.log_folder else []), *self.command]
 
 
-def agent_by_ssh(job: Job, host: Host) -> list[str]:
+def agent_by_ssh(host: Host, port: int | None, path: str | None) -> list[str]:
     """Returns the command for the agent of another host, see `fog_cli.programs.agent`, over ssh.
 
-    It finds the modules that this process finds. Everything else comes over its standard input, so no other variable and
-    no argument shows in lists of processes.
+    Everything else comes over its standard input, so no other variable and no argument shows in lists of processes.
+
+    Args:
+        host: The host.
+        port: The port of ssh; None for its default.
+        path: The ranks' PYTHONPATH, so that it finds the modules that this process finds.
     """
     options = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=30", "ServerAliveCountMax=10")
     ssh = ["ssh", *(word for option in options for word in ("-o", option))]
-    if job.ssh_port:
-        ssh += ["-p", str(job.ssh_port)]
-    path = job.environment.get("PYTHONPATH")
+    if port:
+        ssh += ["-p", str(port)]
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     return [*ssh, host.name, shlex.join(["exec", *variables, *AGENT])]
 

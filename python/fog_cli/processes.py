@@ -72,8 +72,15 @@ def identified(pids: Iterable[int]) -> set[Process]:
     for pid in pids:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat", "rb") as file:
             # The program's name, in parentheses, may contain parentheses and spaces.
-            found.add((pid, int(file.read().rpartition(b")")[2].split()[19])))
+            fields = file.read().rpartition(b")")[2].split()
+            if fields[0] != b"Z":  # it has ended, and waits for its parent to notice
+                found.add((pid, int(fields[19])))
     return found
+
+
+def living(found: Iterable[Process]) -> set[Process]:
+    """Returns those of these processes that have not ended."""
+    return identified(pid for pid, _ in found) & set(found)
 
 
 def _children(pid: int) -> list[int]:
@@ -89,7 +96,7 @@ def _children(pid: int) -> list[int]:
 def _with_descendants(processes: Iterable[Process]) -> set[Process]:
     """Returns these processes, without those that have ended, and all their descendants."""
     found: set[Process] = set()
-    fresh = identified(pid for pid, _ in processes) & set(processes)
+    fresh = living(processes)
     while fresh:
         found |= fresh
         fresh = identified(child for pid, _ in fresh for child in _children(pid)) - found
@@ -107,27 +114,12 @@ def of_session(leader: int) -> set[Process]:
 
 
 def descendants_of(pid: int) -> set[Process]:
-    """Returns all processes below a process, without those that have ended and wait for their parent to notice."""
-    return {
-        process for process in _with_descendants(identified(_children(pid))) if not _is_zombie(process[0])
-    }
+    """Returns all processes below a process."""
+    return _with_descendants(identified(_children(pid)))
 
 
-def living(found: Iterable[Process]) -> set[Process]:
-    """Returns those of these processes that have not ended."""
-    return {
-        process for process in identified(pid for pid, _ in found) & set(found) if not _is_zombie(process[0])
-    }
-
-
-def _is_zombie(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[0] == b"Z"
-    return True
-
-
-def kill_with_descendants(started: Iterable[Process]) -> set[Process]:
-    """Kills processes and all their descendants, in any session; returns those that it has killed."""
+def kill_with_descendants(started: Iterable[Process]) -> None:
+    """Kills processes and all their descendants, in any session."""
     found, stopped = set(started), set[Process]()
     for _ in range(_WALKS):
         found = _with_descendants(found)
@@ -138,7 +130,6 @@ def kill_with_descendants(started: Iterable[Process]) -> set[Process]:
         stopped = found
     for process in found:
         send(process, signal.SIGKILL)
-    return found
 
 
 def send(process: Process, number: signal.Signals) -> None:

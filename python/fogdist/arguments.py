@@ -1,4 +1,4 @@
-"""Prepares the tensors and names of a call for the backend, and the backend's results for the caller."""
+"""Prepares the tensors and names of a call for the backend."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
+Tensors: TypeAlias = Tensor | Sequence[Tensor]
 
 WEIGHTED_DTYPES = (
     torch.float16,
@@ -61,11 +60,6 @@ def writable(tensor: Tensor, argument: str = "tensor") -> Tensor:
     return tensor
 
 
-def own_copy(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor in new memory, in order."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
-
-
 def weighted(tensor: Tensor, argument: str = "tensor") -> Tensor:
     """Returns the tensor as a weighted sum reads it: detached, its memory in order.
 
@@ -95,46 +89,35 @@ def weighted_list(tensors: Tensors) -> list[Tensor]:
     return [weighted(tensor, f"tensor[{place}]") for place, tensor in enumerate(tensors)]
 
 
-class Average:
-    """The tensors of one call of a weighted average, checked and prepared, and where their averages go.
+def outputs_of(out: Tensors, sources: Tensors) -> Tensors:
+    """Returns the argument `out` of an operation as the backend takes it, which checks shapes and dtypes.
 
     Args:
-        tensors: One tensor, or a list or tuple of them.
-        in_place: Whether results go into the tensors themselves.
-
-    Attributes:
-        sources: The tensors to send, or copies whose memory is in order.
-        given: `sources` as the backend takes them: one tensor, or a list.
-        output: Where the backend puts the averages: into `given`, or None for new tensors.
+        out: The argument.
+        sources: The tensors that the operation sends, one or a list.
 
     Raises:
-        TypeError: Not dense tensors.
-        ValueError: An empty list, a dtype that has no weighted sums, or an expanded tensor to be overwritten.
+        TypeError: Not dense tensors, or not as many as there are sources.
+        ValueError: One is not contiguous.
     """
+    if isinstance(sources, Tensor) != isinstance(out, Tensor):
+        raise TypeError(
+            f"out must be a torch.Tensor or a list of them, as tensor is, got {type(out).__name__}"
+        )
+    if isinstance(out, Tensor):
+        return _in_order(out, "out")
+    if len(out) != len(sources):
+        raise TypeError(f"out must have as many tensors as tensor, {len(sources)}, got {len(out)}")
+    return [_in_order(each, f"out[{place}]") for place, each in enumerate(out)]
 
-    __slots__ = ("_single", "_targets", "given", "output", "sources")
 
-    def __init__(self, tensors: Tensors, in_place: bool) -> None:
-        self.sources = weighted_list(tensors)
-        self._single = isinstance(tensors, Tensor)
-        self.given = self.sources[0] if self._single else self.sources
-        self.output: Tensor | list[Tensor] | None = None
-        self._targets: list[Tensor] | None = None
-        if in_place:
-            self.output = self.given
-            self._targets = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-            for place, target in enumerate(self._targets):
-                writable(target, "tensor" if self._single else f"tensor[{place}]")
-
-    def results(self, outputs: list[Tensor]) -> Tensor | list[Tensor]:
-        """Returns the result for the caller, a tensor or a list, once the backend has put its results into `outputs`."""
-        if self._targets is not None:
-            outputs = [deliver(*pair) for pair in zip(self.sources, self._targets, strict=True)]
-        return outputs[0] if self._single else outputs
-
-    def finish(self, work: dist.Work) -> Tensor | list[Tensor]:
-        """Returns the result of a completed operation for the caller."""
-        return self.results(self.sources if self._targets is not None else work.get_future().value())
+def _in_order(out: Tensor, argument: str) -> Tensor:
+    output = dense(out, argument)
+    if plain(output) is not output:
+        raise ValueError(
+            f"{argument} must be contiguous, got strides {output.stride()} of shape {tuple(output.shape)}"
+        )
+    return output
 
 
 def has_dimensions(tensor: Tensor) -> Tensor:
@@ -157,16 +140,3 @@ def key(name: str | None) -> str:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a string, got {type(name).__name__}")
     return name or ""
-
-
-def only_result(work: dist.Work) -> Tensor:
-    """Returns the one output of a completed operation."""
-    result: Tensor = work.get_future().value()[0]
-    return result
-
-
-def deliver(buffer: Tensor, target: Tensor) -> Tensor:
-    """Returns `target`, after copying in-place results into it if they could not be computed in place."""
-    if buffer.data_ptr() != target.data_ptr():
-        target.detach().copy_(buffer)
-    return target

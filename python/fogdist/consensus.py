@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import allreduce_
 from fogdist.context import PreconditionError, current
 from fogdist.packing import flatten, make_buckets
 from fogdist.shards import local_of
@@ -68,6 +67,8 @@ def consensus_distance(
         for bucket in make_buckets(tensors):
             flat = flatten(bucket, tensors)
             mine = (torch.view_as_real(flat) if flat.is_complex() else flat).to(torch.float64)
-            mean = allreduce_(mine.clone(), average=True, group=group)
+            mean = mine.clone()
+            context.backend.allreduce_named(mean, dist.ReduceOp.AVG).wait()
             square += mine.sub_(mean).square_().sum().cpu()
-    return math.sqrt(float(allreduce_(square, average=True, group=group)))
+    context.backend.allreduce_named(square, dist.ReduceOp.AVG).wait()
+    return math.sqrt(float(square))

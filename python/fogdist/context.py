@@ -1,7 +1,7 @@
 """The groups that operations run on, and the topology of each.
 
-From `init` to `shutdown` a process has a session: the group that `init` made or found, any other group that
-a call has named since, and the operations in flight. Everything above asks here for a group's backend and
+From `init` to `shutdown` a process has a session: the group that `init` made or found, and any other group that
+a call has named since. Everything above asks here for a group's backend and
 neighbors; only `init` and `shutdown` create or destroy process groups.
 """
 
@@ -23,10 +23,9 @@ from fog_pg._joining import world_to_join
 from fog_pg._known import backend_of
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
-from fogdist.handles import HandleTable
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
-from fogdist.topology import ExponentialGraph
+from fogdist.topology import exponential
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
@@ -48,11 +47,16 @@ class Gossips:
 
     Attributes:
         begun: The number of exchanges begun with each other rank.
-        handles: The handle of the last exchange of each name.
+        in_flight: The last exchange of each name that is not known to be complete.
     """
 
     begun: Counter[int] = field(default_factory=Counter)
-    handles: dict[str, int] = field(default_factory=dict)
+    in_flight: dict[str, dist.Work] = field(default_factory=dict)
+
+    def keep(self, name: str, work: dist.Work) -> None:
+        """Keeps an exchange that nobody has waited for, and drops those that are complete, with their outputs."""
+        going = {each: it for each, it in self.in_flight.items() if not it.is_completed()}
+        self.in_flight = {**going, name: work}
 
 
 # Numbers by group and not by context: objects made after the next `init` must not get the names of older ones that
@@ -181,7 +185,6 @@ class _Session:
     owns_group: bool
     ranks_per_machine: int | None
     contexts: dict[dist.ProcessGroup, Context]
-    handles: HandleTable
 
 
 _session: _Session | None = None
@@ -228,16 +231,6 @@ def adopt(context: Context) -> None:
     _require_session().contexts[context.group] = context
 
 
-def handles() -> HandleTable:
-    """Returns the operations in flight of all groups, including destroyed groups.
-
-    Raises:
-        ValueError: `init` was never called.
-        RuntimeError: After `shutdown`.
-    """
-    return _require_session().handles
-
-
 def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> None:
     """Connects this process to the group and sets the topology. Collective.
 
@@ -251,7 +244,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
     group a machine, whatever hosts they run on.
 
     Args:
-        topology_fn: Returns the topology for a number of ranks; by default `ExponentialGraph`.
+        topology_fn: Returns the topology for a number of ranks; by default `exponential`.
         is_weighted: As in `set_topology`.
 
     Raises:
@@ -264,7 +257,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         raise TypeError(
             f"topology_fn must be a callable of the number of ranks, got {type(topology_fn).__name__}"
         )
-    make = topology_fn or ExponentialGraph
+    make = topology_fn or exponential
     previous = _session if is_initialized() else None
     if previous is not None:
         group, backend, owns_group = previous.main.group, previous.main.backend, previous.owns_group
@@ -290,9 +283,8 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
         raise
     main = Context(group, backend, rank, size, _machines(group, backend, ranks_per_machine)[:size], topology)
     main.is_joining = is_joining
-    session = _Session(main, owns_group, ranks_per_machine, {}, HandleTable())
+    session = _Session(main, owns_group, ranks_per_machine, {})
     if previous is not None:
-        session.handles = previous.handles
         # Ranks that gossip with this rank may not have called init again yet, so the numbers go on.
         main.gossips = previous.main.gossips
         _keep_windows(previous.main, main)
@@ -308,7 +300,7 @@ def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bo
 
 
 def shutdown() -> None:
-    """Forgets topologies, other groups and all handles, and destroys the process group if `init` made it.
+    """Forgets topologies and other groups, and destroys the process group if `init` made it.
 
     Windows that are still open end, without waiting for other ranks; their tensors stay. A group that
     the user made stays. Operations raise RuntimeError from now on, until `init` is called again. Without a
@@ -360,7 +352,7 @@ def set_topology(
 
     Args:
         topology: A graph whose nodes are the ranks 0 ... n-1; an edge i -> j means that i sends to j. It is
-            copied. By default `ExponentialGraph(size())`.
+            copied. By default `exponential(size())`.
         is_weighted: True to use the graph's weights: rank j gets ``sum_i W[i, j] * x_i``. False for the plain
             mean of a rank and its in-neighbors, whatever the graph's weights are.
         group: As in `rank`; `topology` is in terms of its ranks. Each group has a topology of its own.
@@ -377,7 +369,7 @@ def set_topology(
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
     context = current(group)
-    graph = ExponentialGraph(context.size) if topology is None else topology
+    graph = exponential(context.size) if topology is None else topology
     seen = see_topology(graph, is_weighted, context.viewpoint, context.size)
     if not context.is_joining:
         check_same_everywhere(context.backend, "topology", [*seen.items(), *_items(context.windows)])
@@ -390,11 +382,6 @@ def set_topology(
 def load_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGraph:
     """Returns a copy of the current topology of a group; argument and errors as of `rank`."""
     return current(group).topology.graph.copy()
-
-
-def is_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether the weights of the current topology are used; argument and errors as of `rank`."""
-    return current(group).topology.is_weighted
 
 
 def in_neighbor_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
@@ -433,7 +420,7 @@ def _join(session: _Session, group: dist.ProcessGroup | int) -> Context:
         )
     rank, size = backend.rank(), backend.size()
     machines = _machines(group, backend, session.ranks_per_machine)
-    topology = see_topology(ExponentialGraph(size), False, rank, size)
+    topology = see_topology(exponential(size), False, rank, size)
     context = session.contexts[group] = Context(group, backend, rank, size, machines, topology)
     return context
 

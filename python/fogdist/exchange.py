@@ -328,16 +328,6 @@ class Exchanges:
         return check_neighbor_ranks(ranks, self._node, self._size, argument)
 
 
-def reject_unknown_arguments(
-    operation: str, arguments: Mapping[str, object], renamed: Mapping[str, str]
-) -> None:
-    """Raises TypeError for a keyword that `operation` does not have. For an old keyword, it names the new one."""
-    for name in arguments:
-        if name in renamed:
-            raise TypeError(f"{operation}() has no argument {name!r} any more; use {renamed[name]!r} instead")
-        raise TypeError(f"{operation}() got an unexpected keyword argument {name!r}")
-
-
 def weighted_peers(
     peers: Sequence[int], weights: Mapping[Any, float], argument: str
 ) -> list[tuple[int, float]]:

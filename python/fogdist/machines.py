@@ -50,11 +50,6 @@ def transport(rank: int, *, group: dist.ProcessGroup | None = None) -> str:
     return current(group).backend.transport(operator.index(rank))
 
 
-def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether all machines hold equally many ranks, each consecutive ones; as `fogdist.rank`."""
-    return machines_are_homogeneous(current(group).machine_of)
-
-
 def machine_rank(*, group: dist.ProcessGroup | None = None) -> int:
     """Returns the number of this machine, counted in order of ranks.
 
@@ -117,12 +112,6 @@ def load_machine_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGra
     """Returns a copy of the machine topology, or None if none was set; as `fogdist.rank`."""
     topology = current(group).machine_topology
     return None if topology is None else topology.graph.copy()
-
-
-def is_machine_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether a machine topology is set and its weights are used; as `fogdist.rank`."""
-    topology = current(group).machine_topology
-    return topology is not None and topology.is_weighted
 
 
 def in_neighbor_machine_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:

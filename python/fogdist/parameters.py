@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import allreduce_nonblocking_, broadcast_nonblocking_, wait
 from fogdist.context import Context, current
 from fogdist.nested import replaced
 from fogdist.packing import flatten, make_buckets, signature_of, unflatten
@@ -81,9 +80,9 @@ def allreduce_parameters(params: Parameters, *, group: dist.ProcessGroup | None 
     tensors = [value for _, value in named if _has_average(value)]
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
-        handles = [allreduce_nonblocking_(flat, group=context.group) for _, flat in flats]
-        for (bucket, flat), handle in zip(flats, handles, strict=True):
-            wait(handle)
+        works = [context.backend.allreduce_named(flat, dist.ReduceOp.AVG) for _, flat in flats]
+        for (bucket, flat), work in zip(flats, works, strict=True):
+            work.wait()
             unflatten(bucket, flat, tensors)
     _broadcast_named(context, params, [pair for pair in named if not _has_average(pair[1])], 0)
 
@@ -182,9 +181,9 @@ def _broadcast_state(context: Context, argument: str, state: Any, root: int) -> 
 def _broadcast_tensors(context: Context, tensors: list[Tensor], root: int) -> None:
     with torch.no_grad():
         flats = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
-        handles = [broadcast_nonblocking_(flat, root, group=context.group) for _, flat in flats]
-        for (bucket, flat), handle in zip(flats, handles, strict=True):
-            wait(handle)
+        works = [context.backend.broadcast_named(flat, root) for _, flat in flats]
+        for (bucket, flat), work in zip(flats, works, strict=True):
+            work.wait()
             if context.rank != root:
                 unflatten(bucket, flat, tensors)
 

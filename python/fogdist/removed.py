@@ -6,8 +6,111 @@ _CODECS = "Int8 sends about as many bytes, and Int4, Sign and TopK send fewer"
 _REPLICAS = "ChocoSGD takes the same codecs"
 _DIFFERENT_DATA = "GradientTracking and ExactDiffusion are for data that differ between ranks"
 
+
+def _forms(name: str) -> dict[str, str]:
+    """Returns what replaces the forms of an operation that BlueFog has."""
+    return {
+        f"{name}_": f"{name}(x, out=x)",
+        f"{name}_nonblocking": f"{name}(x, async_op=True)",
+        f"{name}_nonblocking_": f"{name}(x, out=x, async_op=True)",
+    }
+
+
+def _window_forms(name: str) -> dict[str, str]:
+    waits, starts = f"fogdist.Window.{name}", f"fogdist.Window.{name}(async_op=True)"
+    return {
+        f"win_{name}": waits,
+        f"win_{name}_nonblocking": starts,
+        f"neighbor_win_{name}": waits,
+        f"neighbor_win_{name}_nonblocking": starts,
+    }
+
+
+_GRAPHS = {
+    "ExponentialGraph": "fogdist.topology.exponential",
+    "ExponentialTwoGraph": "fogdist.topology.exponential",
+    "FullyConnectedGraph": "fogdist.topology.fully_connected",
+    "GetDynamicOnePeerSendRecvRanks": "fogdist.topology.one_peer",
+    "GetExp2DynamicSendRecvMachineRanks": "fogdist.topology.one_peer of a graph of machines",
+    "GetInnerOuterExpo2DynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
+    "GetInnerOuterRingDynamicSendRecvRanks": "fogdist.topology.inner_outer_ring",
+    "GetRecvWeights": "fogdist.topology.recv_weights",
+    "GetSendWeights": "fogdist.topology.send_weights",
+    "IsRegularGraph": "fogdist.topology.is_regular",
+    "IsTopologyEquivalent": "fogdist.topology.is_equivalent",
+    "MeshGrid2DGraph": "fogdist.topology.mesh",
+    "RingGraph": "fogdist.topology.ring",
+    "StarGraph": "fogdist.topology.star",
+    "SymmetricExponentialGraph": "fogdist.topology.symmetric_exponential",
+}
+
+# Names of BlueFog, which `fogdist.bluefog.torch` has, and what a new script writes.
+_OF_BLUEFOG: dict[str, str] = {
+    **_GRAPHS,
+    **_forms("neighbor_allreduce"),
+    **_forms("hierarchical_neighbor_allreduce"),
+    "neighbor_allgather_nonblocking": "neighbor_allgather(x, async_op=True)",
+    "pair_gossip_nonblocking": "pair_gossip(x, rank, async_op=True)",
+    **{
+        f"allreduce{form}": "torch.distributed.all_reduce"
+        for form in ("", "_", "_nonblocking", "_nonblocking_")
+    },
+    **{
+        f"broadcast{form}": "torch.distributed.broadcast"
+        for form in ("", "_", "_nonblocking", "_nonblocking_")
+    },
+    **dict.fromkeys(("allgather", "allgather_nonblocking"), "torch.distributed.all_gather"),
+    "barrier": "torch.distributed.barrier",
+    **dict.fromkeys(("poll", "win_poll"), "is_completed() of a Work, which async_op=True returns"),
+    **dict.fromkeys(("wait", "synchronize", "win_wait"), "wait() of a Work, which async_op=True returns"),
+    "InferDestinationFromSourceRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
+    "InferSourceFromDestinationRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
+    "is_homogeneous": "fogdist.machine_size, which raises PreconditionError if the machines differ",
+    **dict.fromkeys(
+        ("is_topo_weighted", "is_machine_topo_weighted"), "load_topology(), whose weights are used"
+    ),
+    **_window_forms("put"),
+    **_window_forms("get"),
+    **_window_forms("accumulate"),
+    "win_create": "fogdist.Window(tensor)",
+    "win_free": "fogdist.Window.free",
+    "win_update": "fogdist.Window.update",
+    "win_update_then_collect": "fogdist.Window.collect",
+    "win_mutex": "fogdist.Window.mutex",
+    "win_lock": "fogdist.Window.lock",
+    "get_win_version": "fogdist.Window.version",
+    "get_current_created_window_names": "fogdist.Window objects of your own",
+    "win_associated_p": "fogdist.Window.p",
+    **dict.fromkeys(
+        ("turn_on_win_ops_with_associated_p", "turn_off_win_ops_with_associated_p"),
+        "with_p= of the methods of fogdist.Window",
+    ),
+    **dict.fromkeys(
+        (
+            "CommunicationType",
+            "DistributedAdaptWithCombineOptimizer",
+            "DistributedNeighborAllreduceOptimizer",
+            "DistributedHierarchicalNeighborAllreduceOptimizer",
+            "DistributedAllreduceOptimizer",
+        ),
+        'fogdist.DecentralizedOptimizer(optimizer, model, order="awc")',
+    ),
+    "DistributedAdaptThenCombineOptimizer": 'fogdist.DecentralizedOptimizer(optimizer, model, order="atc")',
+    "DistributedGradientAllreduceOptimizer": "torch.nn.parallel.DistributedDataParallel",
+    "DistributedWinPutOptimizer": "fogdist.algorithms.WinPut",
+    "DistributedPullGetOptimizer": "fogdist.algorithms.PullGet",
+    "DistributedPushSumOptimizer": "fogdist.algorithms.WindowPushSum",
+    "timeline_context": "fogdist.timeline.timeline_context",
+    "timeline_start_activity": "fogdist.timeline.timeline_start_activity",
+    "timeline_end_activity": "fogdist.timeline.timeline_end_activity",
+}
+
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
+    "fogdist": {
+        name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
+        for name, instead in _OF_BLUEFOG.items()
+    },
     "fogdist.algorithms": {
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
         "DeepSqueeze": _REPLICAS,
@@ -21,6 +124,11 @@ REMOVED: dict[str, dict[str, str]] = {
     },
     "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
     "fogdist.topology": {
+        **{
+            name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
+            for name, instead in _GRAPHS.items()
+        },
+        "Torus2DGraph": "write fogdist.topology.torus",
         "EquiStaticGraph": 'by_name("exp2", size) is a graph of few edges',
         "equi_dynamic": "base_graph(size) sends as little and reaches the exact average",
         "hyper_hypercube": "base_graph(size, degree) is the same where there is one",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fogdist.exchange import RANKS, Exchange, Exchanges, Nodes
 from fogdist.lazy import nx
-from fogdist.topology import GetRecvWeights, check_topology
+from fogdist.topology import check_topology, recv_weights
 from fogdist.topology.validation import check_flags, edge_weight
 
 
@@ -91,7 +91,7 @@ def see_topology(
     if is_weighted:
         for i, j in graph.edges:
             edge_weight(graph, i, j)
-        self_weight, sources = GetRecvWeights(graph, node)
+        self_weight, sources = recv_weights(graph, node)
     along = Exchange(
         nodes,
         node,

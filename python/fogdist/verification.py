@@ -25,8 +25,7 @@ def verify(context: Context, exchange: Exchange, tensors: Sequence[Tensor], name
         name: Name of the operation, or "".
 
     Raises:
-        ValueError: On all ranks alike. The message lists the edges that only one end requests, the edges whose tensors
-        do
+        ValueError: On all ranks alike. The message lists the edges that only one end requests, the edges whose tensors do
             not match, and the machines whose ranks request different exchanges.
     """
     name = f"{name}.check" if name else ""

@@ -18,6 +18,7 @@ from typing import Any
 from fog_cli import UsageError, add_command, advice, table
 from fog_cli.advice import Codec, Compression, Network, Setting
 from fog_cli.commands import run as run_command
+from fog_cli.spawn import objects
 
 _EXAMPLES = """\
 examples:
@@ -76,7 +77,10 @@ def run(arguments: argparse.Namespace) -> int:
             os.close(before)
         output.seek(0)
         text = output.read().decode(errors="replace")
-    measured = _measured(text)
+    measured: dict[str, Any] = {}
+    for each in objects(text):
+        if each.keys() & {"host_of", "compute_s"}:  # of the links, and of the script, which may print others
+            measured |= each
     if status or not measured:
         sys.stderr.write(text)
         what = (
@@ -241,12 +245,15 @@ def _limit_bits_per_s(network: Network, found: Compression) -> float | None:
 
 def in_code(choice: Setting) -> str:
     """Returns the call that a script makes for a setting."""
-    options = f"local_steps={choice.local_steps}, bucket_cap_mb={choice.bucket_mb:g}"
-    mixing, _, before = choice.way.code.partition(" after ")
+    topology, _, before = choice.way.code.partition(" after ")
+    options = [
+        f"topology={topology}",
+        f"local_steps={choice.local_steps}",
+        f"bucket_cap_mb={choice.bucket_mb:g}",
+    ]
     if choice.codec is not None:
-        argument = f"compression={choice.codec.code}"
-        mixing = f"Machines({argument})" if before else f"Neighbors({mixing}, {argument})"
-    call = f'DecentralizedSGD(optimizer, model, order="awc", topology={mixing}, {options})'
+        options.append(f"compression={choice.codec.code}")
+    call = f'fogdist.DecentralizedOptimizer(optimizer, model, order="awc", {", ".join(options)})'
     return f"{before}; {call}" if before else call
 
 
@@ -256,7 +263,6 @@ def as_json(report: Report) -> dict[str, Any]:
     def shown(each: Setting) -> dict[str, Any]:
         return {
             "topology": each.way.name,
-            "mixing": each.way.code,
             "local_steps": each.local_steps,
             "bucket_mb": each.bucket_mb,
             "exchange_s": each.exchange,
@@ -292,13 +298,3 @@ def as_json(report: Report) -> dict[str, Any]:
         "settings": [shown(each) for each in report.found],
         "compression": compression,
     }
-
-
-def _measured(text: str) -> Mapping[str, Any]:
-    """What the first rank has printed, of the links and of the script; lines begin with the rank."""
-    found: dict[str, Any] = {}
-    for line in text.splitlines():
-        match = re.fullmatch(r"\[\w+\] (\{.*\})", line)
-        if match and ('"host_of"' in match[1] or '"compute_s"' in match[1]):
-            found |= json.loads(match[1])
-    return found

@@ -12,7 +12,7 @@ from typing import Any
 from fog_cli import UsageError, add_command
 from fog_cli import table as columns
 from fog_cli.commands.topology import byte_count
-from fog_cli.spawn import run_ranks
+from fog_cli.spawn import run_program
 
 _EXAMPLES = """\
 examples:
@@ -63,13 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     words = [str(arguments.seconds), *map(str, arguments.bytes)]
     limit = 60.0 + 10 * arguments.seconds * 6 * len(arguments.bytes)
-    ended = run_ranks("bench_ranks", arguments.num_proc, words, limit=limit)
-    for rank, process in enumerate(ended):
-        if why := process.why():
-            print(f"fog bench: rank {rank}: {why}. `fog doctor` says more", file=sys.stderr)
-            return 1
+    ended = run_program("bench_ranks", words, limit=limit, ranks=arguments.num_proc)
+    if why := ended.why():
+        print(f"fog bench: {why}. `fog doctor` says more", file=sys.stderr)
+        return 1
     print(f"{arguments.num_proc} ranks on {cores} cores")
-    print("\n".join(table(ended[0].lines)))
+    print("\n".join(table(ended.objects())))
     return 0
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fog_cli import add_command, machine, version
 from fog_cli.machine import Finding
-from fog_cli.spawn import Ended, run_program, run_ranks
+from fog_cli.spawn import Ended, run_program
 
 _EXAMPLES = """\
 examples:
@@ -81,17 +81,13 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {finding.state:4}  {finding.name}: {finding.text}", flush=True)
         if finding.advice:
             print(f"        {' ' * len(finding.name)}  -> {finding.advice}", flush=True)
-    bad = [finding for finding in found if finding.state == "bad"]
+    bad = [finding.name for finding in found if finding.state == "bad"]
     if arguments.json:
-        print(
-            json.dumps(
-                {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}, indent=2
-            )
-        )
+        report = {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}
+        print(json.dumps(report, indent=2))
     elif bad:
-        print(
-            f"\nNot everything that fog needs on one host works: {', '.join(dict.fromkeys(f.name for f in bad if f.name != 'two ranks'))}."
-        )
+        names = ", ".join(name for name in dict.fromkeys(bad) if name != "two ranks")
+        print(f"\nNot everything that fog needs on one host works: {names}.")
     else:
         tried = "" if arguments.self_test else ", as far as it can be seen without trying"
         print(f"\nWhat fog needs on one host works{tried}.")
@@ -116,66 +112,52 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
     if not usable:
         yield Finding("self-test", "two ranks", "bad", "not tried: see above")
         return
-    yield from tried(run_ranks("self_test", 2, ["host"], limit=limit), "one host", suspects)
     # _FOG_LOCAL_LINKS=0 treats the two ranks as if they were on different hosts.
-    for way, where, advice in (("tcp", "TCP", _TCP_ADVICE), ("rma", "MPI RMA", _RMA_ADVICE)):
-        variables = {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": way}
-        ended = run_ranks("self_test", 2, ["hosts"], limit=limit, variables=variables)
+    for where, advice, words, variables in (
+        ("one host", "", ["host"], {}),
+        ("TCP", _TCP_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}),
+        ("MPI RMA", _RMA_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}),
+    ):
+        ended = run_program("self_test", words, limit=limit, ranks=2, variables=variables)
         yield from tried(ended, where, suspects, advice)
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
     """Yields the findings that the program `facts` reported."""
-    for name, text, error in _steps([ended]):
+    for name, text, error in _steps(ended, 1):
+        state, advice = "ok", ""
         if name == "unknown variables":
-            yield Finding(
-                "versions",
-                name,
-                "note",
-                text,
-                "fog knows no such variables; a typing error? docs/environment.md lists them",
-            )
-        elif error is None:
-            yield Finding("versions", name, "ok", text)
-        else:
-            state = "note" if name in _NOT_NEEDED else "bad"
-            advice = _ADVICE.get(name, "")
+            state = "note"
+            advice = "fog knows no such variables; a typing error? docs/environment.md lists them"
+        elif error is not None:
+            state, advice = "note" if name in _NOT_NEEDED else "bad", _ADVICE.get(name, "")
             if name == "extension" and "Error: " not in error:  # it crashed or hung
                 advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
             elif name == "extension" and os.environ.get("FOG_MPI_LIBRARY") and "MPI" in error:
                 advice = (
                     "unset FOG_MPI_LIBRARY to take the package mpich's library, or name your site's correctly"
                 )
-            yield Finding("versions", name, state, error, advice)
-    if not ended.lines:
-        yield Finding(
-            "versions",
-            "Python",
-            "bad",
-            ended.why() or "the program that looks said nothing",
-            "see the message",
-        )
+        yield Finding("versions", name, state, error or text, advice)
+    if not ended.objects():
+        why = ended.why() or "the program that looks said nothing"
+        yield Finding("versions", "Python", "bad", why, "see the message")
 
 
-def tried(
-    ended: Sequence[Ended], where: str, suspects: Sequence[str] = (), optional: str = ""
-) -> Iterator[Finding]:
+def tried(ended: Ended, where: str, suspects: Sequence[str] = (), optional: str = "") -> Iterator[Finding]:
     """Yields the findings that the ranks of a self-test reported.
 
     Args:
-        ended: The results of the ranks' processes.
+        ended: The result of its two ranks.
         where: The beginning of the names of the findings.
         suspects: Names of findings about the machine that may be the cause of a failure.
         optional: The advice about a failure, if ranks of a single host do not need these steps.
     """
-    advice = (
-        optional
-        or "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
-    )
+    report = "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
+    advice = optional or report
     if suspects:
         advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
-    for name, text, error in _steps(ended):
-        if name == "all" or (name == "end" and error is None):
+    for name, text, error in _steps(ended, 2):
+        if name == "end" and error is None:
             continue
         if error is None:
             yield Finding("self-test", f"{where}, {name}", "ok", text)
@@ -183,26 +165,22 @@ def tried(
             yield Finding("self-test", f"{where}, {name}", "note" if optional else "bad", error, advice)
 
 
-def _steps(ended: Sequence[Ended]) -> Iterator[tuple[str, str, str | None]]:
-    """Yields each step that a process began: its name, its text, and the error of the first process with an error."""
-    names = dict.fromkeys(line["name"] for process in ended for line in process.lines)
-    for name in names:
+def _steps(ended: Ended, ranks: int) -> Iterator[tuple[str, str, str | None]]:
+    """Yields each step that a rank began: its name, its text, and the error of the first rank with an error."""
+    steps: dict[str, list[dict[str, Any]]] = {}
+    for rank in range(ranks):
+        for line in ended.objects(rank):
+            told = steps.setdefault(line["name"], [{} for _ in range(ranks)])
+            told[rank] |= line
+    for name, told in steps.items():
         texts, errors = [], []
-        for number, process in enumerate(ended):
-            rank = f"rank {number}: " if len(ended) > 1 else ""
-            lines = {
-                key: value for line in process.lines if line["name"] == name for key, value in line.items()
-            }
+        for rank, lines in enumerate(told):
             if "error" in lines:
-                errors.append(f"{rank}{lines['error']}")
+                errors.append(f"rank {rank}: {lines['error']}" if ranks > 1 else lines["error"])
             elif "text" in lines:
                 texts.append(lines["text"])
-            elif "begin" in lines:
-                errors.append(f"{rank}{process.why() or 'it ended without a word'}")
+            elif lines:
+                errors.append(ended.why() or "it ended without a word")
         yield name, texts[0] if texts else "", errors[0] if errors else None
-    if not names and len(ended) > 1:
-        yield (
-            "start",
-            "",
-            next((process.why() for process in ended if process.why()), "the ranks said nothing"),
-        )
+    if not steps and ranks > 1:
+        yield "start", "", ended.why() or "the ranks said nothing"

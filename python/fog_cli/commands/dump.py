@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fog_cli import UsageError, add_command
+
+if TYPE_CHECKING:
+    from fogdist.observe.flight_record import Process
 
 _EXAMPLES = """\
 examples:
@@ -38,22 +41,24 @@ def add_pids(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_pids(pids: Sequence[int]) -> None:
-    """Raises UsageError if there can be no process with one of these IDs."""
+def read_records(pids: Sequence[int]) -> list[Process]:
+    """Returns the records of processes, or of all that have one; raises UsageError if one of the processes has none."""
+    from fogdist.observe import flight_record
+
     for pid in pids:
         if not 0 < pid < 1 << 31:
             raise UsageError(f"{pid}: there is no such process")
+    try:
+        return [flight_record.read(pid) for pid in pids] or flight_record.read_all()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report."""
-    check_pids(arguments.pids)
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
-    try:
-        found = [flight_record.read(pid) for pid in arguments.pids] or flight_record.read_all()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    found = read_records(arguments.pids)
     if not found:
         print(f"fog dump: {NOTHING}", file=sys.stderr)
         return 1

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,15 +136,15 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for their end."""
-    plan = prepare(arguments, os.environ)
-    _make_log_folder(plan.job.log_folder)
-    is_here = not arguments.keep_going and all(is_local(host.name) for host in plan.job.hosts)
+    job = prepare(arguments, os.environ)
+    _make_log_folder(job.log_folder)
+    is_here = not job.keeps_going and all(is_local(host.name) for host in job.hosts)
     if arguments.verbose:
-        for start in [plan.job.rank] if is_here else plan.starts:
+        for start in [job.rank] if is_here else job.starts:
             if start is not None:
                 print(f"fog run: {shlex.join(start)}", file=sys.stderr, flush=True)
     try:
-        return one_host.run(plan.job) if is_here else keep_going.run(plan)
+        return one_host.run(job) if is_here else keep_going.run(job)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
 
@@ -161,7 +160,7 @@ def _make_log_folder(folder: str | None) -> None:
         raise UsageError(f"--log-dir {folder}: Permission denied")
 
 
-def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> keep_going.Plan:
+def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Job:
     """Checks the command line and builds the commands of the agents.
 
     Args:
@@ -171,50 +170,81 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> ke
     Raises:
         UsageError: The arguments are invalid.
     """
+    ranks, node, most = arguments.num_proc, arguments.node_rank, arguments.max_ranks
+    _check_numbers(arguments)
     given = _given_hosts(arguments)
-    restarts, most, node = arguments.max_restarts, arguments.max_ranks, arguments.node_rank
-    for option, value in (("--max-restarts", restarts), ("--max-ranks", most), ("--node-rank", node)):
-        if value is not None and not arguments.keep_going:
-            raise UsageError(f"{option}: it is an option of --keep-going, which is missing")
-    if restarts is not None and restarts < 0:
-        raise UsageError(f"--max-restarts: got {restarts}; allowed are numbers from 0 on")
     if node is not None and given is None:
         raise UsageError("--node-rank: it is the number of a host; name the hosts with -H or --hostfile")
     by_srun = node is None and _is_for_srun(given, environment)
     if by_srun and given is None:
-        given = _allocated_hosts(arguments.num_proc, environment)
-    job = _job(arguments, environment, given)
-    most = job.ranks if most is None else most
-    if most < job.ranks or (most > job.ranks and len(job.hosts) > 1):
-        raise UsageError(
-            f"--max-ranks: got {most}; allowed are numbers from -np on, {job.ranks}"
-            + (", and no larger one on several hosts" if len(job.hosts) > 1 else "")
-        )
-    if most > job.ranks:
-        job = replace(job, environment={**job.environment, "FOG_MAX_RANKS": str(most)})
-    if node is not None and not 0 <= node < len(job.hosts):
-        raise UsageError(f"--node-rank: got {node}; the ranks fill {len(job.hosts)} hosts, from 0 on")
-    starts: list[list[str] | None] = []
-    for number, host in enumerate(job.hosts):
+        given = _allocated_hosts(ranks, environment)
+    hosts = place(given, ranks) if given else [Host("localhost", ranks)]
+    if most is not None and (most < ranks or (most > ranks and len(hosts) > 1)):
+        more = ", and no larger one on several hosts" if len(hosts) > 1 else ""
+        raise UsageError(f"--max-ranks: got {most}; allowed are numbers from -np on, {ranks}{more}")
+    if node is not None and not 0 <= node < len(hosts):
+        raise UsageError(f"--node-rank: got {node}; the ranks fill {len(hosts)} hosts, from 0 on")
+    variables = _variables(arguments, environment)
+    prefix = _prefix(arguments.prefix)
+
+    def start_of(number: int, host: Host) -> list[str] | None:
         if node is not None:
-            starts.append(launchers.AGENT if number == node else None)
-        elif by_srun:
-            starts.append(launchers.agent_by_srun(host))
-        elif is_local(host.name):
-            starts.append(launchers.AGENT)
-        else:
-            starts.append(launchers.agent_by_ssh(job, host))
+            return launchers.AGENT if number == node else None
+        if by_srun:
+            return launchers.agent_by_srun(host)
+        if is_local(host.name):
+            return launchers.AGENT
+        return launchers.agent_by_ssh(host, arguments.ssh_port, variables.get("PYTHONPATH"))
+
+    starts = [start_of(number, host) for number, host in enumerate(hosts)]
     for program in ("ssh", "srun"):
         if any(start and start[0] == program for start in starts) and shutil.which(program) is None:
             raise UsageError(f"there is no {program} on PATH, which starts the agents of other hosts")
-    plan = keep_going.Plan(job, starts, "127.0.0.1", 0, restarts or 0, most, arguments.keep_going)
-    if len(job.hosts) == 1:
-        return plan
-    address = job.environment.get("MASTER_ADDR") or job.hosts[0].name
-    if is_local(address) and node is None:
-        address = socket.gethostname()  # "localhost" is another host there
-    port = _port(job.environment.get("MASTER_PORT", ""))
-    return replace(plan, address=address, port=port or (keep_going.DEFAULT_PORT if node is not None else 0))
+    address, port = "127.0.0.1", 0
+    if len(hosts) > 1:
+        address = variables.get("MASTER_ADDR") or hosts[0].name
+        if is_local(address) and node is None:
+            address = socket.gethostname()  # "localhost" is another host there
+        default = keep_going.DEFAULT_PORT if node is not None else 0
+        port = _port(variables.get("MASTER_PORT", "")) or default
+    return Job(
+        ranks=ranks,
+        hosts=hosts,
+        command=[*prefix, *rank_command(arguments.command, arguments.module, variables)],
+        environment=variables,
+        log_folder=str(Path(arguments.log_dir).absolute()) if arguments.log_dir else None,
+        starts=starts,
+        address=address,
+        port=port,
+        keeps_going=arguments.keep_going,
+        max_restarts=arguments.max_restarts or 0,
+        max_ranks=most or ranks,
+    )
+
+
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Checks what needs no look at hosts."""
+    if arguments.num_proc < 1:
+        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
+    if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
+        raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
+    for name in ("max_restarts", "max_ranks", "node_rank"):
+        if getattr(arguments, name) is not None and not arguments.keep_going:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option}: it is an option of --keep-going, which is missing")
+    if (arguments.max_restarts or 0) < 0:
+        raise UsageError(f"--max-restarts: got {arguments.max_restarts}; allowed are numbers from 0 on")
+
+
+def _prefix(text: str) -> list[str]:
+    """Returns the words before the command of a rank."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:  # an unbalanced quotation mark
+        raise UsageError(f"--prefix: got {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
+    if words and shutil.which(words[0]) is None:
+        raise UsageError(f"--prefix: got {words[0]!r}, which is no program")
+    return words
 
 
 def _port(text: str) -> int:
@@ -252,31 +282,6 @@ def _is_for_srun(given: Sequence[Host] | None, environment: Mapping[str, str]) -
     else:
         needs_others = not all(is_local(host.name) for host in given)
     return needs_others and "SLURM_JOB_ID" in environment
-
-
-def _job(arguments: argparse.Namespace, environment: Mapping[str, str], given: list[Host] | None) -> Job:
-    """Checks the arguments of all launchers."""
-    if arguments.num_proc < 1:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
-    if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
-        raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
-    try:
-        prefix = shlex.split(arguments.prefix)
-    except ValueError as error:  # an unbalanced quotation mark
-        raise UsageError(
-            f"--prefix: got {arguments.prefix!r}: {str(error)[:1].lower()}{str(error)[1:]}"
-        ) from None
-    if prefix and shutil.which(prefix[0]) is None:
-        raise UsageError(f"--prefix: got {prefix[0]!r}, which is no program")
-    variables = _variables(arguments, environment)
-    return Job(
-        ranks=arguments.num_proc,
-        hosts=place(given, arguments.num_proc) if given else [Host("localhost", arguments.num_proc)],
-        command=[*prefix, *rank_command(arguments.command, arguments.module, variables)],
-        environment=variables,
-        ssh_port=arguments.ssh_port,
-        log_folder=str(Path(arguments.log_dir).absolute()) if arguments.log_dir else None,
-    )
 
 
 def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
@@ -337,6 +342,8 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
         variables["FOG_LOG_LEVEL"] = "debug"
     if arguments.timeline_filename:
         variables["FOG_TIMELINE"] = arguments.timeline_filename
+    if (arguments.max_ranks or 0) > arguments.num_proc:
+        variables["FOG_MAX_RANKS"] = str(arguments.max_ranks)
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")
         if not name.isidentifier():

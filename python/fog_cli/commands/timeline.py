@@ -47,7 +47,7 @@ def add(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Merges the files."""
-    from fogdist.timeline.merging import merge
+    from fogdist.observe.merging import merge
 
     traces: Any = arguments.traces
     if len(traces) == 1 and not Path(traces[0]).is_file():

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import json
 import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from fog_cli import UsageError, add_command
-from fog_cli.commands.dump import NOTHING, add_pids, check_pids
-from fog_cli.looks import COLUMNS, Job, Watch, cells, is_bad, title
+from fog_cli.commands.dump import NOTHING, add_pids, read_records
+from fog_cli.samples import Job, Watch, cells
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -26,8 +26,8 @@ examples:
 It reads memory that the ranks write to in any case, so it disturbs none of them, and works on ranks that hang.
 """
 _LONGEST = 3600.0
-# The columns of texts; the others have numbers, which go to the right.
-_TEXTS = ("host", "state", "stale", "waits most for", "operation", "lost")
+# The columns of numbers, which go to the right.
+_NUMBERS = ("rank", "process", "membership", "steps", "steps/s", "last step", "age", "failed")
 
 
 def add(subparsers: Any) -> None:
@@ -52,7 +52,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows the ranks."""
     if not 0.1 <= arguments.interval <= _LONGEST:
         raise UsageError(f"--interval: got {arguments.interval:g}; allowed are 0.1 to {_LONGEST:g} seconds")
-    check_pids(arguments.pids)
     if not arguments.json:
         try:
             import rich.console
@@ -64,9 +63,9 @@ def run(arguments: argparse.Namespace) -> int:
     watch = _watch(arguments.pids)
     if not (arguments.once or arguments.json) and sys.stdout.isatty():
         return _live(watch, arguments.interval)
-    jobs = watch.second_look(arguments.interval)
+    jobs = watch.second_sample(arguments.interval)
     if arguments.json:
-        print(json.dumps({"jobs": [dataclasses.asdict(job) for job in jobs]}))
+        print(json.dumps({"jobs": [job.as_json() for job in jobs]}))
     elif jobs:
         rich.console.Console(width=None if sys.stdout.isatty() else 200).print(table(jobs))
     if not jobs:
@@ -75,24 +74,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _watch(pids: list[int]) -> Watch:
-    from fogdist import flight_record
+    from fogdist.observe import flight_record
 
-    if not pids:
-        return Watch(flight_record.read_all, flight_record.blamed)
-    try:
-        found = [flight_record.read(pid) for pid in pids]
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    found = read_records(pids)
 
     def read() -> list[flight_record.Process]:
-        nonlocal found
+        if not pids:
+            return flight_record.read_all()
         living = []
         for process in found:
-            try:
+            with contextlib.suppress(ValueError):  # it has ended
                 living.append(flight_record.read(process.pid))
-            except ValueError:  # it has ended
-                continue
-        found = living
         return living
 
     return Watch(read, flight_record.blamed)
@@ -104,7 +96,7 @@ def _live(watch: Watch, interval: float) -> int:
     with Live(auto_refresh=False, screen=True) as live:
         try:
             while True:
-                live.update(table(watch.look()), refresh=True)
+                live.update(table(watch.sample()), refresh=True)
                 time.sleep(interval)
         except KeyboardInterrupt:
             return 0
@@ -119,11 +111,11 @@ def table(jobs: list[Job]) -> RenderableType:
 
     parts: list[RenderableType] = [] if jobs else [Text(NOTHING)]
     for job in jobs:
-        shown = Table(title=title(job), title_justify="left", box=box.SIMPLE_HEAD)
-        for name in COLUMNS:
-            shown.add_column(name, justify="left" if name in _TEXTS else "right", overflow="fold")
+        shown = Table(title=job.title, title_justify="left", box=box.SIMPLE_HEAD)
+        for name in cells(job.rows[0]):
+            shown.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
         for row in job.rows:
-            style = "dim" if row.state == "ended" else "red" if is_bad(row) else ""
-            shown.add_row(*(Text(text) for text in cells(row)), style=style)
+            style = "dim" if row.state == "ended" else "red" if row.is_bad else ""
+            shown.add_row(*map(Text, cells(row).values()), style=style)
         parts += [shown, *(Text(line, style="red") for line in job.late)]
     return Group(*parts)

@@ -23,7 +23,7 @@ from fogdist.compression import BFloat16, Int8
 from fogdist.context import current
 from torch import Tensor
 
-from fog_cli.programs.report import tell
+from fog_cli.programs.report import median_seconds, tell
 
 _TIMEOUT = timedelta(seconds=120)
 _SMALL, _PROBE, _MOST = 16, 64 << 10, 16 << 20  # elements; bytes
@@ -145,7 +145,7 @@ def _latency(target: int | None, source: int | None) -> float:
 def _sum_rate() -> float:
     """Bytes per second at which a rank adds one tensor to another, with all ranks at it."""
     x, y = torch.zeros(_SUM_ELEMENTS), torch.ones(_SUM_ELEMENTS)
-    return 4 * _SUM_ELEMENTS / max(_of_all(_median_seconds(lambda: x.add_(y, alpha=0.5))))
+    return 4 * _SUM_ELEMENTS / max(_of_all(median_seconds(lambda: x.add_(y, alpha=0.5), _PINGS)))
 
 
 def _codecs() -> list[tuple[str, float, float, float]]:
@@ -156,18 +156,9 @@ def _codecs() -> list[tuple[str, float, float, float]]:
         message = codec.encode(x)
         encode = functools.partial(codec.backend.encode, x, message)
         decode = functools.partial(codec.backend.decode, message, target)
-        rates = [_SUM_ELEMENTS / max(_of_all(_median_seconds(call))) for call in (encode, decode)]
+        rates = [_SUM_ELEMENTS / max(_of_all(median_seconds(call, _PINGS))) for call in (encode, decode)]
         found.append((code, message.numel() / _SUM_ELEMENTS, rates[0], rates[1]))
     return found
-
-
-def _median_seconds(call: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_PINGS):
-        begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
 
 
 def _of_all(value: float) -> list[float]:
@@ -206,16 +197,14 @@ def of_script(path: str) -> dict[str, float]:
 
 
 def _median_of(step: Callable[[], object]) -> float:
-    times = []
-    for number in range(_WARM_UP + _STEPS):
-        dist.barrier()  # ranks that share cores compute at the same time
-        begin = time.perf_counter()
+    def whole() -> None:
         step()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if number >= _WARM_UP:
-            times.append(time.perf_counter() - begin)
-    return statistics.median(times)
+
+    for _ in range(_WARM_UP):
+        whole()
+    return median_seconds(whole, _STEPS, dist.barrier)  # ranks that share cores compute at the same time
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ import json
 import os
 import queue
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -51,19 +52,16 @@ class Task:
     Attributes:
         token: The first word of the lines that are for `fog run`.
         command: The program `fog_cli.programs.rank` with the command of a rank.
-        environment: The environment of the ranks.
+        environment: The variables that the ranks have in common, see `fog_cli.launchers.of_host`.
         folder: Their working directory.
         size: The number of ranks of the job.
-        host: The number of this host.
         first: The first rank of this host.
         count: The number of ranks of this host.
-        address: The address of the Store.
-        port: Its port; 0 on the first host for any free one.
+        port: That of the Store; 0 on the first host for any free one.
         holds_store: Whether this agent holds the Store.
         stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
             host uses the Store.
         is_asked: Whether `fog run` decides if a rank that did not end well is started again.
-        run_id: A name of the job.
     """
 
     token: str
@@ -71,46 +69,12 @@ class Task:
     environment: dict[str, str]
     folder: str
     size: int
-    host: int
     first: int
     count: int
-    address: str
     port: int
     holds_store: bool
     stays: bool
     is_asked: bool
-    run_id: str
-
-
-def rank_environment(task: Task, rank: int, port: int, joins: bool) -> dict[str, str]:
-    """Returns the environment of a rank, with the variables that torchrun sets.
-
-    Args:
-        task: Of the agent.
-        rank: The rank.
-        port: Of the Store.
-        joins: Whether the others are there already.
-    """
-    local = rank - task.first
-    own = {
-        "RANK": rank,
-        "WORLD_SIZE": task.size,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": task.count,
-        "GROUP_RANK": task.host,
-        "ROLE_RANK": rank,
-        "ROLE_WORLD_SIZE": task.size,
-        "ROLE_NAME": "default",
-        "MASTER_ADDR": task.address,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RUN_ID": task.run_id,
-        # With another count some versions of torch look for the other ranks under another name of the Store.
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "FOG_JOIN": int(joins),
-    }
-    return task.environment | {name: str(value) for name, value in own.items()}
 
 
 def uses_of(port: int, tables: str) -> int:
@@ -228,7 +192,9 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
     def _start(self, rank: int, restarts: int, joins: bool) -> None:
-        environment = rank_environment(self._task, rank, self._port, joins)
+        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - self._task.first}
+        own |= {"MASTER_PORT": self._port, "FOG_JOIN": int(joins)}
+        environment = self._task.environment | {name: str(value) for name, value in own.items()}
         program, *words = self._task.command
         pid = os.posix_spawn(
             program,
@@ -314,6 +280,7 @@ class Agent:
             self._stop_at = time.monotonic() + _STOP_TIMEOUT
         for pid in self._living:
             os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)  # a stopped process takes it only then
         if number == signal.SIGKILL:
             self._stop_at = time.monotonic()
 
@@ -408,8 +375,8 @@ def _read_line(descriptor: int) -> bytes:
     return line
 
 
-def _guard(agent: int) -> NoReturn:
-    """Waits for the end of the agent, and then ends all processes below this one."""
+def _guard(agent: int, scratch: str | None) -> NoReturn:
+    """Waits for the end of the agent, and then ends all processes below this one, and removes a folder."""
 
     def pass_on(number: int, _frame: object) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
@@ -426,15 +393,24 @@ def _guard(agent: int) -> NoReturn:
     for number in processes.SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     processes.end_descendants()
+    if scratch is not None:
+        shutil.rmtree(scratch, ignore_errors=True)
     os._exit(status if status >= 0 else 128 - status)
 
 
 def main() -> NoReturn:
-    """Runs the guard and the agent."""
+    """Runs the guard and the agent.
+
+    With the folder of a notebook as an argument, which goes with the job, they are no children of the notebook's kernel: it
+    kills its children when it ends.
+    """
+    scratch = sys.argv[1] if len(sys.argv) > 1 else None
+    if scratch is not None and os.fork():
+        os._exit(0)
     processes.adopt_orphans()
     agent = os.fork()
     if agent:
-        _guard(agent)
+        _guard(agent, scratch)
     die_with_parent()
     status = 1
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -14,7 +12,7 @@ import fogdist
 import torch
 import torch.distributed as dist
 
-from fog_cli.programs.report import tell
+from fog_cli.programs.report import median_seconds, tell
 
 _TIMEOUT = timedelta(seconds=60)
 _WARM_UP, _LEAST, _MOST = 2, 5, 200
@@ -46,17 +44,10 @@ def _median(action: Callable[[], object], seconds: float) -> float:
     """Returns the median seconds of one call on the slowest rank. All ranks make the same number of calls."""
     for _ in range(_WARM_UP):
         action()
-    begin = time.perf_counter()
-    action()
-    calls = torch.tensor([seconds / max(time.perf_counter() - begin, 1e-6)], dtype=torch.float64)
+    calls = torch.tensor([seconds / max(median_seconds(action, 1), 1e-6)], dtype=torch.float64)
     dist.all_reduce(calls, dist.ReduceOp.MIN)
-    times = []
-    for _ in range(min(max(int(calls.item()), _LEAST), _MOST)):
-        dist.barrier()
-        begin = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - begin)
-    median = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    times = median_seconds(action, min(max(int(calls.item()), _LEAST), _MOST), dist.barrier)
+    median = torch.tensor([times], dtype=torch.float64)
     dist.all_reduce(median, dist.ReduceOp.MAX)
     return float(median.item())
 

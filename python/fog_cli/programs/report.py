@@ -1,9 +1,11 @@
-"""The report of the programs of `fog doctor`: lines of JSON on standard output."""
+"""What the programs of commands share: lines of JSON on standard output, and times."""
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,3 +27,16 @@ def step(name: str, action: Callable[[], Any]) -> bool:
         return False
     tell(name=name, text="" if text is None else str(text))
     return True
+
+
+def median_seconds(
+    call: Callable[[], object], calls: int, before: Callable[[], object] = lambda: None
+) -> float:
+    """Returns the median seconds of some calls, each of them after a call of `before` that is not timed."""
+    times = []
+    for _ in range(calls):
+        before()
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)

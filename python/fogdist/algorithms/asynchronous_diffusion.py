@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
+import torch.distributed as dist
+
 from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
@@ -115,10 +117,11 @@ class WinPut(AsynchronousDiffusion):
     )
     takes_compression: ClassVar[bool] = True
 
-    def send(self, window: Window) -> int:
+    def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
-        return window.put_nonblocking(
+        return window.put(
             window.tensor,
+            async_op=True,
             dst_weights=self.dst_weights,
             skip_lost=self._skips_lost(),
             **self.encoding(window),
@@ -127,7 +130,7 @@ class WinPut(AsynchronousDiffusion):
     def reopened(self, window: Window) -> None:
         """See `WindowAlgorithm.reopened`: between rounds in step, neighbors have what they need."""
         if self.has_sent or not self.force_barrier:
-            self._handles.append(self.send(window))
+            self._in_flight.append(self.send(window))
 
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
         if self.self_weight is None and self.src_weights is not None:
@@ -158,13 +161,15 @@ class PullGet(AsynchronousDiffusion):
 
     own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "src_weights", "skip_lost"})
 
-    def send(self, window: Window) -> int:
+    def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
         sources: Iterable[int] | Mapping[int, float] | None = self.src_weights
         given = self._given_weights()
         if given is not None:
             sources = list(given[1])
-        return window.get_nonblocking(src_weights=sources, require_mutex=True, skip_lost=self._skips_lost())
+        return window.get(
+            src_weights=sources, require_mutex=True, skip_lost=self._skips_lost(), async_op=True
+        )
 
     def begin(self) -> None:
         """Only checks the weights. Values from a get at this time would be outdated in `step`."""
@@ -180,7 +185,7 @@ class PullGet(AsynchronousDiffusion):
     def reopened(self, window: Window) -> None:
         """See `WindowAlgorithm.reopened`."""
         if self.has_sent:
-            self._handles.append(self.send(window))
+            self._in_flight.append(self.send(window))
 
     def stepping(self) -> AbstractContextManager[None]:
         """Holds the mutexes of the windows."""

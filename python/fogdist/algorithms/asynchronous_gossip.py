@@ -95,7 +95,7 @@ class AsynchronousGossip(Algorithm):
         TypeError: As `Algorithm`; `compression` is no codec.
         ValueError: `compression` does not take a parameter's dtype, or needs the receiver's values; the edges of the
             topology that go both ways do not connect all ranks (the default topology's do not: set a ring, or
-            `fogdist.SymmetricExponentialGraph`); and as `Algorithm`.
+            `fogdist.topology.symmetric_exponential`); and as `Algorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
@@ -135,8 +135,8 @@ class AsynchronousGossip(Algorithm):
         graph = _undirected(context, reciprocal=True)
         if not nx.is_connected(graph):
             raise ValueError(
-                "the topology must connect all ranks by edges that go both ways, as RingGraph and "
-                "SymmetricExponentialGraph do; got one whose such edges do not"
+                "the topology must connect all ranks by edges that go both ways, as ring and "
+                "symmetric_exponential do; got one whose such edges do not"
             )
         self._seed = seed
         self._rank = context.rank

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.exchange import check_weight
@@ -239,14 +240,15 @@ class WindowPushSum(WindowAlgorithm):
         for window in self.windows:
             self._shares(self._p[window.name], self._mean_p[window.name])
 
-    def send(self, window: Window) -> int:
+    def send(self, window: Window) -> dist.Work:
         """See the class."""
         # The window holds z with a p of 1, so weights of p times the shares send x = p z. This does not change the
         # parameters, which autograd may have saved for the backward pass.
         p = self._p[window.name]
         kept, given = self._shares(p, self._mean_p[window.name])
-        handle = window.accumulate_nonblocking(
+        work = window.accumulate(
             window.tensor,
+            async_op=True,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
             skip_lost=self._seat is not None,
@@ -254,7 +256,7 @@ class WindowPushSum(WindowAlgorithm):
         )
         self._before[window.name] = p
         self._p[window.name] = kept * p
-        return handle
+        return work
 
     def take(self, window: Window) -> None:
         """See the class."""

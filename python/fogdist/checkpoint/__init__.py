@@ -19,36 +19,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.checkpoint.folders import (
-    MEAN,
-    begin,
-    complete,
-    discard,
-    find,
-    folder_of,
-    latest,
-    piece_of,
-    remove_old,
-    steps,
-    sync,
-)
-from fogdist.checkpoint.pieces import Piece, write
-from fogdist.checkpoint.states import (
-    Source,
-    State,
-    capture,
-    check,
-    check_arguments,
-    means,
-    of_all_ranks,
-    restore_model,
-    restore_optimizer,
-    settle,
-    weights_of,
-)
+from fogdist.checkpoint import folders, states
+from fogdist.checkpoint.folders import MEAN, folder_of, latest, piece_of, steps
+from fogdist.checkpoint.pieces import Piece, State, write
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import Context, current
-from fogdist.detection import suspend_detection
+from fogdist.observe.detection import suspend_detection
 from fogdist.topology.validation import check_flags, check_int
 
 __all__ = ["Loaded", "Saving", "latest", "load", "save", "save_nonblocking", "steps"]
@@ -116,7 +92,7 @@ class Saving:
             except Exception as error:
                 # If a rank did not come, others may still be writing; the next save removes the files.
                 if self._context.rank == 0 and not isinstance(error, dist.DistBackendError):
-                    discard(self._hidden)
+                    folders.discard(self._hidden)
                 self._ended = error
             _in_flight.pop(self._hidden.parent, None)
         if isinstance(self._ended, Exception):
@@ -129,9 +105,13 @@ class Saving:
         together(context, f"write {which}", self._written.result)
         is_first = context.rank == 0
         completes = f"complete {which}"
-        together(context, completes, lambda: complete(self._hidden, step, self._pieces) if is_first else None)
+        together(
+            context,
+            completes,
+            lambda: folders.complete(self._hidden, step, self._pieces) if is_first else None,
+        )
         if is_first and self._keep is not None:
-            remove_old(root, self._keep, step)
+            folders.remove_old(root, self._keep, step)
         return folder_of(root, step)
 
 
@@ -244,15 +224,15 @@ def load(
         OSError: There is no such checkpoint, or it cannot be read, on all ranks alike.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
-    check_arguments(model, optimizer)
+    states.check_arguments(model, optimizer)
     if step is not None:
         step = check_int(step, "step", minimum=0)
     context, root = current(group), Path(path)
-    settle(model, optimizer)
+    states.settle(model, optimizer)
     wanted = "the latest checkpoint" if step is None else f"the checkpoint of step {step}"
     what = f"load {wanted} in {root}"
     check_same_everywhere(context.backend, "checkpoint", [what, f"optimizer: {optimizer is not None}"])
-    chosen = together(context, what, lambda: find(root, step).name if context.rank == 0 else None)
+    chosen = together(context, what, lambda: folders.find(root, step).name if context.rank == 0 else None)
     folder = root / tell(context, what, chosen)[0]
     has_mean_only = (folder / MEAN).is_dir()
 
@@ -269,26 +249,29 @@ def load(
         if not has_mean_only and ranks == context.size:
             piece = opened(piece_of(context.rank))
         rest = piece.rest()
-        check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
+        states.check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
         if is_combined:
-            rest = of_all_ranks(rest, optimizer)
+            rest = states.of_all_ranks(rest, optimizer)
             rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
         return piece, rest, ranks, is_combined
 
-    def sources() -> list[Source]:
+    def sources() -> list[states.Source]:
         mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
-        return [Source(each.tensors, weights_of(each.shapes, each.rest(), each.head())) for each in mine]
+        return [
+            states.Source(each.tensors, states.weights_of(each.shapes, each.rest(), each.head()))
+            for each in mine
+        ]
 
     piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
     shapes = {name: shape for name, shape in piece.shapes.items() if name.startswith(parts)}
     found: dict[str, torch.Tensor] = {}
     if is_combined:
-        found = means(context, what, shapes, together(context, what, sources))
+        found = states.means(context, what, shapes, together(context, what, sources))
     tensors = found | together(context, what, lambda: piece.tensors(shapes.keys() - found.keys()))
     if optimizer is not None:
-        together(context, what, lambda: restore_optimizer(optimizer, rest, tensors))
-    together(context, what, lambda: restore_model(model, rest, tensors))
+        together(context, what, lambda: states.restore_optimizer(optimizer, rest, tensors))
+    together(context, what, lambda: states.restore_model(model, rest, tensors))
     return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined or has_mean_only, rest["extra"])
 
 
@@ -310,7 +293,7 @@ def _begin(
     """Begins a checkpoint: a thread writes the state, or with `is_copied` a copy of it."""
     from fog_pg._build_info import VERSION  # written by the build, which ranks need
 
-    check_arguments(model, optimizer)
+    states.check_arguments(model, optimizer)
     step = check_int(step, "step", minimum=0)
     check_flags(average=average)
     if keep is not None:
@@ -320,18 +303,18 @@ def _begin(
         raise RuntimeError(
             f"an earlier save_nonblocking into {root} needs a call of its wait() on all ranks before"
         )
-    settle(model, optimizer)
-    state = capture(model, optimizer, extra)
+    states.settle(model, optimizer)
+    state = states.capture(model, optimizer, extra)
     what = f"begin the checkpoint of step {step} in {root}"
     check_same_everywhere(context.backend, "checkpoint", [what, f"{average=}", f"{keep=}", f"{is_copied=}"])
-    begun = together(context, what, lambda: begin(root, step).name if context.rank == 0 else None)
+    begun = together(context, what, lambda: folders.begin(root, step).name if context.rank == 0 else None)
     hidden = root / tell(context, what, begun)[0]
     pieces = [MEAN] if average else [piece_of(rank) for rank in range(context.size)]
     if average:
         try:
             state = _mean_of(context, what, state, optimizer)
         except Exception:
-            discard(hidden)
+            folders.discard(hidden)
             raise
     head = {"ranks": context.size, "versions": {"fogdist": VERSION, "torch": torch.__version__}}
     written: Future[None] = Future()
@@ -341,16 +324,11 @@ def _begin(
         rest = copy.deepcopy(state.rest) if is_copied else state.rest
         executor = ThreadPoolExecutor(1, thread_name_prefix="fogdist.checkpoint")
         kept = State(tensors, rest, state.head | head)
-        written = executor.submit(_write, hidden / pieces[context.rank], kept)
+        written = executor.submit(write, hidden / pieces[context.rank], kept)
         executor.shutdown(wait=False)
     else:
         written.set_result(None)
     return Saving(context, hidden, step, pieces, keep, written)
-
-
-def _write(folder: Path, state: State) -> None:
-    write(folder, state.tensors, state.rest, state.head)
-    sync(folder)
 
 
 def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | None) -> State:
@@ -361,7 +339,7 @@ def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | N
         name: torch.empty(size, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
         for name, dtype, size in told
     }
-    weights = weights_of(state.tensors, state.rest, state.head)
-    found = means(context, what, shapes, [Source(lambda names: state.tensors, weights)])
+    weights = states.weights_of(state.tensors, state.rest, state.head)
+    found = states.means(context, what, shapes, [states.Source(lambda names: state.tensors, weights)])
     others = {name: tensor for name, tensor in state.tensors.items() if name not in found}
-    return State({**others, **found}, of_all_ranks(state.rest, optimizer), {"weight": 1.0})
+    return State({**others, **found}, states.of_all_ranks(state.rest, optimizer), {"weight": 1.0})

@@ -13,10 +13,9 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
 
-from fogdist.checkpoint.pieces import Piece
+from fogdist.checkpoint.pieces import Piece, sync
 from fogdist.warn import warn_user
 
 _NAME = re.compile(r"step-(\d+)")
@@ -121,16 +120,6 @@ def remove_old(root: Path, keep: int, but: int) -> None:
 def discard(hidden: Path) -> None:
     """Removes the hidden folder of a checkpoint that could not be written."""
     shutil.rmtree(hidden, ignore_errors=True)
-
-
-def sync(folder: Path) -> None:
-    """Makes the names in a folder last through a loss of power, where the file system can."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _hidden(folder: Path) -> Path:

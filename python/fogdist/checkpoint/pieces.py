@@ -7,8 +7,10 @@ one, and a piece can be read on any number of ranks, also by torch.distributed.c
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,21 @@ _HEAD, _REST = "fog_head", "fog"
 _FORMAT = 2
 # The key of the dict that stands in the tree for a tensor; its value is the tensor's name.
 _TENSOR = "fog tensor"
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of one rank.
+
+    Attributes:
+        tensors: By name; a name has its part of the state before its first dot: "model.NAME" and "optimizer.NAME".
+        rest: All else, with the names of tensors in their places.
+        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
+    """
+
+    tensors: dict[str, Tensor]
+    rest: dict[str, Any]
+    head: dict[str, Any]
 
 
 def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -49,33 +66,25 @@ def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return replaced(tree, put)
 
 
-def write(
-    folder: Path, tensors: Mapping[str, Tensor], rest: Any, head: Mapping[str, Any] | None = None
-) -> None:
-    """Writes a piece into a new folder; its files are on the disk when this returns.
-
-    Args:
-        folder: The piece's folder, which must not exist.
-        tensors: By name; a name has its part of the state before its first dot, as in "model.layer.weight".
-        rest: All else, of any types that can be pickled.
-        head: What readers know first, see `Piece.head`.
-    """
+def write(folder: Path, state: State) -> None:
+    """Writes a piece into a new folder; its files are on the disk when this returns."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    state: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **(head or {})},), _REST: (rest,)}
-    for name, tensor in tensors.items():
+    entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **state.head},), _REST: (state.rest,)}
+    for name, tensor in state.tensors.items():
         part, _, inner = name.partition(".")
-        state.setdefault(part, {})[inner] = tensor
+        entries.setdefault(part, {})[inner] = tensor
     # The steps of `torch.distributed.checkpoint.save`, which warns if it has no group of ranks.
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     writer.set_up_storage_writer(True)
-    planner.set_up_planner(state, writer.storage_meta(), True)
+    planner.set_up_planner(entries, writer.storage_meta(), True)
     plan = writer.prepare_local_plan(planner.create_local_plan())
     plans, metadata = planner.create_global_plan([plan])
     (plan,) = writer.prepare_global_plan(plans)
     results = writer.write_data(planner.finish_plan(plan), planner).wait()
     writer.finish(metadata, [results])
+    sync(folder)
 
 
 class Piece:
@@ -157,3 +166,13 @@ def damage_named(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(errno.EIO, f"the checkpoint in {folder} is damaged: {error!r}") from error
+
+
+def sync(folder: Path) -> None:
+    """Makes the names in a folder last through a loss of power, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -9,39 +9,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
-from fogdist.checkpoint.pieces import put_together, take_apart
+from fogdist.checkpoint.pieces import State, put_together, take_apart
 from fogdist.checkpoint.together import together
-from fogdist.collectives import allreduce_
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
-from fogdist.packing import make_buckets
 from fogdist.shards import is_sharded
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.saved_state import set_number
 
 # The most differences that an error message names.
 _SHOWN = 5
-# The bytes of the sums, in double, that are exchanged at a time.
-_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of one rank.
-
-    Attributes:
-        tensors: By name: "model.NAME" and "optimizer.NAME".
-        rest: All else, with the names of tensors in their places.
-        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
-    """
-
-    tensors: dict[str, Tensor]
-    rest: dict[str, Any]
-    head: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -137,20 +119,15 @@ def means(
         shapes: Of the tensors, as tensors, the same on all ranks; only those that have means count.
         sources: This rank's part of the states.
     """
-    kept = {name: shape for name, shape in shapes.items() if has_mean(shape)}
-    names, found = list(kept), {}
-    sizes = [shape.numel() * (1 + shape.is_complex()) for shape in kept.values()]
-    doubles = [torch.empty(size, dtype=torch.float64, device="meta") for size in sizes]
-    for bucket in make_buckets(doubles, _BYTES):
-        mine = {names[place]: sizes[place] for place in bucket.places}
-        flat = together(context, what, partial(_sums, sources, mine))
-        allreduce_(flat, average=False, group=context.group)
-        *sums, weights = torch.split(flat, [*mine.values(), len(mine)])
-        for name, total, weight in zip(mine, sums, weights, strict=True):
-            shape = kept[name]
-            pairs = total.div_(weight).view(*shape.shape, 1 + shape.is_complex())
-            mean = torch.view_as_complex(pairs) if shape.is_complex() else pairs[..., 0]
-            found[name] = mean.to(shape.dtype)
+    found = {}
+    for name, shape in shapes.items():
+        if has_mean(shape):
+            flat = together(context, what, partial(_sum, sources, name, shape))
+            context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
+            mean = flat[:-1].div_(flat[-1]).view(*shape.shape, 1 + shape.is_complex())
+            found[name] = (torch.view_as_complex(mean) if shape.is_complex() else mean[..., 0]).to(
+                shape.dtype
+            )
     return found
 
 
@@ -209,19 +186,17 @@ def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, 
         model.round = rest.get("round", 0)
 
 
-def _sums(sources: Sequence[Source], sizes: Mapping[str, int]) -> Tensor:
-    """Returns the weighted sums of some tensors of the sources, and then the sum of the weights of each, in double."""
-    flat = torch.zeros(sum(sizes.values()) + len(sizes), dtype=torch.float64, device="cpu")
-    *sums, weights = torch.split(flat, [*sizes.values(), len(sizes)])
+def _sum(sources: Sequence[Source], name: str, shape: Tensor) -> Tensor:
+    """Returns the weighted sum of a tensor of the sources, and then the sum of its weights, in double."""
+    kind = torch.complex128 if shape.is_complex() else torch.float64
+    total, weights = torch.zeros(shape.shape, dtype=kind, device="cpu"), 0.0
     for source in sources:
-        read = source.read([name for name in sizes if name in source.weights])
-        for place, name in enumerate(sizes):
-            if name in source.weights:
-                tensor = read[name].resolve_conj()
-                reals = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-                sums[place].add_(reals.reshape(-1).to("cpu", torch.float64), alpha=source.weights[name])
-                weights[place] += source.weights[name]
-    return flat
+        if name in source.weights:
+            tensor = source.read([name])[name].resolve_conj()
+            total.add_(tensor.to("cpu", kind), alpha=source.weights[name])
+            weights += source.weights[name]
+    reals = torch.view_as_real(total) if shape.is_complex() else total
+    return torch.cat([reals.reshape(-1), torch.tensor([weights], dtype=torch.float64, device="cpu")])
 
 
 def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:

@@ -19,7 +19,7 @@ from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import current
 from fogdist.ddp.drivers import AtOwnPace, Driver, InStep
 from fogdist.exchange import check_weight
-from fogdist.flight_record import count_step
+from fogdist.observe.flight_record import count_step
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import check_count, check_factor

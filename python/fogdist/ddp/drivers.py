@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.compression import Codec, backend_of
-from fogdist.membership import Seat
+from fogdist.elastic.seat import Seat
 from fogdist.packing import cap_bytes
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from fogdist.interactive.processes import Processes, import_ipyparallel
+from fogdist.topology.validation import check_int
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,9 +43,11 @@ _running: WeakSet[Cluster] = WeakSet()
 
 
 class Cluster:
-    """Ranks that run a notebook's cells. `start` makes it.
+    """Ranks on this host that run a notebook's cells that begin with ``%%px``; `start` is another name for it.
 
-    The processes live until `stop`, the end of a ``with`` block or the end of this process, however it ends, or until
+    Each rank is a process with the environment that torchrun gives its workers (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+    `MASTER_ADDR`, `MASTER_PORT` and others), so that ``fogdist.init()`` in such a cell works. Its output is shown with its
+    number. The processes live until `stop`, the end of a ``with`` block or the end of this process, however it ends, or until
     the object is garbage-collected, as when the cell that made it is run again.
 
     Args:
@@ -53,7 +56,7 @@ class Cluster:
         timeout: Seconds until all ranks must have started.
 
     Raises:
-        ImportError: ipyparallel is not installed.
+        ImportError: ipyparallel is not installed: ``pip install 'fogdist[notebook]'``.
         TypeError: An argument has a wrong type.
         ValueError: `size` is below 1 or `timeout` not above 0.
         RuntimeError: A process ended while it was starting.
@@ -102,7 +105,7 @@ class Cluster:
     @property
     def pids(self) -> list[int]:
         """The process ID of each rank."""
-        return [process.pid for process in self._open().ranks]
+        return list(self._open().pids)
 
     def check(self) -> None:
         """Raises RuntimeError if a rank has ended or ranks are suspended; called before each cell runs."""
@@ -129,15 +132,14 @@ class Cluster:
         """
         chosen = range(self._size) if ranks is None else list(ranks)
         for rank in chosen:
-            if not isinstance(rank, int) or isinstance(rank, bool):
-                raise TypeError(f"ranks must be integers, got {type(rank).__name__}")
-            if not 0 <= rank < self._size:
+            if not 0 <= check_int(rank, "ranks") < self._size:
                 raise ValueError(f"ranks must be from 0 to {self._size - 1}, got {rank}")
         processes = self._open()
         if self._is_suspended:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
         for rank in chosen:
-            processes.ranks[rank].send_signal(signal.SIGINT)  # does nothing if the rank has ended
+            if processes.end_of(rank) is None:
+                os.kill(processes.pids[rank], signal.SIGINT)
 
     def suspend(self) -> None:
         """Stops the processes of the ranks, so that they use no core; `resume` continues them.
@@ -201,36 +203,12 @@ class Cluster:
     def _signal_groups(self, number: signal.Signals) -> None:
         """Sends a signal to each rank and its child processes, such as data-loader workers."""
         processes = self._open()
-        for rank, process in enumerate(processes.ranks):
+        for rank, pid in enumerate(processes.pids):
             if processes.end_of(rank) is None:
-                os.killpg(process.pid, number)
+                os.killpg(pid, number)
 
 
-def start(
-    size: int, *, environment: Mapping[str, str] | None = None, timeout: float = START_TIMEOUT
-) -> Cluster:
-    """Starts ranks on this host, each a process that runs the cells that begin with ``%%px``.
-
-    Each has the environment that torchrun gives its workers (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`,
-    `MASTER_PORT` and others), so that ``fogdist.init()`` in such a cell works. The output of each rank is shown with
-    its number.
-
-    Args:
-        size: The number of ranks.
-        environment: Variables for the ranks, in addition to those of this process.
-        timeout: Seconds until all ranks must have started.
-
-    Returns:
-        The cluster. Keep it, because the ranks end with it. As a context manager it ends them at the end of its block.
-
-    Raises:
-        ImportError: ipyparallel is not installed: ``pip install 'fogdist[notebook]'``.
-        TypeError: As `Cluster`.
-        ValueError: As `Cluster`.
-        RuntimeError: As `Cluster`.
-        TimeoutError: As `Cluster`.
-    """
-    return Cluster(size, environment=environment, timeout=timeout)
+start = Cluster
 
 
 def running() -> list[Cluster]:
@@ -239,18 +217,11 @@ def running() -> list[Cluster]:
 
 
 def _check(size: object, environment: object, timeout: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"size must be an integer, got {type(size).__name__}")
-    if size < 1:
-        raise ValueError(f"size must be at least 1, got {size}")
-    if environment is not None:
-        if not isinstance(environment, Mapping):
-            raise TypeError(
-                f"environment must be a dict of strings to strings, got {type(environment).__name__}"
-            )
-        for name, value in environment.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise TypeError(f"environment must be a dict of strings to strings, got {name!r}: {value!r}")
+    check_int(size, "size", minimum=1)  # type: ignore[arg-type]
+    entries = environment.items() if isinstance(environment, Mapping) else ()
+    strings = all(isinstance(name, str) and isinstance(value, str) for name, value in entries)
+    if not strings or not isinstance(environment, (Mapping, type(None))):
+        raise TypeError(f"environment must be a dict of strings to strings, got {environment!r}")
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
         raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
     if not timeout > 0:

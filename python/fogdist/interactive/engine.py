@@ -1,4 +1,4 @@
-"""A script that runs an ipyparallel engine which SIGINT interrupts only while it runs a cell.
+"""A script that runs an ipyparallel engine which SIGINT interrupts only while it runs a cell; rank 0 starts the controller.
 
 ipyparallel's own engine can be interrupted from reading a request until it has answered. The cells of some ranks end
 before those of others, so a SIGINT may arrive just before or after a cell. It would then interrupt the answer, for
@@ -7,17 +7,49 @@ which the notebook would wait forever.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+# Suspended engines do not answer heartbeats but are not lost, so the heartbeats are off. A separate process watches
+# each engine and reports its end.
+_CONTROLLER = [
+    "-m",
+    "ipyparallel.controller",
+    "--ip=127.0.0.1",
+    "--nodb",
+    "--usethreads",
+    "--IPController.broadcast_scheduler_depth=0",
+    "--HeartMonitor.period=1000",
+    "--HeartMonitor.max_heartmonitor_misses=1000000000",
+]
+
+
+def connection(folder: Path, kind: str) -> Any:
+    """Returns what the controller has written for an engine or a client, None if it has not yet."""
+    try:
+        return json.loads((folder / "security" / f"ipcontroller-{kind}.json").read_text())
+    except (FileNotFoundError, json.JSONDecodeError):  # or not completely
+        return None
+
 
 def main() -> None:
-    """Runs the engine, with the arguments of ``ipengine``."""
+    """Runs the engine; the arguments are the folder of the cluster, and the seconds in which the controller must start."""
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the folder of a script, which is a package here
+    folder, timeout = Path(sys.argv[1]), float(sys.argv[2])
+    if os.environ["RANK"] == "0":
+        # In a session of its own it outlives this rank. It ends with the job, as all that ranks leave behind.
+        command = [sys.executable, *_CONTROLLER, f"--profile-dir={folder}"]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    while connection(folder, "engine") is None:
+        time.sleep(0.05)
     from ipyparallel.engine.app import IPEngine
 
     class Engine(IPEngine):  # type: ignore[misc]
@@ -35,7 +67,9 @@ def main() -> None:
 
             signal.signal(signal.SIGINT, interrupt)
 
-    Engine.launch_instance()
+    options = {"max_heartbeat_misses": 0, "id": os.environ["RANK"], "timeout": timeout}
+    words = [f"--Engine.{name}={value}" for name, value in options.items()]
+    Engine.launch_instance([f"--profile-dir={folder}", *words])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The processes of a cluster: an ipyparallel engine for each rank, a controller, and a guard that ends them all."""
+"""The processes of a cluster: an agent of `fog run`, which starts an ipyparallel engine for each rank and ends them all."""
 
 from __future__ import annotations
 
@@ -9,30 +9,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import IO, Any, cast
 
-import torch.distributed as dist
+from fog_cli.launchers import AGENT, RANK, of_host
+from fog_cli.processes import GRACE, describe
 
-from fogdist.interactive import engine, guard
+from fogdist.interactive import engine
 
-# Suspended engines do not answer heartbeats but are not lost, so the heartbeats are off. A separate process watches
-# each engine and reports its end.
-_CONTROLLER = [
-    "-m",
-    "ipyparallel.controller",
-    "--ip=127.0.0.1",
-    "--nodb",
-    "--usethreads",
-    "--IPController.broadcast_scheduler_depth=0",
-    "--HeartMonitor.period=1000",
-    "--HeartMonitor.max_heartmonitor_misses=1000000000",
-]
-_ENGINE = [engine.__file__, "--Engine.max_heartbeat_misses=0"]
-_LOG_TAIL = 3000
+# The first word of the agent's own lines.
+_TOKEN = "fogdist-interactive"
 _POLL_SECONDS = 0.05
 
 
@@ -45,8 +35,9 @@ class Processes:
         timeout: Seconds until all ranks must have started.
 
     Attributes:
-        ranks: The process of each rank.
+        pids: The process ID of each rank.
         client: ipyparallel's `Client`.
+        folder: Of their files, which ends with them.
 
     Raises:
         ImportError: ipyparallel is not installed.
@@ -58,113 +49,93 @@ class Processes:
         parallel = import_ipyparallel()
         self._deadline = time.monotonic() + timeout
         self._timeout = timeout
-        self._folder = tempfile.mkdtemp(prefix="fogdist-interactive-")
-        self._store: dist.TCPStore | None = None
-        self._controller: subprocess.Popen[bytes] | None = None
-        self.ranks: list[subprocess.Popen[bytes]] = []
+        folder = self.folder = Path(tempfile.mkdtemp(prefix="fogdist-interactive-"))
+        variables = {"OMP_NUM_THREADS": "1"} if size > 1 else {}
+        variables |= {**os.environ, "IPYTHONDIR": str(folder), **environment}
+        task = {
+            "token": _TOKEN,
+            "command": [*RANK, sys.executable, engine.__file__, str(folder), str(timeout)],
+            "environment": of_host(variables, size, size, 0, "127.0.0.1", folder.name),
+            "folder": os.getcwd(),
+            "size": size,
+            "count": size,
+            "first": 0,
+            "port": 0,
+            # In the agent and not in rank 0, so that ranks can make a destroyed group again at any time.
+            "holds_store": True,
+            "stays": False,
+            "is_asked": False,
+        }
+        self.pids: list[int] = []
         self.client: Any = None
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, self._folder],
+        self._ends: dict[int, str] = {}  # how ranks have ended
+        self._has_ended = threading.Condition()
+        self._last_output: deque[str] = deque(maxlen=100)
+        self._agent = subprocess.Popen(
+            [*AGENT, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            bufsize=0,
-            start_new_session=True,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that an interrupt of the notebook does not reach it
         )
-        self._guard.wait()  # it has forked; the guard continues as a separate process
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._agent.wait()  # it has forked
+        self._write(task)
         try:
-            self._controller = self._spawn("controller", _CONTROLLER, {})
-            # The store is in this process and not in rank 0, so that ranks can make a destroyed group again at any
-            # time.
-            self._store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
-            )
-            self._connection("engine")
-            for rank in range(size):
-                arguments = [*_ENGINE, f"--Engine.id={rank}", f"--Engine.timeout={timeout}"]
-                variables = {**environment, **self._variables(rank, size, environment)}
-                self.ranks.append(self._spawn(f"rank {rank}", arguments, variables))
-            self.client = parallel.Client(self._connection("client"), timeout=timeout)
+            while (found := engine.connection(folder, "client")) is None:
+                self._pause("ipyparallel's controller")
+            self.client = parallel.Client(found, timeout=timeout)
             while len(self.client.ids) < size:
                 self._pause(f"{size - len(self.client.ids)} of {size} ranks to register")
+            self.pids = self.client[:].apply_sync(os.getpid)
         except BaseException:
             self.end()
             raise
 
     def end_of(self, rank: int) -> str | None:
         """Returns how a rank's process ended; None while it runs."""
-        return _end_of(self.ranks[rank])
+        with self._has_ended:
+            if not os.path.exists(f"/proc/{self.pids[rank]}"):  # the agent is about to say how
+                self._has_ended.wait_for(lambda: rank in self._ends, GRACE)
+            return self._ends.get(rank)
 
     def end(self) -> None:
         """Ends all processes, by force after some seconds, and removes their files."""
         if self.client is not None:
             with contextlib.suppress(Exception):  # the controller may have ended
                 self.client.close(linger=0)
-        cast("BinaryIO", self._guard.stdin).close()
-        cast("BinaryIO", self._guard.stdout).read()  # returns when the guard has ended
-        cast("BinaryIO", self._guard.stdout).close()
-        for process in self.ranks if self._controller is None else [*self.ranks, self._controller]:
-            if process.poll() is None:
-                with contextlib.suppress(OSError):  # nothing is left to do if the guard was killed
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        self._store = None
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._write({"signal": int(number)})
+            self._reader.join(GRACE)  # until all have closed the agent's output
+        with contextlib.suppress(OSError):
+            cast("IO[str]", self._agent.stdin).close()
 
-    def _variables(self, rank: int, size: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Returns the environment variables that torchrun sets for its workers."""
-        assert self._store is not None
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "GROUP_RANK": "0",
-            "ROLE_RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_WORLD_SIZE": str(size),
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_WORLD_SIZE": str(size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
-            "TORCHELASTIC_RUN_ID": Path(self._folder).name,
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
-        if size > 1 and "OMP_NUM_THREADS" not in {**os.environ, **environment}:
-            variables["OMP_NUM_THREADS"] = "1"
-        return variables
+    def _write(self, value: object) -> None:
+        stdin = cast("IO[str]", self._agent.stdin)
+        with contextlib.suppress(OSError):  # it has ended
+            stdin.write(json.dumps(value) + "\n")
+            stdin.flush()
 
-    def _spawn(
-        self, name: str, arguments: list[str], variables: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        with open(Path(self._folder, f"{name}.log"), "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, *arguments, f"--profile-dir={self._folder}"],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "IPYTHONDIR": self._folder, **variables},
-                start_new_session=True,  # so that an interrupt of the notebook does not reach it
-            )
-        with contextlib.suppress(BrokenPipeError):
-            cast("BinaryIO", self._guard.stdin).write(f"{process.pid}\n".encode())
-        return process
-
-    def _connection(self, kind: str) -> dict[str, Any]:
-        """Waits for the controller's connection file of an engine or a client, and returns its contents."""
-        path = Path(self._folder, "security", f"ipcontroller-{kind}.json")
-        while True:
-            with contextlib.suppress(
-                FileNotFoundError, json.JSONDecodeError
-            ):  # not written yet, or not completely
-                return cast("dict[str, Any]", json.loads(path.read_text()))
-            self._pause("ipyparallel's controller")
+    def _read(self) -> None:
+        """Reads what the agent tells and what ranks print outside of cells, to the end of all."""
+        with cast("IO[str]", self._agent.stdout) as lines:
+            for line in lines:
+                token, _, text = line.partition(" ")
+                if token != _TOKEN:
+                    self._last_output.append(line)
+                elif (told := json.loads(text))["event"] == "ended":
+                    with self._has_ended:
+                        self._ends[told["rank"]] = f"ended {describe(told['status'])}"
+                        self._has_ended.notify_all()
 
     def _pause(self, what: str) -> None:
         """Sleeps a little. Raises if a process has ended or the timeout has passed."""
-        names = ["controller", *(f"rank {rank}" for rank in range(len(self.ranks)))]
-        for name, process in zip(names, [cast("Any", self._controller), *self.ranks], strict=True):
-            if (how := _end_of(process)) is not None:
-                log = Path(self._folder, f"{name}.log").read_text(errors="replace")[-_LOG_TAIL:]
-                raise RuntimeError(f"{name} {how} while the cluster started; its last output:\n{log}")
+        for rank, how in self._ends.items():
+            output = "".join(self._last_output)
+            raise RuntimeError(f"rank {rank} {how} while the cluster started; its last output:\n{output}")
         if time.monotonic() >= self._deadline:
             raise TimeoutError(f"timed out after {self._timeout:g} s: waiting for {what}")
         time.sleep(_POLL_SECONDS)
@@ -179,15 +150,3 @@ def import_ipyparallel() -> Any:
             "fogdist.interactive needs ipyparallel, which is not installed: pip install 'fogdist[notebook]'"
         ) from error
     return ipyparallel
-
-
-def _end_of(process: subprocess.Popen[bytes]) -> str | None:
-    status = process.poll()
-    if status is None:
-        return None
-    if status >= 0:
-        return f"ended with exit status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

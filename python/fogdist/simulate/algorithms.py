@@ -11,7 +11,7 @@ from fogdist.training.mixing import GlobalAverage
 class GradientAverage(Algorithm):
     """Parallel SGD, ``x+ = x + d(x)`` with the mean of all ranks' gradients, of virtual ranks.
 
-    It is what DistributedDataParallel, `fogdist.DistributedGradientAllreduceOptimizer` and a batch of all ranks' samples on one
+    It is what DistributedDataParallel, `DistributedGradientAllreduceOptimizer` of BlueFog and a batch of all ranks' samples on one
     rank compute. The arguments are those of `Algorithm`; `topology` is not used.
     """
 

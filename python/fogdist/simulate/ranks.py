@@ -12,7 +12,7 @@ from torch import Tensor
 from fogdist.context import Context, VirtualGroup
 from fogdist.lazy import nx
 from fogdist.static_topology import see_topology
-from fogdist.topology import ExponentialTwoGraph, Topology
+from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
 from fogdist.training.plans import topology_of
@@ -45,7 +45,7 @@ class VirtualRanks(VirtualGroup):
         check_count(size, "size")
         make: Any = super().__init__
         make(0, size)  # of no store: nothing is sent
-        graph = ExponentialTwoGraph(size) if topology is None else topology
+        graph = exponential(size) if topology is None else topology
         static = see_topology(graph, False, 0, size)
         backend: Any = _OneProcess()
         self.context = _AllRanks(self, backend, 0, size, [0] * size, static)

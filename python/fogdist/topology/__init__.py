@@ -4,36 +4,28 @@ A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
 alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
 (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
-lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table and picture). Names of older BlueFog
-versions are in `fogdist.legacy`.
+lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table and picture).
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fogdist import legacy
+from fogdist.removed import missing
 from fogdist.topology.base_graph import base_graph
 from fogdist.topology.comparison import Summary, SummaryRow, summary
 from fogdist.topology.drawing import plot
-from fogdist.topology.dynamic import (
-    GetDynamicOnePeerSendRecvRanks,
-    GetExp2DynamicSendRecvMachineRanks,
-    GetInnerOuterExpo2DynamicSendRecvRanks,
-    GetInnerOuterRingDynamicSendRecvRanks,
-)
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
-    ExponentialGraph,
-    ExponentialTwoGraph,
-    FullyConnectedGraph,
-    IsRegularGraph,
-    IsTopologyEquivalent,
-    MeshGrid2DGraph,
-    RingGraph,
-    StarGraph,
-    SymmetricExponentialGraph,
-    Torus2DGraph,
+    exponential,
+    fully_connected,
+    is_equivalent,
+    is_regular,
+    mesh,
+    ring,
+    star,
+    symmetric_exponential,
+    torus,
 )
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.neighbor_lists import (
@@ -55,48 +47,37 @@ from fogdist.topology.sequences import (
 from fogdist.topology.topology import Peers, Topology
 from fogdist.topology.validation import check_neighbor_ranks, check_topology
 from fogdist.topology.weights import (
-    GetRecvWeights,
-    GetSendWeights,
     graph_from_matrix,
     metropolis_hastings_weights,
     mixing_matrix,
+    recv_weights,
+    send_weights,
     uniform_weights,
 )
 
 __all__ = [
     "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
-    "ExponentialGraph",
-    "ExponentialTwoGraph",
-    "FullyConnectedGraph",
-    "GetDynamicOnePeerSendRecvRanks",
-    "GetExp2DynamicSendRecvMachineRanks",
-    "GetInnerOuterExpo2DynamicSendRecvRanks",
-    "GetInnerOuterRingDynamicSendRecvRanks",
-    "GetRecvWeights",
-    "GetSendWeights",
-    "IsRegularGraph",
-    "IsTopologyEquivalent",
-    "MeshGrid2DGraph",
     "Peers",
-    "RingGraph",
-    "StarGraph",
     "Summary",
     "SummaryRow",
-    "SymmetricExponentialGraph",
     "Topology",
     "TopologyError",
-    "Torus2DGraph",
     "base_graph",
     "by_name",
     "check_neighbor_ranks",
     "check_topology",
+    "exponential",
+    "fully_connected",
     "graph_from_matrix",
     "in_neighbors",
     "inner_outer_exponential",
     "inner_outer_ring",
+    "is_equivalent",
+    "is_regular",
     "matrix_from_destinations",
     "matrix_from_sources",
+    "mesh",
     "metropolis_hastings_weights",
     "mixing_matrix",
     "named",
@@ -106,8 +87,14 @@ __all__ = [
     "out_neighbors",
     "plot",
     "random_matching",
+    "recv_weights",
+    "ring",
+    "send_weights",
     "spectral_gap",
+    "star",
     "summary",
+    "symmetric_exponential",
+    "torus",
     "transpose_neighbor_ranks",
     "uniform_weights",
 ]
@@ -115,4 +102,4 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker is to find misspelt names
 
     def __getattr__(name: str) -> Any:
-        return legacy.find(name, __name__, globals())
+        raise missing(__name__, name)

@@ -18,9 +18,7 @@ from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import check_int, check_rank, check_topology
 
 
-def GetDynamicOnePeerSendRecvRanks(
-    topo: nx.DiGraph, self_rank: SupportsIndex
-) -> Iterator[tuple[list[int], list[int]]]:
+def one_peer_ranks(topo: nx.DiGraph, self_rank: SupportsIndex) -> Iterator[tuple[list[int], list[int]]]:
     """Returns a generator that walks a static topology one out-neighbor a step.
 
     A rank sorts its out-neighbors by clockwise distance and at step t sends to entry t modulo their number;
@@ -64,7 +62,7 @@ def _doubling_distance(step: int, size: int) -> int:
     return 1 << (step % (size - 1).bit_length())
 
 
-def GetExp2DynamicSendRecvMachineRanks(
+def exp2_machine_ranks(
     world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex, local_rank: SupportsIndex
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Returns a generator of one-peer exponential exchanges between machines.
@@ -107,7 +105,7 @@ def GetExp2DynamicSendRecvMachineRanks(
     return steps()
 
 
-def GetInnerOuterRingDynamicSendRecvRanks(
+def inner_outer_ring_ranks(
     world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Returns a generator that joins a ring on every machine with a ring of machines.
@@ -132,7 +130,7 @@ def GetInnerOuterRingDynamicSendRecvRanks(
     return _inner_outer(world_size, local_size, self_rank, lambda step, size: 1)
 
 
-def GetInnerOuterExpo2DynamicSendRecvRanks(
+def inner_outer_exponential_ranks(
     world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Returns a generator that joins one-peer exponential graphs on every machine with one among machines.

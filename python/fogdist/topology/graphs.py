@@ -36,28 +36,12 @@ def _powers(base: int, limit: int) -> list[int]:
     return powers
 
 
-def ExponentialTwoGraph(size: SupportsIndex) -> nx.DiGraph:
-    """Returns the static exponential-2 graph: rank i sends to i + 1, i + 2, i + 4, ... (mod size).
+def exponential(size: SupportsIndex, base: SupportsIndex = 2) -> nx.DiGraph:
+    """Returns the exponential graph: rank i sends to i + 1, i + base, i + base^2, ... (mod size), uniform weights.
 
-    The ceil(log2(size)) out-neighbors and the rank itself weigh the same. Its spectral gap shrinks only like
-    1/log(size) (Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
-    NeurIPS 2021, arXiv 2110.13363).
-
-    Args:
-        size: Number of ranks, at least 1.
-
-    Raises:
-        TypeError: `size` is not an integer.
-        TopologyError: `size` is below 1.
-    """
-    return ExponentialGraph(size, base=2)
-
-
-def ExponentialGraph(size: SupportsIndex, base: SupportsIndex = 2) -> nx.DiGraph:
-    """Returns the exponential graph: rank i sends to i + 1, i + base, i + base^2, ... (mod size), uniform
-    weights.
-
-    With the default base it equals ExponentialTwoGraph, the default topology of `fogdist.init()`.
+    With base 2, the default topology of `fogdist.init()`, it has ceil(log2(size)) out-neighbors a rank, and its spectral
+    gap shrinks only like 1/log(size) (Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep
+    Training", NeurIPS 2021, arXiv 2110.13363).
 
     Args:
         size: Number of ranks, at least 1.
@@ -72,7 +56,7 @@ def ExponentialGraph(size: SupportsIndex, base: SupportsIndex = 2) -> nx.DiGraph
     return _circulant(size, _powers(base, size - 1))
 
 
-def SymmetricExponentialGraph(size: SupportsIndex, base: SupportsIndex = 4) -> nx.DiGraph:
+def symmetric_exponential(size: SupportsIndex, base: SupportsIndex = 4) -> nx.DiGraph:
     """Returns the exponential graph with every edge both ways: i +- 1, i +- base, i +- base^2, ... (mod
     size).
 
@@ -107,9 +91,7 @@ def _grid_shape(size: int, shape: tuple[SupportsIndex, SupportsIndex] | None) ->
     return rows, columns
 
 
-def MeshGrid2DGraph(
-    size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None
-) -> nx.DiGraph:
+def mesh(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None) -> nx.DiGraph:
     """Returns a two-dimensional grid with up to four neighbors a rank, without wrap-around.
 
     Rank ``row * columns + column`` stands at (row, column). Metropolis-Hastings weights; W is symmetric.
@@ -139,8 +121,8 @@ def MeshGrid2DGraph(
     return metropolis_hastings_weights(grid)
 
 
-def Torus2DGraph(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None) -> nx.DiGraph:
-    """Returns a two-dimensional torus: the grid of `MeshGrid2DGraph` closed to a ring in both directions.
+def torus(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None) -> nx.DiGraph:
+    """Returns a two-dimensional torus: the grid of `mesh` closed to a ring in both directions.
 
     Rank ``row * columns + column`` stands at (row, column) and has its four neighbors, fewer where two of
     them are the same rank. Uniform weights, 1/5 each from a 3 by 3 torus on; W is symmetric.
@@ -166,7 +148,7 @@ def Torus2DGraph(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex]
     return build_topology(size, edges)
 
 
-def StarGraph(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph:
+def star(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph:
     """Returns a star: the center and every other rank exchange with weight 1/size.
 
     Self weights are 1/size at the center and 1 - 1/size elsewhere; W is symmetric.
@@ -189,7 +171,7 @@ def StarGraph(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph
     return build_topology(size, edges)
 
 
-def RingGraph(size: SupportsIndex, connect_style: SupportsIndex = 0) -> nx.DiGraph:
+def ring(size: SupportsIndex, connect_style: SupportsIndex = 0) -> nx.DiGraph:
     """Returns a ring with uniform weights: 1/3 each when bidirectional, 1/2 each when not.
 
     One rank is left alone with weight 1; with two, all weights are 1/2 in every style.
@@ -211,7 +193,7 @@ def RingGraph(size: SupportsIndex, connect_style: SupportsIndex = 0) -> nx.DiGra
     return _circulant(size, distances[style])
 
 
-def FullyConnectedGraph(size: SupportsIndex) -> nx.DiGraph:
+def fully_connected(size: SupportsIndex) -> nx.DiGraph:
     """Returns the complete graph: every weight is 1/size, and one step gives the exact average.
 
     Args:
@@ -225,7 +207,7 @@ def FullyConnectedGraph(size: SupportsIndex) -> nx.DiGraph:
     return _circulant(size, range(size))
 
 
-def IsTopologyEquivalent(topo1: nx.DiGraph | None, topo2: nx.DiGraph | None) -> bool:
+def is_equivalent(topo1: nx.DiGraph | None, topo2: nx.DiGraph | None) -> bool:
     """Returns whether two topologies have the same ranks, the same edges and exactly the same weights.
 
     An edge of weight 0 is an edge, since ranks communicate over it. The order in which a graph was built does
@@ -242,7 +224,7 @@ def IsTopologyEquivalent(topo1: nx.DiGraph | None, topo2: nx.DiGraph | None) -> 
     return sizes[0] == sizes[1] and weights[0] == weights[1]
 
 
-def IsRegularGraph(topo: nx.DiGraph) -> bool:
+def is_regular(topo: nx.DiGraph) -> bool:
     """Returns whether all ranks have the same in-degree and the same out-degree, self loops counted.
 
     On a regular graph with a self loop everywhere the plain mean over in-neighbors keeps the global average.

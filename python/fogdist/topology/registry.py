@@ -13,18 +13,18 @@ from fogdist.topology.errors import TopologyError
 from fogdist.topology.topology import Topology
 
 _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
-    "exp": graphs.ExponentialGraph,
-    "exp2": graphs.ExponentialTwoGraph,
-    "exp3": partial(graphs.ExponentialGraph, base=3),
-    "exp4": partial(graphs.ExponentialGraph, base=4),
-    "symexp": graphs.SymmetricExponentialGraph,
-    "ring": graphs.RingGraph,
-    "ring-left": partial(graphs.RingGraph, connect_style=1),
-    "ring-right": partial(graphs.RingGraph, connect_style=2),
-    "mesh": graphs.MeshGrid2DGraph,
-    "torus": graphs.Torus2DGraph,
-    "star": graphs.StarGraph,
-    "full": graphs.FullyConnectedGraph,
+    "exp": graphs.exponential,
+    "exp2": graphs.exponential,
+    "exp3": partial(graphs.exponential, base=3),
+    "exp4": partial(graphs.exponential, base=4),
+    "symexp": graphs.symmetric_exponential,
+    "ring": graphs.ring,
+    "ring-left": partial(graphs.ring, connect_style=1),
+    "ring-right": partial(graphs.ring, connect_style=2),
+    "mesh": graphs.mesh,
+    "torus": graphs.torus,
+    "star": graphs.star,
+    "full": graphs.fully_connected,
 }
 
 TOPOLOGY_NAMES: tuple[str, ...] = tuple(_GRAPHS)

@@ -17,12 +17,12 @@ import numpy as np
 from fogdist.lazy import nx
 from fogdist.topology.base_graph import base_graph
 from fogdist.topology.dynamic import (
-    GetDynamicOnePeerSendRecvRanks,
-    GetInnerOuterExpo2DynamicSendRecvRanks,
-    GetInnerOuterRingDynamicSendRecvRanks,
+    inner_outer_exponential_ranks,
+    inner_outer_ring_ranks,
+    one_peer_ranks,
 )
 from fogdist.topology.errors import TopologyError
-from fogdist.topology.graphs import ExponentialTwoGraph
+from fogdist.topology.graphs import exponential
 from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
 from fogdist.topology.topology import Matrix, Topology
 from fogdist.topology.validation import check_int, check_topology
@@ -42,7 +42,7 @@ def one_peer_exponential(size: SupportsIndex) -> Topology:
         TypeError: `size` is not an integer.
         TopologyError: `size` is below 1.
     """
-    return _one_peer(ExponentialTwoGraph(size), "one-peer-exp2", one_peer_exponential)
+    return _one_peer(exponential(size), "one-peer-exp2", one_peer_exponential)
 
 
 def one_peer_hypercube(size: SupportsIndex) -> Topology:
@@ -76,7 +76,7 @@ def _hypercube_or_base(size: int) -> Topology:
 
 
 def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
-    """Returns the walk along a graph, one out-neighbor a round: all ranks' `GetDynamicOnePeerSendRecvRanks`.
+    """Returns the walk along a graph, one out-neighbor a round: all ranks' `one_peer_ranks`.
 
     Each receiver computes the plain mean of its own value and the received ones. The average of all ranks does not
     change if each rank receives from one rank, as on circulant graphs (exponential, ring).
@@ -99,7 +99,7 @@ def _one_peer(graph: nx.DiGraph, name: str, resized: Callable[[int], Topology] |
         raise TopologyError(
             f"graph must have out-degrees whose least common multiple is at most 1000, got {period}"
         )
-    return _walk(name, size, period, lambda rank: GetDynamicOnePeerSendRecvRanks(graph, rank), resized)
+    return _walk(name, size, period, lambda rank: one_peer_ranks(graph, rank), resized)
 
 
 def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology:
@@ -137,7 +137,7 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
 def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
     """Returns a ring inside each machine joined with a ring of machines: one local rank in turn goes outside.
 
-    The rounds of `GetInnerOuterRingDynamicSendRecvRanks`, weights 1/2; the average of all ranks stays.
+    The rounds of `inner_outer_ring_ranks`, weights 1/2; the average of all ranks stays.
 
     Args:
         size: Number of ranks, a multiple of `local_size`.
@@ -150,7 +150,7 @@ def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology
     size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
 
     def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        return GetInnerOuterRingDynamicSendRecvRanks(size, local_size, rank)
+        return inner_outer_ring_ranks(size, local_size, rank)
 
     return _walk("inner-outer-ring", size, local_size if size > local_size else 1, peers)
 
@@ -158,7 +158,7 @@ def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology
 def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
     """Returns one-peer exponential graphs inside each machine joined with one among machines.
 
-    The rounds of `GetInnerOuterExpo2DynamicSendRecvRanks`, weights 1/2; the average of all ranks stays. Each
+    The rounds of `inner_outer_exponential_ranks`, weights 1/2; the average of all ranks stays. Each
     local rank in turn goes outside.
 
     Args:
@@ -178,7 +178,7 @@ def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> T
     )
 
     def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        return GetInnerOuterExpo2DynamicSendRecvRanks(size, local_size, rank)
+        return inner_outer_exponential_ranks(size, local_size, rank)
 
     return _walk("inner-outer-exp2", size, period, peers)
 

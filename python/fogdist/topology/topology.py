@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
-from fogdist.topology.graphs import ExponentialGraph, FullyConnectedGraph, RingGraph, StarGraph
+from fogdist.topology.graphs import exponential, fully_connected, ring, star
 from fogdist.topology.healing import grown_rounds, healed_rounds, spread
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.validation import check_int, check_rank
@@ -34,12 +34,12 @@ _NEAR_BELOW = 1e-6
 
 # Graphs for any number of ranks. Some are the same for few ranks; the first one then counts.
 _ANY_SIZE: tuple[Callable[[int], nx.DiGraph], ...] = (
-    ExponentialGraph,
-    RingGraph,
-    lambda size: RingGraph(size, 1),
-    lambda size: RingGraph(size, 2),
-    FullyConnectedGraph,
-    StarGraph,
+    exponential,
+    ring,
+    lambda size: ring(size, 1),
+    lambda size: ring(size, 2),
+    fully_connected,
+    star,
 )
 
 

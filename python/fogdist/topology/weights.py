@@ -117,7 +117,7 @@ def graph_from_matrix(W: ArrayLike, *, sums: Sums = "columns") -> nx.DiGraph:
     )
 
 
-def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+def recv_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
     """Returns the weights with which `rank` receives: its column of the mixing matrix.
 
     Args:
@@ -137,7 +137,7 @@ def GetRecvWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[i
     return _self_weight(topo, rank), weights
 
 
-def GetSendWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+def send_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
     """Returns the weights with which `rank` sends: its row of the mixing matrix.
 
     Args:

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import barrier
 from fogdist.compression import Codec
 from fogdist.context import Context, current
-from fogdist.flight_record import count_step
-from fogdist.membership import Seat, members_of
+from fogdist.elastic.membership import members_of
+from fogdist.elastic.seat import Seat
+from fogdist.observe.flight_record import count_step
+from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
-from fogdist.timeline.recording import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,
@@ -323,7 +323,7 @@ class Algorithm(DistributedOptimizer):
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
         if self._seat is None:
-            barrier(group=self._group)
+            current(self._group).group.barrier().wait()
         else:
             await_all(self._seat)
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context, current
-from fogdist.membership import Joinable, Seat, members_of
+from fogdist.elastic.membership import members_of
+from fogdist.elastic.seat import Joinable, Seat
 from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Mixing, Round
 

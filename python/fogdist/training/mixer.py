@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from fogdist.timeline.recording import shown_as
+from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.change_watch import ChangeWatch
 from fogdist.training.mixing import Finish, Mixing, Round

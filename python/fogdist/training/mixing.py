@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import abc
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.arguments import Average
-from fogdist.collectives import allreduce_nonblocking_, wait
+from fogdist.arguments import outputs_of, weighted_list
 from fogdist.compression import Codec, encoding_of
-from fogdist.context import Context, handles
+from fogdist.context import Context
 from fogdist.exchange import RANKS, Exchange
-from fogdist.handles import HandleTable
-from fogdist.hierarchical import start_between_machines
 from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
-from fogdist.neighbor_collectives import start_average
+from fogdist.operations import begin_average, begin_between_machines
 from fogdist.topology import Topology
 from fogdist.training.plans import Plans, TopologyLike, as_topology, topology_of
 
@@ -234,20 +231,13 @@ class Neighbors(Mixing):
     ) -> Finish:
         weights = round.weights
 
-        def start(those: list[Tensor], name: str) -> int:
-            return start_average(
-                those,
-                in_place,
-                weights.self_weight,
-                weights.src_weights,
-                weights.dst_weights,
-                weights.enable_topo_check,
-                name,
-                round.context.group,
-                _encoding_for(those, encoding),
+        def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
+            exchange = round.context.topology.exchanges.weighted(
+                weights.self_weight, weights.src_weights, weights.dst_weights, weights.enable_topo_check
             )
+            return begin_average(round.context, those, exchange, name, output, _encoding_for(those, encoding))
 
-        return _by_device(tensors, round.name, start)
+        return _by_device(tensors, in_place, round.name, start)
 
 
 class Machines(Mixing):
@@ -285,20 +275,14 @@ class Machines(Mixing):
             return _planned(tensors, _plan_of_machines(round.context), round, in_place, {})
         weights = round.weights
 
-        def start(those: list[Tensor], name: str) -> int:
-            return start_between_machines(
-                those,
-                in_place,
-                weights.self_weight,
-                weights.src_machine_weights,
-                weights.dst_machine_weights,
-                weights.enable_topo_check,
-                name,
-                round.context.group,
-                self._encoding,
+        given = weights.self_weight, weights.src_machine_weights, weights.dst_machine_weights
+
+        def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
+            return begin_between_machines(
+                round.context, those, given, weights.enable_topo_check, name, output, self._encoding
             )
 
-        return _by_device(tensors, round.name, start)
+        return _by_device(tensors, in_place, round.name, start)
 
 
 class GlobalAverage(Mixing):
@@ -316,12 +300,16 @@ class GlobalAverage(Mixing):
                 for each in tensors
             ]
         pending = [
-            allreduce_nonblocking_(
-                each, average=True, name=f"{round.name}.all.{place}", group=round.context.group
-            )
+            round.context.backend.allreduce_named(each, dist.ReduceOp.AVG, name=f"{round.name}.all.{place}")
             for place, each in enumerate(tensors)
         ]
-        return _forgotten_unless_called(lambda: [wait(handle) for handle in pending], pending)
+
+        def finish() -> list[Tensor]:
+            for work in pending:
+                work.wait()
+            return list(tensors)
+
+        return finish
 
 
 class NoMixing(Mixing):
@@ -400,19 +388,17 @@ def _planned(
 ) -> Finish:
     backend = round.context.backend
 
-    def start(those: list[Tensor], name: str) -> int:
-        average = Average(those, in_place)
-        work = backend.neighbor_allreduce(
-            average.given,
+    def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
+        return backend.neighbor_allreduce(
+            those,
             plan,
-            output=average.output,
+            output=output,
             name=name,
             confirm=round.weights.enable_topo_check,
             **_encoding_for(those, encoding),
         )
-        return handles().add(work, average.finish, *average.sources)
 
-    return _by_device(tensors, round.name, start)
+    return _by_device(tensors, in_place, round.name, start)
 
 
 def _encoding_for(those: Sequence[Tensor], encoding: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -422,32 +408,34 @@ def _encoding_for(those: Sequence[Tensor], encoding: Mapping[str, Any]) -> Mappi
     return {**encoding, "decoded": [own for own in encoding["decoded"] if own.device == those[0].device]}
 
 
-def _by_device(tensors: Sequence[Tensor], name: str, start: Callable[[list[Tensor], str], int]) -> Finish:
+def _by_device(
+    tensors: Sequence[Tensor],
+    in_place: bool,
+    name: str,
+    start: Callable[[list[Tensor], list[Tensor] | None, str], dist.Work],
+) -> Finish:
     """Starts one exchange per device, for example for numbers on the CPU and parameters on another device."""
+    sources = weighted_list(list(tensors))
+    outputs = outputs_of(list(tensors), sources) if in_place else None
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
     pending = [
-        start([tensors[place] for place in mine], f"{name}.{number}" if number else name)
+        start(
+            [sources[place] for place in mine],
+            None if outputs is None else [outputs[place] for place in mine],
+            f"{name}.{number}" if number else name,
+        )
         for number, mine in enumerate(places.values())
     ]
 
     def finish() -> list[Tensor]:
         results = list(tensors)
-        for mine, handle in zip(places.values(), pending, strict=True):
-            for place, result in zip(mine, wait(handle), strict=True):
-                results[place] = result
+        for mine, work in zip(places.values(), pending, strict=True):
+            work.wait()
+            if not in_place:
+                for place, result in zip(mine, work.get_future().value(), strict=True):
+                    results[place] = result
         return results
 
-    return _forgotten_unless_called(finish, pending)
-
-
-def _forgotten_unless_called(finish: Finish, pending: Sequence[int]) -> Finish:
-    """Frees the handles when `finish` is dropped, because an optimizer may be dropped with an exchange in flight."""
-    weakref.finalize(finish, _forget, handles(), pending).atexit = False
     return finish
-
-
-def _forget(table: HandleTable, pending: Sequence[int]) -> None:
-    for handle in pending:
-        table.forget(handle)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-import weakref
 from collections import deque
 
 import torch
 import torch.distributed as dist
 
 from fogdist.context import Context
-from fogdist.flight_record import note_staleness
+from fogdist.observe.flight_record import note_staleness
+from fogdist.observe.metrics import has_staleness
 
 # The default bound of exchanges without news of a neighbor. Ranks with their own cores do not reach it unless a
 # neighbor is about 8 times slower. Where ranks share cores, a rank that gets none for a while delays its neighbors
-# before they have run far ahead of it: docs/training.md.
+# before they have run far ahead of it: docs/measurements/training.md.
 MAX_STALENESS = 8
 # The sleeps between two checks of a waiting rank, in seconds, doubled from the first to the last.
 _FIRST_SLEEP = 50e-6
@@ -29,18 +29,6 @@ _QUIET_MOST_SECONDS = 15.0
 _REMEMBERED = 64
 # The same for a neighbor of which no exchange is known, and for an answer of one on another host.
 _UNKNOWN_SECONDS = 1.0
-# All objects in use, for `staleness_of`.
-_in_use: weakref.WeakSet[Pace] = weakref.WeakSet()
-
-
-def staleness_of(context: Context) -> dict[int, int]:
-    """Returns, for each in-neighbor, the largest staleness over all algorithms of the group."""
-    staleness: dict[int, int] = {}
-    for pace in _in_use:
-        if pace.context is context:
-            for rank, exchanges in pace.staleness().items():
-                staleness[rank] = max(exchanges, staleness.get(rank, 0))
-    return staleness
 
 
 class Pace:
@@ -98,7 +86,7 @@ class Pace:
         self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two exchanges of the neighbor
         self._asked: dict[int, dist.Work] = {}  # gets that have not completed yet
         self._passed_over: set[int] = set()
-        _in_use.add(self)
+        has_staleness.add(self)
 
     @property
     def is_paused(self) -> bool:
@@ -167,12 +155,12 @@ class Pace:
     def free(self) -> None:
         """Frees the window; no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
-        _in_use.discard(self)
+        has_staleness.discard(self)
         self._window.free()
 
     def abandon(self) -> None:
         """Ends the use of the window without waiting, once no rank of the group uses it any more."""
-        _in_use.discard(self)
+        has_staleness.discard(self)
         del self._window
 
     def _say(self, *, paused: bool) -> None:

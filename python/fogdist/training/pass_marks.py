@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Module
 
-from fogdist.timeline import timeline_end_activity, timeline_start_activity
+from fogdist.observe.timeline import timeline_end_activity, timeline_start_activity
 
 
 class PassMarks:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fogdist.compression import Codec
 from fogdist.context import Context
-from fogdist.timeline.recording import shown_as
+from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
 from fogdist.training.mixer import Mixer
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import NeighborPlan, Window
-    from fogdist.membership import Seat
+    from fogdist.elastic.seat import Seat
 
 
 class PatientMixer(Mixer):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fogdist import timeline
+from fogdist.observe import timeline
 from fogdist.training.pass_marks import PassMarks
 from fogdist.training.scaler import unscale
 from fogdist.warn import warn_user

@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import wait
 from fogdist.compression import Codec, check_for_windows
-from fogdist.context import handles
 from fogdist.packing import signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, check_count
@@ -93,7 +91,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _is_ending: bool  # this rank makes no more rounds
     _is_joining: bool  # this process has no windows until it has joined the others
     _prefix: str
-    _handles: list[int]
+    _in_flight: list[dist.Work]
     compression: Codec | None
     _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
@@ -122,7 +120,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
         self.windows = []
-        self._handles = []
+        self._in_flight = []
         self._pace = self._watch = None
         self._is_closed = self._is_ending = self._is_joining = self.has_sent = False
         super().__init__(
@@ -153,8 +151,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     # --- for subclasses to override ---
 
-    def send(self, window: Window) -> int:
-        """Begins the exchange of one window; returns its handle."""
+    def send(self, window: Window) -> dist.Work:
+        """Begins the exchange of one window."""
         raise NotImplementedError
 
     def take(self, window: Window) -> None:
@@ -313,7 +311,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self.await_all()
         self.has_sent = True
         for window in self.windows:
-            self._handles.append(self.send(window))
+            self._in_flight.append(self.send(window))
         if self._pace is not None and not self._is_closed:
             self._pace.advance()
 
@@ -394,9 +392,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def _abandon(self, reason: str) -> None:
         """Ends the windows without waiting for other ranks."""
-        for handle in self._handles:
-            handles().forget(handle)
-        self._handles, self._pace = [], None
+        self._in_flight, self._pace = [], None
         for window in self.windows:
             window.abandon(reason)
 
@@ -406,11 +402,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def _wait(self) -> RuntimeError | None:
         """Waits for all operations in flight and returns the first error."""
-        handles, self._handles = self._handles, []
+        in_flight, self._in_flight = self._in_flight, []
         error = None
-        for handle in handles:
+        for work in in_flight:
             try:
-                wait(handle)
+                work.wait()
             except RuntimeError as failure:
                 if not self._may_fail():
                     error = error or failure

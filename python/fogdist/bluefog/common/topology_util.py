@@ -1,4 +1,4 @@
-"""`bluefog.common.topology_util`: `fogdist.topology`, by all names that its functions had."""
+"""`bluefog.common.topology_util`: the graphs and generators of BlueFog; those of `fogdist.topology` under their old names."""
 
 from __future__ import annotations
 
@@ -6,25 +6,60 @@ from typing import Any
 
 import networkx as nx
 
-import fogdist
-from fogdist import legacy, topology
+from fogdist import topology
+from fogdist.bluefog.common import inference
+from fogdist.bluefog.deprecation import find
+from fogdist.topology import dynamic
 
-InferDestinationFromSourceRanks = fogdist.InferDestinationFromSourceRanks
-InferSourceFromDestinationRanks = fogdist.InferSourceFromDestinationRanks
+ExponentialGraph = topology.exponential
+FullyConnectedGraph = topology.fully_connected
+GetDynamicOnePeerSendRecvRanks = dynamic.one_peer_ranks
+GetExp2DynamicSendRecvMachineRanks = dynamic.exp2_machine_ranks
+GetInnerOuterExpo2DynamicSendRecvRanks = dynamic.inner_outer_exponential_ranks
+GetInnerOuterRingDynamicSendRecvRanks = dynamic.inner_outer_ring_ranks
+InferDestinationFromSourceRanks = inference.InferDestinationFromSourceRanks
+InferSourceFromDestinationRanks = inference.InferSourceFromDestinationRanks
+GetRecvWeights = topology.recv_weights
+GetSendWeights = topology.send_weights
+IsRegularGraph = topology.is_regular
+IsTopologyEquivalent = topology.is_equivalent
+MeshGrid2DGraph = topology.mesh
+StarGraph = topology.star
+SymmetricExponentialGraph = topology.symmetric_exponential
 
-__all__ = [  # noqa: PLE0604  strings, all of them
+# The names that BlueFog has here.
+OWN = [
+    "ExponentialGraph",
+    "ExponentialTwoGraph",
+    "FullyConnectedGraph",
+    "GetDynamicOnePeerSendRecvRanks",
+    "GetExp2DynamicSendRecvMachineRanks",
+    "GetInnerOuterExpo2DynamicSendRecvRanks",
+    "GetInnerOuterRingDynamicSendRecvRanks",
+    "GetRecvWeights",
+    "GetSendWeights",
     "InferDestinationFromSourceRanks",
     "InferSourceFromDestinationRanks",
-    "isPowerOf",
-    *topology.__all__,
+    "IsRegularGraph",
+    "IsTopologyEquivalent",
+    "MeshGrid2DGraph",
+    "RingGraph",
+    "StarGraph",
+    "SymmetricExponentialGraph",
 ]
+__all__ = [*OWN, "isPowerOf", *topology.__all__]  # noqa: PLE0604  strings, all of them
+
+
+def ExponentialTwoGraph(size: int) -> nx.DiGraph:
+    """As `fogdist.topology.exponential` of base 2."""
+    return topology.exponential(size)
 
 
 def RingGraph(size: int, connect_style: int = 0, *, left_connect: bool | None = None) -> nx.DiGraph:
-    """As `fogdist.topology.RingGraph`; with `left_connect`, by position too, the ring of BlueFog 0.1 in one direction."""
+    """As `fogdist.topology.ring`; with `left_connect`, by position too, the ring of BlueFog 0.1 in one direction."""
     if isinstance(connect_style, bool):
         left_connect = connect_style
-    return topology.RingGraph(size, connect_style if left_connect is None else 1 if left_connect else 2)
+    return topology.ring(size, connect_style if left_connect is None else 1 if left_connect else 2)
 
 
 def isPowerOf(x: int, base: int) -> bool:
@@ -35,9 +70,9 @@ def isPowerOf(x: int, base: int) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in topology.__all__:
         return getattr(topology, name)
-    return legacy.find(name, "bluefog.common.topology_util", vars(topology))
+    return find(name, "bluefog.common.topology_util", globals())
 
 
 def __dir__() -> list[str]:

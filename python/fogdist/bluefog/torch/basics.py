@@ -13,16 +13,23 @@ import torch.distributed as dist
 
 import fogdist
 from fog_pg import environment
+from fogdist.bluefog import handles
+from fogdist.bluefog.common.topology_util import FullyConnectedGraph
 from fogdist.bluefog.common.util import env
 from fogdist.bluefog.deprecation import deprecated_function_arg
 from fogdist.bluefog.torch.collectives import barrier
-from fogdist.timeline import timeline_context, timeline_end_activity, timeline_start_activity
+from fogdist.context import current
+from fogdist.machines import machines_are_homogeneous
+from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
 __all__ = [
     "deprecated_function_arg",
     "get_skip_negotiate_stage",
     "init",
     "is_available",
+    "is_homogeneous",
+    "is_machine_topo_weighted",
+    "is_topo_weighted",
     "mpi_threads_supported",
     "nccl_built",
     "resume",
@@ -71,8 +78,8 @@ def init(
     }
     with env(**{each.name: None if each.is_set() else value or None for each, value in values.items()}):
         fogdist.init(make, is_weighted)
-    if fogdist.is_homogeneous() and fogdist.machine_size() > 1:
-        fogdist.set_machine_topology(fogdist.FullyConnectedGraph(fogdist.machine_size()))
+    if is_homogeneous() and fogdist.machine_size() > 1:
+        fogdist.set_machine_topology(FullyConnectedGraph(fogdist.machine_size()))
     atexit.unregister(end)  # each call registers it, and it is to be called once
     atexit.register(end)
 
@@ -88,12 +95,29 @@ def shutdown() -> None:
         except (RuntimeError, ValueError) as error:
             _log.warning("this rank does not wait for the others any longer: %s", error)
     fogdist.shutdown()
+    handles.forget_all()
 
 
 def end() -> None:
     """Ends a script: `shutdown`, unless an exception ends it. A rank that has failed waits for no other one."""
     if getattr(sys, "last_value", None) is None:
         shutdown()
+
+
+def is_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether the weights of the current topology are used; argument and errors as of `fogdist.rank`."""
+    return current(group).topology.is_weighted
+
+
+def is_machine_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether a machine topology is set and its weights are used; as `fogdist.rank`."""
+    topology = current(group).machine_topology
+    return topology is not None and topology.is_weighted
+
+
+def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:
+    """Returns whether all machines hold equally many ranks, each consecutive ones; as `fogdist.rank`."""
+    return machines_are_homogeneous(current(group).machine_of)
 
 
 def is_available() -> bool:

@@ -1,4 +1,9 @@
-"""Collectives and neighbor collectives in the call forms of every BlueFog version; objects as asyncddp sends them."""
+"""Collectives and neighbor collectives in the call forms of every BlueFog version; objects as asyncddp sends them.
+
+An operation has up to four forms, made by `_forms` of one function that begins it: the plain one, which waits; one that ends
+in "nonblocking" and returns a handle for `wait`; and both with a "_" at the end, which write their results into their
+input, also if it is not contiguous.
+"""
 
 from __future__ import annotations
 
@@ -6,61 +11,217 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import fogdist
+from fogdist.arguments import dense, has_dimensions, key, plain, writable
+from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
-from fogdist.context import handles
+from fogdist.context import PreconditionError, current
+from fogdist.topology.validation import check_flags, check_rank
 
 __all__ = [
+    "allgather",
+    "allgather_nonblocking",
     "allreduce",
     "allreduce_",
     "allreduce_nonblocking",
     "allreduce_nonblocking_",
     "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_nonblocking",
+    "broadcast_nonblocking_",
     "broadcast_object",
     "broadcast_object_list",
     "hierarchical_neighbor_allreduce",
+    "hierarchical_neighbor_allreduce_",
     "hierarchical_neighbor_allreduce_nonblocking",
+    "hierarchical_neighbor_allreduce_nonblocking_",
     "neighbor_allgather",
     "neighbor_allgather_nonblocking",
     "neighbor_allreduce",
+    "neighbor_allreduce_",
     "neighbor_allreduce_nonblocking",
+    "neighbor_allreduce_nonblocking_",
+    "pair_gossip",
+    "pair_gossip_nonblocking",
 ]
 
 Function = Callable[..., Any]
+# An operation in flight, and what returns its output once it is complete.
+Begun = tuple[dist.Work, Callable[[dist.Work], Any]]
 
 
-def _with_name_third(function: Function) -> Function:
-    """BlueFog up to 0.2.1 had the name where `is_hierarchical_local` is now."""
+def _forms(begin: Callable[..., Begun], name: str) -> list[Function]:
+    """Returns the forms of an operation: plain, nonblocking, in place, nonblocking and in place.
 
-    @functools.wraps(function)
-    def call(
-        tensor: Any,
-        average: bool = True,
-        is_hierarchical_local: bool | str | None = False,
-        name: str | None = None,
-        **options: Any,
-    ) -> Any:
-        if is_hierarchical_local is None or isinstance(is_hierarchical_local, str):
-            return function(tensor, average, False, is_hierarchical_local or name, **options)
-        return function(tensor, average, is_hierarchical_local, name, **options)
+    Args:
+        begin: Begins the operation, with its arguments after a flag whether it is in place.
+        name: Name of the operation.
+    """
 
-    return call
+    def form(in_place: bool, waits: bool) -> Function:
+        def call(*arguments: Any, **options: Any) -> Any:
+            work, finish = begin(in_place, *arguments, **options)
+            if not waits:
+                return handles.add(work, finish)
+            work.wait()
+            return finish(work)
+
+        call.__name__ = name + ("" if waits else "_nonblocking") + ("_" if in_place else "")
+        call.__doc__ = begin.__doc__ if waits else f"Starts `{name}` and returns its handle."
+        return call
+
+    return [form(in_place, waits) for in_place in (False, True) for waits in (True, False)]
 
 
-def _with_weights_by_position(function: Function, renamed: Mapping[str, str]) -> Function:
+def _target(tensor: Any, in_place: bool) -> tuple[Tensor, Callable[[dist.Work], Tensor]]:
+    """Returns memory for a result that begins as a tensor's values, and what returns the result for the caller."""
+    source = dense(tensor)
+    if not in_place:
+        buffer = torch.empty_like(source, memory_format=torch.contiguous_format).copy_(source)
+        return buffer, lambda _: buffer
+    inside = plain(writable(source))
+
+    def finish(_: dist.Work) -> Tensor:
+        if inside.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(inside)
+        result: Tensor = tensor
+        return result
+
+    return inside, finish
+
+
+def _begin_allreduce(
+    in_place: bool,
+    tensor: Tensor,
+    average: bool = True,
+    is_hierarchical_local: bool | str | None = False,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Begun:
+    """Returns the average, or the sum, of the tensors of all ranks.
+
+    Args:
+        tensor: Of the same shape and dtype on all ranks.
+        average: True for the mean, False for the sum.
+        is_hierarchical_local: True for the mean or sum over the ranks of this rank's machine only. No other
+            machine is waited for, but unless it has a name the operation counts in the order of all ranks. A string is the
+            name, as in BlueFog up to 0.2.1.
+        name: Matches the operation among ranks in place of its order.
+        group: The group of ranks; by default that of `init`.
+
+    Raises:
+        TypeError: `tensor` is not a dense torch.Tensor, `average` or `is_hierarchical_local` not a bool, `name`
+            not a string, or `group` not a process group.
+        PreconditionError: The average of integers or bools is asked for.
+        ValueError: `name` is in flight already, `group` has no fog backend, or before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    """
+    if is_hierarchical_local is None or isinstance(is_hierarchical_local, str):
+        name, is_hierarchical_local = is_hierarchical_local or name, False
+    check_flags(average=average, is_hierarchical_local=is_hierarchical_local)
+    buffer, finish = _target(tensor, in_place)
+    if average and not (buffer.is_floating_point() or buffer.is_complex()):
+        raise PreconditionError(
+            f"average must be False for a tensor of integers or bools, got {average!r} with {buffer.dtype}"
+        )
+    context, op = current(group), dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    if is_hierarchical_local:
+        return context.backend.local_allreduce(buffer, context.machines, op, name=key(name)), finish
+    return context.backend.allreduce_named(buffer, op, name=key(name)), finish
+
+
+def _begin_broadcast(
+    in_place: bool,
+    tensor: Tensor,
+    root_rank: int,
+    name: str | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> Begun:
+    """Returns the tensor of one rank.
+
+    The plain form is differentiable: the gradient of the root's tensor is the sum of all ranks' gradients of the output,
+    that of the others' is zero. Backward is an exchange too: if the tensor requires a gradient on one rank, it has to
+    on all, and all run backward in the same order, else they wait until the group's timeout.
+
+    Args:
+        tensor: Of the same shape and dtype on all ranks; its values count on the root only.
+        root_rank: The rank whose tensor all ranks receive.
+        name: Matches the operation among ranks in place of its order.
+        group: The group of ranks; by default that of `init`.
+
+    Raises:
+        TypeError: `root_rank` is not an integer; else as `allreduce`.
+        ValueError: `root_rank` is not a rank; else as `allreduce`.
+        RuntimeError: As `allreduce`.
+    """
+    buffer, finish = _target(tensor, in_place)
+    context = current(group)
+    root = check_rank(root_rank, context.size, "root_rank")
+    return context.backend.broadcast_named(buffer, root, name=key(name)), finish
+
+
+def _begin_allgather(
+    _: bool, tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None
+) -> Begun:
+    """Returns the tensors of all ranks, concatenated on dimension 0 in order of ranks.
+
+    Args:
+        tensor: Of one dimension or more; the first may differ among ranks, the others and the dtype not.
+        name: Matches the operation among ranks in place of its order.
+        group: The group of ranks; by default that of `init`.
+
+    Raises:
+        TypeError: As `allreduce`.
+        ValueError: `tensor` has no dimension; else as `allreduce`.
+        RuntimeError: As `allreduce`.
+    """
+    source = has_dimensions(plain(dense(tensor)))
+    return current(group).backend.allgather_concat(source, name=key(name)), _one
+
+
+def _one(work: dist.Work) -> Tensor:
+    result: Tensor = work.get_future().value()[0]
+    return result
+
+
+def _begin(operation: Function, in_place: bool, tensor: Any, *arguments: Any, **options: Any) -> Begun:
+    """Begins an operation of fogdist between neighbors, of a tensor or a list of tensors."""
+    if not in_place:
+        work = operation(tensor, *arguments, async_op=True, **options)
+        return work, _one if isinstance(tensor, Tensor) else lambda done: done.get_future().value()
+    given = [tensor] if isinstance(tensor, Tensor) else list(tensor)
+    targets = [_target(each, True) for each in given]
+    buffers: Any = [buffer for buffer, _ in targets]
+    buffers = buffers[0] if isinstance(tensor, Tensor) else buffers
+    work = operation(buffers, *arguments, out=buffers, async_op=True, **options)
+
+    def finish(done: dist.Work) -> Any:
+        results = [deliver(done) for _, deliver in targets]
+        return results[0] if isinstance(tensor, Tensor) else results
+
+    return work, finish
+
+
+def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[..., Begun]:
     """BlueFog up to 0.2.4 took weights and name by position, and its keywords had other names; the first had `average`.
 
     Args:
-        function: Takes all of them by keyword.
+        operation: Takes all of them by keyword.
         renamed: The old keywords of sources and destinations, in this order, and what they are called now.
     """
     sources, destinations = renamed.values()
     order = ("self_weight", sources, destinations, "enable_topo_check", "name")
 
-    @functools.wraps(function)
-    def call(tensor: Any, *positional: Any, **options: Any) -> Any:
+    @functools.wraps(operation)
+    def begin(in_place: bool, tensor: Any, *positional: Any, **options: Any) -> Begun:
         if positional and isinstance(positional[0], bool):
             options["average"], *rest = positional
             positional = (None, None, *rest)
@@ -68,71 +229,119 @@ def _with_weights_by_position(function: Function, renamed: Mapping[str, str]) ->
             options |= {"self_weight": 1.0, sources: dict.fromkeys(fogdist.in_neighbor_ranks(), 1.0)}
             positional = (None, None, *positional[2:])
         if len(positional) > len(order):
-            raise TypeError(f"{function.__name__}() takes at most {1 + len(order)} arguments by position")
+            raise TypeError(f"{operation.__name__}() takes at most {1 + len(order)} arguments by position")
         given = {name: value for name, value in zip(order, positional, strict=False) if value is not None}
         if isinstance(given.get(destinations), str):  # of BlueFog up to 0.2.1, which had no destinations
             given["name"] = given.pop(destinations)
         for old, new in renamed.items():
             if old in options:
-                warn_once(f"{function.__name__}: {old!r} is called {new!r} now; the old name will go")
+                warn_once(f"{operation.__name__}: {old!r} is called {new!r} now; the old name will go")
                 if new in options or new in given:
                     raise TypeError(f"{old} and {new} must not both be given: they are the same")
                 given[new] = options.pop(old)
-        return function(tensor, **given, **options)
+        return _begin(operation, in_place, tensor, **given, **options)
 
-    return call
-
-
-def _with_name_second(function: Function) -> Function:
-    """BlueFog up to 0.2 took the name by position."""
-
-    @functools.wraps(function)
-    def call(tensor: Any, name: str | None = None, **options: Any) -> Any:
-        return function(tensor, name=name, **options)
-
-    return call
+    return begin
 
 
-allreduce = _with_name_third(fogdist.allreduce)
-allreduce_ = _with_name_third(fogdist.allreduce_)
-allreduce_nonblocking = _with_name_third(fogdist.allreduce_nonblocking)
-allreduce_nonblocking_ = _with_name_third(fogdist.allreduce_nonblocking_)
+def _begin_neighbor_allgather(_: bool, tensor: Any, name: str | None = None, **options: Any) -> Begun:
+    """As `fogdist.neighbor_allgather`; BlueFog up to 0.2 took the name by position."""
+    return _begin(fogdist.neighbor_allgather, False, tensor, name=name, **options)
 
-_RENAMED = {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
-neighbor_allreduce = _with_weights_by_position(fogdist.neighbor_allreduce, _RENAMED)
-neighbor_allreduce_nonblocking = _with_weights_by_position(fogdist.neighbor_allreduce_nonblocking, _RENAMED)
 
-_RENAMED_MACHINES = {
-    "neighbor_machine_weights": "src_machine_weights",
-    "send_neighbor_machines": "dst_machine_weights",
-}
-hierarchical_neighbor_allreduce = _with_weights_by_position(
-    fogdist.hierarchical_neighbor_allreduce, _RENAMED_MACHINES
+def _begin_pair_gossip(
+    _: bool,
+    tensor: Any,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+    **options: Any,
+) -> Begun:
+    """As `fogdist.pair_gossip`, also by position."""
+    options |= {"self_weight": self_weight, "pair_weight": pair_weight, "name": name}
+    return _begin(fogdist.pair_gossip, False, tensor, target_rank, **options)
+
+
+allreduce, allreduce_nonblocking, allreduce_, allreduce_nonblocking_ = _forms(_begin_allreduce, "allreduce")
+_broadcast, broadcast_nonblocking, broadcast_, broadcast_nonblocking_ = _forms(_begin_broadcast, "broadcast")
+allgather, allgather_nonblocking, *_ = _forms(_begin_allgather, "allgather")
+(
+    neighbor_allreduce,
+    neighbor_allreduce_nonblocking,
+    neighbor_allreduce_,
+    neighbor_allreduce_nonblocking_,
+) = _forms(
+    _with_weights(
+        fogdist.neighbor_allreduce, {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
+    ),
+    "neighbor_allreduce",
 )
-hierarchical_neighbor_allreduce_nonblocking = _with_weights_by_position(
-    fogdist.hierarchical_neighbor_allreduce_nonblocking, _RENAMED_MACHINES
+(
+    hierarchical_neighbor_allreduce,
+    hierarchical_neighbor_allreduce_nonblocking,
+    hierarchical_neighbor_allreduce_,
+    hierarchical_neighbor_allreduce_nonblocking_,
+) = _forms(
+    _with_weights(
+        fogdist.hierarchical_neighbor_allreduce,
+        {
+            "neighbor_machine_weights": "src_machine_weights",
+            "send_neighbor_machines": "dst_machine_weights",
+        },
+    ),
+    "hierarchical_neighbor_allreduce",
 )
+neighbor_allgather, neighbor_allgather_nonblocking, *_ = _forms(
+    _begin_neighbor_allgather, "neighbor_allgather"
+)
+pair_gossip, pair_gossip_nonblocking, *_ = _forms(_begin_pair_gossip, "pair_gossip")
 
-neighbor_allgather = _with_name_second(fogdist.neighbor_allgather)
-neighbor_allgather_nonblocking = _with_name_second(fogdist.neighbor_allgather_nonblocking)
+
+@functools.wraps(_broadcast)
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        differentiable: Tensor = _Broadcast.apply(tensor, root_rank, name, group)  # type: ignore[no-untyped-call]
+        return differentiable
+    result: Tensor = _broadcast(tensor, root_rank, name, group=group)
+    return result
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, group: dist.ProcessGroup | None
+    ) -> Tensor:
+        ctx.root_rank, ctx.group = root_rank, group
+        result: Tensor = _broadcast(tensor, root_rank, name, group=group)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        total = allreduce(gradient, average=False, group=ctx.group)
+        is_root = fogdist.rank(group=ctx.group) == ctx.root_rank
+        return total if is_root else torch.zeros_like(total), None, None, None
 
 
 def barrier(*, group: dist.ProcessGroup | None = None) -> None:
-    """As `fogdist.barrier`, but first waits for the operations that this rank has in flight, windows' included.
+    """Returns when all ranks of a group have called it, after it has waited for this rank's operations in flight.
 
     What was sent before it has arrived after it. Handles stay, and what went wrong `wait` tells. So a rank must not hold a
     mutex that an operation of another rank waits for.
 
     Args:
-        group: As there; operations of all groups are waited for.
+        group: By default the group of `init`; operations of all groups are waited for.
 
     Raises:
-        TypeError: As there.
-        ValueError: As there.
-        RuntimeError: As there.
+        TypeError: `group` is not a process group.
+        ValueError: `group` has no fog backend, or before `init`.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
-    handles().settle()
-    fogdist.barrier(group=group)
+    handles.settle()
+    current(group).group.barrier().wait()
 
 
 def broadcast_object(obj: Any, src: int = 0, device: Any = None, name: str | None = None) -> Any:
@@ -166,8 +375,6 @@ def broadcast_object_list(
         device: Not used.
         name: Not used.
     """
-    src = 0 if src is None else src
-    if not 0 <= src < fogdist.size():
-        raise ValueError(f"src must be one of the ranks 0 to {fogdist.size() - 1}, got {src}")
+    src = check_rank(0 if src is None else src, fogdist.size(), "src")
     if object_list:
         dist.broadcast_object_list(object_list, src=src)

@@ -1,87 +1,220 @@
-"""Window operations in the call forms of every BlueFog version, and asyncddp's look into one slot."""
+"""The window operations of BlueFog, which take windows by name; each is a thin layer over `fogdist.Window`.
+
+Every function takes the keyword `group`, by default the group of `init`. A name refers to a window of that group.
+Operations that end in "_nonblocking" return a handle for `win_wait` and `win_poll`, or for `wait` and `poll`.
+
+The weight of push-sum, p, travels with puts and accumulates and is combined by updates of all windows while
+`turn_on_win_ops_with_associated_p` is in effect.
+"""
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from typing import Any, SupportsIndex
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, SupportsIndex, cast
 
 import torch.distributed as dist
 from torch import Tensor
 
 import fogdist
+from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
-from fogdist.context import current, handles
+from fogdist.context import current
 
 __all__ = [
+    "get_current_created_window_names",
+    "get_win_version",
     "neighbor_win_accumulate",
     "neighbor_win_accumulate_nonblocking",
     "neighbor_win_get",
     "neighbor_win_get_nonblocking",
     "neighbor_win_put",
     "neighbor_win_put_nonblocking",
+    "turn_off_win_ops_with_associated_p",
+    "turn_on_win_ops_with_associated_p",
     "win_accumulate",
     "win_accumulate_nonblocking",
-    "win_cancel",
+    "win_associated_p",
+    "win_create",
+    "win_free",
     "win_get",
     "win_get_nonblocking",
+    "win_lock",
     "win_mutex",
     "win_put",
     "win_put_nonblocking",
     "win_read_neighbor",
+    "win_sync",
+    "win_update",
+    "win_update_then_collect",
 ]
 
-Function = Callable[..., Any]
+Group = dist.ProcessGroup | None
+_with_p = False
 
 
-def _with_weights_third(write: Function) -> Function:
-    """BlueFog up to 0.2.1 had `dst_weights` and `require_mutex` where `self_weight` and `dst_weights` are now."""
+class UnknownWindowError(KeyError, ValueError):
+    """No open window of the group has this name.
 
-    @functools.wraps(write)
-    def call(
-        tensor: Any,
+    It is a ValueError, as every bad argument value in fogdist, and a KeyError too because some of BlueFog's
+    functions raised that.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the message in quotes
+
+
+def win_create(tensor: Tensor, name: str, zero_init: bool = False, *, group: Group = None) -> bool:
+    """Makes a window of a tensor; collective. Arguments and errors are those of `fogdist.Window`.
+
+    Returns:
+        True; False if the group has a window of this name already, in which case nothing is done.
+    """
+    if isinstance(name, str) and name in current(group).windows:
+        return False
+    if name is None:
+        raise TypeError("name must be a string, got NoneType")
+    fogdist.Window(tensor, group, name=name, zero_init=zero_init)
+    return True
+
+
+def win_free(name: str | None = None, *, group: Group = None) -> bool:
+    """Frees a window, or all windows of the group in the order in which they were made, and returns True. Collective.
+
+    It waits until the neighbors free it too.
+
+    Raises:
+        UnknownWindowError: No window has this name. It is a KeyError and a ValueError.
+        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor does not come.
+    """
+    for each in list(current(group).windows) if name is None else [name]:
+        _window(each, group).free()
+    return True
+
+
+def _write_forms(method: str) -> tuple[Callable[..., bool], Callable[..., int]]:
+    def begin(
+        tensor: Tensor,
         name: str,
         self_weight: Any = None,
         dst_weights: Any = None,
         require_mutex: bool = False,
+        *,
+        group: Group = None,
         **options: Any,
-    ) -> Any:
+    ) -> dist.Work:
+        # BlueFog up to 0.2.1 had `dst_weights` and `require_mutex` where `self_weight` and `dst_weights` are now.
         if isinstance(dst_weights, bool):
             dst_weights, require_mutex = None, dst_weights
         if isinstance(self_weight, (Mapping, list, tuple)) and dst_weights is None:
             self_weight, dst_weights = None, self_weight
-        return write(tensor, name, self_weight, dst_weights, require_mutex, **options)
+        work: dist.Work = getattr(_window(name, group), method)(
+            tensor,
+            self_weight=1.0 if self_weight is None else self_weight,
+            dst_weights=dst_weights,
+            require_mutex=require_mutex,
+            with_p=_with_p,
+            async_op=True,
+            **options,
+        )
+        return work
 
-    return call
-
-
-def _without_own_rank(get: Function) -> Function:
-    """BlueFog's documentation lets `src_weights` name the own rank, whose tensor is here already."""
-
-    @functools.wraps(get)
-    def call(name: str, src_weights: Any = None, require_mutex: bool = False, **options: Any) -> Any:
-        own = fogdist.rank(group=options.get("group"))
-        if isinstance(src_weights, Mapping) and own in src_weights:
-            if src_weights[own] != 1:
-                warn_once(
-                    f"{get.__name__}: this rank's own weight has no effect; give it to win_update as self_weight"
-                )
-            src_weights = {rank: weight for rank, weight in src_weights.items() if rank != own}
-        return get(name, src_weights, require_mutex, **options)
-
-    return call
+    return _forms(
+        begin, f"neighbor_win_{method}", f"As `fogdist.Window.{method}`, of the window of this name."
+    )
 
 
-win_put = neighbor_win_put = _with_weights_third(fogdist.neighbor_win_put)
-win_put_nonblocking = neighbor_win_put_nonblocking = _with_weights_third(fogdist.neighbor_win_put_nonblocking)
-win_accumulate = neighbor_win_accumulate = _with_weights_third(fogdist.neighbor_win_accumulate)
-win_accumulate_nonblocking = neighbor_win_accumulate_nonblocking = _with_weights_third(
-    fogdist.neighbor_win_accumulate_nonblocking
+def _begin_get(
+    name: str,
+    src_weights: Any = None,
+    require_mutex: bool = False,
+    *,
+    group: Group = None,
+    **options: Any,
+) -> dist.Work:
+    # BlueFog's documentation lets `src_weights` name the own rank, whose tensor is here already.
+    own = fogdist.rank(group=group)
+    if isinstance(src_weights, Mapping) and own in src_weights:
+        if src_weights[own] != 1:
+            warn_once("win_get: this rank's own weight has no effect; give it to win_update as self_weight")
+        src_weights = {rank: weight for rank, weight in src_weights.items() if rank != own}
+    return _window(name, group).get(
+        src_weights=src_weights, require_mutex=require_mutex, async_op=True, **options
+    )
+
+
+def _forms(
+    begin: Callable[..., dist.Work], name: str, meaning: str
+) -> tuple[Callable[..., bool], Callable[..., int]]:
+    """Returns the form of an operation that waits and returns True, and the one that returns a handle."""
+
+    def waits(*arguments: Any, **options: Any) -> bool:
+        begin(*arguments, **options).wait()
+        return True
+
+    def starts(*arguments: Any, **options: Any) -> int:
+        return handles.add(begin(*arguments, **options), lambda _: True)
+
+    waits.__name__, waits.__doc__ = name, f"{meaning} It waits, and returns True."
+    starts.__name__, starts.__doc__ = f"{name}_nonblocking", f"{meaning} It returns a handle at once."
+    return waits, starts
+
+
+neighbor_win_put, neighbor_win_put_nonblocking = _write_forms("put")
+neighbor_win_accumulate, neighbor_win_accumulate_nonblocking = _write_forms("accumulate")
+neighbor_win_get, neighbor_win_get_nonblocking = _forms(
+    _begin_get, "neighbor_win_get", "As `fogdist.Window.get`, of the window of this name."
 )
-win_get = neighbor_win_get = _without_own_rank(fogdist.neighbor_win_get)
-win_get_nonblocking = neighbor_win_get_nonblocking = _without_own_rank(fogdist.neighbor_win_get_nonblocking)
+win_put, win_put_nonblocking = neighbor_win_put, neighbor_win_put_nonblocking
+win_accumulate, win_accumulate_nonblocking = neighbor_win_accumulate, neighbor_win_accumulate_nonblocking
+win_get, win_get_nonblocking = neighbor_win_get, neighbor_win_get_nonblocking
+
+
+def win_update(
+    name: str,
+    self_weight: float | None = None,
+    neighbor_weights: Mapping[int, float] | None = None,
+    reset: bool = False,
+    clone: bool = False,
+    require_mutex: bool = False,
+    *,
+    group: Group = None,
+) -> Tensor:
+    """Returns ``self_weight * tensor + sum_j neighbor_weights[j] * slot_j``, as `fogdist.Window.update`."""
+    return _window(name, group).update(
+        self_weight=self_weight,
+        neighbor_weights=neighbor_weights,
+        reset=reset,
+        clone=clone,
+        require_mutex=require_mutex,
+        with_p=_with_p,
+    )
+
+
+def win_sync(
+    name: str,
+    self_weight: float | None = None,
+    neighbor_weights: Mapping[int, float] | None = None,
+    reset: bool = False,
+    clone: bool = False,
+) -> Tensor:
+    """As `win_update`, which BlueFog up to 0.2.1 called so; with `reset` it holds the mutexes."""
+    warn_once("win_sync is called win_update now; the old name will go")
+    return win_update(name, self_weight, neighbor_weights, reset, clone, require_mutex=reset)
+
+
+def win_update_then_collect(name: str, require_mutex: bool = True, *, group: Group = None) -> Tensor:
+    """Adds all slots to the window's tensor, returns it, and leaves zeros in them, as `fogdist.Window.collect`."""
+    return _window(name, group).collect(require_mutex=require_mutex, with_p=_with_p)
+
+
+def win_read_neighbor(name: str, rank: int, require_mutex: bool = True) -> Tensor:
+    """Returns a copy of the slot of an in-neighbor, with what it has put or added. Versions are 0 afterwards.
+
+    Errors are those of `fogdist.Window.update`; with `require_mutex` it holds the slot's mutex meanwhile.
+    """
+    return win_update(name, 0.0, {rank: 1.0}, clone=True, require_mutex=require_mutex)
 
 
 @contextmanager
@@ -91,8 +224,9 @@ def win_mutex(
     ranks: Iterable[SupportsIndex] | None = None,
     *,
     exclusive: bool = True,
+    group: Group = None,
 ) -> Iterator[None]:
-    """As `fogdist.win_mutex`; without a name, as in BlueFog up to 0.2.1, for all windows that are open.
+    """Holds mutexes of a window for a block, as `fogdist.Window.mutex`; without a name, as in BlueFog up to 0.2.1, of all.
 
     There each rank had one mutex, here each slot of a window has one. ``win_mutex(ranks)`` holds those of the slots that
     this rank writes to at out-neighbors among these ranks, and those of its own slots: a ``win_sync_then_collect`` in
@@ -104,6 +238,7 @@ def win_mutex(
         for_self: As there.
         ranks: As there, with a name; without one, as `name`.
         exclusive: Must be True, as BlueFog 0.2.1 had it by default.
+        group: The group of the named window; by default that of `init`.
 
     Raises:
         TypeError: As there.
@@ -113,39 +248,68 @@ def win_mutex(
     if exclusive is not True:
         raise ValueError(f"exclusive must be True: mutexes are not shared, got {exclusive!r}")
     with ExitStack() as held:
-        if not isinstance(name, str) and not fogdist.get_current_created_window_names():
+        if not isinstance(name, str) and not get_current_created_window_names():
             for owner in sorted(_owners(ranks if name is None else name, for_self)):
                 held.enter_context(_mutex_of(owner))
         elif isinstance(name, str):
-            held.enter_context(fogdist.win_mutex(name, for_self, ranks))
+            held.enter_context(_window(name, group).mutex(ranks, for_self=for_self))
         else:
             for window, owner, writer in _mutexes(ranks if name is None else name, for_self):
                 is_own = owner == fogdist.rank()
-                held.enter_context(fogdist.win_mutex(window, is_own, [writer if is_own else owner]))
+                mutex = _window(window, None).mutex([writer if is_own else owner], for_self=is_own)
+                held.enter_context(mutex)
         yield
 
 
-def win_read_neighbor(name: str, rank: int, require_mutex: bool = True) -> Tensor:
-    """Returns a copy of one slot, with the values that an in-neighbor has put or added. Versions are 0 afterwards.
+def win_lock(name: str, *, group: Group = None) -> AbstractContextManager[None]:
+    """Holds all mutexes that this rank owns for a block, as `fogdist.Window.lock`."""
+    return _window(name, group).lock()
 
-    Args:
-        name: Of the window.
-        rank: The in-neighbor.
-        require_mutex: True to hold the slot's mutex meanwhile.
 
-    Raises:
-        TypeError: As `fogdist.win_update`.
-        ValueError: As `fogdist.win_update`.
-        RuntimeError: As `fogdist.win_update`.
+def get_win_version(name: str, *, group: Group = None) -> dict[int, int]:
+    """Returns {in-neighbor: number of puts and gets into its slot on this rank since the last `win_update`}.
+
+    Accumulates do not count.
     """
-    return fogdist.win_update(
-        name, self_weight=0.0, neighbor_weights={rank: 1.0}, clone=True, require_mutex=require_mutex
-    )
+    window = _window(name, group)
+    return {rank: window.version(rank) for rank in window.in_neighbors}
 
 
-def win_cancel(handle: int) -> None:
-    """Frees a handle that will not be waited for, as asyncddp does. Its operation continues; an unknown handle is ignored."""
-    handles().forget(handle)
+def get_current_created_window_names(*, group: Group = None) -> list[str]:
+    """Returns the names of the group's open windows, sorted."""
+    return sorted(current(group).windows)
+
+
+def win_associated_p(name: str, *, group: Group = None) -> float:
+    """Returns this rank's weight of push-sum in a window: 1.0 until operations with p have changed it."""
+    return _window(name, group).p
+
+
+def turn_on_win_ops_with_associated_p() -> None:
+    """Makes puts, accumulates and updates of all windows treat p like the tensor from now on.
+
+    A share of p is sent atomically with each share of the tensor, so that the sums of both over all ranks change
+    alike, and ``tensor / p`` converges to the average on every rank of a strongly connected topology
+    (push-sum: Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", FOCS 2003).
+    """
+    global _with_p
+    _with_p = True
+
+
+def turn_off_win_ops_with_associated_p() -> None:
+    """Makes window operations leave p unchanged, which is the default."""
+    global _with_p
+    _with_p = False
+
+
+def _window(name: str, group: Group) -> fogdist.Window:
+    windows = current(group).windows
+    window = windows.get(name) if isinstance(name, str) else None
+    if window is None:
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a string, got {type(name).__name__}")
+        raise UnknownWindowError(f"name must be that of an open window, of {sorted(windows)}, got {name!r}")
+    return cast("fogdist.Window", window)
 
 
 def _owners(ranks: Iterable[SupportsIndex] | None, for_self: bool) -> set[int]:
@@ -179,5 +343,4 @@ def _mutexes(ranks: Iterable[SupportsIndex] | None, for_self: bool) -> list[tupl
     chosen = set(outside if ranks is None else map(int, ranks))
     edges = [(own, rank) for rank in fogdist.in_neighbor_ranks()]
     edges += [(rank, own) for rank in outside if rank in chosen and not for_self]
-    windows = fogdist.get_current_created_window_names()
-    return [(window, *edge) for window in windows for edge in sorted(edges)]
+    return [(window, *edge) for window in get_current_created_window_names() for edge in sorted(edges)]

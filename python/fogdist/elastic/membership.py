@@ -7,7 +7,7 @@ compare-and-set decides for all who is left: the next epoch. The living then for
 nothing and waits for nobody, so a further loss at this point is simply the next epoch's. All that follows from an epoch is a
 pure function of it (`fogdist.topology.Topology.without`).
 
-A process that joins becomes a member by such a meeting too (`fogdist.joining`), in the place of a rank that is gone.
+A process that joins becomes a member by such a meeting too (`fogdist.elastic.joiner`), in the place of a rank that is gone.
 
 Objects that exchange in step with other ranks have a `Seat`. Ranks may have come to the meeting in different exchanges. Each tells the
 number of exchanges that it has completed, and the largest number is where all go on: a rank that has made fewer gives
@@ -19,28 +19,30 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fog_pg import Part, _extension, _joining, environment
+from fog_pg import _extension, _joining, environment
 from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
-from fogdist.detection import suspend_detection
-from fogdist.exchange import MACHINES, RANKS, Nodes
-from fogdist.flight_record import note_epoch
-from fogdist.joining import TOPOLOGY, Admission, Joiner, Request, check_object, publish_object
-from fogdist.lazy import nx
-from fogdist.meeting import Decision, Log
-from fogdist.static_topology import StaticTopology, see_topology
-from fogdist.topology import Topology, TopologyError, uniform_weights
+from fogdist.elastic.admission import Admission
+from fogdist.elastic.groups import healed, new_group, topology_of
+from fogdist.elastic.joiner import Joiner
+from fogdist.elastic.meeting import Decision, Log
+from fogdist.elastic.seat import Joinable, Seat
+from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
+from fogdist.exchange import MACHINES
+from fogdist.observe.detection import suspend_detection
+from fogdist.observe.flight_record import note_epoch
+from fogdist.topology import TopologyError
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
@@ -116,117 +118,6 @@ def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     members.meet_if_needed()
     members.is_given = True
     return members.context.group
-
-
-class Joinable(Protocol):
-    """The state of an object that a process gets when it joins."""
-
-    def save(self) -> dict[str, Any]:
-        """Returns the values; tensors may change later."""
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Takes the values that another rank has saved."""
-
-    def counts(self) -> dict[str, int]:
-        """Returns the numbers that are the same on all ranks at the beginning of an exchange.
-
-        All that decides which operations with other ranks follow is among them: a process that joins has the values of
-        `load` from an earlier exchange, and those of the ranks' decision here.
-        """
-
-    def set_counts(self, counts: dict[str, int]) -> None:
-        """Sets these numbers to those of the other ranks, before the first exchange with them."""
-
-
-class Seat:
-    """The place of one object in the exchanges that it makes in step with the same object of other ranks.
-
-    Exchanges are numbered by `take`, and completed in that order. Both must be the same on all ranks.
-
-    Attributes:
-        name: The same on all ranks.
-        completed: The number of exchanges completed, or given up, on this rank.
-        resume: Exchanges with smaller numbers are given up, because other ranks have completed them already.
-    """
-
-    def __init__(self, members: Members, name: str, state: Joinable | None) -> None:
-        self._members = members
-        self.name = name
-        self.state = state
-        self._begun: tuple[int, dict[str, int]] | None = None
-        self.completed = self.resume = 0
-        self._taken = 0
-        self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the membership that the rank knows of."""
-        return self._members.membership.epoch
-
-    @property
-    def context(self) -> Context:
-        """The group of the living."""
-        return self._members.context
-
-    def take(self) -> int:
-        """Returns the number of the next exchange."""
-        self._taken += 1
-        return self._taken - 1
-
-    def enter(self) -> bool:
-        """Call it where a rank can join, before an exchange (or a step with several) is begun.
-
-        On a rank of the job it looks for joiners, which costs a comparison if there is none. On a process that joins
-        it gets the state of all objects, and joins the others.
-
-        Returns:
-            Whether this process has joined just now.
-        """
-        self._begun = self._now()  # before a meeting, which tells a process that joins to begin here
-        has_joined = self._members.enter(self)
-        if has_joined:
-            self._begun = self._now()
-        return has_joined
-
-    def report(self) -> dict[str, Any]:
-        """Returns what the meeting has to know of this seat."""
-        first, counts = self._begun or self._now()
-        return {"completed": self.completed, "taken": self._taken, "first": first, "counts": counts}
-
-    def _now(self) -> tuple[int, dict[str, int]]:
-        return self._taken, {} if self.state is None else self.state.counts()
-
-    def start_at(self, number: int, report: Mapping[str, Any] | None) -> None:
-        """Takes up the exchanges of the others, on a process that joins.
-
-        Args:
-            number: Where all go on.
-            report: Of a rank that is there.
-        """
-        self._taken = self.completed = number if report is None else report["first"]
-        self.resume = number
-        if report is not None and self.state is not None:
-            self.state.set_counts(report["counts"])
-
-    def on_change(self, listener: Callable[[], None]) -> None:
-        """Sets a method that is called after each change of the membership, before an exchange is repeated."""
-        self._listener = weakref.WeakMethod(listener)
-
-    def meet(self, failure: BaseException) -> None:
-        """Agrees on the next membership with the other ranks, after an exchange of this epoch has failed.
-
-        Raises:
-            torch.distributed.DistBackendError: As `reconfigure`.
-        """
-        # Usually the group has failed. If not, the ranks that do not know of the loss learn of it by this.
-        self._members.context.backend.abort()
-        self._members.meet(failure)
-
-    def tell_of_change(self) -> None:
-        """Calls the listener."""
-        listener = None if self._listener is None else self._listener()
-        if listener is not None:
-            listener()
 
 
 class Members:
@@ -446,7 +337,7 @@ class Members:
         """Creates the group of some ranks of the first group, without a message."""
         first = self._whole()
         living = list(survivors.living)
-        group = _new_group(first, living, epoch)
+        group = new_group(first, living, epoch)
         backend = backend_of(group)
         assert backend is not None  # it was created as such
         machines = [first.machine_of_later(rank) for rank in living]
@@ -458,10 +349,10 @@ class Members:
             rank,
             len(living),
             [numbers[machine] for machine in machines],
-            _healed(first.topology, survivors, rank),
+            healed(first.topology, survivors, rank),
             None
             if first.machine_topology is None
-            else _healed(
+            else healed(
                 first.machine_topology,
                 Survivors(tuple(sorted(set(machines))), len(first.machines)),
                 numbers[machines[rank]],
@@ -612,9 +503,9 @@ class Members:
         """Returns why no rank can be added to those with which the job began; "" if it can."""
         first = self._whole()
         try:
-            _topology_of(first.topology)
+            topology_of(first.topology)
             if first.machine_topology is not None:
-                _topology_of(first.machine_topology)
+                topology_of(first.machine_topology)
         except TopologyError as error:
             return f"the topology has no place for more ranks than {first.size}: {error}"
         return ""
@@ -656,56 +547,6 @@ def members_of(group: dist.ProcessGroup | None = None) -> Members:
     """Returns the ranks of a group through all losses; argument and errors as of `current`."""
     context = contexts.current(group)
     return _members.setdefault(context.group, Members(context.group, context.size))
-
-
-def _topology_of(seen: StaticTopology) -> Topology:
-    """Returns a topology as one of mixing matrices.
-
-    Raises:
-        TopologyError: A user's weights do not sum to 1.
-    """
-    graph = seen.graph if seen.is_weighted else uniform_weights(seen.graph)
-    return Topology.from_graph("group's topology", graph)
-
-
-def _healed(
-    topology: StaticTopology, survivors: Survivors, node: int, nodes: Nodes = RANKS
-) -> StaticTopology:
-    """Returns the topology of the nodes that are there, from the point of view of one of them."""
-    living = survivors.living
-    try:
-        left = _topology_of(topology).grown(survivors.numbers).among(living).graph()
-    except (
-        TopologyError
-    ):  # nobody else can say what the user's weights mean for fewer ranks; more are refused
-        numbers = {old: new for new, old in enumerate(living)}
-        left = nx.relabel_nodes(topology.graph.subgraph(living), numbers)
-    return see_topology(left, True, node, len(living), nodes=nodes)
-
-
-def _new_group(whole: Context, ranks: list[int], epoch: int) -> dist.ProcessGroup:
-    """Creates torch's group of some ranks of a group, or of ranks that have come later, without a message.
-
-    torch's `new_group` takes no rank that is not below the number of ranks at the start, and no two groups of one kind whose
-    ranks are the same, as those of two epochs may be. What it calls does.
-    """
-    first = dist.get_process_group_ranks(whole.group)
-    numbers = [first[rank] if rank < len(first) else rank for rank in ranks]
-    group: dist.ProcessGroup
-    group, _ = distributed_c10d._new_process_group_helper(
-        len(ranks),
-        ranks.index(whole.rank),
-        numbers,
-        distributed_c10d.Backend("fog"),
-        distributed_c10d._get_default_store(),
-        f"{whole.group.group_name}, epoch {epoch}",  # type: ignore[arg-type]  # a type of its own in some versions
-        backend_options=Part(whole.backend, ranks, epoch),
-        timeout=whole.backend.options._timeout,
-        device_id=distributed_c10d._get_default_group().bound_device_id,
-        group_desc=f"epoch {epoch}",
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(numbers)}
-    return group
 
 
 def _described(backend: ProcessGroupFog) -> str:

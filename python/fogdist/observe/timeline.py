@@ -1,4 +1,10 @@
-"""Begins and ends this rank's timeline, and adds activities of Python to the operations that the engine records."""
+"""The timeline: when each rank's operations, windows and training passes ran, as a file that Perfetto shows.
+
+``FOG_TIMELINE=prefix`` (or ``BLUEFOG_TIMELINE``) records from the first process group on; `start` and `stop` record a
+part of a program. Each rank writes ``prefix<rank>.json``, and `merge` combines these files into one, with one clock.
+While no timeline is recorded, an operation only checks one flag. The engine records operations; here are their begin and
+end, and the activities of Python.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,17 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from fog_pg import _extension
+from fogdist.observe.merging import merge
+
+__all__ = [
+    "is_on",
+    "merge",
+    "start",
+    "stop",
+    "timeline_context",
+    "timeline_end_activity",
+    "timeline_start_activity",
+]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -25,8 +42,7 @@ def start(prefix: str) -> str:
     """Starts recording this rank's timeline, until `stop` or the end of the program.
 
     Args:
-        prefix: The file name is `prefix`, the rank and ".json"; an existing file is overwritten. A prefix that ends in
-        a
+        prefix: The file name is `prefix`, the rank and ".json"; an existing file is overwritten. A prefix that ends in a
             separator is a folder, which must exist.
 
     Returns:

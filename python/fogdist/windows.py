@@ -12,14 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, overload
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
 from fogdist.arguments import dense, writable
 from fogdist.compression import Codec, backend_of
-from fogdist.context import current, handles
+from fogdist.context import current
 from fogdist.exchange import check_weight, weighted_peers
 from fogdist.topology import check_neighbor_ranks
 from fogdist.topology.validation import check_flags
@@ -29,6 +30,28 @@ if TYPE_CHECKING:
 
 # Ranks with weights, as callers pass them. Ranks without weights have the weight 1.
 Weights = Iterable[SupportsIndex] | Mapping[int, float]
+
+
+class WriteOptions(TypedDict, total=False):
+    """Keywords of `Window.put` and `Window.accumulate`, which `Window.put` explains."""
+
+    self_weight: float
+    dst_weights: Weights | None
+    require_mutex: bool
+    with_p: bool
+    skip_lost: bool
+    compression: Codec | None
+    decoded: Tensor | None
+    timeout: timedelta | None
+
+
+class GetOptions(TypedDict, total=False):
+    """Keywords of `Window.get`, which explains them."""
+
+    src_weights: Weights | None
+    require_mutex: bool
+    skip_lost: bool
+    timeout: timedelta | None
 
 
 class Window:
@@ -133,8 +156,7 @@ class Window:
         For a tensor on the CPU: "shared memory" if this rank has mapped the memory of all neighbors; for neighbors on
         other hosts "rma" if the network itself reads and writes there, otherwise "messages". "messages" also stands for
         neighbors whose memory the system refused to map. Different transports are joined by " and ". For a tensor on a
-        device:
-        "staged", which means through host memory.
+        device it is "staged", which means through host memory.
         """
         return self._transport
 
@@ -168,19 +190,17 @@ class Window:
 
     # --- one-sided operations ---
 
+    @overload
     def put(
-        self,
-        tensor: Tensor,
-        *,
-        self_weight: float = 1.0,
-        dst_weights: Weights | None = None,
-        require_mutex: bool = False,
-        with_p: bool = False,
-        skip_lost: bool = False,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+        self, tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[WriteOptions]
+    ) -> None: ...
+    @overload
+    def put(
+        self, tensor: Tensor, *, async_op: Literal[True], **options: Unpack[WriteOptions]
+    ) -> dist.Work: ...
+    def put(
+        self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]
+    ) -> dist.Work | None:
         """Overwrites this rank's slots at its neighbors with weighted tensors; their versions increase by one.
 
         Args:
@@ -197,6 +217,8 @@ class Window:
                 the codec has lost. p is not encoded. All ranks must use one codec in a window.
             decoded: A tensor on the CPU like `tensor`, which becomes what the others decode before the call returns.
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
+            async_op: True to return a `torch.distributed.Work` at once. `tensor` must not change before its `wait`
+                has returned, or its `is_completed` has returned True: by then it is scaled by `self_weight`.
 
         Raises:
             TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer,
@@ -208,117 +230,30 @@ class Window:
                 did not answer, or uses another codec; the group can still be used. If it was known to be lost, nothing was
                 sent.
         """
-        self._write(
-            "put",
-            tensor,
-            self_weight,
-            dst_weights,
-            require_mutex,
-            with_p,
-            skip_lost,
-            timeout,
-            compression,
-            decoded,
-        ).wait()
+        return _finished(self._write("put", tensor, **options), async_op)
 
-    def put_nonblocking(
-        self,
-        tensor: Tensor,
-        *,
-        self_weight: float = 1.0,
-        dst_weights: Weights | None = None,
-        require_mutex: bool = False,
-        with_p: bool = False,
-        skip_lost: bool = False,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
-        timeout: timedelta | None = None,
-    ) -> int:
-        """Starts `put` and returns its handle.
-
-        `tensor` must not change before `fogdist.wait` of the handle has returned, or `fogdist.poll` has
-        returned True: by then it is scaled by `self_weight`.
-        """
-        work = self._write(
-            "put",
-            tensor,
-            self_weight,
-            dst_weights,
-            require_mutex,
-            with_p,
-            skip_lost,
-            timeout,
-            compression,
-            decoded,
-        )
-        return handles().add(work, _true, tensor)
-
+    @overload
     def accumulate(
-        self,
-        tensor: Tensor,
-        *,
-        self_weight: float = 1.0,
-        dst_weights: Weights | None = None,
-        require_mutex: bool = False,
-        with_p: bool = False,
-        skip_lost: bool = False,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+        self, tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[WriteOptions]
+    ) -> None: ...
+    @overload
+    def accumulate(
+        self, tensor: Tensor, *, async_op: Literal[True], **options: Unpack[WriteOptions]
+    ) -> dist.Work: ...
+    def accumulate(
+        self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]
+    ) -> dist.Work | None:
         """Adds weighted tensors to this rank's slots at its neighbors; versions stay. Otherwise as `put`.
 
         Every addition is in exactly one of the owner's updates with `reset`.
         """
-        self._write(
-            "accumulate",
-            tensor,
-            self_weight,
-            dst_weights,
-            require_mutex,
-            with_p,
-            skip_lost,
-            timeout,
-            compression,
-            decoded,
-        ).wait()
+        return _finished(self._write("accumulate", tensor, **options), async_op)
 
-    def accumulate_nonblocking(
-        self,
-        tensor: Tensor,
-        *,
-        self_weight: float = 1.0,
-        dst_weights: Weights | None = None,
-        require_mutex: bool = False,
-        with_p: bool = False,
-        skip_lost: bool = False,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
-        timeout: timedelta | None = None,
-    ) -> int:
-        """Starts `accumulate` and returns its handle; as `put_nonblocking`."""
-        work = self._write(
-            "accumulate",
-            tensor,
-            self_weight,
-            dst_weights,
-            require_mutex,
-            with_p,
-            skip_lost,
-            timeout,
-            compression,
-            decoded,
-        )
-        return handles().add(work, _true, tensor)
-
-    def get(
-        self,
-        *,
-        src_weights: Weights | None = None,
-        require_mutex: bool = False,
-        skip_lost: bool = False,
-        timeout: timedelta | None = None,
-    ) -> None:
+    @overload
+    def get(self, *, async_op: Literal[False] = False, **options: Unpack[GetOptions]) -> None: ...
+    @overload
+    def get(self, *, async_op: Literal[True], **options: Unpack[GetOptions]) -> dist.Work: ...
+    def get(self, *, async_op: bool = False, **options: Unpack[GetOptions]) -> dist.Work | None:
         """Overwrites slots of this rank with the weighted tensors of in-neighbors; their versions increase by one.
 
         It never reads a half-done `update`. It may read a part of other changes to the neighbor's tensor, unless the
@@ -329,24 +264,14 @@ class Window:
             require_mutex: As in `put`.
             skip_lost: As in `put`.
             timeout: As in `put`.
+            async_op: As in `put`.
 
         Raises:
             TypeError: As `put`.
             ValueError: As `put`, of in-neighbors.
             RuntimeError: As `put`.
         """
-        self._get(src_weights, require_mutex, skip_lost, timeout).wait()
-
-    def get_nonblocking(
-        self,
-        *,
-        src_weights: Weights | None = None,
-        require_mutex: bool = False,
-        skip_lost: bool = False,
-        timeout: timedelta | None = None,
-    ) -> int:
-        """Starts `get` and returns its handle."""
-        return handles().add(self._get(src_weights, require_mutex, skip_lost, timeout), _true)
+        return _finished(self._get(**options), async_op)
 
     # --- local operations ---
 
@@ -368,10 +293,10 @@ class Window:
                 or the weights of the topology if it was set with `is_weighted`.
             neighbor_weights: {in-neighbor: weight}; given exactly if `self_weight` is. Slots that it leaves out
                 do not count. Neighbors may be lost, because their slots are in this rank's memory.
-                reset: True to leave zeros in these slots, and also in their p if `with_p`.
-                clone: True to return a new tensor and not to change the window's tensor.
-                require_mutex: True to hold the mutexes of these slots during the operation. It waits for neighbors that
-                    hold them over several operations.
+            reset: True to leave zeros in these slots, and also in their p if `with_p`.
+            clone: True to return a new tensor and not to change the window's tensor.
+            require_mutex: True to hold the mutexes of these slots during the operation. It waits for neighbors that
+                hold them over several operations.
             with_p: True to combine p by the same weights.
             timeout: For mutexes, and for a neighbor that reads the tensor; by default the group's.
 
@@ -513,21 +438,19 @@ class Window:
         self,
         kind: str,
         tensor: Tensor,
-        self_weight: float,
-        dst_weights: Weights | None,
-        require_mutex: bool,
-        with_p: bool,
-        skip_lost: bool,
-        timeout: timedelta | None,
-        compression: Codec | None,
-        decoded: Tensor | None,
+        self_weight: float = 1.0,
+        dst_weights: Weights | None = None,
+        require_mutex: bool = False,
+        with_p: bool = False,
+        skip_lost: bool = False,
+        compression: Codec | None = None,
+        decoded: Tensor | None = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         window = self._open()
         data = dense(tensor)
         if not type(require_mutex) is type(with_p) is type(skip_lost) is bool:
             check_flags(require_mutex=require_mutex, with_p=with_p, skip_lost=skip_lost)
-        if isinstance(self_weight, dict):  # the position of dst_weights before BlueFog 0.2.2
-            raise TypeError(f"self_weight must be a real number, got {self_weight!r}: is it dst_weights?")
         keeps = check_weight(self_weight, "self_weight")
         destinations = self._all_out
         if dst_weights is not None:
@@ -541,7 +464,11 @@ class Window:
         return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout, **options)
 
     def _get(
-        self, src_weights: Weights | None, require_mutex: bool, skip_lost: bool, timeout: timedelta | None
+        self,
+        src_weights: Weights | None = None,
+        require_mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         if not type(require_mutex) is type(skip_lost) is bool:
             check_flags(require_mutex=require_mutex, skip_lost=skip_lost)
@@ -600,5 +527,8 @@ def _ones(ranks: Iterable[int]) -> list[tuple[int, float]]:
     return [(rank, 1.0) for rank in ranks]
 
 
-def _true(_: object) -> bool:
-    return True
+def _finished(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None

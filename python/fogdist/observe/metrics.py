@@ -12,6 +12,7 @@ for step, batch in enumerate(progress := tqdm(batches)):
 from __future__ import annotations
 
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
@@ -23,10 +24,22 @@ from torch.nn import Module
 
 from fog_pg import _extension
 from fogdist.consensus import consensus_distance
-from fogdist.context import current
-from fogdist.training.pace import staleness_of
+from fogdist.context import Context, current
 
 __all__ = ["Metrics", "Writer"]
+
+
+class HasStaleness(Protocol):
+    """An object that exchanges with ranks which go at their own pace."""
+
+    context: Context
+
+    def staleness(self) -> dict[int, int]:
+        """Returns how many exchanges old the values of each in-neighbor are."""
+
+
+# All such objects in use.
+has_staleness: weakref.WeakSet[HasStaleness] = weakref.WeakSet()
 
 
 class Writer(Protocol):
@@ -96,8 +109,7 @@ class Metrics:
             - "consensus_distance": see `fogdist.consensus_distance`;
             - "seconds": the length of the time that the metrics cover;
             - "sent_bytes", "received_bytes": bytes of data in operations of this group and its windows;
-            - "wait_fraction": the fraction of the time in which an operation waited only for its last message;
-            operations
+            - "wait_fraction": the fraction of the time in which an operation waited only for its last message; operations
               that overlap are all counted;
             - "slowest_peer": the rank that this rank waited for longest in this way, -1 if it waited for none;
             - "staleness": the largest staleness of an in-neighbor, in exchanges, where ranks go at their own pace;
@@ -123,9 +135,11 @@ class Metrics:
         self._since, self._before = now, traffic
         values["wait_fraction"] = sum(waits.values()) / values["seconds"] if values["seconds"] > 0 else 0.0
         values["slowest_peer"] = max(waits, key=lambda rank: waits[rank]) if any(waits.values()) else -1
-        staleness = staleness_of(self._context)
-        for rank, exchanges in staleness.items():
-            values[f"peer/{rank}/staleness"] = exchanges
+        staleness: dict[int, int] = {}
+        for each in has_staleness:
+            for rank, exchanges in each.staleness().items() if each.context is self._context else ():
+                staleness[rank] = max(exchanges, staleness.get(rank, 0))
+                values[f"peer/{rank}/staleness"] = staleness[rank]
         if staleness:
             values["staleness"] = max(staleness.values())
         if distance and self._model is not None:

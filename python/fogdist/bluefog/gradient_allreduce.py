@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.collectives import allreduce, allreduce_nonblocking_, wait
 from fogdist.context import current
-from fogdist.flight_record import count_step
+from fogdist.observe.flight_record import count_step
+from fogdist.observe.timeline import shown_as
 from fogdist.packing import are_same, cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
-from fogdist.timeline.recording import shown_as
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import check_joinable
 from fogdist.training.ownership import Ownership
@@ -216,11 +215,11 @@ class GradientAllreduce(DistributedOptimizer):
         self._numbers = step, (number + 1) % _NUMBERS
         # The number of the step makes a rank that averages once more within it than the others raise an error, instead of
         # taking the values of the next step.
-        name, group = f"{self._fog_title}.{step}.{number}", self._group
+        name, backend = f"{self._fog_title}.{step}.{number}", current(self._group).backend
         present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float32, device="cpu")
-        counts = allreduce(present, average=False, name=f"{name}.present", group=group).tolist()
+        backend.allreduce_named(present, dist.ReduceOp.SUM, name=f"{name}.present").wait()
         gradients = []
-        for parameter, count in zip(parameters, counts, strict=True):
+        for parameter, count in zip(parameters, present.tolist(), strict=True):
             if count == 0:  # as with a single process, a parameter without a gradient is not updated
                 continue
             if parameter.grad is None:
@@ -232,14 +231,14 @@ class GradientAllreduce(DistributedOptimizer):
                 )
             gradients.append(parameter.grad)
         buckets = make_buckets(gradients, self._bucket_bytes)
-        pending = [
-            allreduce_nonblocking_(
-                flatten(bucket, gradients), average=True, name=f"{name}.{place}", group=group
-            )
-            for place, bucket in enumerate(buckets)
+        flats = [flatten(bucket, gradients) for bucket in buckets]
+        works = [
+            backend.allreduce_named(flat, dist.ReduceOp.AVG, name=f"{name}.{place}")
+            for place, flat in enumerate(flats)
         ]
-        for bucket, handle in zip(buckets, pending, strict=True):
-            unflatten(bucket, wait(handle), gradients)
+        for bucket, flat, work in zip(buckets, flats, works, strict=True):
+            work.wait()
+            unflatten(bucket, flat, gradients)
 
     def _check_scaler(self) -> None:
         came_late, self._scaler_synchronized = self._scaler_synchronized, False

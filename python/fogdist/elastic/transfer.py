@@ -1,8 +1,7 @@
 """How the state of a rank travels to a process that joins: a copy of it, while the rank trains on.
 
-On one host the process reads the copy in an anonymous file of the rank. Between hosts it connects with a thread of the
-rank, both prove that they know the job's secret, and the thread sends the file. Such a connection also shows each side
-that the other one still runs.
+The process connects with a thread of the rank, both prove that they know the job's secret, and the thread sends the copy.
+The connection also shows each side that the other one still runs.
 
 A rank gives whatever its state dicts hold, and the process reads it without running code that the state names
 (`fogdist.nested.plain`).
@@ -11,7 +10,6 @@ A rank gives whatever its state dicts hold, and the process reads it without run
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import hmac
 import logging
@@ -24,7 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -40,8 +38,7 @@ _log = logging.getLogger("fogdist")
 # Proves something that several texts say; the proof of one purpose is none for another.
 Prove = Callable[..., str]
 
-# The pauses between two looks at a file, and between two looks at a process, in seconds.
-_PAUSE = 2e-3
+# The pause between two looks at a process, in seconds.
 _LIFE_PAUSE = 0.5
 # A process that was promised a state comes for it within this time, in seconds.
 _PATIENCE = 15.0
@@ -50,87 +47,33 @@ _GREETING_TIMEOUT = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 64  # in hexadecimal digits
 _SIZE = struct.Struct("!q")  # as system calls take it
-# Of a whole file: nobody changes it any more.
-_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-_F_SEAL_EXEC = 0x20
 
 
-class Copy:
-    """A copy of a state in an anonymous file, which a thread writes. The file is sealed when it is whole, and empty if
-    that failed.
-
-    It is closed when it is whole and this is closed, or the process that it is for has ended.
+class Offer:
+    """A copy of a state that one process may fetch, at a port of its own, where a thread waits for it.
 
     Args:
         state: The state, of which this makes a copy at once.
-        pid: The process that it is for, on this host; None if that is not known.
-    """
-
-    def __init__(self, state: Mapping[str, Any], pid: int | None) -> None:
-        self._devices: set[torch.device] = set()
-        self._state: Any = plain(state, self._copied)
-        # The thread reads copies on devices by other streams than those that they are made on.
-        self._marks = [Mark(device) for device in self._devices]
-        self._is_over = threading.Event()
-        self._pid = pid
-        self.file = _anonymous_file()
-        try:
-            threading.Thread(target=self._serve, daemon=True).start()
-        except RuntimeError:  # too many of them
-            os.close(self.file)
-            raise
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Where the process finds it."""
-        return {"pid": os.getpid(), "file": self.file}
-
-    def close(self) -> None:
-        """Closes the file as soon as it is written, without waiting for that."""
-        self._is_over.set()
-
-    def _serve(self) -> None:
-        try:
-            self._write()
-            while not self._is_over.wait(_LIFE_PAUSE) and (self._pid is None or runs(self._pid)):
-                pass
-        finally:
-            os.close(self.file)
-
-    def _write(self) -> None:
-        try:
-            for mark in self._marks:
-                mark.wait()
-            with os.fdopen(os.dup(self.file), "wb") as file:
-                torch.save(self._state, file)
-        except Exception:
-            _log.exception("the state for a process that joins could not be written")
-            os.ftruncate(self.file, 0)
-        self._state = None
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, _SEALS)
-
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._devices.add(tensor.device)
-        return tensor.detach().clone()
-
-
-class Offer(Copy):
-    """A copy that one process of another host may fetch, at a port of its own.
-
-    Args:
-        state: As of `Copy`.
         addresses: Those of this host for the others; none if only this host can come.
         prove: Proves that this process knows the secret, for this transfer.
     """
 
     def __init__(self, state: Mapping[str, Any], addresses: Sequence[str], prove: Prove) -> None:
+        self._devices: set[torch.device] = set()
+        self._state: Any = plain(state, self._copied)
+        # The thread reads copies on devices by other streams than those that they are made on.
+        self._marks = [Mark(device) for device in self._devices]
         self._addresses = list(addresses) or ["127.0.0.1"]
-        self._listener = _listener(self._addresses)
-        self._port = self._listener.getsockname()[1]
         self._prove = prove
         self._nonces = "", ""
+        self._is_over = threading.Event()
         self._is_ended = False
-        super().__init__(state, None)
+        with contextlib.ExitStack() as opened:  # closed again where there are too many files or threads
+            self._listener = opened.enter_context(_listener(self._addresses))
+            self._port = self._listener.getsockname()[1]
+            self._file = opened.enter_context(_anonymous_file())
+            threading.Thread(target=self._serve, daemon=True).start()
+            opened.pop_all()
 
     @property
     def place(self) -> dict[str, Any]:
@@ -142,21 +85,41 @@ class Offer(Copy):
         """Whether the process may still come, or is connected."""
         return not self._is_ended
 
+    def close(self) -> None:
+        """Ends it as soon as the state is sent, without waiting for that."""
+        self._is_over.set()
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._devices.add(tensor.device)
+        return tensor.detach().clone()
+
     def _serve(self) -> None:
         try:
-            with self._listener:
-                visitor = self._visitor()
-            with visitor:
-                self._write()
-                self._send(visitor)
-                while not self._is_over.is_set() and not _has_news(visitor, _LIFE_PAUSE):
-                    pass
+            with self._file as file:
+                with self._listener:
+                    visitor = self._visitor()
+                with visitor:
+                    self._write(file)
+                    self._send(visitor, file)
+                    while not self._is_over.is_set() and not _has_news(visitor, _LIFE_PAUSE):
+                        pass
         except OSError as error:  # TimeoutError too
             _log.info("a process that joins has not fetched the state: %s", error)
         finally:
             self._state = None
             self._is_ended = True
-            os.close(self.file)
+
+    def _write(self, file: IO[bytes]) -> None:
+        """Writes the state; the file is empty if that fails."""
+        try:
+            for mark in self._marks:
+                mark.wait()
+            torch.save(self._state, file)
+            file.flush()
+        except Exception:
+            _log.exception("the state for a process that joins could not be written")
+            file.truncate(0)
+        self._state = None
 
     def _visitor(self) -> socket.socket:
         """Returns the connection of the process, which has proved that it knows the secret."""
@@ -184,14 +147,12 @@ class Offer(Copy):
             visitor.close()
         raise ConnectionAbortedError("another rank answers")
 
-    def _send(self, visitor: socket.socket) -> None:
-        size = os.fstat(self.file).st_size
+    def _send(self, visitor: socket.socket, file: IO[bytes]) -> None:
+        size = os.fstat(file.fileno()).st_size
         # Before the size is told: the process waits longest for that.
-        proof = self._prove("state", *self._nonces, _digest(self.file, size)).encode()
+        proof = self._prove("state", *self._nonces, _digest(file, size)).encode()
         visitor.sendall(_SIZE.pack(size) + self._prove("size", *self._nonces, str(size)).encode())
-        with os.fdopen(os.dup(self.file), "rb") as whole:
-            whole.seek(0)
-            visitor.sendfile(whole)
+        visitor.sendfile(file, 0)
         visitor.sendall(proof)
 
 
@@ -224,16 +185,13 @@ class Source:
         (size,) = _SIZE.unpack(_received(connection, _SIZE.size))
         connection.settimeout(environment.HOST_TIMEOUT.get())
         self._check(_received(connection, _PROOF_BYTES), "size", *nonces, str(size))
-        file = _anonymous_file()
-        try:
-            os.ftruncate(file, size)
+        with _anonymous_file() as file:
+            file.truncate(size)
             if size:
-                with mmap.mmap(file, size) as memory, memoryview(memory) as whole:
+                with mmap.mmap(file.fileno(), size) as memory, memoryview(memory) as whole:
                     _receive_into(connection, whole)
             self._check(_received(connection, _PROOF_BYTES), "state", *nonces, _digest(file, size))
             return loaded(file) if size else None
-        finally:
-            os.close(file)
 
     def close(self) -> None:
         """Ends the connection."""
@@ -244,57 +202,18 @@ class Source:
             raise ConnectionRefusedError("the other side does not know the job's secret")
 
 
-def read_file(pid: int, number: int, timeout: float) -> dict[str, Any] | None:
-    """Returns the state in a file of another process of this host; None if that process has ended before it was whole.
-
-    Args:
-        pid: The process.
-        number: The file's descriptor there.
-        timeout: For how long the process may take to write it, in seconds.
-
-    Raises:
-        TimeoutError: It took longer: the process may be stopped.
-        torch.distributed.DistBackendError: The process could not write its state.
-    """
-    end = time.monotonic() + timeout
-    try:
-        file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        while not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE:
-            if not runs(pid):
-                return None
-            if time.monotonic() >= end:
-                raise TimeoutError(f"process {pid} has not written its state within {timeout:g} s")
-            time.sleep(_PAUSE)
-        if not os.fstat(file).st_size:
-            raise dist.DistBackendError(f"process {pid} could not write its state")
-        return loaded(file)
-    finally:
-        os.close(file)
-
-
-def loaded(file: int) -> dict[str, Any]:
+def loaded(file: IO[bytes]) -> dict[str, Any]:
     """Returns the state in a whole file, in the memory of the host.
 
     Raises:
         torch.distributed.DistBackendError: It cannot be read, for example because of a type in it.
     """
-    with os.fdopen(os.dup(file), "rb") as whole:
-        whole.seek(0)
-        try:
-            state: dict[str, Any] = from_plain(torch.load(whole, weights_only=True, map_location="cpu"))
-        except Exception as error:
-            raise dist.DistBackendError(f"its state cannot be read: {error}") from error
-        return state
-
-
-def runs(pid: int) -> bool:
-    """Returns whether a process has not ended; one that its parent has not waited for has."""
-    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    return False
+    try:
+        file.seek(0)
+        state: dict[str, Any] = from_plain(torch.load(file, weights_only=True, map_location="cpu"))
+    except Exception as error:
+        raise dist.DistBackendError(f"its state cannot be read: {error}") from error
+    return state
 
 
 def _listener(addresses: Sequence[str]) -> socket.socket:
@@ -346,10 +265,10 @@ def _receive_into(connection: socket.socket, memory: memoryview, within: float |
         done += count
 
 
-def _digest(file: int, size: int) -> str:
+def _digest(file: IO[bytes], size: int) -> str:
     if not size:
         return hashlib.sha256().hexdigest()
-    with mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ) as memory:
+    with mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as memory:
         return hashlib.sha256(memory).hexdigest()
 
 
@@ -360,10 +279,6 @@ def _has_news(waited_for: socket.socket, patience: float) -> bool:
     return bool(poll.poll(1000.0 * patience))
 
 
-def _anonymous_file() -> int:
-    """Returns a file without a name, which nobody can execute, and which can be sealed."""
-    file = os.memfd_create("fog_state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(file, 0o600)
-    with contextlib.suppress(OSError):  # before Linux 6.3, the mode has to suffice
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _F_SEAL_EXEC)
-    return file
+def _anonymous_file() -> IO[bytes]:
+    """Returns a file without a name, in memory."""
+    return os.fdopen(os.memfd_create("fog_state"), "w+b")

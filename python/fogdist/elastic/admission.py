@@ -1,0 +1,237 @@
+"""How the ranks of a job answer processes that join; see `fogdist.elastic.tickets`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from fog_pg import _extension
+from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, proof_of, proves
+from fogdist.elastic.transfer import Offer
+
+_log = logging.getLogger("fogdist")
+
+# A ticket without a request to the rank that answers is over after this time, in seconds. A joiner takes a ticket a moment
+# before it asks, and asks anew when another rank answers, within half a second.
+_EMPTY_TIMEOUT = 60.0
+
+
+class Admission:
+    """Looks for joiners, on a rank of the job.
+
+    Args:
+        store: That of the first group.
+        group: The id of the first group.
+    """
+
+    def __init__(self, store: dist.Store, group: int) -> None:
+        self._store, self._group = store, group
+        extension = _extension.load()
+        self._announced, self._is_there = extension.announced, extension.announce
+        self._seen = self._epoch = 0
+        self._waits = False
+        self._nonce = secrets.token_hex(16)
+        self._over: set[int] = set()
+        self._silent: dict[
+            int, float
+        ] = {}  # tickets without a request to this rank, and when they were first seen
+        self._copies: dict[int, Offer] = {}
+        self._helped: dict[int, str] = {}  # entries of joiners that another rank answers
+
+    def is_quiet(self, epoch: int) -> bool:
+        """Returns whether nothing has happened since the last look. It asks nobody, and makes no system call."""
+        return not self._waits and self._announced() == self._seen and epoch == self._epoch
+
+    def publish_nonce(self) -> None:
+        """Tells joiners the random number that their proofs must contain, on the rank that answers."""
+        self._store.set(NONCE, self._nonce)
+
+    def leave_to_another(self, epoch: int) -> None:
+        """Does nothing for joiners, because another rank answers in this epoch."""
+        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        for ticket in list(self._copies):
+            self._close(ticket)
+
+    def help(self, epoch: int, rank: int, save: Callable[[], Mapping[str, Any]]) -> None:
+        """Gives the state to the joiners of this host that the rank that answers has left to this one.
+
+        Args:
+            epoch: The present one.
+            rank: This one.
+            save: As of `look`.
+        """
+        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        for ticket in list(self._copies):
+            if not self._has(ticket, "giver"):  # the joiner has come in, or another rank answers
+                self._close(ticket)
+            elif ticket in self._helped and not self._is_there(self._helped[ticket]):
+                self._end(ticket)
+        for ticket in range(self._first(), self._store.add(COUNT, 0) + 1):
+            if ticket in self._copies or self._has(ticket, "answer") or not self._has(ticket, "giver"):
+                continue
+            try:
+                text = self._store.get(key(ticket, "request")).decode(errors="replace")
+                request = Request.from_text(self._group, ticket, text)
+                given = json.loads(self._store.get(key(ticket, "giver")))
+                told, proof = given["told"], given["proof"]
+            except (ValueError, TypeError, KeyError):
+                continue  # the rank that answers refuses it
+            mine = proof_of("giver", request.nonce, told, group=self._group, ticket=ticket)
+            if proves(proof, mine) and json.loads(told)["rank"] == rank:
+                self._helped[ticket] = request.entry
+                self._give(request, save, json.loads(told)["living"], rank)
+
+    def look(
+        self,
+        epoch: int,
+        judge: Callable[[Request], str | None],
+        save: Callable[[], Mapping[str, Any]],
+        living: Sequence[int],
+        giver: Callable[[Request], int | None] = lambda _: None,
+    ) -> list[Request]:
+        """Answers joiners.
+
+        Args:
+            epoch: The present one.
+            judge: Returns why a joiner is refused, "" if it is not, None if that is not known yet.
+            save: Returns the state for a joiner; its tensors may change later.
+            living: The ranks that a joiner must reach; this one is the first.
+            giver: Returns the rank that gives a joiner its state; None if it is this one.
+
+        Returns:
+            The requests of those that are ready, of several for one rank the first.
+        """
+        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        if not self._store.check([NONCE]) or self._store.get(NONCE).decode(errors="replace") != self._nonce:
+            self.publish_nonce()  # another rank has answered before
+        ready: dict[int, Request] = {}
+        last = self._store.add(COUNT, 0)
+        first = self._first()
+        for ticket in range(first, last + 1):
+            if ticket in self._over:
+                continue
+            if not self._has(ticket, "request"):
+                self._close(ticket)  # its process has left it, and asks anew
+                self._end_if_silent(ticket)
+                continue
+            try:
+                text = self._store.get(key(ticket, "request")).decode(errors="replace")
+                request = Request.from_text(self._group, ticket, text)
+            except ValueError as error:
+                self._refuse(ticket, str(error))
+                continue
+            try:
+                is_there = self._is_still_there(request)
+            except (ValueError, RuntimeError) as error:
+                self._refuse(ticket, f"its address cannot be read: {error}")
+                continue
+            if not is_there or self._has(ticket, "admitted"):
+                self._end(ticket)
+                continue
+            if request.challenge != self._nonce:
+                self._end_if_silent(ticket)  # it asks again, with this rank's number
+                continue
+            self._silent.pop(ticket, None)
+            reason = judge(request)
+            if reason is None:
+                self._waits = True
+            elif reason:
+                self._refuse(ticket, reason)
+            elif self._has(ticket, "ready"):
+                ready.setdefault(request.rank, request)
+            elif not self._has(ticket, "answer"):
+                rank = giver(request)
+                if rank is None:
+                    self._give(request, save, living, living[0])
+                else:
+                    told = json.dumps({"rank": rank, "living": list(living)})
+                    proof = proof_of("giver", request.nonce, told, group=self._group, ticket=ticket)
+                    self._store.set(key(ticket, "giver"), json.dumps({"told": told, "proof": proof}))
+        before = first
+        while first in self._over:
+            self._over.discard(first)
+            self._silent.pop(first, None)
+            first += 1
+        if first > before:
+            self._store.set(FIRST, str(first))
+        return list(ready.values())
+
+    def look_again(self) -> None:
+        """Makes the next step look again, although nothing has happened."""
+        self._waits = True
+
+    def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
+        """Tells a joiner what the ranks have decided."""
+        text = json.dumps(decision)
+        signed = {
+            "decision": text,
+            "proof": proof_of("admitted", nonce, text, group=self._group, ticket=ticket),
+        }
+        self._store.set(key(ticket, "admitted"), json.dumps(signed))
+        self._end(ticket)
+
+    def _is_still_there(self, request: Request) -> bool:
+        """Returns whether a joiner has not ended, as far as that is known."""
+        if _extension.load().read_entry(request.entry)["is_visible"]:
+            return bool(self._is_there(request.entry))
+        copy = self._copies.get(request.ticket)
+        return copy is None or copy.is_wanted
+
+    def _give(
+        self, request: Request, save: Callable[[], Mapping[str, Any]], living: Sequence[int], rank: int
+    ) -> None:
+        """Gives a joiner a copy of the state of this rank, or refuses it if there is no memory or file for that."""
+        ticket, extension = request.ticket, _extension.load()
+        try:
+            addresses = extension.read_entry(extension.own_entry())["addresses"]
+            prove = partial(proof_of, group=self._group, ticket=ticket)
+            copy = self._copies[ticket] = Offer(save(), addresses, prove)
+        except Exception as error:
+            _log.exception("the state for a process that joins could not be copied")
+            self._refuse(ticket, f"rank {rank} could not copy its state: {type(error).__name__}: {error}")
+            return
+        place = json.dumps({**copy.place, "living": list(living)})
+        answer = {
+            "place": place,
+            "proof": proof_of("answer", request.nonce, place, group=self._group, ticket=ticket),
+        }
+        self._store.set(key(ticket, "answer"), json.dumps(answer))
+
+    def _first(self) -> int:
+        """Returns the first ticket that is not over."""
+        with contextlib.suppress(ValueError):
+            return max(int(self._store.get(FIRST)), 1) if self._store.check([FIRST]) else 1
+        return 1
+
+    def _refuse(self, ticket: int, reason: str) -> None:
+        _log.warning("a process that wants to join (ticket %d) is refused: %s", ticket, reason)
+        self._store.set(key(ticket, "refused"), reason)
+        self._end(ticket)
+
+    def _has(self, ticket: int, what: str) -> bool:
+        return bool(self._store.check([key(ticket, what)]))
+
+    def _end(self, ticket: int) -> None:
+        """Ends a ticket; what the joiner has not read yet, it deletes itself."""
+        self._over.add(ticket)
+        delete(self._store, ticket, "request", "giver", "answer", "ready")
+        self._close(ticket)
+
+    def _end_if_silent(self, ticket: int) -> None:
+        """Ends a ticket whose process has asked for nothing that this rank answers, for a long time."""
+        if time.monotonic() > self._silent.setdefault(ticket, time.monotonic()) + _EMPTY_TIMEOUT:
+            self._end(ticket)
+
+    def _close(self, ticket: int) -> None:
+        """Ends the copy of a ticket, if there is one."""
+        self._helped.pop(ticket, None)
+        if (copy := self._copies.pop(ticket, None)) is not None:
+            copy.close()
