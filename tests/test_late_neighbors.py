@@ -25,8 +25,7 @@ import torch
 import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
-from fogdist.training import arrivals
-from fogdist.training.arrivals import Arrivals
+from fogdist.training import pace
 from fogdist.training.patient_mixer import PatientMixer
 from harness import RUN_TIMEOUT, World, WorldPool, on_ranks
 from test_window_optimizers import unbalanced
@@ -407,17 +406,15 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float, neighbors: int = 1) -> None:
         self.now = 0.0
-        self.told: list[float] = []
         self._numbers: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(neighbors)}
         self.gone: set[int] = set()
-        self.p = 0.0
-        self.tensor = torch.zeros(1)
+        self.in_neighbors = list(range(neighbors))
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(arrivals, "time", clock)
+        monkeypatch.setattr(pace, "time", clock)
         options = SimpleNamespace(_timeout=timedelta(seconds=100))
-        backend = SimpleNamespace(options=options, create_window=lambda *_, **__: self)
-        context: Any = SimpleNamespace(backend=backend)
-        self.arrivals = Arrivals(context, "x", range(neighbors), range(neighbors), patience)
+        self.context = SimpleNamespace(backend=SimpleNamespace(options=options))
+        stands_for_pace: Any = self
+        self.arrivals = pace.Arrivals(stands_for_pace, patience)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -426,14 +423,14 @@ class Clock:
         """Makes a neighbor's number known some time from now."""
         self._numbers[rank].append((self.now + after, number))
 
-    def slot_p(self, rank: int) -> float:
+    def told(self, rank: int) -> float:
         return float(max((number for at, number in self._numbers[rank] if at <= self.now), default=0))
 
     def is_gone(self, rank: int) -> bool:
         return rank in self.gone
 
-    def put(self, *_: Any, **__: Any) -> None:
-        self.told.append(self.p)
+    def must_give_way(self) -> bool:
+        return False
 
     def wait(self) -> float:
         """Returns the time of a wait of the arrivals."""
@@ -492,9 +489,6 @@ def test_who_was_late_itself_is_in_step_again(monkeypatch: pytest.MonkeyPatch) -
     assert world.wait() == 0.0  # a neighbor may be one round ahead
     world.send(0, 0.1, 51)
     assert world.wait() == pytest.approx(0.1, abs=2e-3)
-    world.arrivals.tell()
-    world.arrivals.tell()
-    assert world.told == [1.0, 2.0]
 
 
 def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,7 +500,7 @@ def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.Monk
     world.send(0, 0.05, 6)
     world.gone.add(1)
     ordinary = world.sleep
-    monkeypatch.setattr(arrivals.time, "sleep", lambda seconds: ordinary(30.0))
+    monkeypatch.setattr(pace.time, "sleep", lambda seconds: ordinary(30.0))
     assert world.wait() >= 30.0
     assert world.arrivals.late == {1}  # it has ended
 

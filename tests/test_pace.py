@@ -18,9 +18,9 @@ from harness import on_ranks
 from torch import nn
 
 KINDS: dict[str, Any] = {
-    "win_put": bf.DistributedWinPutOptimizer,
-    "pull_get": bf.DistributedPullGetOptimizer,
-    "push_sum": bf.DistributedPushSumOptimizer,
+    "win_put": fogdist.algorithms.WinPut,
+    "pull_get": fogdist.algorithms.PullGet,
+    "push_sum": fogdist.algorithms.WindowPushSum,
     "gossip": fogdist.algorithms.AsynchronousGossip,
 }
 

@@ -23,8 +23,8 @@ from fogdist.observe.flight_record import count_step
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import check_count, check_factor
-from fogdist.training.change_watch import forward_changes_parameters
 from fogdist.training.continuing import OnLoss
+from fogdist.training.mixer import forward_changes_parameters
 from fogdist.training.pace import MAX_STALENESS
 from fogdist.training.passes import is_training_pass
 from fogdist.training.plans import Plans, TopologyLike, topology_of

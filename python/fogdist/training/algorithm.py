@@ -19,7 +19,7 @@ from fogdist.elastic.membership import members_of
 from fogdist.elastic.seat import Seat
 from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
-from fogdist.packing import are_same, cap_bytes
+from fogdist.packing import cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
 from fogdist.training.buckets import FlatBuckets
@@ -688,7 +688,7 @@ class Algorithm(DistributedOptimizer):
         return [parameter for parameter, _ in pairs], [number for _, number in pairs]
 
     def _holds(self, parameters: Sequence[Tensor], numbers: Sequence[int]) -> bool:
-        return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
+        return self.buckets.holds(parameters) and self._group_numbers == numbers
 
     def _hold(self) -> None:
         """Makes buckets for the parameters. Collective: ranks compare their layout, and all that describes the algorithm."""

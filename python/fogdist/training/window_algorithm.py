@@ -93,6 +93,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _prefix: str
     _in_flight: list[dist.Work]
     compression: Codec | None
+    patience: float | None = None
     _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
     def __init__(
@@ -381,7 +382,9 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self._open()
         topology, gives_way = self.context.topology, self._seat is not None
         neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
-        self._pace = Pace(self.context, self._prefix, *neighbors, gives_way=gives_way)
+        self._pace = Pace(
+            self.context, self._prefix, *neighbors, gives_way=gives_way, tells=self.patience is not None
+        )
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether the group's topology has an edge from each rank to each other one."""
