@@ -43,8 +43,10 @@ def main() -> None:
     """Runs the engine; the arguments are the folder of the cluster, and the seconds in which the controller must start."""
     if sys.path and sys.path[0] == os.path.dirname(os.path.abspath(__file__)):
         del sys.path[0]  # the folder of a script, which is a package here
-    folder, timeout = Path(sys.argv[1]), float(sys.argv[2])
-    if os.environ["RANK"] == "0":
+    from fog_pg import environment
+
+    folder, timeout, rank = Path(sys.argv[1]), float(sys.argv[2]), environment.RANK.get()
+    if rank == 0:
         # In a session of its own it outlives this rank. It ends with the job, as all that ranks leave behind.
         command = [sys.executable, *_CONTROLLER, f"--profile-dir={folder}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -67,7 +69,7 @@ def main() -> None:
 
             signal.signal(signal.SIGINT, interrupt)
 
-    options = {"max_heartbeat_misses": 0, "id": os.environ["RANK"], "timeout": timeout}
+    options = {"max_heartbeat_misses": 0, "id": rank, "timeout": timeout}
     words = [f"--Engine.{name}={value}" for name, value in options.items()]
     Engine.launch_instance([f"--profile-dir={folder}", *words])
 
