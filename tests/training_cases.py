@@ -8,7 +8,6 @@ lost update or a gradient at the wrong point shows at once: trajectories agree u
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -136,9 +135,12 @@ IN_STEP: dict[str, dict[str, Any]] = {
 VIEWS: dict[str, Callable[..., Any]] = {
     **FACTORIES,
     "atc in backward": partial(FACTORIES["atc"], step_in_backward=True, bucket_cap_mb=1e-4),
-    "cta": partial(algorithms.DecentralizedSGD, order="cta"),
+    "cta": partial(algorithms.DecentralizedSGD, order="cta", broadcast=False),
     **WINDOWS,
-    **{name: partial(getattr(algorithms, name), **options) for name, options in IN_STEP.items()},
+    **{
+        name: partial(getattr(algorithms, name), broadcast=False, **options)
+        for name, options in IN_STEP.items()
+    },
 }
 ENTRIES = [*VIEWS, "wrapper"]
 # The rules of `Simulation` for the entries, on a graph on which push-sum's p stays 1.
@@ -174,9 +176,7 @@ def distribute(kind: str, base: Optimizer, model: Any, **options: Any) -> tuple[
     if kind == "wrapper":
         wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False, **options)
         return wrapper, base
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = VIEWS[kind](base, model, **options)
+    optimizer = VIEWS[kind](base, model, **options)
     if kind in WINDOWS:
         optimizer.force_barrier = True
     return model, optimizer
