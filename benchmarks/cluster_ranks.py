@@ -38,21 +38,6 @@ from workloads import (
     sizes_of,
 )
 
-# By name: the heading. Those of contracts between programs.
-WAYS = {
-    "none": "no exchange",
-    "ddp_gloo": "DDP on Gloo",
-    "ddp_fog": "DDP on fog",
-    "one_peer_exp": "one-peer exponential",
-    "static_exp": "static exponential",
-    "base_k": "Base-3",
-    "hierarchical": "hierarchical, one-peer",
-    "async_win": "asynchronous windows",
-    "win_put": "win-put optimizer",
-    "async_gossip": "AD-PSGD, skips the busy",
-    "local_sgd": "local SGD",
-    "gossip_diloco": "gossip DiLoCo",
-}
 # In which ranks go at their own pace, and may make different numbers of steps.
 ASYNCHRONOUS = {"none", "async_win", "win_put", "async_gossip"}
 # Whose exchanges come every `local_steps` steps only.
@@ -383,7 +368,7 @@ class ClusterRank:
                 algorithm(bf.DistributedAdaptWithCombineOptimizer, communication_type=kind),
                 is_of_machines=True,
             )
-        raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
+        raise ValueError(f"way must be one of cluster.WAYS, got {way!r}")
 
     def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:
         """One peer a step, told to the optimizer before it."""
