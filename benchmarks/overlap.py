@@ -197,7 +197,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     from models import mlp
 
     systems = side_by_side.join(address(0))
-    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n))
 
     def median(name: str, model: Callable[[], nn.Module], batch: int) -> float:
         """Seconds of a step, from a few."""

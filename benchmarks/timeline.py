@@ -43,7 +43,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     import torch
 
     systems = side_by_side.join()
-    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="fog-timeline-") as folder:
 

@@ -142,7 +142,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
     systems = side_by_side.join()
     size = systems.size
-    fogdist.init(lambda n: fogdist.topology.by_name(arguments.topology, n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name(arguments.topology, n))
     rows: list[Row] = []
     for name in arguments.models:
         task = TASKS[name]

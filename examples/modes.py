@@ -116,7 +116,7 @@ def _wrapper(mode: Any) -> Callable[[Setup], Trainer]:
         module = fogdist.DecentralizedDataParallel(
             setup.model, setup.make_optimizer, setup.sequence, mode, average_buffers=mode == "sync"
         )
-        return Trainer(module, module.optimizer, finish=lambda: module.global_average(buffers=True))
+        return Trainer(module, module.optimizer, finish=lambda: module.average(buffers=True))
 
     return make
 

@@ -115,7 +115,7 @@ def measure_algorithms(rows: int) -> dict[str, tuple[int, list[int]]]:
     model = torch.nn.Linear(rows, rows, bias=False)
     model.weight.data = torch.ones(rows, rows)
     base = torch.optim.SGD(model.parameters(), lr=1.0)
-    optimizer = fogdist.algorithms.SparseLoCo(base, model, compression=codec, local_steps=1)
+    optimizer = fogdist.algorithms.SparseLoCo(base, model, compression=codec, local_steps=1, broadcast=False)
     generator = torch.Generator().manual_seed(fogdist.rank())
 
     def make_a_step() -> Tensor:

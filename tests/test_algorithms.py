@@ -488,9 +488,7 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
         options["topology"], _ = static("star", size)
     elif case.graph != "all":
         options["topology"] = algorithms.Neighbors()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = class_of(case.name)(base, model, local_steps=case.every, **options)
+    optimizer = class_of(case.name)(base, model, local_steps=case.every, broadcast=False, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY if case.decays else 1.0)
     return model, optimizer, scheduler
 
@@ -762,7 +760,7 @@ def hooked_adamw(by_hook: bool) -> Tensor:
     if by_hook:
         base.register_step_pre_hook(halve)
         base.register_step_post_hook(lambda *_: seen.append(model.x().clone()))
-    optimizer = algorithms.DecentralizedAdamW(base, model)
+    optimizer = algorithms.DecentralizedAdamW(base, model, broadcast=False)
     for step in range(3):
         optimizer.zero_grad()
         model(step).backward()
@@ -783,7 +781,6 @@ def hooked_adamw(by_hook: bool) -> Tensor:
 def test_hooks_of_a_step_that_decentralized_adamw_makes_itself() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a scheduler warns if it does not see the steps
-        warnings.filterwarnings("ignore", "ranks start from")
         assert torch.equal(hooked_adamw(True), hooked_adamw(False))
 
 
@@ -923,9 +920,7 @@ def gossip(**options: Any) -> tuple[Quadratic, Any]:
         {"params": [model.weight], "lr": float(RATES[0])},
         {"params": [model.bias], "lr": float(RATES[-1])},
     ]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        return model, algorithms.AsynchronousGossip(torch.optim.SGD(groups), model, **options)
+    return model, algorithms.AsynchronousGossip(torch.optim.SGD(groups), model, broadcast=False, **options)
 
 
 def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
@@ -1191,19 +1186,6 @@ def test_wrong_arguments() -> None:
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="dense"):
         tracking.step()
-
-
-@on_ranks(2)
-def test_ranks_hear_if_they_start_apart() -> None:
-    rank, _ = start()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for begin in (0, rank):
-            model = Quadratic(0, begin)
-            algorithms.D2(torch.optim.SGD(model.parameters(), lr=0.1), model)
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert "2 different" in str(warning.message) and "broadcast_parameters" in str(warning.message)
 
 
 # --- consensus distance -------------------------------------------------------------------------------------

@@ -130,7 +130,7 @@ def push_sum(seed: int, **options: Any) -> tuple[Net, Any]:
     """Two buckets, whose p differ where ranks go at their own pace; parameters only mix."""
     model = make_net(seed)
     base = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = algorithms.WindowPushSum(base, model, bucket_cap_mb=1e-4, **options)
+    optimizer = algorithms.WindowPushSum(base, model, bucket_cap_mb=1e-4, broadcast=False, **options)
     optimizer.force_barrier = False
     return model, optimizer
 
@@ -405,7 +405,7 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
 def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
     rank, _ = start()
     model = make_net(rank)
-    optimizer = algorithms.GradientTracking(sgd(model), model)
+    optimizer = algorithms.GradientTracking(sgd(model), model, broadcast=False)
     go_on(model, optimizer, rank, 0, 2)
     kept = snapshot(model)
     saving = checkpoint.save_nonblocking(tmp_path, model, optimizer, step=2, extra=[rank])
@@ -437,7 +437,7 @@ def test_what_gossip_has_in_flight_is_saved(tmp_path: Path) -> None:
     model = make_net(rank)
     first = bf.allreduce(snapshot(model).double())
     base = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = algorithms.AsynchronousGossip(base, model)
+    optimizer = algorithms.AsynchronousGossip(base, model, broadcast=False)
     for part in range(2):
         go_on(model, optimizer, rank, 0, 3 + 5 * rank)  # ranks make different numbers of steps
         checkpoint.save(tmp_path, model, optimizer, step=part)
@@ -449,7 +449,7 @@ def test_what_gossip_has_in_flight_is_saved(tmp_path: Path) -> None:
     base = torch.optim.SGD(other.parameters(), lr=0.0)
     checkpoint.load(tmp_path, other, base)
     assert torch.equal(snapshot(other), kept)
-    optimizer = algorithms.AsynchronousGossip(base, other)
+    optimizer = algorithms.AsynchronousGossip(base, other, broadcast=False)
     go_on(other, optimizer, rank, 0, 2)
     optimizer.finish()
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,9 +58,9 @@ class Weights(nn.Module):
 
 
 def made(name: str, model: nn.Module, rate: float = 0.0, **options: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        return getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=rate), model, **options)
+    return getattr(algorithms, name)(
+        torch.optim.SGD(model.parameters(), lr=rate), model, broadcast=False, **options
+    )
 
 
 def steps(optimizer: Any, count: int) -> None:
@@ -196,7 +195,7 @@ def change_the_topology(case: Case, at: int) -> np.ndarray:
     rank, size = start(topology.ring)
     parts = make(case, rank)
     path = advance(case, *parts, range(at))
-    assert fogdist.set_topology(topology.star(size))
+    fogdist.set_topology(topology.uniform_weights(topology.star(size)))
     return np.stack([*path, *advance(case, *parts, range(at, test_algorithms.STEPS))])
 
 

@@ -355,7 +355,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numel: int) -
 
 @on_ranks(4)
 def test_algorithms_mix_compressed_values() -> None:
-    fogdist.init(topology.ring, is_weighted=True)
+    fogdist.init(topology.ring)
     rank, size = fogdist.rank(), fogdist.size()
     x = [make_input(r, torch.float32, 300) for r in range(size)]
     sources = [((rank + hop) % size, 1 / 3) for hop in (1, 3)]
@@ -365,7 +365,11 @@ def test_algorithms_mix_compressed_values() -> None:
             expected, _ = expected_at(codec, plan, x, 0, "conserve")
             for algorithm in (DecentralizedSGD, GradientTracking):
                 model, plain = at_rest(x[rank])
-                step(model, algorithm(plain, model, topology=Neighbors(compression=codec)), 300)
+                step(
+                    model,
+                    algorithm(plain, model, topology=Neighbors(compression=codec), broadcast=False),
+                    300,
+                )
                 checks.close(f"{algorithm} {codec}", model.weight.detach()[0], expected)
             model, plain = at_rest(x[rank])
             wrapped = fogdist.DecentralizedDataParallel(model, plain, compression=codec, broadcast=False)
@@ -442,7 +446,7 @@ def exchange_between_machines(numel: int) -> None:
     means = [((x[2 * m].double() + x[2 * m + 1].double()) / 2).float() for m in range(2)]
     found = fogdist.hierarchical_neighbor_allreduce(x[rank], compression=Int8())
     model, plain = at_rest(x[rank])
-    step(model, DecentralizedSGD(plain, model, topology=Machines(compression=Int8())), numel)
+    step(model, DecentralizedSGD(plain, model, topology=Machines(compression=Int8()), broadcast=False), numel)
     plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [])
     for begin, end in ((0, cut), (cut, numel)):
         slices = [mean[begin:end] for mean in means]

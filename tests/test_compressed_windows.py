@@ -303,7 +303,9 @@ def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> t
         options = {"mode": "async", "broadcast": False, "compression": codec}
         wrapped = fogdist.DecentralizedDataParallel(model, plain, **options)
     else:
-        optimizer = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind](plain, model, compression=codec)
+        optimizer = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind](
+            plain, model, compression=codec, broadcast=False
+        )
         optimizer.force_barrier = in_step
     for _ in range(rounds):
         optimizer.zero_grad()
@@ -382,7 +384,7 @@ def gossip(codec: Codec, steps: int, slow: int | None, lost: float, dtype: torch
     rank = fogdist.rank()
     model = Point(rank, dtype)
     plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = AsynchronousGossip(plain, model, compression=codec)
+    optimizer = AsynchronousGossip(plain, model, compression=codec, broadcast=False)
     replicas = optimizer._windows._replicas  # type: ignore[union-attr]
     generator = random.Random(rank)
     dropped = 0

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import fogdist
@@ -59,7 +58,6 @@ from training_cases import (
 )
 
 STEPS = 6
-LONG = timedelta(seconds=20)
 
 
 TOPOLOGIES: dict[str, Callable[[int], Any]] = {
@@ -211,10 +209,7 @@ def test_rounds_go_on(mode: str) -> None:
         for number in range(5):
             if wrapper is None:
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-                options = {"max_staleness": 0} if mode == "async" else {}
-                wrapper = DecentralizedDataParallel(
-                    model, optimizer, topology, mode, broadcast=False, **options
-                )
+                wrapper = DecentralizedDataParallel(model, optimizer, topology, mode, broadcast=False)
                 assert wrapper.round == 0
                 wrapper.round = number
             wrapper(torch.ones(1, 1)).sum().backward()
@@ -367,7 +362,6 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
         topologies.ring(size),
         mode,
         average_buffers=True,
-        **({"max_staleness": 0} if mode == "async" else {}),
     )
     means = [torch.zeros(4, dtype=torch.float64) for _ in range(size)]
     for step in range(4):
@@ -536,10 +530,10 @@ def test_ranks_that_disagree() -> None:
     for make, text in (
         (
             lambda: DecentralizedDataParallel(frozen, lambda p: torch.optim.SGD(p, lr=0.1)),
-            "'0.bias', not mixed",
+            "'0.bias'",
         ),
         (lambda: DecentralizedDataParallel(model, sgd, topology), "topology: round 0 has the matrix"),
-        (lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"), "mode: async"),
+        (lambda: DecentralizedDataParallel(model, sgd, mode="async" if rank else "sync"), "mode='async'"),
         (lambda: fogdist.algorithms.LocalSGD(sgd, model, local_steps=2 + rank), "same on all ranks"),
     ):
         with pytest.raises(ValueError, match=text) as caught:
@@ -572,12 +566,16 @@ def test_bad_arguments() -> None:
         (TypeError, "optimizer must be a torch.optim.Optimizer or a function", (model, 3), {}),
         (TypeError, "one that makes a int", (model, lambda p: 3), {}),
         (ValueError, "mode must be 'sync' or 'async', got 'both'", (model, sgd, None, "both"), {}),
-        (ValueError, "max_staleness, timeout must not", (model, sgd), {"max_staleness": 1, "timeout": LONG}),
+        (
+            ValueError,
+            "max_staleness, skip_lost must not",
+            (model, sgd),
+            {"max_staleness": 1, "skip_lost": True},
+        ),
         (ValueError, "max_staleness must be", (model, sgd, None, "async"), {"max_staleness": -1}),
         (ValueError, "staleness_damping must be", (model, sgd, None, "async"), {"staleness_damping": -1}),
-        (TypeError, "timeout must be a datetime", (model, sgd, None, "async"), {"timeout": 3}),
         (ValueError, "bucket_cap_mb must be above 0", (model, sgd), {"bucket_cap_mb": 0}),
-        (TypeError, "topology must be a networkx.DiGraph", (model, sgd, [1]), {}),
+        (TypeError, "topology must be a fogdist.topology.Topology", (model, sgd, [1]), {}),
         (ValueError, "as many nodes as ranks", (model, sgd, topologies.ring(size + 1)), {}),
         (ValueError, "sum to 1", (model, sgd, unweighted), {}),
         (ValueError, "must have a period", (model, sgd, topologies.random_matching(size), "async"), {}),
@@ -687,7 +685,7 @@ def take_turns(run: Run) -> tuple[list[Tensor], list[dict[int, int | None]]]:
             states.append(snapshot(model))
             ages.append(wrapper.staleness())
             # wait until the neighbors have the values, because a put between hosts takes time
-            wrapper._mixing.discard()
+            wrapper._driver.discard()
         dist.barrier()
     wrapper.close()
     return states, ages
@@ -744,29 +742,6 @@ def step(wrapper: DecentralizedDataParallel) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_waits_until_the_timeout_only() -> None:
-    rank, _ = start()
-    x, wrapper = make_scalar(float(rank), max_staleness=1, timeout=timedelta(seconds=0.3))
-    if rank == 0:
-        step(wrapper)
-        step(wrapper)  # one iteration ahead of rank 1
-        with pytest.raises(dist.DistBackendError, match=r"rank 1 has done 0 iterations, .* this rank 2.*=1"):
-            step(wrapper)
-        assert x == 0.0
-    dist.barrier()
-    if rank == 1:
-        step(wrapper)
-        assert x == 0.5
-    dist.barrier()
-    if rank == 0:
-        step(wrapper)
-        assert x == 0.25
-        assert wrapper.staleness() == {1: 2}
-    dist.barrier()
-    wrapper.close()
-
-
-@on_ranks(2)
 def test_pause() -> None:
     """Rank 1 pauses: rank 0 goes on without its values and does not wait. Then rank 1 comes back."""
     rank, _ = start()
@@ -806,10 +781,10 @@ def to_the_last(size: int) -> nx.DiGraph:
 
 
 @on_ranks(3)
-def test_a_rank_that_comes_back_has_its_bound() -> None:
-    """A rank that comes back counts on from the neighbor that is farthest ahead, so it waits for the others."""
+def test_a_rank_that_comes_back_counts_on() -> None:
+    """It counts on from the neighbor that is farthest ahead."""
     rank, _ = start()
-    _, wrapper = make_scalar(float(rank), to_the_last, max_staleness=1, timeout=timedelta(seconds=0.3))
+    _, wrapper = make_scalar(float(rank), to_the_last)
     step(wrapper)
     dist.barrier()
     if rank == 2:
@@ -820,8 +795,8 @@ def test_a_rank_that_comes_back_has_its_bound() -> None:
             step(wrapper)
     dist.barrier()
     if rank == 2:
-        with pytest.raises(dist.DistBackendError, match=r"rank 0 has done 1 iterations, .* this rank 10"):
-            step(wrapper)
+        step(wrapper)
+        assert wrapper.staleness() == {0: 10, 1: 1}
     dist.barrier()
     wrapper.close()
 
@@ -855,31 +830,25 @@ def test_one_that_pauses_hides_no_lost_neighbor(new_world):
     assert [o.state for o in outcomes] == ["returned", "returned", "died", "returned"], outcomes[0]
 
 
-def stop_a_neighbor(max_staleness: Any, timeout: timedelta) -> None:
-    """Stops rank 0, from which rank 1 gets values, for 30 steps of rank 1, or until one fails."""
+def stop_a_neighbor() -> None:
+    """Stops rank 0, from which rank 1 gets values, for 30 steps of rank 1."""
     rank, _ = start()
-    _, wrapper = make_scalar(float(rank), from_the_first, max_staleness=max_staleness, timeout=timeout)
+    _, wrapper = make_scalar(float(rank), from_the_first)
     step(wrapper)
     pids = bf.allgather(torch.tensor([os.getpid()])).tolist()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    text = rf"rank 0 has done .*max_staleness={max_staleness}"
     try:
-        fails = max_staleness != "auto"
-        with pytest.raises(dist.DistBackendError, match=text) if fails else nullcontext():
-            for _ in range(30):
-                step(wrapper)
+        for _ in range(30):
+            step(wrapper)
     finally:
         os.kill(pids[0], signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("max_staleness", "timeout"), [(2, timedelta(seconds=2)), ("auto", LONG)])
-def test_a_neighbor_on_another_host_stops(new_world, max_staleness, timeout):
-    """A given bound holds until the timeout. With the default, a rank waits for one second in all, not at each step."""
-    world = new_world(2, environment={"_FOG_LOCAL_LINKS": "0"})
-    # Waiting for LONG at each of 30 steps would be a hang.
-    world.run(stop_a_neighbor, max_staleness, timeout)
+def test_a_neighbor_on_another_host_stops(new_world):
+    """A rank waits for one second in all, not at each step: waiting for the group's timeout each time would be a hang."""
+    new_world(2, environment={"_FOG_LOCAL_LINKS": "0"}).run(stop_a_neighbor)
 
 
 @on_ranks(4)
@@ -902,7 +871,7 @@ def test_a_new_topology() -> None:
     dist.barrier()
     assert x.data_ptr() == address
     # The topology of the group itself is never frozen.
-    assert fogdist.set_topology(topologies.ring(size)) is True
+    fogdist.set_topology(topologies.ring(size))
     wrapper.close()
 
 
@@ -922,7 +891,7 @@ def test_local_steps_put_nothing() -> None:
 
 def lose_a_neighbor() -> None:
     rank, _ = start()
-    x, wrapper = make_scalar(float(rank), skip_lost=True, max_staleness=1000, timeout=LONG)
+    x, wrapper = make_scalar(float(rank), skip_lost=True, max_staleness=1000)
     step(wrapper)
     dist.barrier()
     if rank == 2:
@@ -953,7 +922,7 @@ def test_a_lost_neighbor_is_skipped_on_request(new_world):
 def end_early() -> None:
     """Rank 1 has no more work, pauses and ends; rank 0 goes on alone."""
     fogdist.init()
-    x, wrapper = make_scalar(float(fogdist.rank()), max_staleness=1, timeout=LONG)
+    x, wrapper = make_scalar(float(fogdist.rank()), max_staleness=1)
     step(wrapper)
     dist.barrier()
     store = dist.distributed_c10d._get_default_store()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from typing import Any
 
 import fogdist
@@ -21,11 +21,9 @@ KINDS = [*IN_STEP, *WINDOWS, "awc", "atc", "AsynchronousGossip", "DecentralizedA
 
 def made(kind: str, model: nn.Module) -> Any:
     """Returns an algorithm around a new optimizer of the model."""
-    factory = VIEWS[kind] if kind in VIEWS else getattr(algorithms, kind)
+    factory = VIEWS[kind] if kind in VIEWS else partial(getattr(algorithms, kind), broadcast=False)
     base = OPTIMIZERS["adamw"](model.parameters()) if kind == "DecentralizedAdamW" else sgd(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        return factory(base, model)
+    return factory(base, model)
 
 
 def step(optimizer: Any, model: nn.Module, rank: int, number: int) -> None:
@@ -78,6 +76,19 @@ def test_its_steps_are_those_of_the_algorithm() -> None:
                 step(optimizer, ours, rank, number)
                 step(other, theirs, rank, number)
             checks.equal(name, snapshot(ours), snapshot(theirs))
+
+
+@on_ranks(3)
+def test_all_ranks_start_from_rank_0() -> None:
+    """The parameters and the buffers, in all algorithms."""
+    rank, _ = start(topology.symmetric_exponential)
+    for kind in (*IN_STEP, "WinPut", "PullGet", "WindowPushSum", "AsynchronousGossip", "DecentralizedAdamW"):
+        model = make_net(rank)
+        model.register_buffer("mean", torch.full((2,), float(rank)))
+        base = OPTIMIZERS["adamw"](model.parameters()) if kind == "DecentralizedAdamW" else sgd(model)
+        optimizer = getattr(algorithms, kind)(base, model)
+        assert torch.equal(snapshot(model), snapshot(make_net(0))) and not model.mean.any(), kind
+        optimizer.close()
 
 
 @on_ranks([1, 3])

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +25,7 @@ import torch
 import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
-from fogdist.training import arrivals
-from fogdist.training.arrivals import Arrivals
+from fogdist.training import pace
 from fogdist.training.patient_mixer import PatientMixer
 from harness import RUN_TIMEOUT, World, WorldPool, on_ranks
 from test_window_optimizers import unbalanced
@@ -59,7 +57,7 @@ def mixing_by(kind: str, base: Any, model: nn.Module, graph: str, **options: Any
     if kind == "wrapper":
         wrapper = fogdist.DecentralizedDataParallel(model, base, mixing, broadcast=False, **options)
         return wrapper, base, wrapper
-    options.setdefault("bucket_cap_mb", 1e-4)
+    options = {"bucket_cap_mb": 1e-4, "broadcast": False, **options}
     optimizer = algorithms.DecentralizedSGD(base, model, order=kind, topology=mixing, **options)
     return model, optimizer, optimizer
 
@@ -77,8 +75,7 @@ def average(mixer: Any, model: nn.Module) -> None:
 
 
 def train(kind: str, graph: str, patience: float | None) -> tuple[torch.Tensor, list[int]]:
-    warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.topology.ring)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     called, optimizer, mixer = mixing_by(kind, sgd(model), model, graph, patience=patience)
     for number in range(8):
@@ -102,11 +99,10 @@ def test_if_nobody_is_late_averages_are_as_without(worlds: WorldPool, kind: str,
 
 @on_ranks(3)
 def test_training_goes_on_from_a_state_dict() -> None:
-    warnings.filterwarnings("ignore", "ranks start from")
-    rank, size = start(fogdist.topology.ring)
+    rank, size = start(topologies.ring)
     model = make_net(rank)
     optimizer = algorithms.DecentralizedSGD(
-        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER
+        sgd(model), model, topology=topologies.one_peer_exponential(size), patience=FOREVER, broadcast=False
     )
     for number in range(5):
         train_step(model, optimizer, rank, number)
@@ -144,8 +140,7 @@ def train_with_a_late_rank(
     kind: str, graph: str, how: str, folder: Path, patience: float, late: int = 3
 ) -> Training:
     """The late rank stands still until the others have made 30 rounds. Parameters only mix."""
-    warnings.filterwarnings("ignore", "ranks start from")
-    rank, size = start(fogdist.topology.ring)
+    rank, size = start(topologies.ring)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     base = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -283,8 +278,7 @@ def test_between_hosts(new_world: Callable[..., World], tmp_path: Path, how: str
 
 
 def train_until_one_dies(kind: str) -> tuple[str, int]:
-    warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.topology.ring)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     called, optimizer, _ = mixing_by(kind, sgd(model), model, "group", patience=5.0)
     number = 0
@@ -319,8 +313,7 @@ def train_on(
 
     Returns the membership, parameters before and after, and rounds.
     """
-    warnings.filterwarnings("ignore", "ranks start from")
-    rank, _ = start(fogdist.topology.ring)
+    rank, _ = start(topologies.ring)
     model = make_net(rank)
     if while_they_reopen and rank == victims[-1]:
         # In the second meeting: the group of the first one is destroyed then.
@@ -413,17 +406,15 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float, neighbors: int = 1) -> None:
         self.now = 0.0
-        self.told: list[float] = []
         self._numbers: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(neighbors)}
         self.gone: set[int] = set()
-        self.p = 0.0
-        self.tensor = torch.zeros(1)
+        self.in_neighbors = list(range(neighbors))
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
-        monkeypatch.setattr(arrivals, "time", clock)
+        monkeypatch.setattr(pace, "time", clock)
         options = SimpleNamespace(_timeout=timedelta(seconds=100))
-        backend = SimpleNamespace(options=options, create_window=lambda *_, **__: self)
-        context: Any = SimpleNamespace(backend=backend)
-        self.arrivals = Arrivals(context, "x", range(neighbors), range(neighbors), patience)
+        self.context = SimpleNamespace(backend=SimpleNamespace(options=options))
+        stands_for_pace: Any = self
+        self.arrivals = pace.Arrivals(stands_for_pace, patience)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -432,14 +423,14 @@ class Clock:
         """Makes a neighbor's number known some time from now."""
         self._numbers[rank].append((self.now + after, number))
 
-    def slot_p(self, rank: int) -> float:
+    def told(self, rank: int) -> float:
         return float(max((number for at, number in self._numbers[rank] if at <= self.now), default=0))
 
     def is_gone(self, rank: int) -> bool:
         return rank in self.gone
 
-    def put(self, *_: Any, **__: Any) -> None:
-        self.told.append(self.p)
+    def must_give_way(self) -> bool:
+        return False
 
     def wait(self) -> float:
         """Returns the time of a wait of the arrivals."""
@@ -498,9 +489,6 @@ def test_who_was_late_itself_is_in_step_again(monkeypatch: pytest.MonkeyPatch) -
     assert world.wait() == 0.0  # a neighbor may be one round ahead
     world.send(0, 0.1, 51)
     assert world.wait() == pytest.approx(0.1, abs=2e-3)
-    world.arrivals.tell()
-    world.arrivals.tell()
-    assert world.told == [1.0, 2.0]
 
 
 def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +500,7 @@ def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.Monk
     world.send(0, 0.05, 6)
     world.gone.add(1)
     ordinary = world.sleep
-    monkeypatch.setattr(arrivals.time, "sleep", lambda seconds: ordinary(30.0))
+    monkeypatch.setattr(pace.time, "sleep", lambda seconds: ordinary(30.0))
     assert world.wait() >= 30.0
     assert world.arrivals.late == {1}  # it has ended
 
@@ -526,7 +514,9 @@ def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
     first = bf.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
-    optimizer = algorithms.WindowPushSum(torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0)
+    optimizer = algorithms.WindowPushSum(
+        torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0, broadcast=False
+    )
     found: dict[str, Any] = {"late": set(), "p": 1.0}
 
     def rounds(number: int) -> None:

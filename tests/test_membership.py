@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -105,9 +104,7 @@ def make(kind: str, model: nn.Module, rate: float = 0.0, **given: Any) -> tuple[
     if name == "wrapper":
         graph = options.pop("topology", None)
         return fogdist.DecentralizedDataParallel(model, base, graph, broadcast=False, **options), base
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = getattr(algorithms, name)(base, model, **options)
+    optimizer = getattr(algorithms, name)(base, model, broadcast=False, **options)
     if not {"in step", "own pace"}.isdisjoint(words):
         optimizer.force_barrier = "in step" in words
     return model, optimizer

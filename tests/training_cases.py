@@ -8,7 +8,6 @@ lost update or a gradient at the wrong point shows at once: trajectories agree u
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -136,9 +135,12 @@ IN_STEP: dict[str, dict[str, Any]] = {
 VIEWS: dict[str, Callable[..., Any]] = {
     **FACTORIES,
     "atc in backward": partial(FACTORIES["atc"], step_in_backward=True, bucket_cap_mb=1e-4),
-    "cta": partial(algorithms.DecentralizedSGD, order="cta"),
+    "cta": partial(algorithms.DecentralizedSGD, order="cta", broadcast=False),
     **WINDOWS,
-    **{name: partial(getattr(algorithms, name), **options) for name, options in IN_STEP.items()},
+    **{
+        name: partial(getattr(algorithms, name), broadcast=False, **options)
+        for name, options in IN_STEP.items()
+    },
 }
 ENTRIES = [*VIEWS, "wrapper"]
 # The rules of `Simulation` for the entries, on a graph on which push-sum's p stays 1.
@@ -153,12 +155,11 @@ RULES = {
 }
 
 
-def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> tuple[int, int]:
+def start(graph: Callable[[int], nx.DiGraph] | None = None) -> tuple[int, int]:
     """Begins a test in a world that others have used; frees their windows, which would keep the topology fixed.
 
     Args:
         graph: Makes the group's topology; by default the group's own.
-        is_weighted: Whether the topology's weights are used.
 
     Returns:
         Rank and size.
@@ -166,7 +167,7 @@ def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = 
     fogdist.init()
     bf.win_free()
     rank, size = fogdist.rank(), fogdist.size()
-    assert fogdist.set_topology(None if graph is None else graph(size), is_weighted)
+    fogdist.set_topology(None if graph is None else graph(size))
     return rank, size
 
 
@@ -175,9 +176,7 @@ def distribute(kind: str, base: Optimizer, model: Any, **options: Any) -> tuple[
     if kind == "wrapper":
         wrapper = fogdist.DecentralizedDataParallel(model, base, broadcast=False, **options)
         return wrapper, base
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "ranks start from")
-        optimizer = VIEWS[kind](base, model, **options)
+    optimizer = VIEWS[kind](base, model, **options)
     if kind in WINDOWS:
         optimizer.force_barrier = True
     return model, optimizer

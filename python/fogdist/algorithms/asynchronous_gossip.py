@@ -85,6 +85,7 @@ class AsynchronousGossip(Algorithm):
         group: As in `Algorithm`.
         bucket_cap_mb: As in `Algorithm`.
         on_loss: As in `Algorithm`.
+        broadcast: As in `Algorithm`.
         compression: A codec of `fogdist.compression`, the same on all ranks, for parameters on the CPU.
 
     Attributes:
@@ -121,6 +122,7 @@ class AsynchronousGossip(Algorithm):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
+        broadcast: bool = True,
         compression: Codec | None = None,
     ) -> None:
         check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
@@ -151,6 +153,7 @@ class AsynchronousGossip(Algorithm):
             group=group,
             bucket_cap_mb=bucket_cap_mb,
             on_loss=on_loss,
+            broadcast=broadcast,
         )
         with torch.no_grad():
             self.refresh()
@@ -196,8 +199,8 @@ class AsynchronousGossip(Algorithm):
         """
         if self._windows is not None:
             raise RuntimeError(
-                "a state dict must be loaded before the algorithm is made, into its optimizer and model, or "
-                "after finish()"
+                "a state dict must be loaded before the algorithm is made, into its optimizer and model, and then "
+                "broadcast=False keeps it; or after finish()"
             )
         super().load_state_dict(state_dict)
 

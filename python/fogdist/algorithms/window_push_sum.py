@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fogdist.exchange import check_weight
 from fogdist.training.algorithm import check_factor
-from fogdist.training.arrivals import Arrivals
+from fogdist.training.pace import Arrivals
 from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
@@ -89,7 +89,6 @@ class WindowPushSum(WindowAlgorithm):
     _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
     _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
-    patience: float | None
 
     def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
         self.patience = None if patience is None else check_factor(patience, "patience")
@@ -218,15 +217,7 @@ class WindowPushSum(WindowAlgorithm):
         try:
             super().unregister_window()
         finally:
-            arrivals, self._arrivals = self._arrivals, None
-            if arrivals is not None:
-                arrivals.free()
-
-    def begin(self) -> None:
-        """See `WindowAlgorithm.begin`."""
-        super().begin()
-        if self._arrivals is not None and not self._is_closed:
-            self._arrivals.tell()
+            self._arrivals = None
 
     def keep_pace(self) -> None:
         """See `WindowAlgorithm.keep_pace`; with `patience` it waits for the shares of this round."""
@@ -325,25 +316,12 @@ class WindowPushSum(WindowAlgorithm):
         super()._abandon(reason)
         self._arrivals = None
 
-    def _stand_aside(self) -> None:
-        super()._stand_aside()
-        if self._arrivals is not None and not self._is_closed:
-            self._arrivals.leave()  # a neighbor that was late may be in an earlier round
-
     def _open_all(self) -> None:
         super()._open_all()
-        if self.patience is not None:
-            topology = self.context.topology
-            self._arrivals = Arrivals(
-                self.context,
-                self._prefix,
-                topology.in_neighbors,
-                topology.out_neighbors,
-                self.patience,
-                gives_way=self._seat is not None,
-                # After a loss some ranks have sent their values of a round and others have not.
-                is_apart=self.context.survivors is not None,
-            )
+        if self.patience is not None and self._pace is not None:
+            # After a loss some ranks have sent their values of a round and others have not.
+            is_apart = self.context.survivors is not None
+            self._arrivals = Arrivals(self._pace, self.patience, is_apart=is_apart)
 
     @contextmanager
     def _on_biased(self) -> Iterator[None]:

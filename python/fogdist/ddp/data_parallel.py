@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,19 +17,15 @@ from torch.utils.hooks import RemovableHandle
 from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import current
-from fogdist.ddp.asynchronous import AsynchronousMixing
-from fogdist.ddp.synchronous import SynchronousMixing
-from fogdist.elastic.membership import members_of
+from fogdist.ddp.drivers import AtOwnPace, Driver, InStep
 from fogdist.exchange import check_weight
 from fogdist.observe.flight_record import count_step
-from fogdist.packing import cap_bytes, flatten, make_buckets, signature_of, unflatten
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
-from fogdist.training.algorithm import check_factor
-from fogdist.training.buckets import FlatBuckets
-from fogdist.training.change_watch import forward_changes_parameters
-from fogdist.training.continuing import OnLoss, check_joinable, check_on_loss
-from fogdist.training.mixing import Neighbors
+from fogdist.training.algorithm import check_count, check_factor
+from fogdist.training.continuing import OnLoss
+from fogdist.training.mixer import forward_changes_parameters
+from fogdist.training.pace import MAX_STALENESS
 from fogdist.training.passes import is_training_pass
 from fogdist.training.plans import Plans, TopologyLike, topology_of
 from fogdist.training.scaler import ScaledSteps
@@ -57,7 +52,7 @@ class DecentralizedDataParallel(nn.Module):
             optimizer.zero_grad()
             loss(model(x), y).backward()
             optimizer.step()          # the user's own, which now also mixes
-        model.global_average()
+        model.average()
 
     Both modes are adapt-with-combine: ``x+ = Mix(x) - step(grad f(x))``, where the gradient is that of the old
     parameters. With mode "sync" all ranks make their steps together: the exchange of round t starts with the training
@@ -94,8 +89,7 @@ class DecentralizedDataParallel(nn.Module):
         module: The same on all ranks up to values, its parameters on devices of the same types.
         optimizer: A torch optimizer of the module's parameters that evaluates its closure once a step; or a
             function that makes one, given the list of the trained parameters.
-        topology: A networkx.DiGraph, whose weights are used and must sum to 1 at each receiver; or a
-            `fogdist.topology.Topology`, one graph a round. By default the group's topology: in mode "sync"
+        topology: As in `fogdist.DecentralizedOptimizer`, but no mixing. By default the group's topology: in mode "sync"
             that of each step (`fogdist.set_topology`), in "async" that of now.
         mode: "sync" or "async".
         group: The group of ranks; by default that of `init`.
@@ -105,10 +99,7 @@ class DecentralizedDataParallel(nn.Module):
         average_buffers: As above.
         patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with `average_buffers` or DTensors.
             Ranks may then have made different numbers of steps.
-        max_staleness: For "async": a rank that is more than this number of iterations ahead of an in-neighbor waits
-            before it mixes (the bound of stale synchronous parallel, Ho et al., NeurIPS 2013). None for no bound. By
-            default "auto": it waits after 8 iterations without news of a neighbor that has made fewer, as
-            `max_staleness` of `fogdist.training.WindowAlgorithm`, so a rank may always be slower than others.
+        max_staleness: For "async": as in `fogdist.training.WindowAlgorithm`.
         staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a
             neighbor whose values are `staleness` iterations old; the rest goes to this rank's own. By default
             0, no damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated
@@ -116,11 +107,10 @@ class DecentralizedDataParallel(nn.Module):
             moves: weights are not doubly stochastic any more.
         skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
             raises, naming the rank.
-        timeout: For "async": of waiting for a neighbor, and of windows; by default the group's.
         on_loss: What happens if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are left.
             In mode "sync", the exchange in flight is then repeated among them, or given up where other ranks had
             completed it, with what is left of the topology. In mode "async", a rank goes on without lost neighbors at once,
-            and all ranks change to what is left of the topology when it would fall apart. `global_average` averages the
+            and all ranks change to what is left of the topology when it would fall apart. `average` averages the
             ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
         compression: A codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not with
             `patience`.
@@ -157,10 +147,9 @@ class DecentralizedDataParallel(nn.Module):
         broadcast: bool = True,
         average_buffers: bool = False,
         patience: float | None = None,
-        max_staleness: int | Literal["auto"] | None = "auto",
+        max_staleness: int | None = MAX_STALENESS,
         staleness_damping: float = 0.0,
         skip_lost: bool = False,
-        timeout: timedelta | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
         share: bool = False,
@@ -170,26 +159,18 @@ class DecentralizedDataParallel(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if mode not in ("sync", "async"):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
-        bucket_bytes = cap_bytes(bucket_cap_mb)
-        _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost, timeout)
-        check_on_loss(on_loss)
+        _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost)
         if patience is not None:
             patience = _check_patience(patience, mode, average_buffers)
         if mode == "async":
             check_for_windows(compression, (each for each in module.parameters() if each.requires_grad))
         elif backend_of(compression) is not None and patience is not None:
             raise ValueError(f"compression must be None with patience, got {compression!r}")
-        self._compression = compression
         self._context = current(group)
-        check_joinable(
-            group,
-            on_loss == "continue" and (mode == "async" or not forward_changes_parameters(module)),
-            f"a wrapper with mode={mode!r} and on_loss={on_loss!r}, of this module,",
-        )
         self._mode = mode
         self._is_patient = patience is not None
         self.module = module
-        self._plans = self._plans_of(topology)
+        rounds = self._plans_of(topology)
         named = dict(module.named_parameters())
         trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
         sharded = [name for name, parameter in trained.items() if is_sharded(parameter)]
@@ -201,108 +182,75 @@ class DecentralizedDataParallel(nn.Module):
             )
         if not trained:
             raise ValueError("module must have parameters that require gradients, got none")
-        if isinstance(optimizer, Optimizer):
-            _optimizer_of(optimizer, module, [])  # raises for an invalid optimizer before ranks communicate
-        elif not callable(optimizer):
-            raise TypeError(
-                "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
-                f"{type(optimizer).__name__}"
-            )
+        self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
         self._is_alone = self._context.is_alone
         self._is_exchanging = True  # False in no_sync()
         self._has_mixed = False  # whether the step in progress has mixed already
         self._only_makes_state = False  # whether a checkpoint makes the step in progress
         self._is_iteration = False  # whether the step in progress exchanges
-        self._release: Callable[[], None] | None = None
+        self._driver: Driver | None = None  # with several ranks, until `close`
         self._ties = _ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
-            self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
             return
         buffers = {
             name: buffer
             for name, buffer in module.named_buffers()
-            if average_buffers and _has_average(buffer)
+            if average_buffers and (buffer.is_floating_point() or buffer.is_complex())
         }
         self._averages_buffers = average_buffers
-        self._flat_parameters = FlatBuckets(
-            list(trained.values()), bucket_bytes, names=list(trained), owner=self, share=share
-        )
-        self._flat_buffers = FlatBuckets(
-            list(buffers.values()), bucket_bytes, names=list(buffers), owner=self
-        )
         mixed = {*trained.values(), *buffers.values()}
         self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
         self._slots = _slots_of(module, mixed)
         self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
-        others = {n: t for n, t in [*named.items(), *module.named_buffers()] if t not in mixed}
-        items = [
-            f"mode: {mode}",
-            f"on_loss: {on_loss}",
-            f"patience: {patience}",
-            f"compression: {compression!r}",
-            *self._plans.items(),
-            *self._flat_parameters.layout(),
-            *(f"buffer {line}" for line in self._flat_buffers.layout()),
-            *(f"{n!r}, not mixed: {signature_of(t)}" for n, t in others.items()),
-        ]
-        name = f"fogdist.DecentralizedDataParallel {self._context.next_number()}"
-        is_joining = self._context.is_joining
-        with self._flat_parameters.released_on_error(), self._flat_buffers.released_on_error():
-            if on_loss == "continue":
-                members_of(group).check_same(name, "module", items)
-            else:
-                check_same_everywhere(self._context.backend, "module", items)
-        if broadcast and not is_joining:
-            self._broadcast(others.values())
-        self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
-        self._mixing: SynchronousMixing | AsynchronousMixing
+        options: dict[str, Any] = {
+            "wrapper": self,
+            "rounds": rounds,
+            "compression": compression,
+            "parameters": trained,
+            "buffers": buffers,
+            "group": group,
+            "bucket_cap_mb": bucket_cap_mb,
+            "on_loss": on_loss,
+            "broadcast": broadcast,
+            "share": share,
+        }
         if mode == "sync":
-            self._mixing = SynchronousMixing(
-                self._context,
-                self._flat_parameters,
-                self._flat_buffers,
-                self._neighbors(),
-                name,
-                on_loss,
-                patience,
-                None if self._begins_after_forward else _State(self),
+            self._driver = InStep(
+                self.optimizer,
+                module,
+                late_begin=self._begins_after_forward,
+                patience=patience,
+                **options,
             )
         else:
-            self._mixing = AsynchronousMixing(
-                self._context,
-                [self._flat_parameters, self._flat_buffers],
-                self._plans,
-                name,
+            self._driver = AtOwnPace(
+                self.optimizer,
+                module,
                 max_staleness=max_staleness,
                 damping=staleness_damping,
                 skip_lost=skip_lost,
-                timeout=timeout,
-                codec=compression,
-                on_loss=on_loss,
-                state=_State(self),
+                **options,
             )
-        handles: list[_Removable] = [*_hook_up(self, self.optimizer)]
-        self._scaled_steps: ScaledSteps | None = None
-        if mode == "sync":
-            self._scaled_steps = ScaledSteps(self.optimizer)
-            handles.append(self._scaled_steps)
-        self._release = weakref.finalize(self, _remove, handles)
+        self._scaled_steps = ScaledSteps(self.optimizer, mode == "sync")
+        handles: list[RemovableHandle | ScaledSteps] = [*_hook_up(self, self.optimizer), self._scaled_steps]
+        self._release = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
         self._release.atexit = False
 
     @property
     def round(self) -> int:
         """The topology's round of the next exchange; see the class."""
-        return 0 if self._is_alone else self._mixing.round
+        driver = self._driver
+        return 0 if driver is None else driver.rounds + driver.has_begun
 
     @round.setter
     def round(self, value: int) -> None:
         check_int(value, "round", minimum=0)
-        if self._is_alone:
+        if self._driver is None:
             return
-        if self._mixing.has_begun:
+        if self._driver.has_begun:
             raise RuntimeError("round must be set before a forward pass, got it with an exchange in flight")
-        self._mixing.round = value
+        self._driver.set_round(value)
 
     # --- training ---
 
@@ -318,12 +266,12 @@ class DecentralizedDataParallel(nn.Module):
                     f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
                     "the names that named_parameters() has, without 'module.'"
                 )
-        trains = self._release is not None and is_training_pass(self)
-        if trains:
-            self._before_forward()
+        trains = self._driver is not None and is_training_pass(self)
+        if trains and not self._begins_after_forward:
+            self._notice_forward()
         result = self.module(*args, **kwargs)
         if trains and self._begins_after_forward:
-            self._begin_if_due()
+            self._notice_forward()
         return result
 
     @contextmanager
@@ -348,19 +296,15 @@ class DecentralizedDataParallel(nn.Module):
             ValueError: As the constructor; ranks were given different ones (on all ranks alike).
             RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
         """
-        plans = self._plans_of(topology)
+        rounds = self._plans_of(topology)
         if self._is_alone:
             return
-        self._check_open("set_topology")
-        check_same_everywhere(self._mixing.context.backend, "topology", plans.items())
-        self._plans = plans
-        if isinstance(self._mixing, SynchronousMixing):
-            self._mixing.follow(self._neighbors())
-        else:
-            self._mixing.follow(plans)
+        driver = self._opened("set_topology")
+        check_same_everywhere(driver.context.backend, "topology", rounds.items())
+        driver.follow(rounds)
 
     @torch.no_grad()
-    def global_average(self, buffers: bool | None = None) -> None:
+    def average(self, buffers: bool | None = None) -> None:
         """Overwrites the trained parameters with their average over all ranks. Collective.
 
         In mode "sync", if some rank has begun an exchange by a training forward pass without a step, all ranks complete
@@ -374,44 +318,30 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
         """
-        if self._is_alone:
-            return
-        self._check_open("global_average")
-        self._check_places()
-        self._mixing.finish()
-        self._mixing.pause()
-        self._flat_parameters.load()
-        self._flat_buffers.load()
-        rest: list[Tensor] = []
-        if self._averages_buffers if buffers is None else buffers:
-            own = {*self._flat_buffers.tensors}
-            rest = [b for b in self.module.buffers() if b not in own and _has_average(b)]
-        flats = self._flat_parameters.flats + (self._flat_buffers.flats if buffers is not False else [])
-        packed = [(bucket, flatten(bucket, rest)) for bucket in make_buckets(rest)]
-        self._mixing.average_everywhere([*flats, *(flat for _, flat in packed)])
-        for bucket, flat in packed:
-            unflatten(bucket, flat, rest)
-        self._flat_parameters.write_back()
-        self._flat_buffers.write_back()
-        self._mixing.after_global_average()
+        if not self._is_alone:
+            driver = self._opened("average")
+            self._check_places()
+            driver.average(self._averages_buffers if buffers is None else buffers)
+
+    global_average = average
 
     def synchronize(self) -> None:
         """Mixes without a step, for a training loop that skips `step` after a training forward pass.
 
         It does nothing in mode "async", or if there was no such pass since the last step.
         """
-        if self._release is not None and self._mixing.has_begun:
+        if self._driver is not None and self._driver.has_begun:
             self._check_places()
-            self._mixing.mix()
+            self._driver.synchronize()
 
     def pause(self) -> None:
         """Tells the neighbors to continue without this rank until its next step; for mode "async".
 
         The neighbors no longer use its values and do not wait for it (`max_staleness`). Call it where a rank ends early
-        or stops to validate; its process may even end then. `global_average` calls it by itself. Not collective.
+        or stops to validate; its process may even end then. `average` calls it by itself. Not collective.
         """
-        if self._release is not None:
-            self._mixing.pause()
+        if self._driver is not None:
+            self._driver.pause()
 
     def staleness(self) -> dict[int, int | None]:
         """Returns how old the values are that this rank would mix with now, for each in-neighbor.
@@ -421,13 +351,11 @@ class DecentralizedDataParallel(nn.Module):
         have arrived yet or the neighbor is paused or lost. Values that arrive during the call may be newer than the
         result says. The dict is empty in mode "sync", where no values are stale.
         """
-        return self._mixing.staleness() if self._release is not None else {}
+        return {} if self._driver is None else self._driver.staleness()
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last exchange; none without `patience`."""
-        if self._release is None or not isinstance(self._mixing, SynchronousMixing):
-            return []
-        return self._mixing.left_out
+        return [] if self._driver is None else self._driver.left_out
 
     def close(self) -> None:
         """Ends mixing: module and optimizer continue alone.
@@ -435,14 +363,10 @@ class DecentralizedDataParallel(nn.Module):
         Collective among neighbors in mode "async", and among all ranks that are left with ``on_loss="continue"``.
         A program need not call it at its end.
         """
-        if self._release is not None:
-            release, self._release = self._release, None
-            release()
-            try:
-                self._mixing.close()
-            finally:
-                self._flat_parameters.release()
-                self._flat_buffers.release()
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            self._release()
+            driver.close()
 
     # --- a module like the wrapped one ---
 
@@ -455,11 +379,11 @@ class DecentralizedDataParallel(nn.Module):
     ) -> Any:
         """Loads a state dict of the module; every rank loads the same.
 
-        In mode "async" the windows still hold the neighbors' earlier values: call `global_average` afterwards. With `assign`
+        In mode "async" the windows still hold the neighbors' earlier values: call `average` afterwards. With `assign`
         the module gets other parameters, which the optimizer does not train: the next training pass raises RuntimeError.
         """
-        if self._release is not None:
-            self._mixing.discard()
+        if self._driver is not None:
+            self._driver.discard()
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def named_parameters(
@@ -517,37 +441,22 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError(f"topology must have a period {how}, got {topology!r}")
         return rounds
 
-    def _check_open(self, method: str) -> None:
-        if self._release is None:
+    def _opened(self, method: str) -> Driver:
+        if self._driver is None:
             raise RuntimeError(f"{method}() was called after close()")
+        return self._driver
 
-    def _broadcast(self, others: Iterable[Tensor]) -> None:
-        tensors = list(others)
-        with torch.no_grad():
-            packed = [(bucket, flatten(bucket, tensors)) for bucket in make_buckets(tensors)]
-            flats = [*self._flat_parameters.flats, *self._flat_buffers.flats, *(flat for _, flat in packed)]
-            for work in [self._context.backend.broadcast_named(flat, 0) for flat in flats]:
-                work.wait()
-            for bucket, flat in packed:
-                unflatten(bucket, flat, tensors)
-            self._flat_parameters.write_back()
-            self._flat_buffers.write_back()
-
-    def _before_forward(self) -> None:
-        if not self._begins_after_forward:
-            self._begin_if_due()
-
-    def _begin_if_due(self) -> None:
+    def _notice_forward(self) -> None:
         # A closure that the optimizer evaluates again within its step does not begin another exchange.
-        if self._is_exchanging and not self._has_mixed and not self._mixing.has_begun:
+        driver = self._driver
+        if driver is not None and self._is_exchanging and not self._has_mixed and not driver.has_begun:
             self._check_places()
-            self._mixing.begin()
+            driver.notice_forward()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Mixes, or makes the closure mix after it has computed gradients. Returns the arguments for the step."""
         self._has_mixed = False
-        if self._scaled_steps is not None:
-            self._scaled_steps.begin()
+        self._scaled_steps.begin()
         self._only_makes_state = only_makes_state(self.optimizer, args[1:], kwargs)
         if self._only_makes_state:
             return None
@@ -566,24 +475,27 @@ class DecentralizedDataParallel(nn.Module):
 
     def _mix(self) -> None:
         self._has_mixed = True
-        self._is_iteration = self._is_exchanging or self._mixing.has_begun
+        driver = self._opened("step")
+        self._is_iteration = self._is_exchanging or driver.has_begun
         if self._is_iteration:
             self._check_places()
-            self._mixing.mix()
+            driver.before_step()
+            if driver.overflowed:  # this process has just joined, and has gradients of other parameters
+                self._scaled_steps.hide()
         else:
-            self._mixing.discard()
+            driver.discard()
 
     def _after_step(self) -> None:
-        if self._scaled_steps is not None:
-            self._scaled_steps.end()
+        self._scaled_steps.end()
+        driver = self._opened("step")
         if self._only_makes_state:
-            self._mixing.accept_changes()
+            driver.accept_changes()
             return
         if not self._has_mixed:  # the optimizer did not evaluate the closure
             self._mix()
         self._has_mixed = False
         if self._is_iteration:
-            self._mixing.after_step()
+            driver.after_step()
         count_step()
 
     def _check_places(self) -> None:
@@ -603,57 +515,21 @@ class DecentralizedDataParallel(nn.Module):
                     "Wrap the module anew"
                 )
 
-    def _neighbors(self) -> Neighbors:
-        return Neighbors(self._plans.topology, compression=self._compression)
-
-
-class _State:
-    """The module, with its buffers, and the optimizer, for a process that joins."""
-
-    def __init__(self, wrapper: DecentralizedDataParallel) -> None:
-        self._reference = weakref.ref(wrapper)
-
-    def save(self) -> dict[str, Any]:
-        """See `fogdist.membership.Joinable`."""
-        wrapper = self._wrapper
-        return {"module": wrapper.module.state_dict(), "optimizer": wrapper.optimizer.state_dict()}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """See `fogdist.membership.Joinable`."""
-        wrapper = self._wrapper
-        wrapper.module.load_state_dict(state["module"])
-        wrapper.optimizer.load_state_dict(state["optimizer"])
-
-    def drop_gradients(self) -> None:
-        """See `fogdist.training.joining_state.WrapperState`."""
-        for parameter in self._wrapper._flat_parameters.tensors:
-            parameter.grad = None
-
-    @property
-    def _wrapper(self) -> DecentralizedDataParallel:
-        wrapper = self._reference()
-        assert wrapper is not None  # its forward passes and steps call this
-        return wrapper
-
 
 def _check_asynchronous_options(
     mode: str,
-    max_staleness: int | Literal["auto"] | None,
+    max_staleness: int | None,
     staleness_damping: float,
     skip_lost: bool,
-    timeout: timedelta | None,
 ) -> None:
-    if max_staleness is not None and max_staleness != "auto":
-        check_int(max_staleness, "max_staleness", minimum=0)
+    if max_staleness is not None:
+        check_count(max_staleness, "max_staleness")
     if check_weight(staleness_damping, "staleness_damping") < 0:
         raise ValueError(f"staleness_damping must be at least 0, got {staleness_damping}")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout must be a datetime.timedelta, got {type(timeout).__name__}")
     given = {
-        "max_staleness": max_staleness not in (None, "auto"),
+        "max_staleness": max_staleness != MAX_STALENESS,
         "staleness_damping": staleness_damping != 0,
         "skip_lost": skip_lost,
-        "timeout": timeout is not None,
     }
     if mode == "sync" and any(given.values()):
         names = ", ".join(name for name, is_given in given.items() if is_given)
@@ -676,6 +552,11 @@ def _optimizer_of(
     module: nn.Module,
     parameters: list[nn.Parameter],
 ) -> Optimizer:
+    if not isinstance(given, Optimizer) and not callable(given):
+        raise TypeError(
+            "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
+            f"{type(given).__name__}"
+        )
     optimizer = given if isinstance(given, Optimizer) else given(parameters)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -686,10 +567,6 @@ def _optimizer_of(
     reject_lbfgs(optimizer)
     check_ownership(optimizer, names([module]))
     return optimizer
-
-
-def _has_average(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
@@ -725,15 +602,6 @@ def _hook_up(wrapper: DecentralizedDataParallel, optimizer: Optimizer) -> list[R
             alive._after_step()
 
     return hook_steps(optimizer, before_step, after_step)
-
-
-class _Removable(Protocol):
-    def remove(self) -> None: ...
-
-
-def _remove(handles: Iterable[_Removable]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fog_pg import _extension
 from fog_pg._joining import World
-from fogdist.agreement import some_of
+from fogdist.agreement import some
 
 # Keys of the Store: how many tickets there are, the first that is not over, and the nonce of the rank that answers.
 COUNT = "fog/join/count"
@@ -106,7 +106,7 @@ def check_object(world: World, name: str, argument: str, items: Sequence[str]) -
     if mine != theirs:
         raise ValueError(
             f"{argument} must be the same as on the ranks of the job that this process joins, but differs:\n"
-            f"  only here: {some_of(sorted(mine - theirs)) or 'nothing'}\n  only there: {some_of(sorted(theirs - mine)) or 'nothing'}"
+            f"  only here: {some(sorted(mine - theirs)) or 'nothing'}\n  only there: {some(sorted(theirs - mine)) or 'nothing'}"
         )
 
 

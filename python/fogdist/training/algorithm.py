@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from fogdist.agreement import check_same_everywhere, different_ranks
-from fogdist.arguments import plain
+from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec
 from fogdist.context import Context, current
 from fogdist.elastic.membership import members_of
 from fogdist.elastic.seat import Seat
 from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
-from fogdist.packing import are_same, cap_bytes
+from fogdist.packing import cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
 from fogdist.training.buckets import FlatBuckets
@@ -33,7 +31,6 @@ from fogdist.training.continuing import (
     check_on_loss,
     take_seat,
 )
-from fogdist.training.joining_state import AlgorithmState
 from fogdist.training.mixing import (
     DynamicWeights,
     GlobalAverage,
@@ -43,7 +40,7 @@ from fogdist.training.mixing import (
     Round,
     as_mixing,
 )
-from fogdist.training.saved_state import load_state, save_state
+from fogdist.training.saved_state import AlgorithmState, load_state, save_state
 from fogdist.training.view import (
     DistributedOptimizer,
     Models,
@@ -53,7 +50,6 @@ from fogdist.training.view import (
     setting,
     wrap,
 )
-from fogdist.warn import warn_user
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,8 +108,7 @@ class Algorithm(DistributedOptimizer):
     Args:
         optimizer: Any torch optimizer that evaluates its closure once a step; it keeps its state.
         model: The model, or a list of models, that hold its parameters. All trained parameters are averaged,
-            buffers are not. Ranks should start from the same parameters (`broadcast`); if they do not, all ranks issue a
-            UserWarning.
+            buffers are not.
         topology: The peers and weights of the averages, the same on all ranks. A `fogdist.topology.Topology`, or a
             sequence of graphs, gives its rounds, one after the other. A `networkx.DiGraph` is used with its weights in
             all rounds. A string is a name that `fog topology` lists. None uses the attributes `self_weight`,
@@ -129,7 +124,8 @@ class Algorithm(DistributedOptimizer):
             left. The exchange in flight is then repeated among them, or given up where other ranks had completed it, with
             what is left of the topology (`fogdist.topology.Topology.among`). All ranks must come to a step, or end, within
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
-        broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
+        broadcast: Whether all ranks begin with the parameters and buffers of rank 0. A process that joins later gets those of
+            the ranks that train.
         share: Whether CPU parameters become views of the buckets, which saves memory and the copies. The model is then no
             ordinary one: its parameters share one storage, in memory that forked children share too, so they see and make
             changes; savers such as safetensors' take them for tied ones, and ``torch.save`` of one writes all.
@@ -167,8 +163,6 @@ class Algorithm(DistributedOptimizer):
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
-    warns_apart: ClassVar[bool] = True
-    """Whether ranks warn if they start from different parameters."""
     takes_compression: ClassVar[bool] = True
     """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
@@ -229,7 +223,7 @@ class Algorithm(DistributedOptimizer):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
-        broadcast: bool = False,
+        broadcast: bool = True,
         share: bool = False,
     ) -> None:
         self.on_loss = on_loss
@@ -259,9 +253,9 @@ class Algorithm(DistributedOptimizer):
         self._described += [f"{name}={value!r}" for name, value in described.items()]
         self.local_steps = local_steps
         self.is_alone = context.is_alone
+        self.numbers = dict(self.state_numbers)
         self.steps = self.rounds = 0
         self.overflowed = False
-        self.numbers = dict(self.state_numbers)
         self.vectors = {name: [] for name in self.state_vectors}
         self._step_options = {}
         self._has_state = False
@@ -279,11 +273,13 @@ class Algorithm(DistributedOptimizer):
             self._seat = take_seat(group, self.name, AlgorithmState(self) if self.is_joinable() else None)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
-        if broadcast:
-            for each in self._fog_models:
-                broadcast_module(each, group=group)
         if self.is_running:
             self._hold()
+            if broadcast and context.size > context.held and not context.is_joining:
+                with self.buckets.released_on_error():
+                    for each in self._fog_models:
+                        broadcast_module(each, group=group)
+                self.buckets.load()
 
     # --- for subclasses to override ---
 
@@ -458,12 +454,15 @@ class Algorithm(DistributedOptimizer):
         finally:
             self.is_syncing = before
 
-    def average(self) -> None:
+    def average(self, buffers: bool = True) -> None:
         """Gives the models of all ranks the mean of their trained parameters and floating-point buffers. Collective.
 
         Call it once, after the last step, before a model is evaluated or saved. It completes exchanges in flight first, and it
         is the exact mean over the ranks, with the weights of push-sum where an algorithm has them. Counts, such as
         `num_batches_tracked`, stay as each rank has them.
+
+        Args:
+            buffers: False to leave buffers as each rank has them.
 
         Raises:
             RuntimeError: The optimizer has been closed or replaced; torch.distributed.DistBackendError if a rank does not
@@ -471,21 +470,21 @@ class Algorithm(DistributedOptimizer):
         """
         self._fog_check_not_replaced()
         self.settle()
-        buffers = {each: None for model in self._fog_models for each in model.buffers()}
-        averaged = [local_of(each) for each in buffers if each.is_floating_point() or each.is_complex()]
+        given = {each: None for model in self._fog_models for each in model.buffers()} if buffers else {}
+        averaged = [local_of(each) for each in given if each.is_floating_point() or each.is_complex()]
         with torch.no_grad():
             if self.is_alone:
                 return
             self.refresh()
             of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
-            last = Round(self.context, 0, f"{self.name} average")
+            last, seat = Round(self.context, 0, f"{self.name} average"), self._fog_last_seat()
             for number, values in enumerate(self.values):
                 own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
-                total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True)
+                total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True, seat)
                 values.copy_(total).div_(float(weight))
-            self._fog_exchange(averaged, GlobalAverage(), last, True)
+            self._fog_exchange(averaged, GlobalAverage(), last, True, seat)
             self.buckets.write_changes()
 
     def close(self) -> None:
@@ -641,13 +640,18 @@ class Algorithm(DistributedOptimizer):
     # --- inside ---
 
     def _fog_exchange(
-        self, tensors: Sequence[Tensor], mixing: Mixing | None, round: Round, in_place: bool
+        self,
+        tensors: Sequence[Tensor],
+        mixing: Mixing | None,
+        round: Round,
+        in_place: bool,
+        seat: Seat | None = None,
     ) -> list[Tensor]:
-        """Makes the exchange of a round; see `mix`."""
+        """Makes the exchange of a round; see `mix`. `seat` is its place in the exchanges, if not that of rounds."""
         other = self.mixing
         if mixing is not None:
             other = self.context.carried_out(mixing)
-            other = other if self._seat is None else Continuing(other, self._seat)
+            other = other if self._seat is None else Continuing(other, seat or self._seat)
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, round, in_place)()
 
@@ -665,6 +669,14 @@ class Algorithm(DistributedOptimizer):
         if self.is_running:
             self.buckets.release()
 
+    def _fog_owner(self) -> object:
+        """Returns the owner of the parameters: this object, or what drives it."""
+        return self._fog_view()
+
+    def _fog_last_seat(self) -> Seat | None:
+        """Returns the seat of `average` with ``on_loss="continue"``."""
+        return self._seat
+
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """Returns the parameters that are not frozen, and the group number of each; all 0 if groups do not matter."""
         pairs = [
@@ -676,7 +688,7 @@ class Algorithm(DistributedOptimizer):
         return [parameter for parameter, _ in pairs], [number for _, number in pairs]
 
     def _holds(self, parameters: Sequence[Tensor], numbers: Sequence[int]) -> bool:
-        return are_same(self.buckets.tensors, parameters) and self._group_numbers == numbers
+        return self.buckets.holds(parameters) and self._group_numbers == numbers
 
     def _hold(self) -> None:
         """Makes buckets for the parameters. Collective: ranks compare their layout, and all that describes the algorithm."""
@@ -686,16 +698,13 @@ class Algorithm(DistributedOptimizer):
             self._bucket_bytes,
             names=[self._fog_names[parameter] for parameter in parameters],
             groups=numbers,
-            owner=self._fog_view(),
-            takes_over=True,
+            owner=(owner := self._fog_owner()),
+            takes_over=owner is self._fog_view(),
             share=self._is_shared,
         )
         with buckets.released_on_error():
-            context = self.context
-            if context.size > 1:
+            if self.context.size > 1:
                 self._agree_on(buckets)
-                if self.warns_apart and not self._has_state and not context.is_joining:
-                    _warn_if_apart(context, parameters)
             buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
@@ -755,18 +764,3 @@ def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
         for place, value in zip(places, found, strict=True):
             result[place] = value
     return result
-
-
-def _warn_if_apart(context: Context, parameters: Sequence[Tensor]) -> None:
-    """Warns if ranks start from different parameters."""
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in parameters:
-        values: Any = plain(local_of(parameter.detach())).reshape(-1).view(torch.uint8).cpu().numpy()
-        digest.update(values)
-    versions = different_ranks(context.backend, digest.hexdigest())
-    if versions:
-        warn_user(
-            f"ranks start from {len(versions)} different sets of parameters, rank 0 from that of the ranks "
-            f"{versions[0]}; broadcast_parameters(dict(model.named_parameters()), 0) gives "
-            "them one"
-        )

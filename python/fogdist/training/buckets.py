@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -170,6 +171,10 @@ class FlatBuckets:
     def tensors(self) -> list[Tensor]:
         """All tensors, each once, in the order of the arguments."""
         return list(self._labels)
+
+    def holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Returns whether these are all tensors, in the order of the arguments."""
+        return len(tensors) == len(self._labels) and all(map(operator.is_, tensors, self._labels))
 
     def tensors_of(self, bucket: int) -> list[Tensor]:
         """Returns the tensors of a bucket, which is given by its index in `flats`."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.change_watch import forward_changes_parameters
-from fogdist.training.view import Models
+from fogdist.training.mixer import forward_changes_parameters
+from fogdist.training.view import Models, setting
 
 # When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
@@ -27,8 +27,9 @@ class OverlappingAlgorithm(Algorithm):
     models the first one that is called begins the round of all.
     """
 
-    counts_passes: ClassVar[bool] = False
-    """Whether `local_steps` counts forward passes. J passes then make one round, with one step or with a step each."""
+    counts_passes: bool = setting(False)
+    """Whether `local_steps` counts forward passes, as it does for BlueFog's optimizers: J passes then make one round, with
+    one step or with a step each."""
 
     is_in_round: bool
     _passes: list[int]
@@ -65,6 +66,12 @@ class OverlappingAlgorithm(Algorithm):
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
+        self.complete_round()
+        with self.stepping():
+            return self.adapt()
+
+    def complete_round(self) -> None:
+        """Makes all that comes before the optimizer's step: ends the round that is due, and counts the step."""
         if not self._saw_forward:
             # A rank without data for this step still takes part in the round.
             self._passes = [count + 1 for count in self._passes]
@@ -73,8 +80,6 @@ class OverlappingAlgorithm(Algorithm):
         self._saw_forward = False
         self.synchronize_now()
         self.steps += 1  # counted even if the step raises, because the neighbors count it too
-        with self.stepping():
-            return self.adapt()
 
     def synchronize(self) -> None:
         """Completes an exchange in flight and writes its result into the parameters; `step` does so by itself."""

@@ -1,11 +1,18 @@
-"""The limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace."""
+"""Ranks that are late: whom a rank waits for, and how long.
+
+`Pace` is the limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace.
+`Deadlines` is the rule for all that has a `patience`: with it `Arrivals` are rounds in which each rank decides for itself,
+and those of `fogdist.training.patient_mixer` are rounds in which both ends of an edge decide the same.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
-from datetime import timedelta
+from collections.abc import Callable, Iterable
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -30,6 +37,12 @@ _QUIET_MOST_SECONDS = 15.0
 _REMEMBERED = 64
 # The same for a neighbor of which no exchange is known, and for an answer of one on another host.
 _UNKNOWN_SECONDS = 1.0
+# The number of waits that the deadline of a neighbor is computed from, and the least number: before, there is none.
+_WAITS = 32
+_FEW = 4
+# The least deviation that the deadline counts with, relative to the time of a round: a neighbor that always came at the
+# same time would otherwise have no leeway.
+_LEAST_DEVIATION = 0.05
 
 
 class Pace:
@@ -53,8 +66,12 @@ class Pace:
         name: The same on all ranks.
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
-        timeout: For the construction and for news; by default the group's.
         gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
+        tells: Whether each exchange is told to the neighbors at once, for `told`.
+
+    Attributes:
+        context: The group.
+        in_neighbors: As above.
     """
 
     def __init__(
@@ -63,26 +80,24 @@ class Pace:
         name: str,
         in_neighbors: list[int],
         out_neighbors: list[int],
-        timeout: timedelta | None = None,
         *,
         gives_way: bool = False,
+        tells: bool = False,
     ) -> None:
         self.context = context
-        self._gives_way = gives_way
+        self._gives_way, self._tells = gives_way, tells
         self._peers = sorted({*in_neighbors, *out_neighbors})
-        self._name = f"{name} on rank {context.rank}"
-        self._timeout = timeout
         # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
-            shown, f"{name}.pace", self._peers, self._peers, zero_init=True, timeout=timeout
+            shown, f"{name}.pace", self._peers, self._peers, zero_init=True
         )
         self._window.p = 0.0  # 1 while this rank is paused
         self._shown = shown.numpy()
         self._made = 0
         self._last = time.monotonic()
         self._times = deque[float](maxlen=_REMEMBERED)
-        self._in = in_neighbors
+        self.in_neighbors = in_neighbors
         self._job_ranks = dist.get_process_group_ranks(context.group)
         self._counts = dict.fromkeys(self._peers, 0)  # the neighbors' exchanges, as last seen
         self._seen = dict.fromkeys(
@@ -114,7 +129,7 @@ class Pace:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
         return {
             rank: 0 if self._counts[rank] >= self._made else self._made - self._seen[rank]
-            for rank in self._in
+            for rank in self.in_neighbors
             if self.takes_part(rank)
         }
 
@@ -132,24 +147,29 @@ class Pace:
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
         note_staleness({self._job_ranks[rank]: count for rank, count in self.staleness().items()})
-        if self.is_paused:
+        if self.is_paused or self._tells:
             self._say(paused=False)
 
-    def wait(self, max_staleness: int | None, patience: float | None = None) -> None:
+    def told(self, rank: int) -> float:
+        """Returns how many exchanges a neighbor has told of; infinity for one that has paused."""
+        if not self.takes_part(rank):
+            return math.inf
+        return float(self._window.update(0.0, [(rank, 1.0)], clone=True)[0])
+
+    def must_give_way(self) -> bool:
+        """Returns whether to end a wait, because the group has failed."""
+        return self._gives_way and bool(self.context.backend.failure)
+
+    def wait(self, max_staleness: int | None) -> None:
         """Waits for neighbors that are too far behind; called before their values are used.
 
         Args:
             max_staleness: The largest staleness at which this rank does not wait; None for no bound.
-            patience: If given, the bound applies to the number of exchanges that a neighbor is behind, even if the
-                neighbor makes progress, and no neighbor is passed over. It is an error after this number of seconds.
-
-        Raises:
-            torch.distributed.DistBackendError: A neighbor stays behind for `patience` seconds.
         """
         if max_staleness is not None:
-            for rank in self._in:
+            for rank in self.in_neighbors:
                 if self._made - self._counts[rank] > max_staleness:
-                    self._wait_for(rank, max_staleness, patience)
+                    self._wait_for(rank, max_staleness)
 
     def pause(self) -> None:
         """Tells the neighbors not to wait for this rank until its next exchange. The process may end after it."""
@@ -166,7 +186,7 @@ class Pace:
         """Frees the window; no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
         has_staleness.discard(self)
-        self._window.free(self._timeout)
+        self._window.free()
 
     def abandon(self) -> None:
         """Ends the use of the window without waiting, once no rank of the group uses it any more."""
@@ -177,13 +197,14 @@ class Pace:
         self._window.p = 1.0 if paused else 0.0
         with contextlib.suppress(dist.DistBackendError):  # a neighbor is lost
             peers = [(rank, 1.0) for rank in self._peers]
-            self._window.put(
-                self._window.tensor, peers, with_p=True, skip_lost=True, timeout=self._timeout
-            ).wait()
+            # A copy: a count that changed on its way could be there before the exchange that it counts.
+            told = self._window.put(self._window.tensor.clone(), peers, with_p=True, skip_lost=True)
+            if paused:
+                told.wait()
 
     def _look(self, rank: int, seconds: float) -> None:
         """Reads a neighbor's count. If the get does not complete in this time, the next call waits for it again."""
-        asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)], timeout=self._timeout)
+        asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)])
         deadline = time.monotonic() + seconds
         while not asked.is_completed():
             if time.monotonic() >= deadline:
@@ -199,32 +220,142 @@ class Pace:
             self._counts[rank], self._seen[rank], self._longest[rank] = int(count), self._made, longest
             self._passed_over.discard(rank)
 
-    def _wait_for(self, rank: int, bound: int, patience: float | None) -> None:
+    def _wait_for(self, rank: int, bound: int) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
-        backend = self.context.backend
-        while self.takes_part(rank) and not self.is_gone(rank) and not (self._gives_way and backend.failure):
-            most = patience
-            if most is None:
-                least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
-                most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
-                if rank in self._passed_over:  # does not wait, but notices its next exchange
-                    most = 0.0
+        while self.takes_part(rank) and not self.is_gone(rank) and not self.must_give_way():
+            least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
+            most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
+            if rank in self._passed_over:  # does not wait, but notices its next exchange
+                most = 0.0
             left = begin + most - time.monotonic()
             self._look(rank, max(left, 0.0))
-            since = self._counts[rank] if patience is not None else max(self._seen[rank], self._counts[rank])
-            if self._made - since <= bound:
-                return
-            if left <= 0.0 and patience is None:
-                self._passed_over.add(rank)
+            if self._made - max(self._seen[rank], self._counts[rank]) <= bound:
                 return
             if left <= 0.0:
-                raise dist.DistBackendError(
-                    f"{self._name} timed out after {patience:g} s: rank {rank} has done {self._counts[rank]} "
-                    f"iterations, as far as it has said, and this rank {self._made}, which is more than "
-                    f"max_staleness={bound} ahead"
-                )
+                self._passed_over.add(rank)
+                return
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
             self._last = (
                 time.monotonic()
             )  # so that this wait does not count as the duration of this rank's exchange
+
+
+class Deadlines:
+    """How long a rank waits for each of its neighbors.
+
+    A neighbor is late after ``median + patience * deviation`` of the times that this rank had to wait for it lately, where
+    the deviation is the median absolute one, but at least 5 % of a round. Waits that ended by lateness do not count as
+    times, and the first rounds have no deadline but the group's timeout. (The engine judges whole programs by the same
+    rule: `engine/call_gaps`.)
+
+    Args:
+        patience: As above; at least 0.
+        most: The longest wait, in seconds.
+        first: The longest wait for a neighbor of which little is known; by default `most`.
+    """
+
+    def __init__(self, patience: float, most: float, first: float | None = None) -> None:
+        self._patience = patience
+        self._first = most if first is None else min(first, most)
+        self.most = most
+        self._waits: dict[int, deque[float]] = {}
+        self._rounds = deque[float](maxlen=_WAITS)
+        self._last: float | None = None
+
+    def wait(
+        self,
+        ranks: Iterable[int],
+        look: Callable[[int], bool | None],
+        must_give_way: Callable[[], bool] = lambda: False,
+    ) -> set[int]:
+        """Waits for neighbors, and returns those that did not come.
+
+        Args:
+            ranks: The neighbors.
+            look: Returns whether a neighbor has come; False if it will not come; None if it may come yet.
+            must_give_way: Returns whether to end the wait now; those that may come yet are not returned then.
+        """
+        begin = time.monotonic()
+        waiting = list(ranks)
+        deadlines = {rank: self._deadline(rank) for rank in waiting}
+        missing: set[int] = set()
+        sleep = _FIRST_SLEEP
+        while True:
+            passed = time.monotonic() - begin  # before the looks: this process may have been stopped
+            for rank in list(waiting):
+                has_come = look(rank)
+                if has_come:
+                    self._waits.setdefault(rank, deque(maxlen=_WAITS)).append(passed)
+                elif has_come is False or passed > deadlines[rank]:
+                    missing.add(rank)
+                else:
+                    continue
+                waiting.remove(rank)
+            if not waiting or must_give_way():
+                return missing
+            time.sleep(sleep)
+            sleep = min(2 * sleep, _LAST_SLEEP)
+
+    def end_round(self) -> None:
+        """Notes the time of a round, at its end."""
+        now = time.monotonic()
+        if self._last is not None:
+            self._rounds.append(now - self._last)
+        self._last = now
+
+    def _deadline(self, rank: int) -> float:
+        waits = self._waits.get(rank, ())
+        if len(waits) < _FEW:
+            return self._first
+        usual = median(waits)
+        deviation = median(abs(each - usual) for each in waits)
+        least = _LEAST_DEVIATION * median(self._rounds)
+        return min(usual + self._patience * max(deviation, least), self.most)
+
+
+class Arrivals:
+    """A wait for the in-neighbors of a `Pace` that have not come to this rank's round yet, except for those that are late.
+
+    Nobody waits for a late neighbor until it has sent again; the rounds that it missed are not made up for.
+
+    The two ends of an edge do not agree on who is late. So this is for exchanges that stay right if only one end leaves
+    the other one out, as those of push-sum do: a value that comes too late has its weight with it, and counts later.
+
+    Args:
+        pace: What ranks tell each other of their rounds, at once.
+        patience: Of `Deadlines`.
+        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody, and none
+            waits long for a neighbor of which little is known.
+    """
+
+    def __init__(self, pace: Pace, patience: float, *, is_apart: bool = False) -> None:
+        self._pace = pace
+        most = pace.context.backend.options._timeout.total_seconds()
+        self._deadlines = Deadlines(patience, most, _UNKNOWN_SECONDS if is_apart else None)
+        # The number that means that a neighbor has come to this round.
+        self._due: dict[int, float] = dict.fromkeys(pace.in_neighbors, 0 if is_apart else 1)
+        self._late: set[int] = set()
+
+    @property
+    def late(self) -> frozenset[int]:
+        """The in-neighbors that were late in the last round, or before and have not sent since."""
+        return frozenset(self._late)
+
+    def wait(self) -> None:
+        """Waits until the in-neighbors have come to this round, except for late ones."""
+        self._late = {rank for rank in self._late if not self._has_come(rank)}
+        waited_for = [rank for rank, due in self._due.items() if rank not in self._late and due > 0]
+        self._late |= self._deadlines.wait(waited_for, self._look, self._pace.must_give_way)
+        for rank in filter(self._has_come, set(self._due) - self._late):
+            # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
+            self._due[rank] = max(self._due[rank] + 1, self._pace.told(rank))
+        self._deadlines.end_round()
+
+    def _look(self, rank: int) -> bool | None:
+        if self._has_come(rank):
+            return True
+        return False if self._pace.is_gone(rank) else None
+
+    def _has_come(self, rank: int) -> bool:
+        return self._pace.told(rank) >= self._due[rank]

@@ -43,11 +43,12 @@ class ScaledSteps:
 
     Args:
         optimizer: The optimizer that makes the steps; not kept alive.
+        is_on: False to leave scalers as they are; `hide` works all the same.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, is_on: bool) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._is_on = not getattr(optimizer, _SUPPORT, False)
+        self._is_on = is_on and not getattr(optimizer, _SUPPORT, False)
         self._marks: dict[str, Any] = {}
         self._gradients: list[tuple[Tensor, Tensor]] = []
         if self._is_on:
@@ -63,17 +64,18 @@ class ScaledSteps:
         self._marks = {name: members.pop(name) for name in _MARKS if name in members}
         scale, overflow = self._marks.get("grad_scale"), self._marks.get("found_inf")
         if overflow is not None and float(overflow) != 0:
-            # No optimizer updates a parameter without a gradient.
-            self._gradients = [
-                (parameter, parameter.grad)
-                for group in optimizer.param_groups
-                for parameter in group["params"]
-                if parameter.grad is not None
-            ]
-            for parameter, _ in self._gradients:
-                parameter.grad = None
+            self.hide()
         elif scale is not None:
             unscale(optimizer, scale)
+
+    def hide(self) -> None:
+        """Hides the gradients until `end`: no optimizer updates a parameter without one."""
+        optimizer = self._optimizer()
+        assert optimizer is not None  # it makes a step
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            if parameter.grad is not None:
+                self._gradients.append((parameter, parameter.grad))
+                parameter.grad = None
 
     def end(self) -> None:
         """Call it after a step: restores the gradients and the scaler's attributes."""

@@ -42,7 +42,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        local_steps: J: an exchange every J forward passes of the model.
+        local_steps: As in `Algorithm`.
         window_prefix: The prefix of the names of the windows, the same on all ranks; by default a new name.
         bucket_cap_mb: As in `Algorithm`; each bucket is a window.
         max_staleness: The largest number of exchanges that a rank makes without news of an in-neighbor that has made
@@ -59,6 +59,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
             ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
             Choose a codec with small errors: `Int8` or 16 bits.
+        broadcast: As in `Algorithm`.
         share: As in `Algorithm`.
 
     Attributes:
@@ -74,8 +75,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     runs_alone: ClassVar[bool] = False
     saves_state: ClassVar[bool] = False
-    warns_apart: ClassVar[bool] = False
-    counts_passes: ClassVar[bool] = True
     takes_compression: ClassVar[bool] = False
     compared: ClassVar[tuple[str, ...]] = ("compression",)
     zero_init: ClassVar[bool] = False
@@ -94,6 +93,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _prefix: str
     _in_flight: list[dist.Work]
     compression: Codec | None
+    patience: float | None = None
     _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
     def __init__(
@@ -108,6 +108,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         group: dist.ProcessGroup | None = None,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
+        broadcast: bool = True,
         share: bool = False,
     ) -> None:
         if compression is not None and not self.takes_compression:
@@ -130,6 +131,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
             bucket_cap_mb=bucket_cap_mb,
             group=group,
             on_loss=on_loss,
+            broadcast=broadcast,
             share=share,
         )
         self._prefix = window_prefix or self.name
@@ -380,7 +382,9 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self._open()
         topology, gives_way = self.context.topology, self._seat is not None
         neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
-        self._pace = Pace(self.context, self._prefix, *neighbors, gives_way=gives_way)
+        self._pace = Pace(
+            self.context, self._prefix, *neighbors, gives_way=gives_way, tells=self.patience is not None
+        )
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether the group's topology has an edge from each rank to each other one."""

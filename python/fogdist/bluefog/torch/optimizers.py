@@ -11,7 +11,7 @@ import enum
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -30,22 +30,8 @@ from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mix
 from fogdist.training.view import Models
 from fogdist.warn import warn_user
 
-__all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedBluefogOptimizer",
-    "DistributedConsensusOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
-]
-
 # A module, several modules, or pairs as from `model.named_parameters()`.
+_OnWindows = TypeVar("_OnWindows", WinPut, PullGet, WindowPushSum)
 Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
 
 
@@ -74,7 +60,6 @@ _MIXING: dict[CommunicationType, type[Mixing]] = {
 class _Communicating(Algorithm):
     """An algorithm whose mixing is chosen by a `CommunicationType`; weights that this does not use are ignored, as in BlueFog."""
 
-    warns_apart: ClassVar[bool] = False
     saves_state: ClassVar[bool] = False
 
     def weights(self) -> DynamicWeights:
@@ -99,10 +84,9 @@ class _Communicating(Algorithm):
 class AdaptWithCombineOptimizer(_Communicating, DecentralizedSGD):
     """See `DistributedAdaptWithCombineOptimizer`, which makes it."""
 
-    counts_passes: ClassVar[bool] = True
-
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
         super().__init__(optimizer, model, order="awc", **options)
+        self.counts_passes = True
 
 
 class AdaptThenCombineOptimizer(_Communicating, AdaptThenCombine):
@@ -144,6 +128,7 @@ def DistributedAdaptWithCombineOptimizer(
         topology=_mixing_of(communication_type),
         local_steps=_checked(num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
+        broadcast=False,
         group=group,
     )
 
@@ -173,6 +158,7 @@ def DistributedAdaptThenCombineOptimizer(
         topology=_mixing_of(communication_type),
         local_steps=_checked(num_steps_per_communication),
         bucket_cap_mb=bucket_cap_mb,
+        broadcast=False,
         group=group,
     )
 
@@ -205,17 +191,17 @@ def DistributedWinPutOptimizer(*arguments: Any, **options: Any) -> WinPut:
     is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
     other.
     """
-    return WinPut(**_of_windows(*arguments, **options))
+    return _counting_passes(WinPut(**_of_windows(*arguments, **options)))
 
 
 def DistributedPullGetOptimizer(*arguments: Any, **options: Any) -> PullGet:
     """As `DistributedWinPutOptimizer`, with the neighbors' present parameters: `fogdist.algorithms.PullGet`."""
-    return PullGet(**_of_windows(*arguments, **options))
+    return _counting_passes(PullGet(**_of_windows(*arguments, **options)))
 
 
 def DistributedPushSumOptimizer(*arguments: Any, **options: Any) -> WindowPushSum:
     """As `DistributedWinPutOptimizer`, by push-sum: `fogdist.algorithms.WindowPushSum`."""
-    return WindowPushSum(**_of_windows(*arguments, **options))
+    return _counting_passes(WindowPushSum(**_of_windows(*arguments, **options)))
 
 
 def DistributedAllreduceOptimizer(
@@ -227,16 +213,8 @@ def DistributedAllreduceOptimizer(
 ) -> Any:
     """Averages parameters over all ranks if it is given a model, as since BlueFog 0.2.2, else gradients, as in 0.1.
 
-    Args:
-        optimizer: Any torch optimizer that evaluates its closure once a step.
-        model: Makes it ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``.
-        num_steps_per_communication: As there; with a model only.
-        named_parameters: Makes it ``DistributedGradientAllreduceOptimizer``, as does neither of both.
-
-    Raises:
-        TypeError: As there; `model` and `named_parameters` are both given.
-        ValueError: As there; `num_steps_per_communication` without a model.
-        RuntimeError: As there.
+    With a model it is ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``, else
+    ``DistributedGradientAllreduceOptimizer``. Arguments and errors are those of `DistributedNeighborAllreduceOptimizer`.
     """
     models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
     if is_by_name:
@@ -366,8 +344,14 @@ def _of_windows(
         "window_prefix": window_prefix,
         "bucket_cap_mb": bucket_cap_mb,
         "max_staleness": max_staleness,
+        "broadcast": False,
         **options,
     }
+
+
+def _counting_passes(made: _OnWindows) -> _OnWindows:
+    made.counts_passes = True
+    return made
 
 
 def _checked(num_steps_per_communication: int) -> int:
