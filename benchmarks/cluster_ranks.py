@@ -23,7 +23,7 @@ from emulated_hosts import INTERFACE, address, emulated_hosts, move_to_host
 from fogdist import algorithms, topology
 from fogdist.packing import cap_bytes
 from fogdist.training.buckets import FlatBuckets
-from forked_ranks import ForkedWorld, die_with_parent, obey
+from forked_ranks import ForkedWorld, die_with_parent, keep_store, obey
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import (
@@ -417,16 +417,6 @@ def serve(
     obey(connection, rank, kind(rank, size, job))
 
 
-def keep_store(connection: Connection, host: str) -> None:
-    """The process that has the Store, on the first host."""
-    die_with_parent()
-    move_to_host(host)
-    store = dist.TCPStore(address(0), PORT, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
-    connection.recv()
-    os._exit(0)
-
-
 @contextlib.contextmanager
 def emulated_world(
     title: str,
@@ -458,7 +448,7 @@ def emulated_world(
     with emulated_hosts(hosts, rate, **network) as names:
         ranks = ForkedWorld(title, size, limit)
         try:
-            ranks.fork(keep_store, names[0])
+            ranks.fork(keep_store, address(0), PORT, names[0])
             ranks.port()
             for rank in range(size):
                 ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)

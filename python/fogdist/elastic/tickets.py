@@ -140,6 +140,11 @@ class Request:
     challenge: str
 
     @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Request:
+        """Returns the request with these fields, as JSON has them."""
+        return cls(**{**values, "seats": tuple(values["seats"])})
+
+    @classmethod
     def from_text(cls, group: int, ticket: int, text: str) -> Request:
         """Returns the request of a ticket.
 
@@ -148,7 +153,7 @@ class Request:
         """
         try:
             told = opened(text, "request", group=group, ticket=ticket)
-            request = cls(ticket, **{**told, "seats": tuple(told["seats"])})
+            request = cls.from_values({**told, "ticket": ticket})
         except PermissionError:
             raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)") from None
         except (ValueError, TypeError, KeyError, RecursionError):
