@@ -30,7 +30,7 @@ import torch
 from fogdist import algorithms, simulate
 from fogdist import topology as topologies
 from fogdist.topology import Topology
-from loss_steps import median_steps
+from performance_tables import loss_table, many_ranks_table
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -219,24 +219,12 @@ def differences(points: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(content: Mapping[str, Any]) -> None:
-    """Prints the tables."""
-    steps = median_steps(content["points"], content["facts"]["target"])
-    print(f"\nsteps to a loss of {content['facts']['target']} (median of the seeds)")
-    for split in sorted({key[2] for key in steps}):
-        sizes = sorted({ranks for _, ranks, its in steps if its == split})
-        print(f"{split:20}" + "".join(f"{ranks:>8}" for ranks in sizes))
-        for way in WAYS:
-            cells = [steps.get((way, ranks, split)) for ranks in sizes]
-            if any(cell is not None for cell in cells):
-                words = ["-" if c is None else ">" if math.isinf(c) else f"{c:.0f}" for c in cells]
-                print(f"  {way:18}" + "".join(f"{word:>8}" for word in words))
-    print(f"\nloss at equal samples relative to DDP's: mean and 95 % interval (goal: at most {GOAL:+.0%})")
-    for row in content["differences"]:
-        words = f"  {row['way']:18}{row['ranks']:>5}  {row['split']:14}{row['mean']:>+8.2%}  "
-        if "lower" in row:
-            verdict = "yes" if row["within_goal"] else "no"
-            words += f"[{row['lower']:+.2%}, {row['upper']:+.2%}]  {verdict}"
-        print(words)
+    """Prints the tables: losses at equal samples relative to DDP's, with and without intervals, and steps to the target."""
+    rows = content["differences"]
+    if any("lower" in row for row in rows):
+        print(f"\n{loss_table(content)}")
+    if any("lower" not in row for row in rows):
+        print(f"\n{many_ranks_table(content)}")
 
 
 def plot(content: Mapping[str, Any], path: Path) -> None:
