@@ -35,7 +35,6 @@ from typing import Any
 import fogdist
 import torch
 import torch.distributed as dist
-from fogdist.topology import by_name
 
 # The examples are measured. Their folder comes first because benchmarks has a training.py too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -82,8 +81,7 @@ class Runs:
         if self._first is None:
             self._first = args
             self._training.start(args)
-        if not fogdist.set_topology(by_name(args.topology, dist.get_world_size()), is_weighted=True):
-            raise RuntimeError("the run before has left windows open")
+        fogdist.set_topology(args.topology)  # raises if the run before has left windows open
         torch.manual_seed(args.seed)
         with contextlib.redirect_stdout(io.StringIO()):
             result: dict[str, Any] = self._example.run(args, dist.get_rank(), dist.get_world_size())

@@ -1,15 +1,14 @@
-"""Draws scaling efficiency, measured and modelled, and what stragglers cost.
+"""Draws scaling efficiency, measured and modelled.
 
     python benchmarks/cluster_plots.py --directory docs/pictures     # of benchmarks/results/cluster.json and model.json
 
-Measured points are filled and have bars from quartile to quartile, and are small and pale, or hatched, if the processor
+Measured points are filled and have bars from quartile to quartile, and are small and pale if the processor
 was short; modelled ones are hollow, on dashed lines.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,44 +104,8 @@ def draw_efficiency(
     figure.savefig(path, dpi=110)
 
 
-def draw_stragglers(path: Path, measured: Sequence[dict[str, Any]]) -> None:
-    """Draws throughput with stragglers and slow links as bars.
-
-    Args:
-        path: Of the picture.
-        measured: Points of cluster.json.
-    """
-    from matplotlib.figure import Figure
-
-    by_scenario: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for point in measured:
-        if point["scaling"] == "weak" and point["scenario"] not in TITLES and point["way"] in WAYS:
-            by_scenario[point["scenario"]].append(point)
-    figure = Figure(figsize=(1.5 + 4.0 * len(by_scenario), 4.2), layout="constrained")
-    panels = figure.subplots(1, len(by_scenario), squeeze=False, sharex=True)[0]
-    for panel, (scenario, own) in zip(panels, by_scenario.items(), strict=True):
-        own.sort(key=lambda p: p["efficiency"])
-        looks = [WAYS[p["way"]] for p in own]
-        heights = [100 * p["efficiency"] for p in own]
-        bars = panel.barh([title for title, _, _ in looks], heights, color=[color for _, color, _ in looks])
-        panel.bar_label(bars, fmt="%.0f", padding=2, fontsize="small")
-        for bar, point in zip(bars, own, strict=True):
-            if point["cpu_bound"]:
-                bar.set(alpha=0.35, hatch="//")
-        for goal in (90, 95):
-            panel.axvline(goal, color="0.5", linestyle=":", linewidth=0.9)
-        panel.set_title(scenario, fontsize="medium")
-        panel.grid(axis="x", alpha=0.25)
-    panels[0].set_xlim(0, 112)
-    figure.supxlabel(
-        "throughput of all ranks, % of the sum of their solo speeds (dotted: 90 and 95; hatched: the processor was short)",
-        fontsize="medium",
-    )
-    figure.savefig(path, dpi=110)
-
-
 def main() -> None:
-    """Draws both from the files."""
+    """Draws it from the files."""
     parser = program.parser_of(__doc__)
     parser.add_argument("--cluster", type=Path, default=RESULTS / "cluster.json")
     parser.add_argument("--model", type=Path, default=RESULTS / "model.json")
@@ -152,8 +115,6 @@ def main() -> None:
     modelled = json.loads(arguments.model.read_text())["points"] if arguments.model.exists() else []
     arguments.directory.mkdir(parents=True, exist_ok=True)
     draw_efficiency(arguments.directory / "scaling.png", measured, modelled)
-    if any(point["scenario"] not in TITLES for point in measured if point["scaling"] == "weak"):
-        draw_stragglers(arguments.directory / "stragglers.png", measured)
 
 
 if __name__ == "__main__":

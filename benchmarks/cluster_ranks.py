@@ -373,9 +373,9 @@ class ClusterRank:
         if way == "async_gossip":
             # Its neighbors are those of the group's topology, whose edges must go both ways.
             before = fogdist.load_topology()
-            fogdist.set_topology(topology.by_name("ring", size), is_weighted=True)
+            fogdist.set_topology(topology.by_name("ring", size))
             trainer = algorithm(algorithms.AsynchronousGossip)
-            fogdist.set_topology(before, is_weighted=True)
+            fogdist.set_topology(before)
             return trainer
         if way == "hierarchical":
             kind = bf.CommunicationType.hierarchical_neighbor_allreduce

@@ -198,7 +198,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     from models import mlp
 
     systems = side_by_side.join(address(0))
-    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n))
 
     def median(name: str, model: Callable[[], nn.Module], batch: int) -> float:
         """Seconds of a step, from a few."""
@@ -293,7 +293,7 @@ def main() -> None:
     """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
     on_hosts = partial(side_by_side.run_on_hosts, arguments.rate)
-    rows = program.run(Path(__file__), arguments, measure_all, on_hosts)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, on_hosts)
     if rows:
         print()
     print_goals(rows)

@@ -43,7 +43,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
     import torch
 
     systems = side_by_side.join()
-    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name("exp2", n))
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="fog-timeline-") as folder:
 
@@ -90,7 +90,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world, then compares the results with the goal; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
     print_goals([Goal("step", ranks, 0, "on", "off", GOAL) for ranks in arguments.ranks], rows, SYSTEMS)
 
 

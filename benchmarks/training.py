@@ -142,7 +142,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
 
     systems = side_by_side.join()
     size = systems.size
-    fogdist.init(lambda n: fogdist.topology.by_name(arguments.topology, n), is_weighted=True)
+    fogdist.init(lambda n: fogdist.topology.by_name(arguments.topology, n))
     rows: list[Row] = []
     for name in arguments.models:
         task = TASKS[name]
@@ -184,7 +184,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     print_goals(rows)
 
 

@@ -262,10 +262,8 @@ def on_mpi(mpi: MPI.Intracomm, place: Place, elements: int) -> Side:
     return Side(tensor, ways, slot_of, free)
 
 
-def in_memory(operation: str, d: int, elements: int, buffers: int = BUFFERS) -> dict[str, Way]:
-    """What memory must at least carry, by the form of the loop that does it.
-
-    Each form has arrays of its own, as each system has: none finds in a cache what another one has left there.
+def in_memory(operation: str, d: int, elements: int, buffers: int = BUFFERS) -> Way:
+    """Returns what memory must at least carry, with arrays of its own, as each system has.
 
     Args:
         operation: One of `TOGETHER`.
@@ -273,27 +271,20 @@ def in_memory(operation: str, d: int, elements: int, buffers: int = BUFFERS) -> 
         elements: Of a tensor.
         buffers: For each neighbor, that copies go to in turn.
     """
-
-    def limit(form: str) -> Way:
-        x, total = array(elements), array(elements)
-        slots = [[array(elements) for _ in range(d)] for _ in range(buffers)]
-
-        def loop(inputs: list[Array], output: Array) -> Way:
-            return memory_limit.sums(inputs, output)[form]
-
-        puts = [in_turn([loop([x], to) for to in slot]) for slot in slots]
-        updates = [loop([x, *slot], total) for slot in slots]
-        if operation in ("put", "get"):
-            return _by_turns(puts)
-        if operation == "accumulate":
-            pairs = zip(slots, [slots[-1], *slots[:-1]], strict=True)
-            steps = [[loop([old, x], to) for to, old in zip(slot, last, strict=True)] for slot, last in pairs]
-            return _by_turns([in_turn(step) for step in steps])
-        if operation == "update":
-            return updates[0]
-        return _by_turns([in_turn([put, update]) for put, update in zip(puts, updates, strict=True)])
-
-    return {form: limit(form) for form in memory_limit.sums([array(1)], array(1))}
+    x, total = array(elements), array(elements)
+    slots = [[array(elements) for _ in range(d)] for _ in range(buffers)]
+    puts = [in_turn([memory_limit.sum_of([x], to) for to in slot]) for slot in slots]
+    updates = [memory_limit.sum_of([x, *slot], total) for slot in slots]
+    if operation in ("put", "get"):
+        return _by_turns(puts)
+    if operation == "accumulate":
+        pairs = [
+            zip(slot, last, strict=True) for slot, last in zip(slots, [slots[-1], *slots[:-1]], strict=True)
+        ]
+        return _by_turns([in_turn([memory_limit.sum_of([old, x], to) for to, old in pair]) for pair in pairs])
+    if operation == "update":
+        return updates[0]
+    return _by_turns([in_turn([put, update]) for put, update in zip(puts, updates, strict=True)])
 
 
 def array(elements: int) -> Array:
@@ -377,15 +368,11 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
     for name in arguments.operations:
         operation = ALONE.get(name, name)
         ways = {system: side.way(operation) for system, side in sides.items()}
-        limits = {"memory": in_memory(operation, d, elements)}
+        ways["memory"] = in_memory(operation, d, elements)
         if operation in ("put", "get"):
-            limits["one_place"] = in_memory(operation, d, elements, buffers=1)
-        for limit, forms in limits.items():
-            ways |= {f"{limit} {form}": way for form, way in forms.items()}
+            ways["one_place"] = in_memory(operation, d, elements, buffers=1)
         times, iterations = (turns_of_rank_0 if name in ALONE else take_turns)(ways, mpi, arguments)
-        for limit, forms in limits.items():
-            times[limit] = min((times[f"{limit} {form}"] for form in forms), key=lambda t: t.median)
-        del ways, limits  # their arrays
+        del ways  # their arrays
         moved = tensors_moved(operation, d) * bytes_ * (1 if name in ALONE else n)
         rows.append(Row(name, n, "float32", elements, bytes_, moved, iterations, times))
         if systems.rank == 0:
@@ -432,7 +419,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     print_goals(GOALS, rows, SYSTEMS)
 
 

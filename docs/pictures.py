@@ -52,9 +52,7 @@ def main() -> None:
     mpl.rcParams["svg.hashsalt"] = "fog"
     FOLDER.mkdir(exist_ok=True)
     topology.plot(Topology.from_graph("exp2", topology.exponential(8)), FOLDER / "exp2.svg")
-    topology.plot(Topology.from_graph("ring", topology.ring(8)), FOLDER / "ring.svg")
     topology.plot(topology.one_peer_exponential(8), FOLDER / "one_peer_exponential.svg")
-    topology.plot(topology.base_graph(6), FOLDER / "base_graph.svg")
     compare(FOLDER / "comparison.svg")
 
 

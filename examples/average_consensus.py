@@ -35,7 +35,7 @@ def main() -> None:
     if args.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
 
-    fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    fogdist.init(lambda size: by_name(args.topology, size))
     rank, size = fogdist.rank(), fogdist.size()
     sequence = one_peer(fogdist.load_topology()) if args.dynamic and size > 1 else None
 

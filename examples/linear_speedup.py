@@ -96,7 +96,7 @@ def main() -> None:
         if getattr(args, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
 
-    fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    fogdist.init(lambda size: by_name(args.topology, size))
     samples = Samples(fogdist.rank(), args.rows, args.features, devices.use(args.device))
     runs = {
         "as it is": (True, True),

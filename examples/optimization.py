@@ -177,7 +177,7 @@ def main() -> None:
     for method in args.method:
         name = args.topology or (UNBALANCED if method == "push_diging" else "ring")
         graph = unbalanced(fogdist.size()) if name == UNBALANCED else by_name(name, fogdist.size())
-        fogdist.set_topology(graph, is_weighted=name != UNBALANCED)
+        fogdist.set_topology(graph)
         path = torch.stack(METHODS[method](problem, args.max_iter, args.lr))
         # One row a rank, one column an iteration.
         errors = ranks.gathered((path - best).norm(dim=1).unsqueeze(0))

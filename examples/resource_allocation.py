@@ -131,7 +131,7 @@ def main() -> None:
     if args.max_iter < 1:
         parser.error(f"--max-iter must be at least 1, got {args.max_iter}")
 
-    fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    fogdist.init(lambda size: by_name(args.topology, size))
     own = Rank(fogdist.rank(), devices.use(args.device))
     best = solution(own)
     methods: dict[str, Callable[[], list[Tensor]]] = {

@@ -78,7 +78,7 @@ def main() -> None:
     if args.epochs < 1:
         parser.error(f"--epochs must be at least 1, got {args.epochs}")
 
-    fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+    fogdist.init(lambda size: by_name(args.topology, size))
     problem = Problem(args.task, fogdist.rank(), devices.use(args.device))
     best = optimum(problem)
     curves = {}

@@ -165,7 +165,7 @@ def start(args: argparse.Namespace) -> tuple[int, int]:
     """Connects this process to the others; returns its rank and their number."""
     torch.set_num_threads(1)  # ranks share the cores
     if args.backend == "fog":
-        fogdist.init(lambda size: by_name(args.topology, size), is_weighted=True)
+        fogdist.init(lambda size: by_name(args.topology, size))
     else:
         if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
             raise SystemExit(

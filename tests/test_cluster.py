@@ -21,8 +21,15 @@ emulation, workloads = (importlib.import_module(name) for name in ("emulated_hos
 
 BENCHMARKS = ROOT / "benchmarks"
 SHORT = ["--rounds", "1", "--steps", "1", "--compute", "0.1"]
-WAYS = ["one-peer", "ring", "allreduce", "reduce_scatter", "allgather", "gloo", "gloo reduce_scatter"]
-WAYS += ["gloo allgather", "sockets one-peer", "sockets one-peer, asked", "sockets ring"]
+WAYS = [
+    "one-peer",
+    "ring",
+    "allreduce",
+    "gloo",
+    "sockets one-peer",
+    "sockets one-peer, asked",
+    "sockets ring",
+]
 RECEIVE = """
 import socket
 server = socket.create_server(("{address}", 5000))
@@ -128,9 +135,8 @@ def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
     points = {point["way"]: point for point in json.loads(numbers.read_text())["points"]}
     assert list(points) == WAYS
     for way, point in points.items():
-        # Frames have headers, and TCP acknowledges; Gloo's reduce_scatter sends more than it must.
-        assert 1 < point["sent"] < (1.3 if way != "gloo reduce_scatter" else 3), point
-    assert "one peer a step / best allreduce" in printed and printed.count("fog / Gloo") == 3
+        assert 1 < point["sent"] < 1.3, (way, point)  # frames have headers, and TCP acknowledges
+    assert "one peer a step / best allreduce" in printed and "fog / Gloo" in printed
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:

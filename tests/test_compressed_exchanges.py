@@ -355,7 +355,7 @@ def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, numel: int) -
 
 @on_ranks(4)
 def test_algorithms_mix_compressed_values() -> None:
-    fogdist.init(topology.ring, is_weighted=True)
+    fogdist.init(topology.ring)
     rank, size = fogdist.rank(), fogdist.size()
     x = [make_input(r, torch.float32, 300) for r in range(size)]
     sources = [((rank + hop) % size, 1 / 3) for hop in (1, 3)]

@@ -871,7 +871,7 @@ def test_a_new_topology() -> None:
     dist.barrier()
     assert x.data_ptr() == address
     # The topology of the group itself is never frozen.
-    assert fogdist.set_topology(topologies.ring(size)) is True
+    fogdist.set_topology(topologies.ring(size))
     wrapper.close()
 
 

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist.topology import by_name
 from harness import WorldPool
 from scripts import ROOT, run_script
 
@@ -180,7 +179,7 @@ def test_linear_speedup(tmp_path: Path, script_worlds: WorldPool) -> None:
 
 
 @pytest.mark.parametrize(
-    "operation", ["neighbor_allreduce", "neighbor_allgather", "allreduce", "allgather", "win_put"]
+    "operation", ["neighbor_allreduce", "neighbor_allgather", "allreduce", "allgather", "put"]
 )
 def test_single_operation(tmp_path: Path, script_worlds: WorldPool, operation: str) -> None:
     flags = ["--operation", operation, "--topology", "ring", "--data-size", "1000", "--num-iters", "2"]
@@ -194,7 +193,7 @@ def test_single_operation(tmp_path: Path, script_worlds: WorldPool, operation: s
 
 def test_what_needs_ranks_to_be_refused(tmp_path: Path, script_worlds: WorldPool) -> None:
     for script, message in (
-        ("single_operation.py --operation win_pit", "--operation must be one of .*win_put, got win_pit"),
+        ("single_operation.py --operation pit", "--operation must be one of .*put, got pit"),
         ("train_digits.py --slow-rank 2", "--slow-rank must be below 2, the number of ranks, got 2"),
         ("inner_outer.py", "needs machines of equally many ranks, 3 or more, got 1 of 2"),
     ):
@@ -428,8 +427,7 @@ def train_digits_in_modes() -> dict[str, dict[str, Any]]:
     def start(args: Any) -> tuple[int, int]:
         if not found:
             return training.start(args)
-        # This is False if the previous mode has left a window open.
-        assert fogdist.set_topology(by_name(args.topology, dist.get_world_size()), is_weighted=True)
+        fogdist.set_topology(args.topology)  # raises if the previous mode has left a window open
         torch.manual_seed(args.seed)
         return dist.get_rank(), dist.get_world_size()
 

@@ -140,16 +140,15 @@ def test_start_and_end() -> None:
         checks.true("homogeneous", bf.is_homogeneous())
         default = topologies.exponential(size)
         checks.true("default topology", same(fogdist.load_topology(), default))
-        checks.true("not weighted", not bf.is_topo_weighted())
-        fogdist.set_topology(topologies.star(size), is_weighted=True)
+        checks.true("weighted", bf.is_topo_weighted())
+        bf.set_topology(topologies.star(size))
         handle = bf.allreduce_nonblocking(torch.ones(2))
         fogdist.init()
         checks.true("init resets", same(fogdist.load_topology(), default))
-        checks.true("init resets weighted", not bf.is_topo_weighted())
+        checks.true("init resets weighted", bf.is_topo_weighted())
         checks.equal("init keeps handles", bf.wait(handle), torch.ones(2))
-        fogdist.init(topologies.ring, is_weighted=True)
+        fogdist.init(topologies.ring)
         checks.true("topology_fn", same(fogdist.load_topology(), topologies.ring(size)))
-        checks.true("weighted", bf.is_topo_weighted())
         stale = bf.allreduce_nonblocking(torch.ones(2))
         bf.shutdown()
         fogdist.shutdown()
@@ -223,7 +222,9 @@ def test_topologies_set_and_loaded() -> None:
     size, rank = fogdist.size(), fogdist.rank()
     with Checks() as checks:
         for topology, error, message in [
-            ("ring", TypeError, "topology.*DiGraph"),
+            ("rong", ValueError, "name must be one of exp, .*'rong'"),
+            (7, TypeError, "topology.*DiGraph"),
+            (topologies.one_peer(topologies.fully_connected(4)), ValueError, "one round"),
             (topologies.ring(size).to_undirected(), TypeError, "DiGraph"),
             (topologies.ring(size + 1), TypeError, "as many nodes as ranks"),
             (nx.relabel_nodes(topologies.ring(size), {0: "a"}), ValueError, "node"),
@@ -233,15 +234,25 @@ def test_topologies_set_and_loaded() -> None:
         infinite = topologies.ring(size)
         nx.set_edge_attributes(infinite, float("inf"), "weight")
         with pytest.raises(ValueError, match="weight"):
-            fogdist.set_topology(infinite, is_weighted=True)
-        checks.true("unweighted infinity", fogdist.set_topology(infinite))
-        checks.equal("returns True", fogdist.set_topology(topologies.star(size)), True)
+            fogdist.set_topology(infinite)
+        checks.true("unweighted infinity", bf.set_topology(infinite))
+        nx.set_edge_attributes(infinite, 1.0, "weight")
+        if size > 1:
+            with pytest.raises(ValueError, match="each column of topology must sum to 1"):
+                fogdist.set_topology(infinite)
+        fogdist.set_topology(topologies.Topology.from_graph("a star", topologies.star(size)))
 
-        # A star's weights differ from the plain mean, and only is_weighted changes between the calls.
+        # A star's weights differ from the plain mean, which a graph without weights stands for.
         x = torch.tensor([float(rank == 0)], dtype=torch.float64)
         graph = topologies.star(size)
-        for is_weighted, weight in [(False, 1 / 2), (True, 1 / size), (False, 1 / 2)]:
-            fogdist.set_topology(graph, is_weighted)
+        plain = nx.DiGraph(list(graph.edges))
+        for set_it, is_weighted, weight in [
+            (lambda: bf.set_topology(graph), False, 1 / 2),
+            (lambda: fogdist.set_topology(graph), True, 1 / size),
+            (lambda: fogdist.set_topology("star"), True, 1 / size),
+            (lambda: fogdist.set_topology(plain), False, 1 / 2),
+        ]:
+            set_it()
             checks.equal("is_topo_weighted", bf.is_topo_weighted(), is_weighted)
             if rank != 0:
                 expected = torch.tensor([weight], dtype=torch.float64)
@@ -265,7 +276,7 @@ def test_topologies_set_and_loaded() -> None:
             (fogdist.in_neighbor_ranks(), fogdist.load_topology().size()),
             (others, size**2),
         )
-        checks.equal("default", fogdist.set_topology(), True)
+        fogdist.set_topology()
         default = topologies.exponential(size)
         checks.true("default topology", same(fogdist.load_topology(), default))
 

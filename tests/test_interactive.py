@@ -126,7 +126,11 @@ def cluster(shared: Cluster) -> Cluster:
         shared.check()
     except RuntimeError:
         shared.restart()
-    output(shared, "import fogdist, os, time, torch; fogdist.shutdown(); fogdist.init()")
+    output(
+        shared,
+        "import fogdist, os, time, torch, torch.distributed as dist, fogdist.bluefog.torch as bf\n"
+        "fogdist.shutdown(); fogdist.init()",
+    )
     return shared
 
 
@@ -171,7 +175,6 @@ def test_ranks_have_what_torchrun_gives(cluster: Cluster) -> None:
     cell = """
         names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "FLAVOUR"]
         print(*[os.environ[name] for name in names], os.getpid(), fogdist.rank(), fogdist.size())
-        import fogdist.bluefog.torch as bf
         print(bf.allreduce(torch.ones(1), average=False).item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     """
     texts = output(cluster, cell)
@@ -249,7 +252,6 @@ def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
     result = run(
         cluster,
         """
-        import fogdist.bluefog.torch as bf
         print("computes", flush=True)
         done = False
         while not done:
@@ -415,10 +417,9 @@ def test_cells_that_are_run_again(tmp_path: Path) -> None:
     import nbformat
 
     begin = "import fogdist.interactive\ncluster = fogdist.interactive.start(2)"
-    setup = "%%px\nimport fogdist, torch\nfogdist.init()\nmodel = torch.nn.Linear(2, 1)\nprint('rank', fogdist.rank())"
-    make = (
-        "%%px\noptimizer = fogdist.{}(torch.optim.SGD(model.parameters(), lr=0.1), model)\nold = optimizer\n"
-    )
+    setup = "%%px\nimport fogdist, torch, fogdist.bluefog.torch as bf\nfogdist.init()\n"
+    setup += "model = torch.nn.Linear(2, 1)\nprint('rank', fogdist.rank())"
+    make = "%%px\nsgd = torch.optim.SGD(model.parameters(), lr=0.1)\noptimizer = {}\nold = optimizer\n"
     train = """
     %%px
     for _ in range(3):
@@ -427,15 +428,15 @@ def test_cells_that_are_run_again(tmp_path: Path) -> None:
         optimizer.step()
     print("trained", model.weight.isfinite().all().item())
     """
-    names = [
-        "DistributedAdaptWithCombineOptimizer",
-        "DistributedAdaptThenCombineOptimizer",
-        "DistributedWinPutOptimizer",
-        "DistributedGradientAllreduceOptimizer",
+    calls = [
+        "fogdist.DecentralizedOptimizer(sgd, model)",
+        'fogdist.DecentralizedOptimizer(sgd, model, order="atc")',
+        "bf.DistributedWinPutOptimizer(sgd, model)",
+        "bf.DistributedGradientAllreduceOptimizer(sgd, model)",
     ]
     cells = [begin, setup, begin, setup]
-    for name in names:
-        cells += [make.format(name), train, make.format(name), make.format(name), train]
+    for call in calls:
+        cells += [make.format(call), train, make.format(call), make.format(call), train]
     cells += ["print(len(fogdist.interactive.running()))\ncluster.stop()"]
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(textwrap.dedent(cell).strip()) for cell in cells]
@@ -444,7 +445,7 @@ def test_cells_that_are_run_again(tmp_path: Path) -> None:
     for setup_text in (texts[1], texts[3]):
         for rank in range(2):
             assert re.search(rf"\[stdout:{rank}\]\s*rank {rank}\n", setup_text), setup_text
-    assert sum("trained True" in text for text in texts) == 2 * len(names)
+    assert sum("trained True" in text for text in texts) == 2 * len(calls)
     assert texts[-1].strip() == "1"
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import harness
 import networkx as nx
 import numpy as np
@@ -72,7 +73,9 @@ def train(options: Mapping[str, Any]) -> None:
             made[i][j]["weight"] *= options["scale"]
         return made
 
-    fogdist.init(graph, is_weighted="scale" in options)
+    fogdist.init(None if "scale" in options else graph)
+    if "scale" in options:
+        bf.set_topology(graph(fogdist.size()), is_weighted=True)
     rank = dist.get_rank()
     if "writes" in options:  # no request of its own
         store = _joining.store_of_first(dist.group.WORLD._get_backend(torch.device("cpu")))

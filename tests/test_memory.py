@@ -43,7 +43,7 @@ def test_exchanges_read_shared_memory_as_any_other() -> None:
     with Checks() as checks:
         for name in ("ring", "exp", "full"):
             graph = topologies.by_name(name, size)
-            fogdist.set_topology(graph, True)
+            fogdist.set_topology(graph)
             matrix = topologies.mixing_matrix(graph)
             for dtype in (torch.float32, torch.bfloat16, torch.complex128):
                 for numel in SIZES:
@@ -82,7 +82,7 @@ def test_memory_is_used_again_only_when_nobody_reads_it() -> None:
     """Each round's result is the input of the next, while the memory of the previous round is reused."""
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    fogdist.set_topology(topologies.ring(size), True)
+    fogdist.set_topology(topologies.ring(size))
     matrix = topologies.mixing_matrix(topologies.ring(size))
     state = np.random.default_rng(3).random((size, 50_000))
     mine = shared(torch.from_numpy(state[rank].copy()))

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import fogdist
-import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
@@ -68,7 +67,7 @@ def right_ring() -> None:
 
 
 def test_a_ring(new_world):
-    new_world(3).run(ring)
+    new_world(3).run(right_ring)
 
 
 def windows() -> dict[str, Any]:
@@ -85,7 +84,7 @@ def windows() -> dict[str, Any]:
         assert values[f"peer/{1 - rank}/received_bytes"] >= 400, values
         window.free()
         model = torch.nn.Linear(3, 1)
-        optimizer = bf.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), 0.1), model)
+        optimizer = fogdist.algorithms.WinPut(torch.optim.SGD(model.parameters(), 0.1), model)
         for _ in range(4):
             model(torch.ones(2, 3)).sum().backward()
             optimizer.step()

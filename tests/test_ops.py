@@ -52,9 +52,9 @@ def test_values() -> None:
                 checks.close(f"{dtype}", output, view(mix(inputs, matrix)[rank]))
                 checks.true("contiguous", output.is_contiguous())
             checks.equal("input", mine, inputs[rank])
-            for is_weighted in (False, True):
-                graph = topologies.star(size)
-                fogdist.set_topology(graph, is_weighted)
+            star = topologies.star(size)
+            for is_weighted, graph in enumerate((topologies.uniform_weights(star), star)):
+                fogdist.set_topology(graph)
                 expected = fogdist.neighbor_allreduce(mine)
                 output = torch.ops.fog.neighbor_allreduce_along_topology(mine)
                 checks.equal(f"{dtype} weighted={is_weighted}", output, expected)
@@ -88,11 +88,10 @@ def gradients() -> None:
             arguments = arguments_of(matrix, rank)
             check(f"seed {seed}", matrix, lambda x, a=arguments: torch.ops.fog.neighbor_allreduce(x, *a))
         for name in ("star", "ring-left", "exp"):
-            for is_weighted in (False, True):
-                graph = topologies.by_name(name, size)
-                fogdist.set_topology(graph, is_weighted)
-                matrix = topologies.mixing_matrix(graph if is_weighted else topologies.uniform_weights(graph))
-                check(f"{name} {is_weighted}", matrix, torch.ops.fog.neighbor_allreduce_along_topology)
+            weighted = topologies.by_name(name, size)
+            for graph in (weighted, topologies.uniform_weights(weighted)):
+                fogdist.set_topology(graph)
+                check(name, topologies.mixing_matrix(graph), torch.ops.fog.neighbor_allreduce_along_topology)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -150,7 +149,7 @@ def compiled() -> None:
     # aot_eager traces with fake tensors, as every backend does, but needs no C++ compiler.
     program = torch.compile(step, fullgraph=True, backend="aot_eager")
     for graph in (topologies.ring, topologies.star):
-        fogdist.set_topology(graph(size), is_weighted=True)
+        fogdist.set_topology(graph(size))
         (expected,) = torch.autograd.grad(step(x), x)
         result = program(x)
         (gradient,) = torch.autograd.grad(result, x)
@@ -207,7 +206,7 @@ def test_groups_by_name() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     group = torch.distributed.new_group(range(size), backend="fog")
-    fogdist.set_topology(topologies.star(size), is_weighted=True, group=group)
+    fogdist.set_topology(topologies.star(size), group=group)
     x = torch.tensor([float(rank)])
     expected = fogdist.neighbor_allreduce(x, group=group)
     assert torch.equal(torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name), expected)

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import fogdist
+import fogdist.bluefog.torch as bf
 import networkx as nx
 import numpy as np
 import pytest
@@ -175,7 +176,7 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
         machine, count = fogdist.machine_rank(), fogdist.machine_size()
         arguments, matrix = plan_of(case, machine)
         if case.seed % 2:
-            fogdist.set_machine_topology(graph_of(case), is_weighted=True)
+            bf.set_machine_topology(graph_of(case), is_weighted=True)
             arguments = {}
         else:
             fogdist.set_machine_topology(topologies.fully_connected(count))
@@ -187,7 +188,7 @@ def exchange(case: Case, mine: list[Tensor]) -> tuple[list[Tensor], np.ndarray]:
             arguments, matrix = plan_of(case, rank)
         else:
             graph = graph_of(case)
-            fogdist.set_topology(graph, is_weighted=case.kind == "weighted")
+            bf.set_topology(graph, is_weighted=case.kind == "weighted")
             matrix = weight_matrix(case)
             if case.kind == "own weights":
                 arguments, matrix = plan_of(case, rank)
@@ -253,7 +254,7 @@ def check_gathered(checks: Checks, label: str, case: Case, there: torch.device) 
         sources.reverse()
         options |= {"src_ranks": sources, "dst_ranks": destinations}
     else:
-        fogdist.set_topology(graph_of(case))
+        bf.set_topology(graph_of(case))
     output = fogdist.neighbor_allgather(inputs[rank].to(there), **options)
     checks.equal(label, output.cpu(), torch.cat([inputs[rank][:0], *(inputs[r] for r in sources)]))
 

@@ -512,7 +512,7 @@ def consensus(names: list[str]) -> None:
         np.testing.assert_allclose(x.numpy(), expected[rank], rtol=0, atol=5e-15, err_msg=name)
         if exact is not None:
             np.testing.assert_allclose(x.numpy(), start.mean(axis=0), rtol=0, atol=5e-15, err_msg=name)
-    fogdist.set_topology(SEQUENCES["exp2"](size).graph(), is_weighted=True)
+    fogdist.set_topology(SEQUENCES["exp2"](size).graph())
     mixed = fogdist.neighbor_allreduce(torch.from_numpy(start[rank].copy()))
     expected = SEQUENCES["exp2"](size).matrix().T @ start
     np.testing.assert_allclose(mixed.numpy(), expected[rank], rtol=0, atol=5e-15)

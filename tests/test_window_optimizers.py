@@ -56,7 +56,7 @@ def set_weights(kind: str, optimizer: Any, matrix: np.ndarray, rank: int) -> Non
 
 def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     star = run.mixing == "weighted"
-    rank, size = start(topologies.star if star else None, star)
+    rank, size = start(topologies.star if star else None)
     model = make_net(rank)
     options = {"num_steps_per_communication": run.every, "bucket_cap_mb": bucket_cap_mb}
     optimizer = distribute(kind, model, OPTIMIZERS[run.optimizer], **options)

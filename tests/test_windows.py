@@ -453,7 +453,8 @@ def test_default_weights_of_update() -> None:
             for i, j in graph.edges:
                 graph.edges[i, j]["weight"] = 0.1 * (i + 1)
             graph.add_edges_from([(i, i, {"weight": 0.25}) for i in range(SIZE)])
-            fogdist.init(lambda size, graph=graph: graph, is_weighted=is_weighted)
+            fogdist.init()
+            bf.set_topology(graph, is_weighted)
             rank, sources = fogdist.rank(), fogdist.in_neighbor_ranks()
             x = full(rank)
             bf.win_create(x, "w")
@@ -524,14 +525,16 @@ def test_windows_freeze_the_topology() -> None:
     everybody = dist.new_group(backend="fog")
     bf.win_create(full(0), "w")
     with Checks() as checks:
+        with pytest.raises(RuntimeError, match="the topology stays .* windows: 'w'; free them first"):
+            fogdist.set_topology(topologies.star(size))
         with unittest.TestCase().assertLogs("fogdist") as logs:
-            checks.equal("refused", fogdist.set_topology(topologies.star(size)), False)
+            checks.equal("refused", bf.set_topology(topologies.star(size)), False)
         checks.true("said why", len(logs.output) == 1 and "'w'" in logs.output[0])
         same = topologies.is_equivalent
         checks.true("as it was", same(fogdist.load_topology(), right_ring(size)))
-        checks.equal("the same one", fogdist.set_topology(right_ring(size)), True)
-        checks.equal("with weights", fogdist.set_topology(right_ring(size), is_weighted=True), False)
-        checks.equal("of another group", fogdist.set_topology(topologies.star(size), group=everybody), True)
+        fogdist.set_topology(right_ring(size))
+        checks.equal("without weights", bf.set_topology(right_ring(size)), False)
+        checks.equal("of another group", bf.set_topology(topologies.star(size), group=everybody), True)
         fogdist.init()
         checks.true("init keeps it", same(fogdist.load_topology(), right_ring(size)))
         checks.true(
@@ -543,11 +546,11 @@ def test_windows_freeze_the_topology() -> None:
         dist.barrier()
         checks.equal("which works", bf.win_update("w", 0.0, {before(): 1.0}, clone=True), full(3))
         bf.win_create(full(0), "w", group=everybody)
-        checks.equal("refused there", fogdist.set_topology(topologies.star(size), group=everybody), False)
+        checks.equal("refused there", bf.set_topology(topologies.star(size), group=everybody), False)
         bf.win_free(group=everybody)
-        checks.equal("free there", fogdist.set_topology(topologies.star(size), group=everybody), True)
+        checks.equal("free there", bf.set_topology(topologies.star(size), group=everybody), True)
         bf.win_free()
-        checks.equal("free", fogdist.set_topology(topologies.star(size)), True)
+        checks.equal("free", bf.set_topology(topologies.star(size)), True)
         fogdist.init()
         checks.true("reset", same(fogdist.load_topology(), topologies.exponential(size)))
     dist.destroy_process_group(everybody)

@@ -155,12 +155,11 @@ RULES = {
 }
 
 
-def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> tuple[int, int]:
+def start(graph: Callable[[int], nx.DiGraph] | None = None) -> tuple[int, int]:
     """Begins a test in a world that others have used; frees their windows, which would keep the topology fixed.
 
     Args:
         graph: Makes the group's topology; by default the group's own.
-        is_weighted: Whether the topology's weights are used.
 
     Returns:
         Rank and size.
@@ -168,7 +167,7 @@ def start(graph: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = 
     fogdist.init()
     bf.win_free()
     rank, size = fogdist.rank(), fogdist.size()
-    assert fogdist.set_topology(None if graph is None else graph(size), is_weighted)
+    fogdist.set_topology(None if graph is None else graph(size))
     return rank, size
 
 

@@ -73,6 +73,7 @@ class _Agent:
         self, number: int, token: str, command: Sequence[str], events: queue.SimpleQueue[Any]
     ) -> None:
         self.number = number
+        self.said: set[str] = set()  # the events that it has told of
         self._token = token.encode()
         self._events = events
         self._process = subprocess.Popen(
@@ -112,7 +113,9 @@ class _Agent:
         if token != self._token:
             return False
         with contextlib.suppress(ValueError):  # a line that was cut as the agent was killed
-            self._events.put(("told", self.number, json.loads(text)))
+            told = json.loads(text)
+            self.said.add(told["event"])
+            self._events.put(("told", self.number, told))
         return True
 
     def _await_end(self) -> None:
@@ -130,9 +133,6 @@ class Supervisor:
         self._job = job
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
         self._agents: dict[int, _Agent] = {}
-        self._started: set[int] = set()
-        self._has_begun: set[int] = set()  # agents that have said so
-        self._is_done: set[int] = set()  # likewise
         self._fates: dict[int, Fate] = {}
         self._port = job.port
         self._signal: int | None = None
@@ -149,13 +149,9 @@ class Supervisor:
         self._members: set[int] = set()
         self._again: object = None  # what starts the job again as a whole
         self._run_id = str(uuid.uuid4())
-        first = 0
-        self._first_ranks = []
-        for number, (host, start) in enumerate(zip(job.hosts, job.starts, strict=True)):
-            self._first_ranks.append(first)
+        for number, start in enumerate(job.starts):
             if start is not None:
-                self._fates |= {rank: Fate(number) for rank in range(first, first + host.slots)}
-            first += host.slots
+                self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit status of `fog run`."""
@@ -187,7 +183,6 @@ class Supervisor:
         job = self._job
         start = job.starts[number]
         assert start is not None
-        self._started.add(number)
         token = f"fog-{uuid.uuid4()}"
         agent = self._agents[number] = _Agent(number, token, start, self._events)
         agent.write(
@@ -199,7 +194,7 @@ class Supervisor:
                 ),
                 "folder": os.getcwd(),
                 "size": job.ranks,
-                "first": self._first_ranks[number],
+                "first": job.ranks_of(number)[0],
                 "count": job.hosts[number].slots,
                 "port": self._port,
                 "holds_store": number == 0,
@@ -210,7 +205,7 @@ class Supervisor:
 
     def _start_others(self) -> None:
         for number, start in enumerate(self._job.starts):
-            if start is not None and number not in self._started and not self._is_stopping:
+            if start is not None and number not in self._agents and not self._is_stopping:
                 self._start(number)
 
     def _handle(self) -> None:
@@ -230,7 +225,6 @@ class Supervisor:
         elif kind == "ended":
             self._on_agent_end(number, value)
         elif value["event"] == "begun":
-            self._has_begun.add(number)
             if number == 0 and not self._port:
                 self._port = value["port"]
                 self._start_others()
@@ -244,11 +238,9 @@ class Supervisor:
                 self._members |= set(value["ranks"])
                 self._asked.discard(number)
                 self._decide()
-        else:
-            self._is_done.add(number)
-            if value["failure"]:
-                _say(f"the agent{self._on(number)}: {value['failure']}")
-                self._first_status = self._first_status or 1
+        elif value["failure"]:  # it is done
+            _say(f"the agent{self._on(number)}: {value['failure']}")
+            self._first_status = self._first_status or 1
 
     def _stop(self, number: int) -> None:
         """Sends the first signal to all ranks; a second one kills them."""
@@ -374,9 +366,9 @@ class Supervisor:
             self._deadline = time.monotonic() + processes.OUTPUT_TIMEOUT, self._end_ranks
 
     def _on_agent_end(self, number: int, status: int) -> None:
-        del self._agents[number]
+        agent = self._agents.pop(number)
         self._asked.discard(number)
-        if number not in self._is_done:
+        if "done" not in agent.said:
             how = f"the agent{self._on(number)}, which ended {describe(_signal_of(status))}"
             lost = [rank for rank, fate in self._fates.items() if fate.host == number and fate.status is None]
             for rank in lost:
@@ -393,10 +385,10 @@ class Supervisor:
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
         self._decide()
-        if self._job.is_whole and number not in self._has_begun and not self._is_stopping:
+        if self._job.is_whole and "begun" not in agent.said and not self._is_stopping:
             _say(f"the job cannot start without {self._job.hosts[number].name}, so its other ranks are ended")
             self._end_ranks()
-        elif number not in self._is_done and not self._job.keeps_going:
+        elif "done" not in agent.said and not self._job.keeps_going:
             self._end_ranks()
         if number == 0 and not self._port:
             for fate in self._fates.values():

@@ -84,6 +84,11 @@ class Job:
     max_restarts: int
     max_ranks: int
 
+    def ranks_of(self, host: int) -> range:
+        """Returns the ranks of the host of a number."""
+        first = sum(each.slots for each in self.hosts[:host])
+        return range(first, first + self.hosts[host].slots)
+
     @property
     def is_whole(self) -> bool:
         """Whether all agents are started here."""

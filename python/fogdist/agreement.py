@@ -54,7 +54,7 @@ def check_same_everywhere(backend: ProcessGroupFog, argument: str, items: Sequen
         raise dist.DistBackendError(f"while all ranks compare their {argument}: {error}") from error
     common = set(items_of[0]).intersection(*items_of[1:])
     lines = [
-        f"only on ranks {ranks}: {_some(special)}"
+        f"only on ranks {ranks}: {some(special)}"
         for ranks, version in zip(shown, items_of, strict=True)
         if (special := [item for item in version if item not in common])
     ]
@@ -137,6 +137,7 @@ def gather(backend: ProcessGroupFog, value: Any, name: str = "") -> list[Any]:
     return [json.loads(line) for line in bytes(table.tolist()).splitlines()]
 
 
-def _some(items: list[str]) -> str:
+def some(items: Sequence[str], separator: str = ", ") -> str:
+    """Returns the first of some items as text, and how many more there are."""
     more = len(items) - _SHOWN_ITEMS
-    return ", ".join(items[:_SHOWN_ITEMS]) + (f" and {more} more" if more > 0 else "")
+    return separator.join(items[:_SHOWN_ITEMS]) + (f" and {more} more" if more > 0 else "")

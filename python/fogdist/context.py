@@ -24,8 +24,8 @@ from fog_pg._known import backend_of
 from fogdist import launch
 from fogdist.agreement import check_same_everywhere
 from fogdist.lazy import nx
-from fogdist.static_topology import StaticTopology, see_topology
-from fogdist.topology import exponential
+from fogdist.static_topology import StaticTopology, one_graph, see_topology
+from fogdist.topology import Topology, exponential
 
 if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
@@ -205,7 +205,7 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
     """
     if isinstance(group, VirtualGroup):
         return group.context
-    session = _require_session()
+    session = require_session()
     if group is None or group is session.main.group:
         if not _is_registered(session.main.group):
             raise RuntimeError(
@@ -228,30 +228,34 @@ def adopt(context: Context) -> None:
         ValueError: `init` was never called.
         RuntimeError: After `shutdown`.
     """
-    _require_session().contexts[context.group] = context
+    require_session().contexts[context.group] = context
 
 
-def init(topology_fn: Callable[[int], nx.DiGraph] | None = None, is_weighted: bool = False) -> None:
+def init(topology_fn: Callable[[int], nx.DiGraph] | None = None) -> None:
     """Connects this process to the group and sets the topology. Collective.
 
     A default process group that exists is adopted; if it has no fog backend for CPU tensors, a fog group of
     the same ranks is made in addition. If there is none, the default process group is made from the environment of
     torchrun, mpiexec or srun. Calling `init` again keeps the group and the operations in flight; everything
     else is as after the first call: the topology is set anew, there is no machine topology, and other groups
-    are back at their default. Only a group that has windows keeps its topology, as in `set_topology`.
+    are back at their default. Only a group that has windows keeps its topology, with a line in the log.
 
     The environment variable FOG_NODES_PER_MACHINE makes each so many consecutive ranks of the default process
     group a machine, whatever hosts they run on.
 
     Args:
         topology_fn: Returns the topology for a number of ranks; by default `exponential`.
-        is_weighted: As in `set_topology`.
 
     Raises:
         TypeError: `topology_fn` is not callable, or as in `set_topology`.
         ValueError: As in `set_topology`; the environment does not say which rank this is; or
             FOG_NODES_PER_MACHINE is not a divisor of the number of ranks, or not the same on all ranks.
     """
+    start(topology_fn, None)
+
+
+def start(topology_fn: Callable[[int], nx.DiGraph] | None, is_weighted: bool | None) -> None:
+    """See `init`; `is_weighted` is that of `see_topology`."""
     global _session, _was_shut_down
     if topology_fn is not None and not callable(topology_fn):
         raise TypeError(
@@ -342,41 +346,45 @@ def size(*, group: dist.ProcessGroup | None = None) -> int:
 
 
 def set_topology(
-    topology: nx.DiGraph | None = None, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
-) -> bool:
+    topology: nx.DiGraph | Topology | str | None = None, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Sets the topology that exchanges without weights of their own follow. Collective.
 
     Every rank must set the same one: the ranks compare what they were given, in 16 bytes each, and keep the
-    topology they had if it differs. While a group has windows its topology stays, as the windows have memory for
-    these neighbors: free them first.
+    topology they had if it differs.
 
     Args:
-        topology: A graph whose nodes are the ranks 0 ... n-1; an edge i -> j means that i sends to j. It is
-            copied. By default `exponential(size())`.
-        is_weighted: True to use the graph's weights: rank j gets ``sum_i W[i, j] * x_i``. False for the plain
-            mean of a rank and its in-neighbors, whatever the graph's weights are.
+        topology: What an algorithm takes too, with one round: a graph whose nodes are the ranks 0 ... n-1, of which an
+            edge i -> j means that i sends to j, so rank j gets ``sum_i W[i, j] * x_i``; a static `Topology`; or a name that
+            `fog topology` lists. It is copied. A graph without weights stands for the plain mean of a rank and its
+            in-neighbors. By default `fogdist.topology.exponential(size())`.
         group: As in `rank`; `topology` is in terms of its ranks. Each group has a topology of its own.
 
-    Returns:
-        True; False, with a line in the log, if the group has windows and this is another topology than theirs.
-
     Raises:
-        TypeError: Not a networkx.DiGraph, not as many nodes as ranks, or `is_weighted` not a bool. This and the
+        TypeError: None of these, or not as many nodes as ranks. This and the
             next are found before anything is sent: if only some ranks are given such a graph, the others wait
             for them until the group's timeout.
-        ValueError: The nodes are not the ranks, a weight is not finite, or before `init`. On all ranks alike:
-            the ranks were given different edges or weights or `is_weighted`; the message names both.
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+        ValueError: The nodes are not the ranks, a weight is not finite, the weights do not sum to 1 at a rank, the
+            topology has several rounds, or before `init`. On all ranks alike: the ranks were given different edges or
+            weights; the message names both.
+        RuntimeError: The group has windows, and this is another topology than theirs: they have memory for these
+            neighbors, so free them first. After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
+    assign_topology(topology, None, group)
+
+
+def assign_topology(
+    topology: nx.DiGraph | Topology | str | None, is_weighted: bool | None, group: dist.ProcessGroup | None
+) -> None:
+    """See `set_topology`; `is_weighted` is that of `see_topology`."""
     context = current(group)
-    graph = exponential(context.size) if topology is None else topology
+    graph = one_graph(topology, context.size)
     seen = see_topology(graph, is_weighted, context.viewpoint, context.size)
     if not context.is_joining:
         check_same_everywhere(context.backend, "topology", [*seen.items(), *_items(context.windows)])
-    if _is_frozen(context, seen):
-        return False
+    if why := _frozen_by(context, seen):
+        raise RuntimeError(why)
     context.topology = seen
-    return True
 
 
 def load_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGraph:
@@ -394,7 +402,8 @@ def out_neighbor_ranks(*, group: dist.ProcessGroup | None = None) -> list[int]:
     return list(current(group).topology.out_neighbors)
 
 
-def _require_session() -> _Session:
+def require_session() -> _Session:
+    """Returns what `init` has made; ValueError before it, RuntimeError after `shutdown`."""
     if _session is None:
         if _was_shut_down:
             raise RuntimeError("fogdist has been shut down; call fogdist.init() to start it again")
@@ -440,21 +449,19 @@ def _items(windows: Iterable[str]) -> list[str]:
     return [f"window {name!r}" for name in sorted(windows)]
 
 
-def _is_frozen(context: Context, topology: StaticTopology) -> bool:
-    """Returns whether open windows prevent the group from taking this topology, and then logs it."""
+def _frozen_by(context: Context, topology: StaticTopology) -> str:
+    """Returns why the group cannot take this topology; an empty text if it can."""
     if not context.windows or topology.items() == context.topology.items():
-        return False
-    _log.error(
-        "the topology stays as it is while there are windows: %s; fogdist.win_free() frees them",
-        ", ".join(repr(name) for name in sorted(context.windows)),
-    )
-    return True
+        return ""
+    names = ", ".join(repr(name) for name in sorted(context.windows))
+    return f"the topology stays as it is while there are windows: {names}; free them first"
 
 
 def _keep_windows(previous: Context, context: Context) -> None:
     """Moves the windows of a group, with the topology that they need, to the group's context after another `init`."""
     context.windows = previous.windows
-    if _is_frozen(previous, context.topology):
+    if why := _frozen_by(previous, context.topology):
+        _log.error(why)
         context.topology = previous.topology
 
 

@@ -15,7 +15,8 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, PreconditionError, current
 from fogdist.exchange import MACHINES, Exchanges
 from fogdist.lazy import nx
-from fogdist.static_topology import see_topology
+from fogdist.static_topology import one_graph, see_topology
+from fogdist.topology import Topology
 
 
 def local_rank(*, group: dist.ProcessGroup | None = None) -> int:
@@ -72,31 +73,32 @@ def machine_size(*, group: dist.ProcessGroup | None = None) -> int:
 
 
 def set_machine_topology(
-    topology: nx.DiGraph, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
-) -> bool:
+    topology: nx.DiGraph | Topology | str | None, *, group: dist.ProcessGroup | None = None
+) -> None:
     """Sets the topology that `hierarchical_neighbor_allreduce` follows. Collective; all ranks compare theirs.
 
     Args:
-        topology: A graph whose nodes are the machines 0 ... m-1; an edge i -> j means that machine i sends to
-            machine j. It is copied.
-        is_weighted: As in `fogdist.set_topology`, of machines.
+        topology: As in `fogdist.set_topology`, of the machines 0 ... m-1.
         group: As in `fogdist.rank`. Each group has a machine topology of its own, none at first.
-
-    Returns:
-        True.
 
     Raises:
         PreconditionError: The ranks are not spread homogeneously over the machines.
-        TypeError: Not a networkx.DiGraph, not as many nodes as machines, or `is_weighted` not a bool.
-        ValueError: `topology` is None; the nodes are not the machines, a weight is not finite, the ranks were
-            given different graphs (on all ranks alike), or before `init`.
+        TypeError: As `fogdist.set_topology`.
+        ValueError: `topology` is None; else as `fogdist.set_topology`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
+    assign_machine_topology(topology, None, group)
+
+
+def assign_machine_topology(
+    topology: nx.DiGraph | Topology | str | None, is_weighted: bool | None, group: dist.ProcessGroup | None
+) -> None:
+    """See `set_machine_topology`; `is_weighted` is that of `see_topology`."""
     context = homogeneous(current(group))
     if topology is None:
-        raise ValueError("topology must be a networkx.DiGraph of the machines, got None")
+        raise ValueError("topology must be a topology of the machines, got None")
     seen = see_topology(
-        topology,
+        one_graph(topology, len(context.machines)),
         is_weighted,
         context.machine_of[context.viewpoint],
         len(context.machines),
@@ -105,7 +107,6 @@ def set_machine_topology(
     if not context.is_joining:
         check_same_everywhere(context.backend, "machine topology", seen.items())
     context.machine_topology = seen
-    return True
 
 
 def load_machine_topology(*, group: dist.ProcessGroup | None = None) -> nx.DiGraph | None:

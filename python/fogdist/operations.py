@@ -20,8 +20,8 @@ docs/device_neighbors.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, overload
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, TypeVar, overload
 
 import torch.distributed as dist
 from torch import Tensor
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 # The number of generated names for the unnamed gossips of a pair. They repeat, because the backend remembers each name.
 _GOSSIP_NAMES = 64
+
+
+_Given = TypeVar("_Given", Tensor, list[Tensor])
 
 
 class _Options(TypedDict, total=False):
@@ -59,6 +62,14 @@ class _OfMachines(_Options, total=False):
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None
 
 
+class _OfGathering(TypedDict, total=False):
+    src_ranks: Iterable[SupportsIndex] | None
+    dst_ranks: Iterable[SupportsIndex] | None
+    enable_topo_check: bool
+    name: str | None
+    group: dist.ProcessGroup | None
+
+
 class _OfAPair(TypedDict, total=False):
     self_weight: float | None
     pair_weight: float | None
@@ -68,20 +79,12 @@ class _OfAPair(TypedDict, total=False):
 
 @overload
 def neighbor_allreduce(
-    tensor: Tensor,
+    tensor: _Given,
     *,
-    out: Tensor | None = None,
+    out: _Given | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[_OfRanks],
-) -> Tensor: ...
-@overload
-def neighbor_allreduce(
-    tensor: Sequence[Tensor],
-    *,
-    out: Sequence[Tensor] | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfRanks],
-) -> list[Tensor]: ...
+) -> _Given: ...
 @overload
 def neighbor_allreduce(
     tensor: Tensors, *, out: Tensors | None = None, async_op: Literal[True], **options: Unpack[_OfRanks]
@@ -141,7 +144,7 @@ def neighbor_allreduce(
     context = current(group)
     sources = weighted(tensor) if isinstance(tensor, Tensor) else weighted_list(tensor)
     exchange = context.topology.exchanges.weighted(self_weight, src_weights, dst_weights, enable_topo_check)
-    encoding = encoding_of(compression)
+    encoding = {} if compression is None else encoding_of(compression)
     output = None if out is None else outputs_of(out, sources)
     if async_op or encoding or exchange.is_verified:
         work = begin_average(context, sources, exchange, key(name), output, encoding)
@@ -155,20 +158,12 @@ def neighbor_allreduce(
 
 @overload
 def hierarchical_neighbor_allreduce(
-    tensor: Tensor,
+    tensor: _Given,
     *,
-    out: Tensor | None = None,
+    out: _Given | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[_OfMachines],
-) -> Tensor: ...
-@overload
-def hierarchical_neighbor_allreduce(
-    tensor: Sequence[Tensor],
-    *,
-    out: Sequence[Tensor] | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfMachines],
-) -> list[Tensor]: ...
+) -> _Given: ...
 @overload
 def hierarchical_neighbor_allreduce(
     tensor: Tensors, *, out: Tensors | None = None, async_op: Literal[True], **options: Unpack[_OfMachines]
@@ -232,22 +227,13 @@ def hierarchical_neighbor_allreduce(
 
 @overload
 def pair_gossip(
-    tensor: Tensor,
+    tensor: _Given,
     target_rank: int,
     *,
-    out: Tensor | None = None,
+    out: _Given | None = None,
     async_op: Literal[False] = False,
     **options: Unpack[_OfAPair],
-) -> Tensor: ...
-@overload
-def pair_gossip(
-    tensor: Sequence[Tensor],
-    target_rank: int,
-    *,
-    out: Sequence[Tensor] | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfAPair],
-) -> list[Tensor]: ...
+) -> _Given: ...
 @overload
 def pair_gossip(
     tensor: Tensors,
@@ -315,25 +301,11 @@ def pair_gossip(
 
 @overload
 def neighbor_allgather(
-    tensor: Tensor,
-    *,
-    src_ranks: Iterable[SupportsIndex] | None = None,
-    dst_ranks: Iterable[SupportsIndex] | None = None,
-    async_op: Literal[False] = False,
-    enable_topo_check: bool = True,
-    name: str | None = None,
-    group: dist.ProcessGroup | None = None,
+    tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[_OfGathering]
 ) -> Tensor: ...
 @overload
 def neighbor_allgather(
-    tensor: Tensor,
-    *,
-    src_ranks: Iterable[SupportsIndex] | None = None,
-    dst_ranks: Iterable[SupportsIndex] | None = None,
-    async_op: Literal[True],
-    enable_topo_check: bool = True,
-    name: str | None = None,
-    group: dist.ProcessGroup | None = None,
+    tensor: Tensor, *, async_op: Literal[True], **options: Unpack[_OfGathering]
 ) -> dist.Work: ...
 def neighbor_allgather(
     tensor: Tensor,

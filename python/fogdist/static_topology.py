@@ -10,8 +10,17 @@ from dataclasses import dataclass
 
 from fogdist.exchange import RANKS, Exchange, Exchanges, Nodes
 from fogdist.lazy import nx
-from fogdist.topology import check_topology, recv_weights
+from fogdist.topology import (
+    Topology,
+    TopologyError,
+    check_topology,
+    exponential,
+    mixing_matrix,
+    named,
+    recv_weights,
+)
 from fogdist.topology.validation import check_flags, edge_weight
+from fogdist.topology.weights import check_matrix, has_weights
 
 
 @dataclass(frozen=True)
@@ -54,9 +63,27 @@ class StaticTopology:
         return [f"is_weighted={self.is_weighted}", *(f"edge {i} -> {j} {_weighing(w)}" for i, j, w in edges)]
 
 
+def one_graph(topology: nx.DiGraph | Topology | str | None, size: int) -> nx.DiGraph:
+    """Returns the graph of a static topology, given as an algorithm takes it.
+
+    Raises:
+        TypeError: It is no topology, or it has another number of ranks.
+        TopologyError: It has several rounds, or no topology has this name.
+    """
+    if topology is None:
+        return exponential(size)
+    if isinstance(topology, str):
+        topology = named(topology, size)
+    if not isinstance(topology, Topology):
+        return topology
+    if topology.period != 1:
+        raise TopologyError(f"topology must have one round here, got {topology!r}; give it to an algorithm")
+    return topology.graph()
+
+
 def see_topology(
     graph: nx.DiGraph,
-    is_weighted: bool,
+    is_weighted: bool | None,
     node: int,
     size: int,
     *,
@@ -68,7 +95,7 @@ def see_topology(
     Args:
         graph: Its nodes must be 0 ... size-1.
         is_weighted: Whether its weights are used. All weights are then checked, not only this node's, so that all
-            ranks raise the same error.
+            ranks raise the same error. None to use them if there are any, which then must sum to 1 at each receiver.
         node: The node.
         size: The expected number of nodes.
         argument: Name of the caller's argument, for messages.
@@ -77,14 +104,19 @@ def see_topology(
     Raises:
         TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`
             not a bool.
-        TopologyError: The nodes are not 0 ... size-1, or a weight is not finite.
+        TopologyError: The nodes are not 0 ... size-1, a weight is not finite, or the weights do not sum to 1.
     """
-    check_flags(is_weighted=is_weighted)
+    if is_weighted is not None:
+        check_flags(is_weighted=is_weighted)
     if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
         raise TypeError(
             f"{argument} must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
         )
     check_topology(graph, argument)
+    if is_weighted is None:
+        is_weighted = has_weights(graph)
+        if is_weighted:
+            check_matrix(mixing_matrix(graph), argument)
     in_neighbors = [source for source in graph.predecessors(node) if source != node]
     out_neighbors = [destination for destination in graph.successors(node) if destination != node]
     self_weight, sources = 1.0, dict.fromkeys(sorted(in_neighbors), 1.0)
@@ -92,6 +124,11 @@ def see_topology(
         for i, j in graph.edges:
             edge_weight(graph, i, j)
         self_weight, sources = recv_weights(graph, node)
+    # A mean is rounded once, and a sum of equal weights is not.
+    share = 1.0 / (len(sources) + 1)
+    is_mean = not is_weighted or all(weight == share for weight in (self_weight, *sources.values()))
+    if is_mean:
+        self_weight, sources = 1.0, dict.fromkeys(sources, 1.0)
     along = Exchange(
         nodes,
         node,
@@ -99,7 +136,7 @@ def see_topology(
         self_weight,
         tuple(sources.items()),
         tuple((destination, 1.0) for destination in sorted(out_neighbors)),
-        mean=not is_weighted,
+        mean=is_mean,
     )
     exchanges = Exchanges(nodes, node, size, in_neighbors, out_neighbors, along)
     return StaticTopology(graph.copy(), is_weighted, in_neighbors, out_neighbors, along, exchanges)

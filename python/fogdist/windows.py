@@ -290,7 +290,7 @@ class Window:
 
         Args:
             self_weight: Weight of this rank's tensor. By default the plain mean of the tensor and all slots,
-                or the weights of the topology if it was set with `is_weighted`.
+                or the weights of the topology.
             neighbor_weights: {in-neighbor: weight}; given exactly if `self_weight` is. Slots that it leaves out
                 do not count. Neighbors may be lost, because their slots are in this rank's memory.
             reset: True to leave zeros in these slots, and also in their p if `with_p`.

@@ -13,7 +13,6 @@ the agent proper, its child, has ended for any reason. If the guard is killed, t
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import os
 import queue
@@ -84,22 +83,12 @@ def uses_of(port: int, tables: str) -> int:
         port: The port.
         tables: The text of /proc/net/tcp and /proc/net/tcp6.
     """
-    found = 0
-    for line in tables.splitlines():
-        words = line.split()
-        if len(words) < 4 or words[3] != _ESTABLISHED:
-            continue
-        own, (peer, _, _) = words[1].rpartition(":"), words[2].rpartition(":")
-        found += int(own[2], 16) == port and not _is_loopback(peer)
-    return found
-
-
-def _is_loopback(text: str) -> bool:
-    """Whether an address of /proc/net/tcp, whose words are in this machine's order of bytes, is of this host."""
-    words = (int(text[at : at + 8], 16) for at in range(0, len(text), 8))
-    address = ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words))
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    rows = [line.split() for line in tables.splitlines()]
+    # The last four bytes of an address, which is that of IPv4 in both tables, and the port.
+    connections = {(row[1][-13:], row[2][-13:]) for row in rows if len(row) > 3 and row[3] == _ESTABLISHED}
+    # A connection within this host is in the table from both ends.
+    from_others = [own for own, peer in connections if (peer, own) not in connections]
+    return sum(int(own.rpartition(":")[2], 16) == port for own in from_others)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import io
 import os
 import selectors
 import signal
@@ -40,20 +41,18 @@ class LinePrefixer:
 
     def __init__(self, prefix: bytes) -> None:
         self._prefix = prefix
-        self._rest = b""
+        self._rest = ""
+        # It takes texts, so bytes are taken for Latin 1, which has a character for each of them.
+        self._newlines = io.IncrementalNewlineDecoder(None, translate=True)
 
     def lines(self, data: bytes) -> list[bytes]:
         """Returns the lines that `data` completes. Empty `data` marks the end and returns the rest."""
-        text = self._rest + data
-        # A "\r" at the end of the data may be the first half of "\r\n".
-        held = b"\r" if data and text.endswith(b"\r") else b""
-        text = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        *whole, rest = text.split(b"\n")
-        if rest and (not data or len(rest) > _LONGEST):
-            whole.append(rest)
-            rest = b""
-        self._rest = rest + held
-        return [self._prefix + line + b"\n" for line in whole]
+        text = self._newlines.decode(data.decode("latin-1"), final=not data)
+        *whole, self._rest = (self._rest + text).split("\n")
+        if self._rest and (not data or len(self._rest) > _LONGEST):
+            whole.append(self._rest)
+            self._rest = ""
+        return [self._prefix + line.encode("latin-1") + b"\n" for line in whole]
 
 
 class Log:

@@ -59,8 +59,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. `topology` must then be a graph, a
             topology with a period, or None for the group's topology of now. Parameters are sent to windows, which take
             up to 4 times their size for each in-neighbor. None to wait for all neighbors.
-        **options: As in `Algorithm`. In local steps, without
-            averages, the three orders are the same.
+        **options: As in `Algorithm`. In local steps, without averages, the three orders are the same.
 
     Raises:
         ValueError: `order` is none of the three; `patience` is below 0 or does not go with `topology`; and as `Algorithm`.

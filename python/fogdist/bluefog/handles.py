@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from fogdist.context import current
 
-__all__ = ["poll", "synchronize", "wait", "win_cancel", "win_poll", "win_wait"]
+FOR_SCRIPTS = ("poll", "synchronize", "wait", "win_cancel", "win_poll", "win_wait")
 
 # There is one counter per process, so a handle from before `shutdown` never refers to an operation after the next
 # `init`.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import os
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,23 +57,10 @@ class Loaded:
 class Saving:
     """A checkpoint that is being written, made by `save_nonblocking`. It is not there before all ranks call `wait`."""
 
-    def __init__(
-        self,
-        context: Context,
-        hidden: Path,
-        step: int,
-        pieces: list[str],
-        keep: int | None,
-        written: Future[None],
-    ) -> None:
-        self._context = context
-        self._hidden = hidden
-        self._step = step
-        self._pieces = pieces
-        self._keep = keep
+    def __init__(self, written: Future[None], complete: Callable[[], Path]) -> None:
         self._written = written
+        self._complete = complete
         self._ended: Path | Exception | None = None
-        _in_flight[hidden.parent] = self
 
     def is_written(self) -> bool:
         """Returns whether this rank has written its files, or failed to; `wait` then waits for other ranks only."""
@@ -90,29 +78,10 @@ class Saving:
             try:
                 self._ended = self._complete()
             except Exception as error:
-                # If a rank did not come, others may still be writing; the next save removes the files.
-                if self._context.rank == 0 and not isinstance(error, dist.DistBackendError):
-                    folders.discard(self._hidden)
                 self._ended = error
-            _in_flight.pop(self._hidden.parent, None)
         if isinstance(self._ended, Exception):
             raise self._ended
         return self._ended
-
-    def _complete(self) -> Path:
-        context, step, root = self._context, self._step, self._hidden.parent
-        which = f"the checkpoint of step {step} in {root}"
-        together(context, f"write {which}", self._written.result)
-        is_first = context.rank == 0
-        completes = f"complete {which}"
-        together(
-            context,
-            completes,
-            lambda: folders.complete(self._hidden, step, self._pieces) if is_first else None,
-        )
-        if is_first and self._keep is not None:
-            folders.remove_old(root, self._keep, step)
-        return folder_of(root, step)
 
 
 @suspend_detection()
@@ -328,7 +297,29 @@ def _begin(
         executor.shutdown(wait=False)
     else:
         written.set_result(None)
-    return Saving(context, hidden, step, pieces, keep, written)
+    is_first, which = context.rank == 0, f"the checkpoint of step {step} in {root}"
+
+    def finish() -> Path:
+        try:
+            together(context, f"write {which}", written.result)
+            together(
+                context,
+                f"complete {which}",
+                lambda: folders.complete(hidden, step, pieces) if is_first else None,
+            )
+        except Exception as error:
+            # If a rank did not come, others may still be writing; the next save removes the files.
+            if is_first and not isinstance(error, dist.DistBackendError):
+                folders.discard(hidden)
+            raise
+        finally:
+            _in_flight.pop(root, None)
+        if is_first and keep is not None:
+            folders.remove_old(root, keep, step)
+        return folder_of(root, step)
+
+    saving = _in_flight[root] = Saving(written, finish)
+    return saving
 
 
 def _mean_of(context: Context, what: str, state: State, optimizer: Optimizer | None) -> State:

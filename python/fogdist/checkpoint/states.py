@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
+from fogdist.agreement import some
 from fogdist.checkpoint.pieces import State, put_together, take_apart
 from fogdist.checkpoint.together import together
 from fogdist.context import Context
@@ -21,9 +22,6 @@ from fogdist.ddp import DecentralizedDataParallel
 from fogdist.shards import is_sharded
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.saved_state import set_number
-
-# The most differences that an error message names.
-_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -149,9 +147,9 @@ def check(
     ]
     for one, other, where in ((own, saved, "in the model"), (saved, own, "in the checkpoint")):
         if names := [name.partition(".")[2] for name in sorted(one.keys() - other.keys())]:
-            differences.append(f"only {where}: {_some(names)}")
+            differences.append(f"only {where}: {some(names)}")
     if differences:
-        raise ValueError(f"model must be that of the checkpoint, but {_some(differences, '; ')}")
+        raise ValueError(f"model must be that of the checkpoint, but {some(differences, '; ')}")
     if optimizer is None:
         return
     known = rest.get("optimizer")
@@ -168,7 +166,7 @@ def check(
         if mine != its:
             raise ValueError(
                 f"optimizer must have the parameters of the checkpoint in the same order; in group {place} it has "
-                f"{_some(mine)}, and the checkpoint has {_some(its)}"
+                f"{some(mine)}, and the checkpoint has {some(its)}"
             )
 
 
@@ -210,8 +208,3 @@ def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:
 
 def _text(tensor: Tensor) -> str:
     return f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-
-
-def _some(items: Sequence[str], separator: str = ", ") -> str:
-    more = len(items) - _SHOWN
-    return separator.join(items[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

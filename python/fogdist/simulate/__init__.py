@@ -2,27 +2,23 @@
 
 One tensor holds all ranks' parameters, a row each; gradients come from ``torch.func.vmap``. Algorithms and topologies are
 those of real ranks: only the exchange is another, a product with the mixing matrix (`VirtualRanks`). `train` is the loop,
-`Shards` gives ranks data that are alike or not, and `consensus` shows how fast a topology mixes, beside theory. Time is no
-part of it: `benchmarks/time_to_loss.py` has steps to a loss times the time of a step, which other benchmarks measure.
+and `Shards` gives ranks data that are alike or not. Time is no part of it: `benchmarks/time_to_loss.py` has steps to a
+loss times the time of a step, which other benchmarks measure.
 """
 
 from __future__ import annotations
 
 from fogdist.simulate.algorithms import GradientAverage
-from fogdist.simulate.consensus import Consensus, consensus, second_eigenvalue
 from fogdist.simulate.model import StackedModel
 from fogdist.simulate.ranks import VirtualRanks
 from fogdist.simulate.shards import Shards
 from fogdist.simulate.training import Result, train
 
 __all__ = [
-    "Consensus",
     "GradientAverage",
     "Result",
     "Shards",
     "StackedModel",
     "VirtualRanks",
-    "consensus",
-    "second_eigenvalue",
     "train",
 ]

@@ -20,7 +20,7 @@ from fogdist.topology.graphs import exponential, fully_connected, ring, star
 from fogdist.topology.healing import grown_rounds, healed_rounds, spread
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.validation import check_int, check_rank
-from fogdist.topology.weights import build_topology, check_matrix, mixing_matrix, uniform_weights
+from fogdist.topology.weights import build_topology, check_matrix, has_weights, mixing_matrix, uniform_weights
 
 Matrix = NDArray[np.float64]
 
@@ -112,14 +112,16 @@ class Topology:
 
         Args:
             name: A short name.
-            graph: A graph on the ranks 0 ... n-1 whose weights sum to 1 at each receiver, self loop counted.
+            graph: A graph on the ranks 0 ... n-1 whose weights sum to 1 at each receiver, self loop counted. A graph
+                without weights stands for the plain mean of a rank and its in-neighbors.
 
         Raises:
             TypeError: `graph` is not a networkx.DiGraph, or a weight is not a real number.
             TopologyError: Its nodes are not 0 ... n-1, a weight is not finite, or a rank's weights do not sum
                 to 1.
         """
-        return cls(name, [mixing_matrix(graph)])
+        W = mixing_matrix(graph)
+        return cls(name, [W if has_weights(graph) else mixing_matrix(uniform_weights(graph))])
 
     @classmethod
     def endless(

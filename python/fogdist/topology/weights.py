@@ -57,6 +57,11 @@ def mixing_matrix(topology: nx.DiGraph) -> NDArray[np.float64]:
     return matrix
 
 
+def has_weights(topology: nx.DiGraph) -> bool:
+    """Returns whether any edge has a weight. A graph without weights stands for plain means."""
+    return any("weight" in data for _, _, data in topology.edges(data=True))
+
+
 def check_matrix(W: ArrayLike, argument: str = "W", sums: Sums = "columns") -> NDArray[np.float64]:
     """Returns `W` as float64 after checking that it is a mixing matrix.
 

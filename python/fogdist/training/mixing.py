@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fogdist.arguments import outputs_of, weighted_list
 from fogdist.compression import Codec, encoding_of
-from fogdist.context import Context
+from fogdist.context import Context, require_session
 from fogdist.exchange import RANKS, Exchange
 from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
@@ -430,6 +430,7 @@ def _by_device(
     ]
 
     def finish() -> list[Tensor]:
+        require_session()
         results = list(tensors)
         for mine, work in zip(places.values(), pending, strict=True):
             work.wait()

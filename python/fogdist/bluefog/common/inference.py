@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import SupportsIndex
 
 import numpy as np
 import torch.distributed as dist
 
 from fogdist.agreement import gather
-from fogdist.context import Context, current
+from fogdist.context import current
 from fogdist.topology import (
     check_neighbor_ranks,
     matrix_from_destinations,
@@ -18,13 +18,15 @@ from fogdist.topology import (
 )
 from fogdist.topology.validation import check_flags
 
+Inferred = list[int] | tuple[list[int], np.ndarray]
+
 
 def InferSourceFromDestinationRanks(
     dst_ranks: Iterable[SupportsIndex],
     construct_adjacency_matrix: bool = False,
     *,
     group: dist.ProcessGroup | None = None,
-) -> list[int] | tuple[list[int], np.ndarray]:
+) -> Inferred:
     """Returns the ranks that send to this one, given the destinations of every rank. Collective.
 
     Args:
@@ -41,11 +43,7 @@ def InferSourceFromDestinationRanks(
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
-    check_flags(construct_adjacency_matrix=construct_adjacency_matrix)
-    context = current(group)
-    destinations = _gather_lists(context, dst_ranks, "dst_ranks")
-    sources = transpose_neighbor_ranks(destinations)[context.rank]
-    return (sources, matrix_from_destinations(destinations)) if construct_adjacency_matrix else sources
+    return _infer(dst_ranks, "dst_ranks", construct_adjacency_matrix, matrix_from_destinations, group)
 
 
 def InferDestinationFromSourceRanks(
@@ -53,28 +51,20 @@ def InferDestinationFromSourceRanks(
     construct_adjacency_matrix: bool = False,
     *,
     group: dist.ProcessGroup | None = None,
-) -> list[int] | tuple[list[int], np.ndarray]:
-    """Returns the ranks that this one sends to, given the sources of every rank. Collective.
+) -> Inferred:
+    """Returns the ranks that this one sends to, given the sources of every rank, as `InferSourceFromDestinationRanks`."""
+    return _infer(src_ranks, "src_ranks", construct_adjacency_matrix, matrix_from_sources, group)
 
-    Args:
-        src_ranks: The ranks this one receives from.
-        construct_adjacency_matrix: As in `InferSourceFromDestinationRanks`.
-        group: As in `InferSourceFromDestinationRanks`.
 
-    Returns:
-        The destinations, ascending; or (destinations, W) as in `InferSourceFromDestinationRanks`.
-
-    Raises:
-        TypeError: A rank is not an integer, or `construct_adjacency_matrix` not a bool.
-        TopologyError: A rank is out of range, given twice, or this rank itself.
-    """
-    check_flags(construct_adjacency_matrix=construct_adjacency_matrix)
+def _infer(
+    ranks: Iterable[SupportsIndex],
+    argument: str,
+    with_matrix: bool,
+    matrix: Callable[[Sequence[list[int]]], np.ndarray],
+    group: dist.ProcessGroup | None,
+) -> Inferred:
+    check_flags(construct_adjacency_matrix=with_matrix)
     context = current(group)
-    sources = _gather_lists(context, src_ranks, "src_ranks")
-    destinations = transpose_neighbor_ranks(sources)[context.rank]
-    return (destinations, matrix_from_sources(sources)) if construct_adjacency_matrix else destinations
-
-
-def _gather_lists(context: Context, ranks: Iterable[SupportsIndex], argument: str) -> list[list[int]]:
-    peers = check_neighbor_ranks(ranks, context.rank, context.size, argument)
-    return gather(context.backend, peers)
+    peers = gather(context.backend, check_neighbor_ranks(ranks, context.rank, context.size, argument))
+    others = transpose_neighbor_ranks(peers)[context.rank]
+    return (others, matrix(peers)) if with_matrix else others

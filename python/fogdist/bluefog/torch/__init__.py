@@ -1,6 +1,6 @@
 """`bluefog.torch`: all names of BlueFog 0.1 to 0.3, exported there or not. `import fogdist.bluefog.torch as bf` has them too.
 
-Names that no module here defines are `fogdist`'s.
+They are the public functions and classes of the modules here, those of `topology_util`, and those of `fogdist`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,24 @@ import torch  # noqa: F401  `bluefog.torch.torch`, which BlueFog's documentation
 import fogdist
 from fogdist.bluefog import handles
 from fogdist.bluefog.common import topology_util
-from fogdist.bluefog.deprecation import find
+from fogdist.bluefog.deprecation import deprecated_function_arg, find
 from fogdist.bluefog.torch import basics, collectives, optimizers, windows
+from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
 
-_NAMES = {
+_NAMES: dict[str, Any] = {
     **{name: getattr(fogdist, name) for name in fogdist.__all__},
     **{name: getattr(topology_util, name) for name in topology_util.OWN},
     **{
-        name: getattr(module, name)
-        for module in (basics, collectives, handles, optimizers, windows)
-        for name in module.__all__
+        name: value
+        for module in (basics, collectives, optimizers, windows)
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_") and name != "end"
     },
+    **{name: getattr(handles, name) for name in handles.FOR_SCRIPTS},
+    "deprecated_function_arg": deprecated_function_arg,
+    "timeline_context": timeline_context,
+    "timeline_end_activity": timeline_end_activity,
+    "timeline_start_activity": timeline_start_activity,
 }
 
 __all__ = [*_NAMES]  # noqa: PLE0604  strings, all of them

@@ -16,31 +16,10 @@ from fog_pg import environment
 from fogdist.bluefog import handles
 from fogdist.bluefog.common.topology_util import FullyConnectedGraph
 from fogdist.bluefog.common.util import env
-from fogdist.bluefog.deprecation import deprecated_function_arg
 from fogdist.bluefog.torch.collectives import barrier
-from fogdist.context import current
-from fogdist.machines import machines_are_homogeneous
-from fogdist.observe.timeline import timeline_context, timeline_end_activity, timeline_start_activity
-
-__all__ = [
-    "deprecated_function_arg",
-    "get_skip_negotiate_stage",
-    "init",
-    "is_available",
-    "is_homogeneous",
-    "is_machine_topo_weighted",
-    "is_topo_weighted",
-    "mpi_threads_supported",
-    "nccl_built",
-    "resume",
-    "set_skip_negotiate_stage",
-    "shutdown",
-    "suspend",
-    "timeline_context",
-    "timeline_end_activity",
-    "timeline_start_activity",
-    "unified_mpi_window_model_supported",
-]
+from fogdist.context import assign_topology, current, start
+from fogdist.machines import assign_machine_topology, machines_are_homogeneous
+from fogdist.topology.validation import check_flags
 
 _log = logging.getLogger("fogdist")
 _skips_negotiation = False
@@ -60,7 +39,7 @@ def init(
 
     Args:
         topology_fn: As there, or a graph itself, as in BlueFog 0.1 and 0.2.0.
-        is_weighted: As there.
+        is_weighted: As in `set_topology`.
         topology: The graph by the name of BlueFog 0.1.
 
     Raises:
@@ -69,6 +48,7 @@ def init(
     """
     if topology_fn is not None and topology is not None:
         raise TypeError("topology_fn and topology must not both be given")
+    check_flags(is_weighted=is_weighted)
     graph = topology_fn if topology is None else topology
     make = (lambda size: graph) if isinstance(graph, nx.DiGraph) else graph
     level = environment.BLUEFOG_LOG_LEVEL.get()
@@ -77,9 +57,9 @@ def init(
         environment.LOG_LEVEL: {"trace": "debug", "fatal": "error"}.get(level, level),
     }
     with env(**{each.name: None if each.is_set() else value or None for each, value in values.items()}):
-        fogdist.init(make, is_weighted)
+        start(make, is_weighted)
     if is_homogeneous() and fogdist.machine_size() > 1:
-        fogdist.set_machine_topology(FullyConnectedGraph(fogdist.machine_size()))
+        set_machine_topology(FullyConnectedGraph(fogdist.machine_size()))
     atexit.unregister(end)  # each call registers it, and it is to be called once
     atexit.register(end)
 
@@ -102,6 +82,35 @@ def end() -> None:
     """Ends a script: `shutdown`, unless an exception ends it. A rank that has failed waits for no other one."""
     if getattr(sys, "last_value", None) is None:
         shutdown()
+
+
+def set_topology(
+    topology: nx.DiGraph | None = None, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
+) -> bool:
+    """As `fogdist.set_topology`, but the graph's weights, which may have any sum, are used with `is_weighted` only.
+
+    Returns:
+        True; False, with a line in the log, if the group has windows and this is another topology than theirs.
+    """
+    check_flags(is_weighted=is_weighted)
+    current(group)  # raises after `shutdown`
+    try:
+        assign_topology(topology, is_weighted, group)
+    except dist.DistError:
+        raise
+    except RuntimeError as error:  # there are windows
+        _log.error("%s; bf.win_free() frees them", error)
+        return False
+    return True
+
+
+def set_machine_topology(
+    topology: nx.DiGraph, is_weighted: bool = False, *, group: dist.ProcessGroup | None = None
+) -> bool:
+    """As `fogdist.set_machine_topology`, but the weights are used with `is_weighted` only; returns True."""
+    check_flags(is_weighted=is_weighted)
+    assign_machine_topology(topology, is_weighted, group)
+    return True
 
 
 def is_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import fogdist
 from fogdist.arguments import dense, has_dimensions, key, plain, writable
@@ -22,34 +21,6 @@ from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
 from fogdist.context import PreconditionError, current
 from fogdist.topology.validation import check_flags, check_rank
-
-__all__ = [
-    "allgather",
-    "allgather_nonblocking",
-    "allreduce",
-    "allreduce_",
-    "allreduce_nonblocking",
-    "allreduce_nonblocking_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_nonblocking",
-    "broadcast_nonblocking_",
-    "broadcast_object",
-    "broadcast_object_list",
-    "hierarchical_neighbor_allreduce",
-    "hierarchical_neighbor_allreduce_",
-    "hierarchical_neighbor_allreduce_nonblocking",
-    "hierarchical_neighbor_allreduce_nonblocking_",
-    "neighbor_allgather",
-    "neighbor_allgather_nonblocking",
-    "neighbor_allreduce",
-    "neighbor_allreduce_",
-    "neighbor_allreduce_nonblocking",
-    "neighbor_allreduce_nonblocking_",
-    "pair_gossip",
-    "pair_gossip_nonblocking",
-]
 
 Function = Callable[..., Any]
 # An operation in flight, and what returns its output once it is complete.
@@ -298,32 +269,17 @@ neighbor_allgather, neighbor_allgather_nonblocking, *_ = _forms(
 pair_gossip, pair_gossip_nonblocking, *_ = _forms(_begin_pair_gossip, "pair_gossip")
 
 
-@functools.wraps(_broadcast)
-def broadcast(
-    tensor: Tensor, root_rank: int, name: str | None = None, *, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
-        differentiable: Tensor = _Broadcast.apply(tensor, root_rank, name, group)  # type: ignore[no-untyped-call]
-        return differentiable
-    result: Tensor = _broadcast(tensor, root_rank, name, group=group)
-    return result
+def broadcast(tensor: Tensor, root_rank: int, *arguments: Any, **options: Any) -> Any:
+    if not (isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled()):
+        return _broadcast(tensor, root_rank, *arguments, **options)
+    from torch.distributed.nn.functional import broadcast as differentiable
+
+    group = current(options.get("group")).group
+    root = check_rank(root_rank, group.size(), "root_rank")
+    return differentiable(tensor, dist.get_global_rank(group, root), group)  # type: ignore[no-untyped-call]
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, root_rank: int, name: str | None, group: dist.ProcessGroup | None
-    ) -> Tensor:
-        ctx.root_rank, ctx.group = root_rank, group
-        result: Tensor = _broadcast(tensor, root_rank, name, group=group)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        total = allreduce(gradient, average=False, group=ctx.group)
-        is_root = fogdist.rank(group=ctx.group) == ctx.root_rank
-        return total if is_root else torch.zeros_like(total), None, None, None
+broadcast.__doc__ = _broadcast.__doc__
 
 
 def barrier(*, group: dist.ProcessGroup | None = None) -> None:

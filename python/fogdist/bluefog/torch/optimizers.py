@@ -30,21 +30,6 @@ from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mix
 from fogdist.training.view import Models
 from fogdist.warn import warn_user
 
-__all__ = [
-    "CommunicationType",
-    "DistributedAdaptThenCombineOptimizer",
-    "DistributedAdaptWithCombineOptimizer",
-    "DistributedAllreduceOptimizer",
-    "DistributedBluefogOptimizer",
-    "DistributedConsensusOptimizer",
-    "DistributedGradientAllreduceOptimizer",
-    "DistributedHierarchicalNeighborAllreduceOptimizer",
-    "DistributedNeighborAllreduceOptimizer",
-    "DistributedPullGetOptimizer",
-    "DistributedPushSumOptimizer",
-    "DistributedWinPutOptimizer",
-]
-
 # A module, several modules, or pairs as from `model.named_parameters()`.
 _OnWindows = TypeVar("_OnWindows", WinPut, PullGet, WindowPushSum)
 Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
@@ -228,16 +213,8 @@ def DistributedAllreduceOptimizer(
 ) -> Any:
     """Averages parameters over all ranks if it is given a model, as since BlueFog 0.2.2, else gradients, as in 0.1.
 
-    Args:
-        optimizer: Any torch optimizer that evaluates its closure once a step.
-        model: Makes it ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``.
-        num_steps_per_communication: As there; with a model only.
-        named_parameters: Makes it ``DistributedGradientAllreduceOptimizer``, as does neither of both.
-
-    Raises:
-        TypeError: As there; `model` and `named_parameters` are both given.
-        ValueError: As there; `num_steps_per_communication` without a model.
-        RuntimeError: As there.
+    With a model it is ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``, else
+    ``DistributedGradientAllreduceOptimizer``. Arguments and errors are those of `DistributedNeighborAllreduceOptimizer`.
     """
     models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
     if is_by_name:

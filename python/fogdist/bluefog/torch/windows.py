@@ -22,34 +22,6 @@ from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
 from fogdist.context import current
 
-__all__ = [
-    "get_current_created_window_names",
-    "get_win_version",
-    "neighbor_win_accumulate",
-    "neighbor_win_accumulate_nonblocking",
-    "neighbor_win_get",
-    "neighbor_win_get_nonblocking",
-    "neighbor_win_put",
-    "neighbor_win_put_nonblocking",
-    "turn_off_win_ops_with_associated_p",
-    "turn_on_win_ops_with_associated_p",
-    "win_accumulate",
-    "win_accumulate_nonblocking",
-    "win_associated_p",
-    "win_create",
-    "win_free",
-    "win_get",
-    "win_get_nonblocking",
-    "win_lock",
-    "win_mutex",
-    "win_put",
-    "win_put_nonblocking",
-    "win_read_neighbor",
-    "win_sync",
-    "win_update",
-    "win_update_then_collect",
-]
-
 Group = dist.ProcessGroup | None
 _with_p = False
 
