@@ -114,12 +114,13 @@ def ways_of(
     """
     import torch
     from fogdist import algorithms
+    from fogdist.bluefog.adapt_then_combine import AdaptThenCombine
     from modes import MODES, Setup, Trainer
 
     cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     wrappers: dict[str, Callable[..., Any]] = {
         "awc": partial(algorithms.DecentralizedSGD, order="awc"),
-        "atc": partial(algorithms.AdaptThenCombine, step_in_backward=True),
+        "atc": partial(AdaptThenCombine, step_in_backward=True),
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

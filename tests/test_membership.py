@@ -81,7 +81,6 @@ OF_WORDS: dict[str, dict[str, Any]] = {
     "machines": {"topology": algorithms.Machines()},
     "compressed machines": {"topology": algorithms.Machines(compression=TopK(0.1))},
     "compressed": {"compression": TopK(0.2)},
-    "backward": {"step_in_backward": True},
     "awc": {"order": "awc"},
     "cta": {"order": "cta"},
     "async": {"mode": "async"},
@@ -227,7 +226,7 @@ OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/own pace", "Asy
 OWN_PACE.append("WindowPushSum/patience")
 IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
 IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["AdaptThenCombine", "DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
+IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
 # Those of which each way that a process comes in has one, and the others.
 JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
