@@ -91,6 +91,7 @@ def train(options: Mapping[str, Any]) -> None:
     if kind == "DecentralizedAdamW":
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
     more = {"on_loss": options.get("on_loss", "continue"), **OF_NAMES.get(kind, {})}
+    more["broadcast"] = "apart" not in options
     for word in words:
         more |= OF_WORDS.get(word, {})
     if "apart" in options:  # ranks begin with multiples of the same values
@@ -102,7 +103,7 @@ def train(options: Mapping[str, Any]) -> None:
     called: Any = model
     optimizer: Any = inner
     if kind == "wrapper":
-        called = fogdist.DecentralizedDataParallel(model, inner, broadcast="apart" not in options, **more)
+        called = fogdist.DecentralizedDataParallel(model, inner, **more)
     else:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
         if "own pace" in words:
