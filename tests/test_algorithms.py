@@ -134,17 +134,13 @@ def sequence(graph: str, size: int) -> topologies.Topology | None:
     return None
 
 
-def static(graph: str, size: int) -> tuple[nx.DiGraph, bool]:
-    """Returns the arguments of set_topology."""
+def static(graph: str, size: int) -> nx.DiGraph:
+    """Returns the argument of set_topology, with weights."""
     if graph == "star":
-        return topologies.metropolis_hastings_weights(topologies.star(size)), True
-    if graph == "ring":
-        return topologies.ring(size), False
+        return topologies.metropolis_hastings_weights(topologies.star(size))
     if graph == "lopsided":
-        return lopsided(size), False
-    if graph == "full":
-        return topologies.fully_connected(size), False
-    return topologies.exponential(size), False
+        return topologies.uniform_weights(lopsided(size))
+    return topologies.by_name(graph if graph in ("ring", "full") else "exp2", size)
 
 
 def one_peer_columns(size: int, step: int) -> np.ndarray:
@@ -163,8 +159,7 @@ def mixing_matrix(graph: str, size: int, t: int) -> np.ndarray:
     rounds = sequence(graph, size)
     if rounds is not None:
         return rounds.matrix(t)
-    made, is_weighted = static(graph, size)
-    return topologies.mixing_matrix(made if is_weighted else topologies.uniform_weights(made))
+    return topologies.mixing_matrix(static(graph, size))
 
 
 def shares(graph: str, size: int, t: int) -> np.ndarray:
@@ -485,7 +480,7 @@ def make(case: Case, rank: int, begin: int | None = None) -> tuple[Quadratic, An
     if sequence(case.graph, size) is not None:
         options["topology"] = sequence(case.graph, size)
     elif case.graph == "graph":  # independent of the group's topology
-        options["topology"], _ = static("star", size)
+        options["topology"] = static("star", size)
     elif case.graph != "all":
         options["topology"] = algorithms.Neighbors()
     optimizer = class_of(case.name)(base, model, local_steps=case.every, broadcast=False, **options)
@@ -521,7 +516,7 @@ def advance(case: Case, model: Quadratic, optimizer: Any, scheduler: Any, steps:
 
 
 def begin(graph: str) -> tuple[int, int]:
-    return start(lambda size: static(graph, size)[0], static(graph, 2)[1])
+    return start(lambda size: static(graph, size))
 
 
 def saved(value: Any) -> Any:
@@ -683,9 +678,7 @@ def train_virtual(case: Case, size: int) -> np.ndarray:
     options: dict[str, Any] = dict(case.options)
     graph = "star" if case.graph == "graph" else case.graph
     if graph != "all":
-        made, is_weighted = static(graph, size)
-        weighted = made if is_weighted else topologies.uniform_weights(made)
-        options["topology"] = sequence(graph, size) or weighted
+        options["topology"] = sequence(graph, size) or static(graph, size)
     base = BASES[case.base]([{"params": [rows.x], "lr": 0.2}])
     group = VirtualRanks(size)
     optimizer = class_of(case.name)(base, rows, local_steps=case.every, group=group, **options)
@@ -793,7 +786,6 @@ UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("DecentralizedSGD", {"topology": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
     ("DecentralizedSGD", {"topology": FULL, "order": "cta"}, "dst_weights", [1]),
     ("DecentralizedSGD", {}, "dst_machine_weights", []),
-    ("AdaptThenCombine", {"topology": FULL, "step_in_backward": True}, "src_weights", {}),
     ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
     ("PushSumSGD", {}, "src_machine_weights", {}),
     ("GossipPGA", {"period": 1, "topology": algorithms.GlobalAverage()}, "dst_weights", [1]),
@@ -1059,7 +1051,7 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
 
 
 def converge(name: str, options: dict[str, Any]) -> np.ndarray:
-    rank, _ = start(lambda size: static("star", size)[0], True)
+    rank, _ = start(lambda size: static("star", size))
     model = Quadratic(rank, 0)
     optimizer = getattr(algorithms, name)(torch.optim.SGD(model.parameters(), lr=0.2), model, **options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 200, 0.7)
