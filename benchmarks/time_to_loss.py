@@ -30,6 +30,7 @@ import torch
 from fogdist import algorithms, simulate
 from fogdist import topology as topologies
 from fogdist.topology import Topology
+from loss_steps import median_steps
 from performance_tables import loss_table, many_ranks_table
 from torch import Tensor, nn
 

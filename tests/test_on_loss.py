@@ -97,7 +97,7 @@ def train(
     """
     if local:
         os.environ["FOG_NODES_PER_MACHINE"] = str(local)
-    fogdist.init(getattr(fogdist.topology, graph))
+    fogdist.init(lambda size: uniform_weights(getattr(fogdist.topology, graph)(size)))
     os.environ.pop("FOG_NODES_PER_MACHINE", None)
     if local:
         fogdist.set_machine_topology(fogdist.topology.ring(fogdist.machine_size()))
@@ -366,7 +366,7 @@ def test_a_rank_closes_while_others_meet(
 
 def keep_the_sum(kind: str, graph: str, victim: int) -> tuple[Any, ...]:
     """A rank ends before the first step; the others must keep their own sum, through a meeting with shares on their way."""
-    fogdist.init(getattr(fogdist.topology, graph))
+    fogdist.init(lambda size: uniform_weights(getattr(fogdist.topology, graph)(size)))
     rank = dist.get_rank()
     model = Vector(float(rank))
     called, optimizer = make(kind, model)
