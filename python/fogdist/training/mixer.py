@@ -25,11 +25,6 @@ class Mixer:
         self._round: Round | None = None
 
     @property
-    def has_begun(self) -> bool:
-        """Whether an exchange is in flight."""
-        return self._buckets is not None
-
-    @property
     def left_out(self) -> list[int]:
         """The neighbors without whom the last exchange was completed."""
         return []
