@@ -62,11 +62,11 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import program
-from cluster_ranks import ASYNCHRONOUS, LOCAL, WAYS, ClusterRank, Job, emulated_world
+from cluster_ranks import ASYNCHRONOUS, LOCAL, ClusterRank, Job, emulated_world
 from emulated_hosts import Unavailable, missing, traffic
 from fogdist.testing.faults.links import rate_text
 from forked_ranks import ForkedWorld, WorldFailed
-from performance_tables import step_table
+from performance_tables import NAMES, step_table
 from report import write_results
 from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
 
@@ -91,6 +91,7 @@ PHASE_SECONDS = 90.0
 SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
 SCALING_WAYS = [*SYNCHRONOUS, "async_win", "local_sgd", "gossip_diloco"]
 STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip"]
+WAYS = list(dict.fromkeys([*SCALING_WAYS, *STRAGGLER_WAYS, "hierarchical"]))
 # Goals: the least efficiency, by scenario, hosts and way.
 GOALS = {
     ("a", 16, "one_peer_exp"): 0.95,
@@ -385,7 +386,7 @@ def print_goals(points: Sequence[dict[str, Any]]) -> None:
         if point["cpu_bound"]:
             verdict = f"not shown: the processor was short ({verdict} by the number)"
         lines.append(
-            f"  {point['scenario']}, {point['hosts']} hosts, {WAYS[point['way']]}: {point['efficiency']:.1%}, "
+            f"  {point['scenario']}, {point['hosts']} hosts, {NAMES[point['way']]}: {point['efficiency']:.1%}, "
             f"at least {least:.0%}: {verdict}"
         )
     if lines:
@@ -399,7 +400,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     program.add_names(parser, "--scenarios", names)
     add("--hosts", type=int, nargs="+", default=HOSTS, help="numbers of hosts, 2 to 32")
-    add("--ways", nargs="+", choices=list(WAYS), metavar="NAME", help=", ".join(WAYS))
+    add("--ways", nargs="+", choices=WAYS, metavar="NAME", help=", ".join(WAYS))
     add("--rounds", type=int, default=3, help="turns of each way in a world")
     add("--steps", type=int, default=4, help="steps of a turn")
     add(

@@ -23,7 +23,7 @@ from emulated_hosts import INTERFACE, address, emulated_hosts, move_to_host
 from fogdist import algorithms, topology
 from fogdist.packing import cap_bytes
 from fogdist.training.buckets import FlatBuckets
-from forked_ranks import ForkedWorld, die_with_parent, obey
+from forked_ranks import ForkedWorld, die_with_parent, keep_store, obey
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workloads import (
@@ -38,21 +38,6 @@ from workloads import (
     sizes_of,
 )
 
-# By name: the heading. Those of contracts between programs.
-WAYS = {
-    "none": "no exchange",
-    "ddp_gloo": "DDP on Gloo",
-    "ddp_fog": "DDP on fog",
-    "one_peer_exp": "one-peer exponential",
-    "static_exp": "static exponential",
-    "base_k": "Base-3",
-    "hierarchical": "hierarchical, one-peer",
-    "async_win": "asynchronous windows",
-    "win_put": "win-put optimizer",
-    "async_gossip": "AD-PSGD, skips the busy",
-    "local_sgd": "local SGD",
-    "gossip_diloco": "gossip DiLoCo",
-}
 # In which ranks go at their own pace, and may make different numbers of steps.
 ASYNCHRONOUS = {"none", "async_win", "win_put", "async_gossip"}
 # Whose exchanges come every `local_steps` steps only.
@@ -383,7 +368,7 @@ class ClusterRank:
                 algorithm(bf.DistributedAdaptWithCombineOptimizer, communication_type=kind),
                 is_of_machines=True,
             )
-        raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
+        raise ValueError(f"way must be one of cluster.WAYS, got {way!r}")
 
     def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:
         """One peer a step, told to the optimizer before it."""
@@ -432,16 +417,6 @@ def serve(
     obey(connection, rank, kind(rank, size, job))
 
 
-def keep_store(connection: Connection, host: str) -> None:
-    """The process that has the Store, on the first host."""
-    die_with_parent()
-    move_to_host(host)
-    store = dist.TCPStore(address(0), PORT, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
-    connection.recv()
-    os._exit(0)
-
-
 @contextlib.contextmanager
 def emulated_world(
     title: str,
@@ -473,7 +448,7 @@ def emulated_world(
     with emulated_hosts(hosts, rate, **network) as names:
         ranks = ForkedWorld(title, size, limit)
         try:
-            ranks.fork(keep_store, names[0])
+            ranks.fork(keep_store, address(0), PORT, names[0])
             ranks.port()
             for rank in range(size):
                 ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch.distributed as dist
+from emulated_hosts import move_to_host
 
 # Ranks that wait for each other give up first, and name the ranks for which they waited.
 PATIENCE_SECONDS = 10.0
@@ -41,6 +42,26 @@ def obey(connection: Connection, rank: int, me: object) -> None:
             os._exit(1)
     dist.destroy_process_group()
     atexit._run_exitfuncs()
+    os._exit(0)
+
+
+def keep_store(
+    connection: Connection, address: str = "127.0.0.1", port: int = 0, host: str | None = None
+) -> None:
+    """Runs the process of the Store, as torchrun does, so that no rank waits for another one to make it.
+
+    Args:
+        connection: Takes the port.
+        address: Where it listens.
+        port: Where it listens; 0 for any.
+        host: The emulated host on which it runs; by default this one.
+    """
+    die_with_parent()
+    if host is not None:
+        move_to_host(host)
+    store = dist.TCPStore(address, port, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.recv()
     os._exit(0)
 
 

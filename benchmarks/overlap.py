@@ -47,7 +47,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
 
 if TYPE_CHECKING:
     from side_by_side import Systems
-    from torch import Tensor, nn
+    from torch import nn
 
 LINK = "link"
 GLOO = " gloo"
@@ -81,45 +81,19 @@ def device_model(seconds: float) -> nn.Module:
     Args:
         seconds: The time that forward and backward pass sleep together.
     """
-    import torch
     from models import mlp
     from torch import nn
 
-    class Wait(torch.autograd.Function):
-        """The identity after a sleep; the last argument has the times of forward and backward."""
-
-        @staticmethod
-        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, duration: float) -> Tensor:
-            ctx.duration = duration  # type: ignore[attr-defined]
-            time.sleep(FORWARD_SHARE * duration)
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-            time.sleep((1 - FORWARD_SHARE) * ctx.duration)  # type: ignore[attr-defined]
-            return gradients[0], None
-
-    class OnDevice(nn.Module):
-        """A layer that also sleeps."""
-
-        def __init__(self, layer: nn.Module, duration: float) -> None:
-            super().__init__()
-            self.layer = layer
-            self.duration = duration
-
-        def forward(self, x: Tensor) -> Tensor:
-            waited: Tensor = Wait.apply(self.layer(x), self.duration)  # type: ignore[no-untyped-call]
-            return waited
-
-    model = mlp(PIXELS, HIDDEN)
+    model: nn.Module = mlp(PIXELS, HIDDEN)
     per_parameter = seconds / sum(parameter.numel() for parameter in model.parameters())
-    layers = [
-        OnDevice(layer, per_parameter * sum(p.numel() for p in layer.parameters()))
-        if isinstance(layer, nn.Linear)
-        else layer
-        for layer in model.children()
-    ]
-    return nn.Sequential(*layers)
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            wait = per_parameter * sum(p.numel() for p in layer.parameters())
+            layer.register_forward_hook(lambda *_, wait=wait: time.sleep(FORWARD_SHARE * wait))
+            layer.register_full_backward_pre_hook(
+                lambda *_, wait=wait: time.sleep((1 - FORWARD_SHARE) * wait)
+            )
+    return model
 
 
 def ways_of(
@@ -140,12 +114,13 @@ def ways_of(
     """
     import torch
     from fogdist import algorithms
+    from fogdist.bluefog.adapt_then_combine import AdaptThenCombine
     from modes import MODES, Setup, Trainer
 
     cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     wrappers: dict[str, Callable[..., Any]] = {
         "awc": partial(algorithms.DecentralizedSGD, order="awc"),
-        "atc": partial(algorithms.AdaptThenCombine, step_in_backward=True),
+        "atc": partial(AdaptThenCombine, step_in_backward=True),
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

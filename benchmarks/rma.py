@@ -571,20 +571,11 @@ def run_fabrics(arguments: argparse.Namespace, ranks: int, script: Path, words: 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[RANKS], seconds=3.0)
+    program.add_names(parser, "--fabrics", FABRICS)
+    program.add_names(parser, "--operations", OPERATIONS)
     add = parser.add_argument
-    add("--fabrics", nargs="+", choices=list(FABRICS), default=list(FABRICS), help=", ".join(FABRICS))
-    add(
-        "--operations",
-        nargs="+",
-        choices=OPERATIONS,
-        default=OPERATIONS,
-        metavar="NAME",
-        help=", ".join(OPERATIONS),
-    )
     add("--compute-ms", type=float, default=5.0, metavar="MS", help="of the matrices, about")
     # This process is a rank, with this fabric, and there is rank 0's host.
     add("--fabric", help=argparse.SUPPRESS)

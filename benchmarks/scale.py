@@ -50,7 +50,7 @@ import numpy as np
 import program
 import torch
 import torch.distributed as dist
-from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, obey
+from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, keep_store, obey
 from goals import Goal, print_goals
 from interleaved import Times
 from report import Row, Table, plot, write_json
@@ -165,15 +165,6 @@ def serve(
     die_with_parent()
     torch.set_num_threads(1)
     obey(connection, rank, Rank(system, rank, size, store, timeout))
-
-
-def keep_store(connection: Connection) -> None:
-    """Runs the process of the Store, as torchrun does, so that no rank waits for another one to make it."""
-    die_with_parent()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connection.send(store.port)
-    connection.recv()
-    os._exit(0)
 
 
 class World(ForkedWorld):

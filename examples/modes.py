@@ -195,7 +195,7 @@ MODES: dict[str, Mode] = {
     "awc": Mode(
         _algorithm(algorithms.DecentralizedSGD, order="awc"), "adapt with combine, hidden behind the passes"
     ),
-    "atc": Mode(_algorithm(algorithms.AdaptThenCombine), "adapt then combine"),
+    "atc": Mode(_algorithm(algorithms.DecentralizedSGD), "adapt then combine"),
     "win_put": Mode(
         _optimizer(algorithms.WinPut, ("dst_weights",), has_windows=True),
         "puts to neighbors, optimizer",

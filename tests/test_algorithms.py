@@ -786,7 +786,6 @@ UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("DecentralizedSGD", {"topology": FULL, "order": "awc"}, "src_weights", {1: 0.5}),
     ("DecentralizedSGD", {"topology": FULL, "order": "cta"}, "dst_weights", [1]),
     ("DecentralizedSGD", {}, "dst_machine_weights", []),
-    ("AdaptThenCombine", {"topology": FULL, "step_in_backward": True}, "src_weights", {}),
     ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
     ("PushSumSGD", {}, "src_machine_weights", {}),
     ("GossipPGA", {"period": 1, "topology": algorithms.GlobalAverage()}, "dst_weights", [1]),

@@ -21,15 +21,8 @@ emulation, workloads = (importlib.import_module(name) for name in ("emulated_hos
 
 BENCHMARKS = ROOT / "benchmarks"
 SHORT = ["--rounds", "1", "--steps", "1", "--compute", "0.1"]
-WAYS = [
-    "one-peer",
-    "ring",
-    "allreduce",
-    "gloo",
-    "sockets one-peer",
-    "sockets one-peer, asked",
-    "sockets ring",
-]
+WAYS = ["one-peer", "ring", "allreduce", "gloo", "sockets one-peer", "sockets one-peer, asked"]
+WAYS += ["sockets ring"]
 RECEIVE = """
 import socket
 server = socket.create_server(("{address}", 5000))

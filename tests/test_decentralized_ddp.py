@@ -564,7 +564,7 @@ def test_bad_arguments() -> None:
     for error, text, arguments, options in [
         (TypeError, "module must be a torch.nn.Module, got str", ("model", sgd), {}),
         (TypeError, "optimizer must be a torch.optim.Optimizer or a function", (model, 3), {}),
-        (TypeError, "one that makes a int", (model, lambda p: 3), {}),
+        (TypeError, "optimizer must be a torch.optim.Optimizer, got int", (model, lambda p: 3), {}),
         (ValueError, "mode must be 'sync' or 'async', got 'both'", (model, sgd, None, "both"), {}),
         (
             ValueError,

@@ -91,6 +91,20 @@ def test_all_ranks_start_from_rank_0() -> None:
         optimizer.close()
 
 
+@on_ranks(2)
+def test_local_steps_count_steps_of_the_optimizer() -> None:
+    """However many passes a step has."""
+    rank, _ = start()
+    awc = {"order": "awc"}
+    for kind, more in (("DecentralizedSGD", awc), ("WinPut", {}), ("PullGet", {}), ("WindowPushSum", {})):
+        model = make_net(rank)
+        with getattr(algorithms, kind)(sgd(model), model, local_steps=2, **more) as optimizer:
+            for number in range(4):
+                loss_of(model, rank, number).backward()
+                step(optimizer, model, rank, number)
+                assert optimizer.rounds == (number + 1) // 2, kind
+
+
 @on_ranks([1, 3])
 def test_the_end_of_training() -> None:
     """`average` gives all ranks the mean that push-sum and all others conserve; after `close` no step is made."""

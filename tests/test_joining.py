@@ -56,7 +56,7 @@ ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
 # Kinds of training, as of `test_membership.make`; those that go at their own pace do not meet because of a loss.
 IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD", "AdaptThenCombine"]
+IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD"]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
 OWN_PACE += ["wrapper/async", "WinPut", "PullGet", "WindowPushSum", "WindowPushSum/own pace"]
 OWN_PACE += ["WindowPushSum/patience", "AsynchronousGossip"]
@@ -90,7 +90,8 @@ def train(options: Mapping[str, Any]) -> None:
     inner: Any = torch.optim.SGD(model.parameters(), lr=options.get("rate", 0.05), momentum=0.5)
     if kind == "DecentralizedAdamW":
         inner = torch.optim.AdamW(model.parameters(), lr=0.01)
-    more = {"on_loss": options.get("on_loss", "continue"), **OF_NAMES.get(kind, {})}
+    more = {"on_loss": options.get("on_loss", "continue"), "broadcast": "apart" not in options}
+    more |= OF_NAMES.get(kind, {})
     for word in words:
         more |= OF_WORDS.get(word, {})
     if "apart" in options:  # ranks begin with multiples of the same values
@@ -102,7 +103,7 @@ def train(options: Mapping[str, Any]) -> None:
     called: Any = model
     optimizer: Any = inner
     if kind == "wrapper":
-        called = fogdist.DecentralizedDataParallel(model, inner, broadcast="apart" not in options, **more)
+        called = fogdist.DecentralizedDataParallel(model, inner, **more)
     else:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
         if "own pace" in words:
@@ -643,7 +644,7 @@ STILL_RUNS = "still runs; a process takes the number of a rank that is gone"
 ANOTHER_SECRET = {"FOG_JOB_SECRET": "another secret than the job's"}
 DIFFERS = "must be the same as on the ranks of the job that this process joins"
 # Requests that no joiner writes.
-GARBAGE = ["garbage", "[1, 2]", '{"request": {"rank": 2}, "proof": 7}', "1", "", "[" * 100_000]
+GARBAGE = ["garbage", "[1, 2]", '{"told": {"rank": 2}, "proof": 7}', "1", "", "[" * 100_000]
 
 
 def test_who_is_refused(new_job: Callable[..., Job]) -> None:
@@ -791,9 +792,7 @@ def test_wrong_types_are_refused(rank: Answering) -> None:
     told = {"rank": 2, "entry": "1", "seats": ["one"], "seat": "one", "nonce": "00", "challenge": "00"}
     wrong = [{"rank": "2"}, {"rank": True}, {"seats": [1]}, {"seats": 3}, {"entry": None}, {"another": 1}]
     for values in ({}, *wrong, {"nonce": []}):
-        asked = json.dumps(told | values)
-        proof = tickets.proof_of("request", asked, group=GROUP, ticket=1)
-        text = json.dumps({"request": asked, "proof": proof})
+        text = tickets.signed("request", told | values, group=GROUP, ticket=1)
         if not values:
             right = text
             assert tickets.Request.from_text(GROUP, 1, text).rank == 2
@@ -916,9 +915,7 @@ def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPa
         time.sleep(0.05)
 
     def answered(_: str) -> str:
-        place = json.dumps({"living": []})
-        proof = tickets.proof_of("answer", joiner._nonce, place, group=GROUP, ticket=joiner._ticket)
-        return json.dumps({"place": place, "proof": proof})
+        return tickets.signed("answer", {"living": []}, joiner._nonce, group=GROUP, ticket=joiner._ticket)
 
     monkeypatch.setattr(joiner, "_await", answered)
     monkeypatch.setattr(joiner, "_read", no_state)

@@ -606,7 +606,12 @@ def test_what_patience_refuses() -> None:
             "must have a period with patience",
         ),
         ((wrapper,), {"patience": 5, "topology": endless}, ValueError, "must have a period with patience"),
-        ((wrapper,), {"patience": 5, "mode": "async"}, ValueError, "patience must be None in mode 'async'"),
+        (
+            (wrapper,),
+            {"patience": 5, "mode": "async"},
+            ValueError,
+            "patience must not be given in mode 'async'",
+        ),
         ((wrapper,), {"patience": 5, "average_buffers": True}, ValueError, "average_buffers must be False"),
         ((algorithms.GossipPGA,), {"patience": 5}, TypeError, "argument 'patience'"),
     ]:

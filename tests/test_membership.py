@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fogdist import algorithms, topology
 from fogdist.compression import Int8, TopK
 from fogdist.elastic import membership, tickets
-from fogdist.elastic.meeting import Decision, Join, Log, Minutes
+from fogdist.elastic.meeting import Decision, Log, Record
 from fogdist.elastic.membership import Membership
 from harness import Outcome, World, error_of
 from torch import nn
@@ -81,7 +81,6 @@ OF_WORDS: dict[str, dict[str, Any]] = {
     "machines": {"topology": algorithms.Machines()},
     "compressed machines": {"topology": algorithms.Machines(compression=TopK(0.1))},
     "compressed": {"compression": TopK(0.2)},
-    "backward": {"step_in_backward": True},
     "awc": {"order": "awc"},
     "cta": {"order": "cta"},
     "async": {"mode": "async"},
@@ -227,7 +226,7 @@ OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/own pace", "Asy
 OWN_PACE.append("WindowPushSum/patience")
 IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
 IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["AdaptThenCombine", "DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
+IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
 # Those of which each way that a process comes in has one, and the others.
 JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
@@ -446,12 +445,14 @@ def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]
     return {"completed": completed, "taken": taken, "first": first, "counts": {"steps": steps}}
 
 
+JOIN = tickets.Request(1, 2, "entry", ("a",), "a", "nonce", "")
+
+
 def test_who_joins_begins_where_the_farthest_rank_is() -> None:
     """Within a round of three exchanges, it begins the round and gives up what a rank has completed."""
-    join = Join(1, "entry", "nonce")
     came = {0: {"a": report(6, 6, 6, 2)}, 1: {"a": report(7, 9, 6, 2)}, 3: {"a": report(5, 6, 3, 1)}}
-    decision = Minutes(came, {2}, {2: join}, {"a"}).decision([0, 1, 2, 3])
-    assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: join}
+    decision = Record(came, {2}, {2: JOIN}).decision([0, 1, 2, 3])
+    assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: JOIN}
     assert decision.numbers == {"a": 7}
     assert decision.report_of("a") == came[1]["a"] and decision.report_of("b") is None
     assert Decision.from_json(json.loads(json.dumps(decision.to_json(5)))) == decision
@@ -461,9 +462,9 @@ def test_who_joins_begins_where_the_farthest_rank_is() -> None:
 def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set[int]) -> None:
     """It would wait there for a process that begins with the first object. The ranks go on, as a new epoch."""
     came = {rank: {"a": report(6, 6, 6, 2), "b": report(5, 5 + (rank == 1), 5, 2)} for rank in (0, 1, 3)}
-    decision = Minutes(came, gone, {2: Join(1, "entry", "nonce")}, {"a"}).decision([0, 1, 3])
+    decision = Record(came, gone, {2: JOIN}).decision([0, 1, 3])
     assert decision is not None and decision.joins == {} and decision.members == tuple({0, 1, 3} - gone)
-    assert Minutes(came, set(), {}, set()).decision([0, 1, 3]) is None
+    assert Record(came, set(), {}).decision([0, 1, 3]) is None
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

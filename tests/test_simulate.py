@@ -31,11 +31,7 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 CASES: list[tuple[Callable[..., Any], Callable[[int], Any] | None, str]] = [
     (bf.DistributedGradientAllreduceOptimizer, None, "sgd"),
     (partial(algorithms.DecentralizedSGD, order="awc"), None, "adamw"),
-    (
-        partial(algorithms.AdaptThenCombine, step_in_backward=True),
-        topologies.one_peer_exponential,
-        "sgd",
-    ),
+    (algorithms.DecentralizedSGD, topologies.one_peer_exponential, "sgd"),
     (
         partial(algorithms.PushSumSGD, local_steps=2),
         lambda size: topologies.graph_from_matrix(np.triu(np.ones((size, size))) / np.arange(1, size + 1)),

@@ -19,12 +19,12 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from fog_cli import launchers, processes
 from fog_cli.launchers import Job
 from fog_cli.processes import describe
-from fog_cli.programs.rank import STATUS_OF_VICTIM
+from fog_cli.programs.rank import STATUS_OF_VICTIM, write_whole
 
 # Adds a rank to a job.
 ADD_SIGNAL = signal.SIGUSR1
@@ -85,8 +85,8 @@ class _Agent:
         )
         self._started = processes.identified([self._process.pid])
         self._copies = [
-            threading.Thread(target=processes.copy_lines, args=words, daemon=True)
-            for words in ((self._process.stdout, 1, self._take), (self._process.stderr, 2))
+            threading.Thread(target=self._copy, args=words, daemon=True)
+            for words in ((self._process.stdout, 1), (self._process.stderr, 2))
         ]
         for thread in (*self._copies, threading.Thread(target=self._await_end, daemon=True)):
             thread.start()
@@ -108,15 +108,17 @@ class _Agent:
         """Kills the agent, or the program that connects to it, with all processes of this host below it."""
         processes.kill_with_descendants(self._started)
 
-    def _take(self, line: bytes) -> bool:
-        token, _, text = line.partition(b" ")
-        if token != self._token:
-            return False
-        with contextlib.suppress(ValueError):  # a line that was cut as the agent was killed
-            told = json.loads(text)
-            self.said.add(told["event"])
-            self._events.put(("told", self.number, told))
-        return True
+    def _copy(self, source: IO[bytes], target: int) -> None:
+        """Copies output in whole lines, but takes what the agent tells."""
+        for line in source:
+            token, _, text = line.partition(b" ")
+            if token != self._token:
+                write_whole(target, line)
+                continue
+            with contextlib.suppress(ValueError):  # a line that was cut as the agent was killed
+                told = json.loads(text)
+                self.said.add(told["event"])
+                self._events.put(("told", self.number, told))
 
     def _await_end(self) -> None:
         status = self._process.wait()

@@ -1,4 +1,4 @@
-"""Finds and ends processes with all their descendants, and copies output in whole lines."""
+"""Finds and ends processes with all their descendants."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable
-from typing import IO
+from collections.abc import Iterable
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # The seconds that an agent has to end its ranks after a signal; it gives the ranks 30 of them, as torchrun does.
@@ -141,12 +140,3 @@ def send(process: Process, number: signal.Signals) -> None:
                 signal.pidfd_send_signal(handle, number)
         finally:
             os.close(handle)
-
-
-def copy_lines(source: IO[bytes], target: int, take: Callable[[bytes], bool] = lambda _line: False) -> None:
-    """Copies whole lines, so that streams do not mix within a line, except those that `take` takes."""
-    for line in source:
-        rest = b"" if take(line) else line
-        with contextlib.suppress(OSError):  # the reader has closed the output; the ranks continue
-            while rest:
-                rest = rest[os.write(target, rest) :]

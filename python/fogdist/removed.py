@@ -112,6 +112,7 @@ REMOVED: dict[str, dict[str, str]] = {
         for name, instead in _OF_BLUEFOG.items()
     },
     "fogdist.algorithms": {
+        "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
         "DeepSqueeze": _REPLICAS,
         "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.asynchronous_gossip import AsynchronousGossip
 from fogdist.algorithms.choco_sgd import ChocoSGD
@@ -36,7 +35,6 @@ from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, 
 
 __all__ = [
     "D2",
-    "AdaptThenCombine",
     "Algorithm",
     "AsynchronousGossip",
     "ChocoSGD",

@@ -17,8 +17,8 @@ from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.streams import Mark, wait_until_complete
-from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import OnLoss, Watch
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
+from fogdist.training.continuing import Watch
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -26,6 +26,7 @@ from fogdist.training.window_replicas import WindowReplicas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Unpack
 
     from fog_pg._C import Window
 
@@ -80,13 +81,9 @@ class AsynchronousGossip(Algorithm):
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: The seed for the choice of neighbors; ranks may use different seeds.
-        local_steps: As in `Algorithm`: steps without gossip, in which the inbox is taken all the same.
         max_staleness: As in `fogdist.training.WindowAlgorithm`, counted in steps.
-        group: As in `Algorithm`.
-        bucket_cap_mb: As in `Algorithm`.
-        on_loss: As in `Algorithm`.
-        broadcast: As in `Algorithm`.
-        compression: A codec of `fogdist.compression`, the same on all ranks, for parameters on the CPU.
+        **options: As in `Algorithm`. Steps without gossip take from the inbox all the same; `topology` must be None;
+            `compression` is for parameters on the CPU.
 
     Attributes:
         max_staleness: As above; can be changed at any time.
@@ -117,21 +114,21 @@ class AsynchronousGossip(Algorithm):
         model: Models,
         *,
         seed: int = 0,
-        local_steps: int = 1,
         max_staleness: int | None = MAX_STALENESS,
-        group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float | None = None,
-        on_loss: OnLoss = "raise",
-        broadcast: bool = True,
-        compression: Codec | None = None,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
+        if options.get("topology") is not None:
+            raise ValueError(
+                "topology must be None for AsynchronousGossip, which follows the group's: set_topology"
+            )
+        compression = options.pop("compression", None)
         check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
-        context = current(group)
+        context = current(options.get("group"))
         graph = _undirected(context, reciprocal=True)
         if not nx.is_connected(graph):
             raise ValueError(
@@ -145,16 +142,8 @@ class AsynchronousGossip(Algorithm):
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
         self._watches = []
         self.compression = compression
-        super().__init__(
-            optimizer,
-            model,
-            topology=NoMixing(),
-            local_steps=local_steps,
-            group=group,
-            bucket_cap_mb=bucket_cap_mb,
-            on_loss=on_loss,
-            broadcast=broadcast,
-        )
+        options["topology"] = NoMixing()
+        super().__init__(optimizer, model, **options)
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:

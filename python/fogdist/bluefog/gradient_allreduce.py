@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
+from fogdist.bluefog.backward_passes import BackwardPasses
 from fogdist.context import current
 from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
@@ -20,7 +21,6 @@ from fogdist.shards import is_sharded
 from fogdist.training.algorithm import WEIGHTS, check_count
 from fogdist.training.continuing import check_joinable
 from fogdist.training.ownership import Ownership
-from fogdist.training.passes import BackwardPasses
 from fogdist.training.view import (
     DistributedOptimizer,
     Models,

@@ -15,28 +15,19 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.compression import Codec, backend_of, check_for_windows
+from fogdist.compression import Codec, check_for_windows
 from fogdist.context import current
-from fogdist.ddp.drivers import AtOwnPace, Driver, InStep
-from fogdist.exchange import check_weight
+from fogdist.ddp.drivers import AtOwnPace, InStep
 from fogdist.observe.flight_record import count_step
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
-from fogdist.training.algorithm import check_count, check_factor
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixer import forward_changes_parameters
 from fogdist.training.pace import MAX_STALENESS
-from fogdist.training.passes import is_training_pass
+from fogdist.training.passes import forward_changes_parameters, is_training_pass
 from fogdist.training.plans import Plans, TopologyLike, topology_of
 from fogdist.training.scaler import ScaledSteps
 from fogdist.training.step_hooks import hook_steps
-from fogdist.training.view import (
-    DistributedOptimizer,
-    check_ownership,
-    names,
-    only_makes_state,
-    reject_lbfgs,
-)
+from fogdist.training.view import only_makes_state
 
 Mode: TypeAlias = Literal["sync", "async"]
 _Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
@@ -92,10 +83,9 @@ class DecentralizedDataParallel(nn.Module):
         topology: As in `fogdist.DecentralizedOptimizer`, but no mixing. By default the group's topology: in mode "sync"
             that of each step (`fogdist.set_topology`), in "async" that of now.
         mode: "sync" or "async".
-        group: The group of ranks; by default that of `init`.
-        bucket_cap_mb: MiB of the buffers that the parameters are copied to, each of which is one message. A larger
-            parameter has one for itself. None for 4 on the CPU and 25 on other devices.
-        broadcast: Whether parameters and buffers start as those of rank 0. If False, the user must ensure equal values.
+        group: As in `fogdist.algorithms.Algorithm`.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        broadcast: As in `fogdist.algorithms.Algorithm`.
         average_buffers: As above.
         patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with `average_buffers` or DTensors.
             Ranks may then have made different numbers of steps.
@@ -107,11 +97,8 @@ class DecentralizedDataParallel(nn.Module):
             moves: weights are not doubly stochastic any more.
         skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
             raises, naming the rank.
-        on_loss: What happens if a rank of the group is lost or leaves: "raise", or "continue" with the ranks that are left.
-            In mode "sync", the exchange in flight is then repeated among them, or given up where other ranks had
-            completed it, with what is left of the topology. In mode "async", a rank goes on without lost neighbors at once,
-            and all ranks change to what is left of the topology when it would fall apart. `average` averages the
-            ranks that are left. All ranks must come to a step, or end, within the group's timeout. See docs/membership.md.
+        on_loss: As in `fogdist.algorithms.Algorithm`. In mode "async", a rank goes on without lost neighbors at once, and all
+            ranks change to what is left of the topology when it would fall apart.
         compression: A codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not with
             `patience`.
         share: As in `fogdist.algorithms.Algorithm`, for the parameters.
@@ -125,10 +112,8 @@ class DecentralizedDataParallel(nn.Module):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: The optimizer is distributed or an LBFGS, or has a parameter that the module lacks; the
-            module has nothing to train; another living optimizer or wrapper has a parameter; options that do not
-            go with the mode; an unfit topology, also in mode "async" one without a period; ranks disagree, naming
-            the parameters (on all ranks alike).
+        ValueError: As `fogdist.algorithms.Algorithm`; the module has nothing to train; another living optimizer or wrapper
+            has a parameter; options that do not go with the mode; in mode "async" a topology without a period.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
             training: if an exchange fails.
     """
@@ -159,16 +144,21 @@ class DecentralizedDataParallel(nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
         if mode not in ("sync", "async"):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
-        _check_asynchronous_options(mode, max_staleness, staleness_damping, skip_lost)
-        if patience is not None:
-            patience = _check_patience(patience, mode, average_buffers)
+        of_async = {
+            "max_staleness": max_staleness != MAX_STALENESS,
+            "staleness_damping": staleness_damping != 0,
+            "skip_lost": skip_lost,
+        }
+        of_others = of_async if mode == "sync" else {"patience": patience is not None}
+        if any(of_others.values()):
+            given = ", ".join(name for name, is_given in of_others.items() if is_given)
+            raise ValueError(f"{given} must not be given in mode {mode!r}: it is for the other mode")
+        if average_buffers and patience is not None:
+            raise ValueError("average_buffers must be False with patience, got True")
         if mode == "async":
             check_for_windows(compression, (each for each in module.parameters() if each.requires_grad))
-        elif backend_of(compression) is not None and patience is not None:
-            raise ValueError(f"compression must be None with patience, got {compression!r}")
         self._context = current(group)
         self._mode = mode
-        self._is_patient = patience is not None
         self.module = module
         rounds = self._plans_of(topology)
         named = dict(module.named_parameters())
@@ -182,13 +172,18 @@ class DecentralizedDataParallel(nn.Module):
             )
         if not trained:
             raise ValueError("module must have parameters that require gradients, got none")
-        self.optimizer = _optimizer_of(optimizer, module, list(trained.values()))
+        if not isinstance(optimizer, Optimizer) and not callable(optimizer):
+            raise TypeError(
+                "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
+                f"{type(optimizer).__name__}"
+            )
+        self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(trained.values()))
         self._is_alone = self._context.is_alone
         self._is_exchanging = True  # False in no_sync()
         self._has_mixed = False  # whether the step in progress has mixed already
         self._only_makes_state = False  # whether a checkpoint makes the step in progress
         self._is_iteration = False  # whether the step in progress exchanges
-        self._driver: Driver | None = None  # with several ranks, until `close`
+        self._driver: InStep | AtOwnPace | None = None  # with several ranks, until `close`
         self._ties = _ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
@@ -241,14 +236,14 @@ class DecentralizedDataParallel(nn.Module):
     def round(self) -> int:
         """The topology's round of the next exchange; see the class."""
         driver = self._driver
-        return 0 if driver is None else driver.rounds + driver.has_begun
+        return 0 if driver is None else driver.rounds + driver.is_in_round
 
     @round.setter
     def round(self, value: int) -> None:
         check_int(value, "round", minimum=0)
         if self._driver is None:
             return
-        if self._driver.has_begun:
+        if self._driver.is_in_round:
             raise RuntimeError("round must be set before a forward pass, got it with an exchange in flight")
         self._driver.set_round(value)
 
@@ -330,7 +325,7 @@ class DecentralizedDataParallel(nn.Module):
 
         It does nothing in mode "async", or if there was no such pass since the last step.
         """
-        if self._driver is not None and self._driver.has_begun:
+        if self._driver is not None and self._driver.is_in_round:
             self._check_places()
             self._driver.synchronize()
 
@@ -355,7 +350,7 @@ class DecentralizedDataParallel(nn.Module):
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last exchange; none without `patience`."""
-        return [] if self._driver is None else self._driver.left_out
+        return [] if self._driver is None else self._driver.late_neighbors()
 
     def close(self) -> None:
         """Ends mixing: module and optimizer continue alone.
@@ -432,16 +427,14 @@ class DecentralizedDataParallel(nn.Module):
     # --- inside ---
 
     def _plans_of(self, topology: TopologyLike) -> Plans:
-        has_windows = self._mode == "async" or self._is_patient
-        if topology is None and has_windows:
+        if topology is None and self._mode == "async":
             topology = topology_of(self._context)
         rounds = Plans(topology, self._context)
-        if has_windows and (rounds.topology is None or rounds.topology.period is None):
-            how = "in mode 'async'" if self._mode == "async" else "with patience"
-            raise ValueError(f"topology must have a period {how}, got {topology!r}")
+        if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
+            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
         return rounds
 
-    def _opened(self, method: str) -> Driver:
+    def _opened(self, method: str) -> InStep | AtOwnPace:
         if self._driver is None:
             raise RuntimeError(f"{method}() was called after close()")
         return self._driver
@@ -449,7 +442,7 @@ class DecentralizedDataParallel(nn.Module):
     def _notice_forward(self) -> None:
         # A closure that the optimizer evaluates again within its step does not begin another exchange.
         driver = self._driver
-        if driver is not None and self._is_exchanging and not self._has_mixed and not driver.has_begun:
+        if driver is not None and self._is_exchanging and not self._has_mixed and not driver.is_in_round:
             self._check_places()
             driver.notice_forward()
 
@@ -476,7 +469,7 @@ class DecentralizedDataParallel(nn.Module):
     def _mix(self) -> None:
         self._has_mixed = True
         driver = self._opened("step")
-        self._is_iteration = self._is_exchanging or driver.has_begun
+        self._is_iteration = self._is_exchanging or driver.is_in_round
         if self._is_iteration:
             self._check_places()
             driver.before_step()
@@ -514,59 +507,6 @@ class DecentralizedDataParallel(nn.Module):
                     f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
                     "Wrap the module anew"
                 )
-
-
-def _check_asynchronous_options(
-    mode: str,
-    max_staleness: int | None,
-    staleness_damping: float,
-    skip_lost: bool,
-) -> None:
-    if max_staleness is not None:
-        check_count(max_staleness, "max_staleness")
-    if check_weight(staleness_damping, "staleness_damping") < 0:
-        raise ValueError(f"staleness_damping must be at least 0, got {staleness_damping}")
-    given = {
-        "max_staleness": max_staleness != MAX_STALENESS,
-        "staleness_damping": staleness_damping != 0,
-        "skip_lost": skip_lost,
-    }
-    if mode == "sync" and any(given.values()):
-        names = ", ".join(name for name, is_given in given.items() if is_given)
-        raise ValueError(f"{names} must not be given in mode 'sync': it is for mode 'async'")
-
-
-def _check_patience(patience: float, mode: str, average_buffers: bool) -> float:
-    patience = check_factor(patience, "patience")
-    if mode == "async":
-        raise ValueError(
-            "patience must be None in mode 'async', in which ranks do not wait for late ones: max_staleness"
-        )
-    if average_buffers:
-        raise ValueError("average_buffers must be False with patience, got True")
-    return patience
-
-
-def _optimizer_of(
-    given: Optimizer | Callable[[list[nn.Parameter]], Optimizer],
-    module: nn.Module,
-    parameters: list[nn.Parameter],
-) -> Optimizer:
-    if not isinstance(given, Optimizer) and not callable(given):
-        raise TypeError(
-            "optimizer must be a torch.optim.Optimizer or a function that makes one, got "
-            f"{type(given).__name__}"
-        )
-    optimizer = given if isinstance(given, Optimizer) else given(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must make a torch.optim.Optimizer, got one that makes a {type(optimizer).__name__}"
-        )
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ValueError("optimizer must not be distributed already: its step would mix twice")
-    reject_lbfgs(optimizer)
-    check_ownership(optimizer, names([module]))
-    return optimizer
 
 
 def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:

@@ -17,7 +17,7 @@ from fogdist.compression import Codec, backend_of
 from fogdist.elastic.seat import Seat
 from fogdist.packing import cap_bytes
 from fogdist.streams import wait_until_complete
-from fogdist.training.algorithm import Algorithm
+from fogdist.training.algorithm import Algorithm, check_count, check_factor
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Continuing, Watch, await_all, highest, take_seat
 from fogdist.training.mixing import Finish, Neighbors
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 
 
 class Driver(Algorithm):
-    """Base of both: `before_step` is called before each step of the optimizer that takes part, and `after_step` after it.
+    """Base of both.
+
+    The wrapper calls `notice_forward` at each training forward pass (before it, or after one that changes parameters),
+    `before_step` before each step of the optimizer that takes part, and `after_step` after it. `discard` waits for what is
+    in flight and drops its result; `follow` changes the topology, collectively.
 
     Args:
         optimizer: The user's.
@@ -78,24 +82,6 @@ class Driver(Algorithm):
         """See `Algorithm.algorithm_name`."""
         return "DecentralizedDataParallel"
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether an exchange is in flight."""
-        return False
-
-    @property
-    def left_out(self) -> list[int]:
-        """The neighbors that were left out of the last exchange."""
-        return []
-
-    def notice_forward(self) -> None:
-        """Called at a training forward pass: before it, or after it if it changes parameters."""
-        raise NotImplementedError
-
-    def before_step(self) -> None:
-        """Mixes before the optimizer's step. Sets `overflowed` if the step is not to change parameters."""
-        raise NotImplementedError
-
     def after_step(self) -> None:
         """Called after the optimizer's step."""
 
@@ -108,14 +94,6 @@ class Driver(Algorithm):
     def set_round(self, value: int) -> None:
         """Sets the round of the next exchange."""
         self.rounds = value
-
-    def discard(self) -> None:
-        """Waits for what is in flight, and drops its result."""
-        raise NotImplementedError
-
-    def follow(self, rounds: Plans) -> None:
-        """Mixes along another topology from now on, from its round 0 on. Collective."""
-        raise NotImplementedError
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
@@ -164,16 +142,6 @@ class InStep(Driver, DecentralizedSGD):
         self._changes_in_forward, self._sent = late_begin, []
         super().__init__(optimizer, module, order="awc", **options)
 
-    @property
-    def has_begun(self) -> bool:
-        """See `Driver.has_begun`."""
-        return self.is_in_round
-
-    @property
-    def left_out(self) -> list[int]:
-        """See `Driver.left_out`."""
-        return self.late_neighbors()
-
     def is_joinable(self) -> bool:
         """See `Algorithm.is_joinable`: a backward pass needs the parameters that its forward pass has changed."""
         return super().is_joinable() and not self._changes_in_forward
@@ -182,7 +150,7 @@ class InStep(Driver, DecentralizedSGD):
         """The wrapper calls `notice_forward` instead."""
 
     def notice_forward(self) -> None:
-        """See `Driver.notice_forward`."""
+        """See `Driver`."""
         self._count_forward(0)
 
     def begin(self) -> None:
@@ -208,7 +176,7 @@ class InStep(Driver, DecentralizedSGD):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """See `Driver.before_step`: waits for the exchange in flight, or for a new one, and writes it into the tensors."""
+        """waits for the exchange in flight, or for a new one, and writes it into the tensors."""
         self.overflowed = False
         self.complete_round()
 
@@ -238,7 +206,7 @@ class InStep(Driver, DecentralizedSGD):
             self.before_step()
 
     def discard(self) -> None:
-        """See `Driver.discard`."""
+        """See `Driver`."""
         if self.is_in_round:
             self.is_in_round = self._saw_forward = False
             self.rounds += 1
@@ -248,7 +216,7 @@ class InStep(Driver, DecentralizedSGD):
                 finish()
 
     def follow(self, rounds: Plans) -> None:
-        """See `Driver.follow`."""
+        """See `Driver`."""
         self.mixing = Neighbors(rounds.topology, compression=self.compression)
         if self._seat is not None and self.patience is None:  # a patient mixer goes on by itself
             self.mixing = Continuing(self.mixing, self._seat)
@@ -290,6 +258,7 @@ class AtOwnPace(Driver):
     runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
 
+    is_in_round: bool = False  # no step has an exchange to wait for
     _iteration: int
     _rounds: Plans
     _whole: Plans  # of all ranks that there were
@@ -322,7 +291,9 @@ class AtOwnPace(Driver):
         rounds: Plans,
         **options: Any,
     ) -> None:
-        self._max_staleness, self._damping = max_staleness, damping
+        if max_staleness is not None:
+            check_count(max_staleness, "max_staleness")
+        self._max_staleness, self._damping = max_staleness, check_factor(damping, "staleness_damping")
         self._skip_lost = skip_lost or options.get("on_loss") == "continue"
         self._iteration, self._is_counted = 0, True
         self._closing, self._generation = None, (None, 0)
@@ -350,7 +321,7 @@ class AtOwnPace(Driver):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """See `Driver.before_step`: mixes with the values that neighbors have put; waits for neighbors without news."""
+        """mixes with the values that neighbors have put; waits for neighbors without news."""
         self.overflowed = self.enter()
         if self._watch is not None:
             self._watch.meet_if_needed()
@@ -422,12 +393,16 @@ class AtOwnPace(Driver):
         super().average(buffers)
         self._come_together()
 
+    def late_neighbors(self) -> list[int]:
+        """Returns nobody: no rank waits for a late one."""
+        return []
+
     def staleness(self) -> dict[int, int | None]:
         """See `Driver.staleness`."""
         return {rank: self._staleness(rank) for rank in self._in}
 
     def follow(self, rounds: Plans) -> None:
-        """See `Driver.follow`."""
+        """See `Driver`."""
         self._end()
         self._whole, self._closing = rounds, None
         self._open(Plans(rounds.topology, self.context))

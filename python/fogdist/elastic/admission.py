@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fog_pg import _extension
-from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, proof_of, proves
+from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, opened, proof_of, signed
 from fogdist.elastic.transfer import Offer
 
 _log = logging.getLogger("fogdist")
@@ -78,16 +77,15 @@ class Admission:
             if ticket in self._copies or self._has(ticket, "answer") or not self._has(ticket, "giver"):
                 continue
             try:
-                text = self._store.get(key(ticket, "request")).decode(errors="replace")
-                request = Request.from_text(self._group, ticket, text)
-                given = json.loads(self._store.get(key(ticket, "giver")))
-                told, proof = given["told"], given["proof"]
-            except (ValueError, TypeError, KeyError):
+                request = Request.from_text(self._group, ticket, self._read(ticket, "request"))
+                told = opened(
+                    self._read(ticket, "giver"), "giver", request.nonce, group=self._group, ticket=ticket
+                )
+            except (ValueError, TypeError, KeyError, RecursionError, PermissionError):
                 continue  # the rank that answers refuses it
-            mine = proof_of("giver", request.nonce, told, group=self._group, ticket=ticket)
-            if proves(proof, mine) and json.loads(told)["rank"] == rank:
+            if told["rank"] == rank:
                 self._helped[ticket] = request.entry
-                self._give(request, save, json.loads(told)["living"], rank)
+                self._give(request, save, told["living"], rank)
 
     def look(
         self,
@@ -123,8 +121,7 @@ class Admission:
                 self._end_if_silent(ticket)
                 continue
             try:
-                text = self._store.get(key(ticket, "request")).decode(errors="replace")
-                request = Request.from_text(self._group, ticket, text)
+                request = Request.from_text(self._group, ticket, self._read(ticket, "request"))
             except ValueError as error:
                 self._refuse(ticket, str(error))
                 continue
@@ -152,9 +149,7 @@ class Admission:
                 if rank is None:
                     self._give(request, save, living, living[0])
                 else:
-                    told = json.dumps({"rank": rank, "living": list(living)})
-                    proof = proof_of("giver", request.nonce, told, group=self._group, ticket=ticket)
-                    self._store.set(key(ticket, "giver"), json.dumps({"told": told, "proof": proof}))
+                    self._tell(ticket, request.nonce, "giver", {"rank": rank, "living": list(living)})
         before = first
         while first in self._over:
             self._over.discard(first)
@@ -170,12 +165,7 @@ class Admission:
 
     def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
         """Tells a joiner what the ranks have decided."""
-        text = json.dumps(decision)
-        signed = {
-            "decision": text,
-            "proof": proof_of("admitted", nonce, text, group=self._group, ticket=ticket),
-        }
-        self._store.set(key(ticket, "admitted"), json.dumps(signed))
+        self._tell(ticket, nonce, "admitted", decision)
         self._end(ticket)
 
     def _is_still_there(self, request: Request) -> bool:
@@ -198,12 +188,15 @@ class Admission:
             _log.exception("the state for a process that joins could not be copied")
             self._refuse(ticket, f"rank {rank} could not copy its state: {type(error).__name__}: {error}")
             return
-        place = json.dumps({**copy.place, "living": list(living)})
-        answer = {
-            "place": place,
-            "proof": proof_of("answer", request.nonce, place, group=self._group, ticket=ticket),
-        }
-        self._store.set(key(ticket, "answer"), json.dumps(answer))
+        self._tell(ticket, request.nonce, "answer", {**copy.place, "living": list(living)})
+
+    def _tell(self, ticket: int, nonce: str, what: str, values: Mapping[str, Any]) -> None:
+        """Tells a joiner values, with the proof that they come from the job."""
+        text = signed(what, values, nonce, group=self._group, ticket=ticket)
+        self._store.set(key(ticket, what), text)
+
+    def _read(self, ticket: int, what: str) -> str:
+        return self._store.get(key(ticket, what)).decode(errors="replace")
 
     def _first(self) -> int:
         """Returns the first ticket that is not over."""

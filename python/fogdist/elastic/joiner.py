@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import secrets
 import threading
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from fog_pg import _extension, _joining, environment
 from fog_pg._joining import World
-from fogdist.elastic.tickets import COUNT, NONCE, delete, key, proof_of, proves
+from fogdist.elastic.tickets import COUNT, NONCE, delete, key, opened, proof_of, signed
 from fogdist.elastic.transfer import Source
 
 _log = logging.getLogger("fogdist")
@@ -67,9 +66,7 @@ class Joiner:
         while True:
             self._ticket = ticket = self._store.add(COUNT, 1)
             self._request()
-            answer = json.loads(self._await("answer"))
-            self._check("answer", answer["place"], answer["proof"])
-            place = json.loads(answer["place"])
+            place = self._opened("answer", self._await("answer"))
             state = self._read(place)
             # Ranks may be lost meanwhile, so those that have not answered are asked for anew.
             unreached = [] if state is None else self._not_reached(place["living"])
@@ -90,10 +87,7 @@ class Joiner:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
         self._store.set(key(self._ticket, "ready"), "1")
         self._announce()
-        admitted = json.loads(self._await("admitted"))
-        self._check("admitted", admitted["decision"], admitted["proof"])
-        decision: dict[str, Any] = json.loads(admitted["decision"])
-        return decision
+        return self._opened("admitted", self._await("admitted"))
 
     def entries(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns how to connect with these ranks of the job, as they are now."""
@@ -116,19 +110,21 @@ class Joiner:
         if (self._ticket, challenge) != self._asked:
             self._asked = self._ticket, challenge
             seats, seat = self._seats
-            told = {"rank": self._rank, "entry": self._entry, "seats": seats, "seat": seat}
-            text = json.dumps({**told, "nonce": self._nonce, "challenge": challenge})
-            proof = proof_of("request", text, group=self.world.id, ticket=self._ticket)
-            self._store.set(key(self._ticket, "request"), json.dumps({"request": text, "proof": proof}))
+            told: dict[str, Any] = {"rank": self._rank, "entry": self._entry, "seats": seats, "seat": seat}
+            told |= {"nonce": self._nonce, "challenge": challenge}
+            text = signed("request", told, group=self.world.id, ticket=self._ticket)
+            self._store.set(key(self._ticket, "request"), text)
         return self._announce()
 
-    def _check(self, purpose: str, text: str, proof: object) -> None:
-        """Raises DistBackendError if what a rank has told does not come from a rank that knows the secret."""
-        if not proves(proof, proof_of(purpose, self._nonce, text, group=self.world.id, ticket=self._ticket)):
+    def _opened(self, purpose: str, text: str) -> dict[str, Any]:
+        """Returns what a rank has told; raises DistBackendError if it does not come from one that knows the secret."""
+        try:
+            return opened(text, purpose, self._nonce, group=self.world.id, ticket=self._ticket)
+        except (PermissionError, ValueError, TypeError, KeyError, RecursionError):
             raise dist.DistBackendError(
                 f"the answer to this process, which joins as rank {self._rank}, does not come from a process that knows "
                 "the job's secret"
-            )
+            ) from None
 
     def _announce(self) -> bool:
         """Draws the attention of all ranks; returns whether any is left."""

@@ -9,14 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-
-@dataclass(frozen=True)
-class Join:
-    """A process that joins, as the ranks have agreed."""
-
-    ticket: int
-    entry: str
-    nonce: str
+from fogdist.elastic.tickets import Request
 
 
 @dataclass(frozen=True)
@@ -29,7 +22,7 @@ class Decision:
     """
 
     living: dict[int, dict[str, dict[str, Any]]]
-    joins: dict[int, Join]
+    joins: dict[int, Request]
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -60,25 +53,23 @@ class Decision:
         """Returns what `to_json` has described."""
         return cls(
             {int(rank): seats for rank, seats in values["living"].items()},
-            {int(rank): Join(**join) for rank, join in values["joins"].items()},
+            {int(rank): Request.from_values(join) for rank, join in values["joins"].items()},
         )
 
 
 @dataclass
-class Minutes:
+class Record:
     """What ranks have told in a meeting.
 
     Attributes:
         came: What each rank that has come has told of its seats.
         gone: The ranks that are gone.
         joins: The processes that are ready to join, by rank.
-        seats: The names of the seats at whose exchange they come in.
     """
 
     came: dict[int, dict[str, dict[str, Any]]]
     gone: set[int]
-    joins: dict[int, Join]
-    seats: set[str]
+    joins: dict[int, Request]
 
     def decision(self, before: Sequence[int]) -> Decision | None:
         """Returns the decision, as far as this is known; None if nothing changes.
@@ -96,7 +87,7 @@ class Minutes:
             for name, report in seats.items()
             if report["taken"] > report["completed"]
         }
-        return Decision(living, self.joins if busy <= self.seats else {})
+        return Decision(living, self.joins if busy <= {join.seat for join in self.joins.values()} else {})
 
 
 class Log:
@@ -123,19 +114,19 @@ class Log:
             if self._store.compare_set(self._told, before, after).decode() == after:
                 return
 
-    def read(self) -> Minutes:
+    def read(self) -> Record:
         """Returns what the ranks have told."""
-        minutes = Minutes({}, set(), {}, set())
+        record = Record({}, set(), {})
         for line in self._text().splitlines():
             entry = json.loads(line)
             if "came" in entry:
-                minutes.came[entry["came"]] = entry["seats"]
+                record.came[entry["came"]] = entry["seats"]
             elif "joins" in entry:
-                minutes.joins[entry["joins"]] = Join(entry["ticket"], entry["entry"], entry["nonce"])
-                minutes.seats.add(entry["seat"])
+                request = Request.from_values(entry["joins"])
+                record.joins[request.rank] = request
             else:
-                minutes.gone.add(entry["gone"])
-        return minutes
+                record.gone.add(entry["gone"])
+        return record
 
     def is_decided(self) -> bool:
         """Returns whether a rank has decided."""

@@ -20,7 +20,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -263,15 +263,7 @@ class Members:
         try:
             log = Log(self._store(), prefix)
             for join in joins:
-                log.append(
-                    {
-                        "joins": join.rank,
-                        "ticket": join.ticket,
-                        "entry": join.entry,
-                        "nonce": join.nonce,
-                        "seat": join.seat,
-                    }
-                )
+                log.append({"joins": asdict(join)})
             log.append({"came": mine, "seats": {name: seat.report() for name, seat in self._seats.items()}})
             told: set[int] = set()
             while True:
@@ -279,10 +271,10 @@ class Members:
                 for rank in sorted(gone - told):
                     log.append({"gone": rank, "by": mine})
                 told |= gone
-                minutes = log.read()
-                missing = [rank for rank in numbers if rank not in minutes.came and rank not in minutes.gone]
+                record = log.read()
+                missing = [rank for rank in numbers if rank not in record.came and rank not in record.gone]
                 if not missing or log.is_decided():
-                    decided = log.decide(minutes.decision(numbers))
+                    decided = log.decide(record.decision(numbers))
                     break
                 if time.monotonic() >= deadline:
                     raise dist.DistBackendError(

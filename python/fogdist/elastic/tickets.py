@@ -19,13 +19,15 @@ import contextlib
 import hashlib
 import hmac
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 
 from fog_pg import _extension
 from fog_pg._joining import World
+from fogdist.agreement import some
 
 # Keys of the Store: how many tickets there are, the first that is not over, and the nonce of the rank that answers.
 COUNT = "fog/join/count"
@@ -53,8 +55,26 @@ def proof_of(purpose: str, *parts: str, group: int, ticket: int) -> str:
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
 
 
-def proves(given: object, proof: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(errors="replace"), proof.encode())
+def signed(purpose: str, values: Mapping[str, Any], *nonces: str, group: int, ticket: int) -> str:
+    """Returns values as a text, with the proof that they come from a process that knows the secret."""
+    told = json.dumps(values)
+    return json.dumps({"told": told, "proof": proof_of(purpose, *nonces, told, group=group, ticket=ticket)})
+
+
+def opened(text: str, purpose: str, *nonces: str, group: int, ticket: int) -> dict[str, Any]:
+    """Returns the values of a text of `signed`.
+
+    Raises:
+        PermissionError: The proof is wrong.
+        ValueError, TypeError, KeyError, RecursionError: The text is of another form.
+    """
+    given = json.loads(text)
+    told, proof = given["told"], given["proof"]
+    right = proof_of(purpose, *nonces, str(told), group=group, ticket=ticket)
+    if not isinstance(proof, str) or not hmac.compare_digest(proof.encode(errors="replace"), right.encode()):
+        raise PermissionError("the proof is wrong")
+    values: dict[str, Any] = json.loads(told)
+    return values
 
 
 def publish_object(store: dist.Store, name: str, items: Sequence[str]) -> None:
@@ -86,7 +106,7 @@ def check_object(world: World, name: str, argument: str, items: Sequence[str]) -
     if mine != theirs:
         raise ValueError(
             f"{argument} must be the same as on the ranks of the job that this process joins, but differs:\n"
-            f"  only here: {_some(mine - theirs)}\n  only there: {_some(theirs - mine)}"
+            f"  only here: {some(sorted(mine - theirs)) or 'nothing'}\n  only there: {some(sorted(theirs - mine)) or 'nothing'}"
         )
 
 
@@ -95,13 +115,6 @@ def _objects(store: dist.Store) -> dict[str, list[str]]:
         return {}
     objects: dict[str, list[str]] = json.loads(store.get(_OBJECTS))
     return objects
-
-
-def _some(items: set[str]) -> str:
-    shown = sorted(items)[:5]
-    return (
-        ", ".join(shown) + (f" and {len(items) - 5} more" if len(items) > 5 else "") if items else "nothing"
-    )
 
 
 @dataclass(frozen=True)
@@ -127,6 +140,11 @@ class Request:
     challenge: str
 
     @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> Request:
+        """Returns the request with these fields, as JSON has them."""
+        return cls(**{**values, "seats": tuple(values["seats"])})
+
+    @classmethod
     def from_text(cls, group: int, ticket: int, text: str) -> Request:
         """Returns the request of a ticket.
 
@@ -134,20 +152,13 @@ class Request:
             ValueError: Its proof or its form is wrong; the message is the reason for the joiner.
         """
         try:
-            signed = json.loads(text)
-            asked, proof = signed["request"], signed["proof"]
+            told = opened(text, "request", group=group, ticket=ticket)
+            request = cls.from_values({**told, "ticket": ticket})
+        except PermissionError:
+            raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)") from None
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError("its request is not complete") from None
-        if not isinstance(asked, str) or not proves(
-            proof, proof_of("request", asked, group=group, ticket=ticket)
-        ):
-            raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)")
-        try:
-            told = json.loads(asked)
-            request = cls(ticket, **{**told, "seats": tuple(told["seats"])})
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError("its request is not complete: it has another version") from None
         texts = (request.entry, request.seat, request.nonce, request.challenge, *request.seats)
         if type(request.rank) is not int or not all(isinstance(each, str) for each in texts):
-            raise ValueError("its request is not complete: it has another version")
+            raise ValueError("its request is not complete")
         return request

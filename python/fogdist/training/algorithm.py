@@ -479,12 +479,14 @@ class Algorithm(DistributedOptimizer):
             of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
             last, seat = Round(self.context, 0, f"{self.name} average"), self._fog_last_seat()
+            means = []
             for number, values in enumerate(self.values):
                 own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
                 total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True, seat)
-                values.copy_(total).div_(float(weight))
+                means.append(total.div_(float(weight)))
             self._fog_exchange(averaged, GlobalAverage(), last, True, seat)
+            self.write(means)  # not before, as the loss of a rank meanwhile may have loaded the buckets anew
             self.buckets.write_changes()
 
     def close(self) -> None:

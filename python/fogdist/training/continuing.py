@@ -76,10 +76,6 @@ class Continuing(Mixing):
         self._mixing = mixing
         self._seat = seat
 
-    def at(self, seat: Seat) -> Continuing:
-        """Returns the same mixing with another place in the exchanges."""
-        return Continuing(self._mixing, seat)
-
     @property
     def exchanges(self) -> bool:  # type: ignore[override]  # that of the mixing
         """See `Mixing`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
@@ -144,11 +143,3 @@ class ChangeWatch:
     def forget(self) -> None:
         """Accepts the changes since `begin`."""
         self._versions = None
-
-
-def forward_changes_parameters(model: nn.Module) -> bool:
-    """Returns whether a forward pass changes parameters, as embeddings with `max_norm` rescale rows."""
-    return any(
-        isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        for module in model.modules()
-    )

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.mixer import forward_changes_parameters
+from fogdist.training.passes import forward_changes_parameters
 from fogdist.training.view import Models, setting
 
 # When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.

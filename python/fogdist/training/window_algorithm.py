@@ -15,8 +15,8 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec, check_for_windows
 from fogdist.packing import signature_of
 from fogdist.shards import local_of
-from fogdist.training.algorithm import WEIGHTS, check_count
-from fogdist.training.continuing import OnLoss, Watch
+from fogdist.training.algorithm import WEIGHTS, AlgorithmOptions, check_count
+from fogdist.training.continuing import Watch
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -24,6 +24,7 @@ from fogdist.windows import Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+    from typing_extensions import Unpack
 
 # The attributes that users may set. An algorithm uses some; setting one of the others raises, as it would have no
 # effect.
@@ -42,25 +43,20 @@ class WindowAlgorithm(OverlappingAlgorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        local_steps: As in `Algorithm`.
         window_prefix: The prefix of the names of the windows, the same on all ranks; by default a new name.
-        bucket_cap_mb: As in `Algorithm`; each bucket is a window.
         max_staleness: The largest number of exchanges that a rank makes without news of an in-neighbor that has made
             fewer; then it waits for it. None for any number. A rank does not wait for a neighbor that is lost, or that
             has been quiet for 0.1 s and five times as long as the longest of that rank's last 64 exchanges. (As the bound of
             stale synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be
             slower.)
-        group: As in `Algorithm`.
-        on_loss: As in `Algorithm`. With "continue", neighbors that are lost are left out at once, and their weights return to
-            the rank itself. Ranks that exchange in step then agree on who is left and repeat the round; others do so once
-            the topology would fall apart. They go on along what is left of the topology, in new windows. Weights for a
-            dynamic topology are not possible then.
-        compression: A codec of `fogdist.compression` for what neighbors write, the same on all ranks, for parameters on the CPU
-            (`WinPut`, `WindowPushSum`). What the codec loses of a share that a rank sends remains at the rank: x becomes
-            ``x - (1 - self_weight) decoded(x)`` plus what it receives, so if all ranks agree, it does not change them.
-            Choose a codec with small errors: `Int8` or 16 bits.
-        broadcast: As in `Algorithm`.
-        share: As in `Algorithm`.
+        **options: As in `Algorithm`. Each bucket is a window; `topology` must be None. With ``on_loss="continue"``, neighbors
+            that are lost are left out at once, and their weights return to the rank itself. Ranks that exchange in step then
+            agree on who is left and repeat the round; others do so once the topology would fall apart. They go on along what
+            is left of the topology, in new windows. Weights for a dynamic topology are not possible then. `compression` is
+            a codec of `fogdist.compression` for what neighbors write, for parameters on the CPU (`WinPut`, `WindowPushSum`).
+            What it loses of a share that a rank sends remains at the rank: x becomes ``x - (1 - self_weight) decoded(x)``
+            plus what it receives, so if all ranks agree, it does not change them. Choose a codec with small errors: `Int8`
+            or 16 bits.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
@@ -101,16 +97,15 @@ class WindowAlgorithm(OverlappingAlgorithm):
         optimizer: Optimizer,
         model: Models,
         *,
-        local_steps: int = 1,
         window_prefix: str | None = None,
-        bucket_cap_mb: float | None = None,
         max_staleness: int | None = MAX_STALENESS,
-        group: dist.ProcessGroup | None = None,
-        on_loss: OnLoss = "raise",
-        compression: Codec | None = None,
-        broadcast: bool = True,
-        share: bool = False,
+        **options: Unpack[AlgorithmOptions],
     ) -> None:
+        if options.get("topology") is not None:
+            raise ValueError(
+                f"topology must be None for {self.algorithm_name}, whose windows follow the group's: set_topology"
+            )
+        compression = options.pop("compression", None)
         if compression is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
         check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
@@ -124,16 +119,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self._in_flight = []
         self._pace = self._watch = None
         self._is_closed = self._is_ending = self._is_joining = self.has_sent = False
-        super().__init__(
-            optimizer,
-            model,
-            local_steps=local_steps,
-            bucket_cap_mb=bucket_cap_mb,
-            group=group,
-            on_loss=on_loss,
-            broadcast=broadcast,
-            share=share,
-        )
+        super().__init__(optimizer, model, **options)
         self._prefix = window_prefix or self.name
         if self.is_running:
             if self.context.is_joining:

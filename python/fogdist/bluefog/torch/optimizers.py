@@ -19,10 +19,10 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from fogdist.algorithms.adapt_then_combine import AdaptThenCombine
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.algorithms.window_push_sum import WindowPushSum
+from fogdist.bluefog.adapt_then_combine import AdaptThenCombine
 from fogdist.bluefog.deprecation import warn_once
 from fogdist.bluefog.gradient_allreduce import GradientAllreduce
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
@@ -145,7 +145,7 @@ def DistributedAdaptThenCombineOptimizer(
 ) -> AdaptThenCombineOptimizer:
     """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
-    It is `fogdist.algorithms.AdaptThenCombine`: `step` makes the optimizer's own step with the gradients as they are,
+    It is `fogdist.bluefog.adapt_then_combine.AdaptThenCombine`: `step` makes the optimizer's own step with the gradients as they are,
     after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
 
     `step_in_backward` is as there; the other arguments, and the attributes, are those of

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
-from fogdist.training.backward_steps import BackwardSteps, step_of
-from fogdist.training.continuing import Continuing, take_seat
-from fogdist.training.passes import BackwardPasses
+from fogdist.bluefog.backward_passes import BackwardPasses
+from fogdist.bluefog.backward_steps import BackwardSteps, step_of
 from fogdist.training.view import Models, reject_lbfgs
 
 if TYPE_CHECKING:
@@ -43,11 +42,10 @@ class AdaptThenCombine(DecentralizedSGD):
         ValueError: As `Algorithm`, with `step_in_backward` also for an LBFGS.
     """
 
+    can_be_joined: ClassVar[bool] = False
+
     _in_backward: bool
     _local_steps: int
-    # With steps within the backward pass, if training goes on after losses: of each bucket. Backward passes may complete
-    # buckets in another order on each rank, so the exchanges of each bucket are counted for themselves.
-    _mixings: list[Continuing]
     _counter: BackwardPasses
     _backward: BackwardSteps | None
 
@@ -64,7 +62,6 @@ class AdaptThenCombine(DecentralizedSGD):
         if step_in_backward:
             reject_lbfgs(optimizer)
         self._in_backward = step_in_backward
-        self._mixings = []
         super().__init__(optimizer, model, order="atc", **options)
         self._backward = None
         self._counter = BackwardPasses(self._after_gradient)
@@ -111,14 +108,6 @@ class AdaptThenCombine(DecentralizedSGD):
         with super().no_sync(), self._counter.paused():
             yield
 
-    def is_joinable(self) -> bool:
-        """See `Algorithm.is_joinable`: not within a backward pass, which needs the parameters that it began with."""
-        return super().is_joinable() and not self._in_backward
-
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`: passes make a round."""
-        return self._counter.passes_of_step >= self.local_steps
-
     def adapt(self) -> Any:
         """Makes the step of all parameters that the backward pass did not update."""
         if self._backward is None:
@@ -150,10 +139,10 @@ class AdaptThenCombine(DecentralizedSGD):
     def combine(self) -> None:
         """Averages all buckets that are not in flight already."""
         backward, self._backward = self._backward, None
-        if backward is None and not self._mixings:
+        if backward is None:
             super().combine()
         else:
-            for number in self.buckets.sending_order if backward is None else backward.left:
+            for number in backward.left:
                 self._mix(number)
             self._mixer.finish()
         self._counter.reset()
@@ -195,12 +184,4 @@ class AdaptThenCombine(DecentralizedSGD):
 
     def _mix(self, number: int) -> None:
         """Begins the exchange of a bucket."""
-        mixing = self._mixings[number] if self._mixings else self.mixing
-        self._mixer.add(self.buckets, number, mixing, self.this_round())
-
-    def _hold(self) -> None:
-        super()._hold()
-        if self._in_backward and isinstance(self.mixing, Continuing):
-            for number in range(len(self._mixings), len(self.buckets.flats)):
-                seat = take_seat(self._group, f"{self.name} bucket {number}")
-                self._mixings.append(self.mixing.at(seat))
+        self._mixer.add(self.buckets, number, self.mixing, self.this_round())
