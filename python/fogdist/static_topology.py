@@ -113,6 +113,7 @@ def see_topology(
             f"{argument} must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
         )
     check_topology(graph, argument)
+    may_be_mean = is_weighted is None
     if is_weighted is None:
         is_weighted = has_weights(graph)
         if is_weighted:
@@ -126,7 +127,8 @@ def see_topology(
         self_weight, sources = recv_weights(graph, node)
     # A mean is rounded once, and a sum of equal weights is not.
     share = 1.0 / (len(sources) + 1)
-    is_mean = not is_weighted or all(weight == share for weight in (self_weight, *sources.values()))
+    has_equal_weights = all(weight == share for weight in (self_weight, *sources.values()))
+    is_mean = not is_weighted or (may_be_mean and has_equal_weights)
     if is_mean:
         self_weight, sources = 1.0, dict.fromkeys(sources, 1.0)
     along = Exchange(
