@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch.optim import Adam, Optimizer
 
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW, refusal_of
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
+from fogdist.lazy import nx
+from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixing import MixingLike
+from fogdist.training.mixing import Mixing
 from fogdist.training.view import Models
 
 
@@ -18,7 +22,7 @@ def DecentralizedOptimizer(
     optimizer: Optimizer,
     model: Models,
     *,
-    topology: MixingLike = None,
+    topology: Mixing | Topology | Sequence[nx.DiGraph] | nx.DiGraph | str | None = None,
     order: Order | None = None,
     local_steps: int = 1,
     compression: Codec | None = None,
