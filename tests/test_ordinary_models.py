@@ -27,7 +27,7 @@ from harness import on_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training_cases import ENTRIES, IN_STEP, distribute, end, start
+from training_cases import ENTRIES, FACTORIES, IN_STEP, WINDOWS, distribute, end, start
 
 
 class Net(nn.Module):
@@ -348,7 +348,8 @@ def test_tools(kind: str, tmp_path: Path) -> None:
 def test_a_pass_that_checkpointing_repeats_counts_once(kind: str, reentrant: bool) -> None:
     results = []
     for repeats in (False, True):
-        run = Run(kind, **({} if kind in ("atc in backward", "wrapper") else {"local_steps": 2}))
+        interval = "num_steps_per_communication" if kind in (*FACTORIES, *WINDOWS) else "local_steps"
+        run = Run(kind, **({} if kind in ("atc in backward", "wrapper") else {interval: 2}))
         call = partial(checkpoint, run.called, use_reentrant=reentrant) if repeats else None
         for _ in range(5):
             run.train(call)

@@ -97,8 +97,10 @@ _UNKNOWN = "handle must be of an operation in flight that was not waited for"
 def _knows(handle: int) -> bool:
     if not isinstance(handle, int) or isinstance(handle, bool):
         raise TypeError(f"handle must be an int from a nonblocking call, got {type(handle).__name__}")
+    if handle in _in_flight:
+        return True
     current()  # raises before `init` and after `shutdown`
-    return handle in _in_flight
+    return False
 
 
 def _known(handle: int) -> int:
