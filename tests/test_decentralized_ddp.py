@@ -7,7 +7,7 @@ this wrapper replaces, had these defects; each is followed by the test that woul
   in-neighbor: `test_trajectories` with 2 ranks;
 - the self term is frozen at the first iteration, and slots are zero before the first put: `test_turns`;
 - schedulers never step in async mode: `test_turns` with a schedule;
-- the global average of parameters is a sum: `test_global_average`;
+- the global average of parameters is a sum: `test_average`;
 - a parameter must be used exactly once in a backward pass, so tied or unused ones fail: `Net`.
 """
 
@@ -376,7 +376,7 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
     if mode == "sync":
         torch.testing.assert_close(model.norm.running_mean, means[rank], **EXACT)
     mine = [model.norm.running_mean.clone(), model.norm.running_var.clone()]
-    wrapper.global_average()
+    wrapper.average()
     for got, value in zip([model.norm.running_mean, model.norm.running_var], mine, strict=True):
         torch.testing.assert_close(got, bf.allreduce(value), rtol=1e-12, atol=1e-12)
     dist.barrier()
@@ -384,7 +384,7 @@ def test_buffers_are_mixed_on_request(mode: str) -> None:
 
 
 @on_ranks(3, mode=["sync", "async"])
-def test_global_average(mode: str) -> None:
+def test_average(mode: str) -> None:
     rank, _ = start()
     torch.manual_seed(rank)
     model = Norm()
@@ -396,11 +396,11 @@ def test_global_average(mode: str) -> None:
     wrapper(features(rank, 0)).sum().backward()  # now an exchange is in flight
     before = [p.detach().clone() for p in model.parameters()]
     statistics = model.norm.running_mean.clone()
-    wrapper.global_average()
+    wrapper.average()
     for p, value in zip(model.parameters(), before, strict=True):
         torch.testing.assert_close(p.detach(), bf.allreduce(value), rtol=1e-12, atol=1e-12)
     assert torch.equal(model.norm.running_mean, statistics)
-    wrapper.global_average(buffers=True)
+    wrapper.average(buffers=True)
     mean = bf.allreduce(statistics)
     torch.testing.assert_close(model.norm.running_mean, mean, rtol=1e-12, atol=1e-12)
     assert model.norm.num_batches_tracked == rank + 1
@@ -408,7 +408,7 @@ def test_global_average(mode: str) -> None:
 
 
 @on_ranks(4)
-def test_global_average_after_a_forward_pass_on_one_rank() -> None:
+def test_average_after_a_forward_pass_on_one_rank() -> None:
     """Only rank 1 has begun an exchange; in the steps afterwards all ranks are together again."""
     rank, size = start()
     model = nn.Linear(1, 1, bias=False).double()
@@ -419,12 +419,12 @@ def test_global_average_after_a_forward_pass_on_one_rank() -> None:
     for number in range(3):
         if rank == 1:
             wrapper(torch.ones(1, 1, dtype=torch.float64))
-        wrapper.global_average()
+        wrapper.average()
         assert model.weight.item() == pytest.approx((size - 1) / 2)
         assert wrapper.round == 2 * number + 1
         wrapper(torch.ones(1, 1, dtype=torch.float64)).sum().backward()
         wrapper.optimizer.step()
-    wrapper.global_average()
+    wrapper.average()
     assert wrapper.round == 6
 
 
@@ -600,7 +600,7 @@ def test_a_closed_wrapper_mixes_nothing(mode: str) -> None:
     loss_of(wrapper, 0, 1).backward()
     wrapper.close()
     with pytest.raises(RuntimeError, match="after close"):
-        wrapper.global_average()
+        wrapper.average()
     assert wrapper.staleness() == {}
     wrapper.pause()
     with torch.no_grad():
@@ -766,7 +766,7 @@ def test_pause() -> None:
         step(wrapper)
         assert x == 0.25
     dist.barrier()
-    wrapper.global_average()
+    wrapper.average()
     assert x == 0.375
     assert wrapper.staleness() == {1 - rank: 0}
     dist.barrier()

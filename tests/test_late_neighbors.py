@@ -68,7 +68,7 @@ def rounds_of(mixer: Any) -> int:
 
 def average(mixer: Any, model: nn.Module) -> None:
     if isinstance(mixer, fogdist.DecentralizedDataParallel):
-        mixer.global_average()
+        mixer.average()
         mixer.close()
     else:
         fogdist.allreduce_parameters(dict(model.named_parameters()))
@@ -336,7 +336,7 @@ def train_on(
         time.sleep(0.002)
     made = wrapper.round
     between = own()
-    wrapper.global_average()
+    wrapper.average()
     after = own()
     for number in range(5):
         train_step(wrapper, base, rank, number)

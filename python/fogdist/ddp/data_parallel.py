@@ -318,8 +318,6 @@ class DecentralizedDataParallel(nn.Module):
             self._check_places()
             driver.average(self._averages_buffers if buffers is None else buffers)
 
-    global_average = average
-
     def synchronize(self) -> None:
         """Mixes without a step, for a training loop that skips `step` after a training forward pass.
 

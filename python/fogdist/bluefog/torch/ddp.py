@@ -122,7 +122,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
 
     def global_avg(self) -> None:
         """Overwrites the trained parameters, and buffers if asked for, with their average over all ranks. Collective."""
-        self.global_average(buffers=self._averages_all_buffers)
+        self.average(buffers=self._averages_all_buffers)
 
 
 class LocalStepRandomBatchSampler(Sampler[list[int]]):
