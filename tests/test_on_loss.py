@@ -70,7 +70,7 @@ def is_whole(kind: str) -> bool:
 
 def end(called: Any, optimizer: Any) -> None:
     if isinstance(called, fogdist.DecentralizedDataParallel):
-        called.global_average()
+        called.average()
     elif isinstance(optimizer, algorithms.AsynchronousGossip):
         optimizer.finish()
     elif hasattr(optimizer, "unregister_window"):
