@@ -119,6 +119,7 @@ test-all:
 test-torch-%:
 	@echo "== core of the tests on torch $*"
 	@ls $(CORE) >/dev/null  # with a file that is missing, pytest runs none
+	@rm -rf $(addprefix build/torch-$*/,benchmarks csrc examples python tests)  # files that are gone here
 	@mkdir -p build/torch-$* && git ls-files -z | tar --null --files-from=- --create | tar --extract --directory build/torch-$*
 	@$(MAKE) --no-print-directory -C build/torch-$* VENV=.venv JOBS=$(JOBS) ARGS="$(CORE) $(ARGS)" \
 		TORCH='$(if $(filter newest,$*),torch,torch==$*)' test
