@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -180,3 +181,54 @@ def test_wrong_arguments() -> None:
     for message, (kind, options) in cases.items():
         with pytest.raises(kind, match=message):
             fogdist.DecentralizedOptimizer(sgd(model), model, **options)
+
+
+@on_ranks(2)
+def test_an_adamw_keeps_its_moments() -> None:
+    """Those of steps before it was wrapped, or of a loaded state, and in steps after the end."""
+    start()  # all ranks make the same steps, so averages change nothing
+    for loads in (False, True):
+        (model, plain), (ours, base) = (
+            (net, OPTIMIZERS["adamw"](net.parameters())) for net in (make_net(0), make_net(0))
+        )
+        for number in range(3):
+            step(plain, model, 0, number)
+            if not loads:
+                step(base, ours, 0, number)
+        optimizer = fogdist.DecentralizedOptimizer(base, ours)
+        if loads:
+            ours.load_state_dict(model.state_dict())
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+        with optimizer:
+            step(plain, model, 0, 3)
+            step(optimizer, ours, 0, 3)
+        pairs = [
+            (base.state[a], plain.state.get(b))
+            for a, b in zip(ours.parameters(), model.parameters(), strict=True)
+        ]
+        compared = [(mine, its) for mine, its in pairs if its]  # not those without a gradient
+        assert compared
+        for mine, its in compared:
+            assert mine["step"] == its["step"] == 4
+            torch.testing.assert_close(mine["exp_avg"], its["exp_avg"])
+            torch.testing.assert_close(mine["exp_avg_sq"], its["exp_avg_sq"])
+        step(base, ours, 0, 4)
+
+
+@on_ranks(2)
+def test_the_step_of_a_subclass_of_adam_is_made() -> None:
+    start()
+    model, calls = make_net(0), []
+
+    class Mine(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            calls.append(1)
+            return super().step(closure)
+
+    optimizer = fogdist.DecentralizedOptimizer(Mine(model.parameters()), model)
+    step(optimizer, model, 0, 0)
+    assert calls == [1]
+    with pytest.raises(ValueError, match="optimizer must be no subclass.*got Mine"):
+        algorithms.DecentralizedAdamW(Mine(model.parameters()), model)
+    with pytest.raises(AttributeError, match="topology is an argument of .*cannot be set later"):
+        optimizer.topology = "ring"

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.optim import Adam, Optimizer
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
 
-from fogdist.shards import sharded_as
+from fogdist.shards import local_of, sharded_as
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.saved_state import keys_of
 from fogdist.training.step_hooks import replace_step
@@ -41,6 +42,9 @@ class DecentralizedAdamW(Algorithm):
     a gradient on this rank is moved by averages only. The bias corrections count this rank's updates, so a parameter that
     is unfrozen late begins with moments that they do not correct. Parameters are real.
 
+    It takes up the state of an optimizer that was trained before, or loaded, and gives it back when it is closed; it estimates
+    s by the square of the first moment then.
+
     Args:
         optimizer: A torch.optim.AdamW or Adam (then without weight decay), whose learning rates, betas, eps and weight
             decay are taken from its groups in each step. Its own step is not made, but hooks of it are called: around the
@@ -50,7 +54,8 @@ class DecentralizedAdamW(Algorithm):
 
     Raises:
         TypeError: `optimizer` is of another class; and as `Algorithm`.
-        ValueError: It has amsgrad or maximize set; a parameter is complex; and as `Algorithm`. In `step`: a gradient is sparse.
+        ValueError: It is of a subclass, or has amsgrad or maximize set; a parameter is complex; and as `Algorithm`. In
+            `step`: a gradient is sparse.
     """
 
     takes_compression: ClassVar[bool] = False  # a second moment that is off could become negative
@@ -71,15 +76,49 @@ class DecentralizedAdamW(Algorithm):
     def plain_state_dict(self) -> dict[str, Any]:
         """See `Algorithm.plain_state_dict`: a plain AdamW continues with the averaged moments."""
         saved = super().plain_state_dict()
-        pieces = self._pieces()
+        own = self._plain_state()
         for parameter, key in keys_of(saved, self._fog_wrapped).items():
-            if parameter in pieces.get("first_moment", {}):
-                first, second = (
-                    sharded_as(parameter, pieces[n][parameter]) for n in ("first_moment", "second_moment")
-                )
-                step = torch.tensor(self.numbers["updates"], device="cpu")
-                saved["state"][key] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
+            if parameter in own:
+                saved["state"][key] = own[parameter]
         return saved
+
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`: begins with the moments of the plain optimizer, where it has some."""
+        if not self._has_state and not self._loaded:
+            self._loaded = self._state_of_plain()
+        super().refresh()
+
+    def _plain_state(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Returns the state from which a plain AdamW continues, for each parameter; empty before the first step."""
+        pieces = self._pieces()
+        found = {}
+        for parameter, first in pieces.get("first_moment", {}).items():
+            moments = {"exp_avg": first, "exp_avg_sq": pieces["second_moment"][parameter]}
+            found[parameter] = {"step": torch.tensor(self.numbers["updates"], device="cpu")}
+            found[parameter].update((key, sharded_as(parameter, value)) for key, value in moments.items())
+        return found
+
+    def _state_of_plain(self) -> dict[str, dict[Tensor, Tensor]]:
+        """Returns this algorithm's state, as far as the plain optimizer's state tells it."""
+        found: dict[str, dict[Tensor, Tensor]] = {name: {} for name in self.state_vectors}
+        for group in self._fog_wrapped.param_groups:
+            for parameter in group["params"]:
+                own = self._fog_wrapped.state.get(parameter, {})
+                if (updates := float(own.get("step", 0.0))) == 0.0:
+                    continue
+                beta1, beta2 = group["betas"]
+                first = local_of(own["exp_avg"])
+                found["first_moment"][parameter] = first.clone()
+                found["second_moment"][parameter] = local_of(own["exp_avg_sq"]).clone()
+                mean = first / (1 - beta1**updates)
+                found["mean_square"][parameter] = mean.square().mul_(1 - beta2**updates)
+                self.numbers["updates"] = max(self.numbers["updates"], updates)
+        return found
+
+    def _fog_give_up(self) -> None:
+        for parameter, own in self._plain_state().items():
+            self._fog_wrapped.state[parameter] = {name: value.clone() for name, value in own.items()}
+        super()._fog_give_up()
 
     def advance(self) -> Any:
         """See `Algorithm.advance`."""
@@ -137,6 +176,8 @@ class DecentralizedAdamW(Algorithm):
 
 def refusal_of(optimizer: Adam) -> str:
     """Returns what `DecentralizedAdamW` asks of an optimizer that this one is not; empty if it takes it."""
+    if type(optimizer) not in (Adam, AdamW):
+        return f"be no subclass, whose step would not be made, got {type(optimizer).__name__}"
     for group in optimizer.param_groups:
         if any(parameter.is_complex() for parameter in group["params"]):
             return "have real parameters, got a complex one"

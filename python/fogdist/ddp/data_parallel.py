@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from fogdist.training.plans import Plans, TopologyLike, topology_of
 from fogdist.training.scaler import ScaledSteps
 from fogdist.training.step_hooks import hook_steps
 from fogdist.training.view import only_makes_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Mode: TypeAlias = Literal["sync", "async"]
 _Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
@@ -193,7 +196,6 @@ class DecentralizedDataParallel(nn.Module):
             for name, buffer in module.named_buffers()
             if average_buffers and (buffer.is_floating_point() or buffer.is_complex())
         }
-        self._averages_buffers = average_buffers
         mixed = {*trained.values(), *buffers.values()}
         self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
         self._slots = _slots_of(module, mixed)
@@ -299,16 +301,15 @@ class DecentralizedDataParallel(nn.Module):
         driver.follow(rounds)
 
     @torch.no_grad()
-    def average(self, buffers: bool | None = None) -> None:
-        """Overwrites the trained parameters with their average over all ranks. Collective.
+    def average(self, buffers: bool = True) -> None:
+        """Gives the models of all ranks the mean of their trained parameters and floating-point buffers. Collective.
 
         In mode "sync", if some rank has begun an exchange by a training forward pass without a step, all ranks complete
         this exchange first. In mode "async" a rank that waits here for others is paused for its neighbors, see `pause`.
         With `patience` too all ranks wait for a late one here, up to the group's timeout: its values belong to the average.
 
         Args:
-            buffers: Whether to average buffers of floating-point dtypes too; by default as the constructor's
-                `average_buffers`.
+            buffers: False to leave buffers as each rank has them.
 
         Raises:
             RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
@@ -316,7 +317,7 @@ class DecentralizedDataParallel(nn.Module):
         if not self._is_alone:
             driver = self._opened("average")
             self._check_places()
-            driver.average(self._averages_buffers if buffers is None else buffers)
+            driver.average(buffers)
 
     def synchronize(self) -> None:
         """Mixes without a step, for a training loop that skips `step` after a training forward pass.
@@ -356,10 +357,16 @@ class DecentralizedDataParallel(nn.Module):
         Collective among neighbors in mode "async", and among all ranks that are left with ``on_loss="continue"``.
         A program need not call it at its end.
         """
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         driver, self._driver = self._driver, None
         if driver is not None:
             self._release()
-            driver.close()
+            driver.__exit__(kind, error, traceback)
 
     # --- a module like the wrapped one ---
 

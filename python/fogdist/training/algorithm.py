@@ -446,6 +446,8 @@ class Algorithm(DistributedOptimizer):
     def no_sync(self) -> Iterator[None]:
         """A block for all passes but the last of a batch that is accumulated: they begin no exchange and are not counted.
 
+        With ``order="cta"``, whose average comes before the pass, these passes see the parameters before the average.
+
         `step` raises RuntimeError within it; for steps without an exchange there is `local_steps`.
         """
         before, self.is_syncing = self.is_syncing, False

@@ -27,6 +27,10 @@ from fogdist.warn import warn_user
 
 Models = Module | Sequence[Module]
 
+# Arguments that would otherwise become attributes of the user's optimizer, without an effect.
+_OF_THE_CONSTRUCTOR = frozenset(
+    {"topology", "compression", "broadcast", "patience", "max_staleness", "order", "bucket_cap_mb"}
+)
 # Attributes of older scripts.
 _RENAMED = {
     "neighbor_weights": "src_weights",
@@ -132,6 +136,8 @@ class DistributedOptimizer(Optimizer):
         holder = self._fog_holder(name)
         if holder is self:
             object.__setattr__(self, name, value)
+        elif holder is self._fog_wrapped and name in _OF_THE_CONSTRUCTOR:
+            raise AttributeError(f"{name} is an argument of {type(self).__name__}, and cannot be set later")
         else:
             setattr(holder, name, value)
 
