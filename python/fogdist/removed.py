@@ -105,12 +105,14 @@ _OF_BLUEFOG: dict[str, str] = {
     "timeline_end_activity": "fogdist.timeline.timeline_end_activity",
 }
 
+_OF_FOGDIST = {
+    name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
+    for name, instead in _OF_BLUEFOG.items()
+}
+
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
-    "fogdist": {
-        name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
-        for name, instead in _OF_BLUEFOG.items()
-    },
+    "fogdist": _OF_FOGDIST,
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
@@ -124,6 +126,10 @@ REMOVED: dict[str, dict[str, str]] = {
         "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
     },
     "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
+    "fogdist.simulate": {
+        **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
+        "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",
+    },
     "fogdist.topology": {
         **{
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
@@ -137,6 +143,10 @@ REMOVED: dict[str, dict[str, str]] = {
     },
     "fogdist.training": {
         "CompressedAlgorithm": "ReplicaAlgorithm is the base of algorithms that need a codec"
+    },
+    "fogdist.windows": {
+        **{name: instead for name, instead in _OF_FOGDIST.items() if "win" in name},
+        "UnknownWindowError": "only fogdist.bluefog.torch gives windows by their names",
     },
 }
 

@@ -19,7 +19,7 @@ from fogdist.topology import (
     named,
     recv_weights,
 )
-from fogdist.topology.validation import check_flags, edge_weight
+from fogdist.topology.validation import check_flags, edge_weight, no_topology
 from fogdist.topology.weights import check_matrix, has_weights
 
 
@@ -74,8 +74,11 @@ def one_graph(topology: nx.DiGraph | Topology | str | None, size: int) -> nx.DiG
         return exponential(size)
     if isinstance(topology, str):
         topology = named(topology, size)
-    if not isinstance(topology, Topology):
+    if isinstance(topology, nx.DiGraph):
         return topology
+    if not isinstance(topology, Topology):
+        kinds = "a networkx.DiGraph, a Topology of one round or a name that `fog topology` lists"
+        raise no_topology(topology, kinds)
     if topology.period != 1:
         raise TopologyError(f"topology must have one round here, got {topology!r}; give it to an algorithm")
     return topology.graph()

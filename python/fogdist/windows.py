@@ -22,6 +22,7 @@ from fogdist.arguments import dense, writable
 from fogdist.compression import Codec, backend_of
 from fogdist.context import current
 from fogdist.exchange import check_weight, weighted_peers
+from fogdist.removed import missing
 from fogdist.topology import check_neighbor_ranks
 from fogdist.topology.validation import check_flags
 
@@ -99,6 +100,8 @@ class Window:
         zero_init: bool = False,
         timeout: timedelta | None = None,
     ) -> None:
+        if isinstance(group, str):
+            raise TypeError(f"group must be a ProcessGroup, got str; name is a keyword: name={group!r}")
         context = current(group)
         dense(tensor)
         check_flags(zero_init=zero_init)
@@ -532,3 +535,9 @@ def _finished(work: dist.Work, async_op: bool) -> dist.Work | None:
         return work
     work.wait()
     return None
+
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)

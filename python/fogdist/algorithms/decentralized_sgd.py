@@ -34,8 +34,6 @@ class DecentralizedSGD(OverlappingAlgorithm):
     (Chen and Sayed, IEEE Transactions on Signal Processing 60, 2012, and Sayed, Foundations and Trends in
     Machine Learning 7, 2014, for the three orders; Lian et al., "Can Decentralized Algorithms Outperform
     Centralized Algorithms?", NeurIPS 2017, arXiv 1705.09056, for awc as D-PSGD.)
-    `DistributedAdaptThenCombineOptimizer` and `DistributedAdaptWithCombineOptimizer` are atc and awc by the
-    names of BlueFog.
 
     Only forward passes in training mode with gradients enabled count, and the model must be called as a
     function; in a step without any, the exchange is done in `step`. With "awc" parameters must not be changed between

@@ -8,6 +8,9 @@ loss times the time of a step, which other benchmarks measure.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from fogdist.removed import missing
 from fogdist.simulate.algorithms import GradientAverage
 from fogdist.simulate.model import StackedModel
 from fogdist.simulate.ranks import VirtualRanks
@@ -22,3 +25,8 @@ __all__ = [
     "VirtualRanks",
     "train",
 ]
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)

@@ -95,8 +95,7 @@ def check_topology(topology: nx.DiGraph, argument: str = "topology") -> int:
         TopologyError: The graph is empty, or its nodes are not the ranks 0 ... n-1.
     """
     if not isinstance(topology, nx.DiGraph) or topology.is_multigraph():
-        hint = "; an undirected graph has to_directed()" if isinstance(topology, nx.Graph) else ""
-        raise TypeError(f"{argument} must be a networkx.DiGraph, got {type(topology).__name__}{hint}")
+        raise no_topology(topology, "a networkx.DiGraph", argument)
     size: int = topology.number_of_nodes()
     if size == 0:
         raise TopologyError(f"{argument} must have at least one node, got an empty graph")
@@ -106,6 +105,13 @@ def check_topology(topology: nx.DiGraph, argument: str = "topology") -> int:
             f"{argument} must have the nodes 0 to {size - 1}, one a rank, got the node {strange[0]!r}"
         )
     return size
+
+
+def no_topology(value: object, kinds: str, argument: str = "topology") -> TypeError:
+    """Returns the error for a value that is none of the kinds of topologies that are allowed."""
+    is_undirected = isinstance(value, nx.Graph) and not value.is_directed()
+    hint = "; an undirected graph has to_directed()" if is_undirected else ""
+    return TypeError(f"{argument} must be {kinds}, got {type(value).__name__}{hint}")
 
 
 def edge_weight(topology: nx.DiGraph, source: int, destination: int) -> float:

@@ -52,7 +52,7 @@ from fogdist.training.view import (
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Never, Self
 
 # The attributes that users set before a round.
 WEIGHTS = frozenset(
@@ -208,8 +208,6 @@ class Algorithm(DistributedOptimizer):
             )
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
-        if "mixing" in options:
-            raise TypeError(f"{cls.__name__}() has no argument mixing: it is called topology")
         return wrap(cls, optimizer, model)
 
     def __init__(
@@ -225,7 +223,12 @@ class Algorithm(DistributedOptimizer):
         on_loss: OnLoss = "raise",
         broadcast: bool = True,
         share: bool = False,
+        **unknown: Never,
     ) -> None:
+        for name in unknown:
+            now = {"mixing": "topology", "num_steps_per_communication": "local_steps"}.get(name)
+            hint = f": it is called {now}" if now else ""
+            raise TypeError(f"{self.algorithm_name}() has no argument {name}{hint}")
         self.on_loss = on_loss
         self.is_syncing = True
         self._is_shared = share

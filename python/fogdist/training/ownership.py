@@ -55,8 +55,7 @@ class Ownership:
             if label is not None:
                 raise ValueError(
                     f"{label} must belong to one distributed optimizer, algorithm or wrapper, got it while another one "
-                    "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`, "
-                    "`unregister_window`)"
+                    "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`)"
                 )
         self._tensors.update(labels)
 

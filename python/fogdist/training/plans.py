@@ -12,6 +12,7 @@ from fogdist.context import Context
 from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
+from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -135,10 +136,8 @@ def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None
     if isinstance(value, (list, tuple)) and all(isinstance(graph, nx.DiGraph) for graph in value):
         return Topology("graphs", [mixing_matrix(graph) for graph in value])
     if value is not None and not isinstance(value, Topology):
-        raise TypeError(
-            "topology must be a fogdist.topology.Topology, a networkx.DiGraph, a sequence of graphs, a name that "
-            f"`fog topology` lists, a fogdist.algorithms.Mixing or None, got {type(value).__name__}"
-        )
+        kinds = "a fogdist.topology.Topology, a networkx.DiGraph, a sequence of graphs, a name that `fog topology` lists"
+        raise no_topology(value, f"{kinds}, None or, for an optimizer, a fogdist.algorithms.Mixing")
     return value
 
 
