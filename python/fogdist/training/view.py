@@ -368,7 +368,7 @@ def reject_lbfgs(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "optimizer must evaluate its closure once a step, got an LBFGS, which evaluates it several "
-            "times; DistributedAdaptThenCombineOptimizer serves it"
+            "times; order='atc' serves it"
         )
 
 
