@@ -121,13 +121,10 @@ def _wrapper(mode: Any) -> Callable[[Setup], Trainer]:
     return make
 
 
-def _optimizer(
-    wrap: Callable[..., Any], attributes: tuple[str, ...] = (), *, has_windows: bool = False
-) -> Callable[[Setup], Trainer]:
-    """The optimizers that take the graph of an iteration by their attributes, named in `attributes`."""
+def _optimizer(wrap: Callable[..., Any], attributes: tuple[str, ...] = ()) -> Callable[[Setup], Trainer]:
+    """The optimizers over windows, which take the graph of an iteration by their attributes, named in `attributes`."""
 
     def make(setup: Setup) -> Trainer:
-        fogdist.broadcast_parameters(setup.model.state_dict(), root_rank=0)
         optimizer = wrap(setup.make_optimizer(setup.model.parameters()), setup.model)
 
         def prepare(t: int) -> None:
@@ -137,8 +134,7 @@ def _optimizer(
                     setattr(optimizer, name, peers[name])
 
         def finish() -> None:
-            if has_windows:
-                optimizer.unregister_window()
+            optimizer.unregister_window()
             average(setup.model)
 
         return Trainer(setup.model, optimizer, prepare, finish)
@@ -147,7 +143,7 @@ def _optimizer(
 
 
 def _push_sum(setup: Setup) -> Trainer:
-    trainer = _optimizer(algorithms.WindowPushSum, has_windows=True)(setup)
+    trainer = _optimizer(algorithms.WindowPushSum)(setup)
     optimizer: Any = trainer.optimizer
 
     def prepare(t: int) -> None:
@@ -170,7 +166,6 @@ def _algorithm(
     """A class of fogdist.algorithms."""
 
     def make(setup: Setup) -> Trainer:
-        fogdist.broadcast_parameters(setup.model.state_dict(), root_rank=0)
         given = dict(options)
         if has_mixing and setup.sequence is not None:
             given["topology"] = setup.sequence
@@ -197,12 +192,12 @@ MODES: dict[str, Mode] = {
     ),
     "atc": Mode(_algorithm(algorithms.DecentralizedSGD), "adapt then combine"),
     "win_put": Mode(
-        _optimizer(algorithms.WinPut, ("dst_weights",), has_windows=True),
+        _optimizer(algorithms.WinPut, ("dst_weights",)),
         "puts to neighbors, optimizer",
         is_asynchronous=True,
     ),
     "pull_get": Mode(
-        _optimizer(algorithms.PullGet, has_windows=True),
+        _optimizer(algorithms.PullGet),
         "gets from neighbors, optimizer",
         is_asynchronous=True,
         can_be_dynamic=False,

@@ -1,6 +1,6 @@
 // How a process comes into a job that runs already, in the place of one that is gone or as a further rank: over shared
 // memory on the host of ranks that are left, and over TCP between hosts. Who joins, and when, is decided in Python
-// (fogdist.joining); here are the connections.
+// (fogdist.elastic); here are the connections.
 //
 // The process that joins begins with the job's first group, which takes no work on it, and with no connection. It asks
 // the members for attention (announce), and tells each its entry. When the members have agreed that it is one of them,
