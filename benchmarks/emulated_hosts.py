@@ -26,6 +26,15 @@ ACROSS = {
 }
 # Of each host: its end of the link.
 INTERFACE = "eth0"
+# What a limited link sends at once, in seconds at its rate: four of TCP's largest packets at 1 Gbit/s. With one, a kernel
+# that is busy wakes up too late for each next one, and TCP by itself got 0.4 of 1 Gbit/s through; with four it gets all.
+BURST_SECONDS = 2e-3
+# Of a slow link, in bytes: the largest packet that TCP gives to a link, with its headers. One that is larger than the
+# burst is cut into frames, each of which takes the processor as long as the whole.
+LEAST_BURST = 70_000
+# What a limited link keeps of what it cannot send yet: so much at its rate, and at least so many bytes, so that the
+# packets of 64 KiB of several connections find room in a slow one.
+QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10
 # Of <sched.h> and <sys/mount.h>.
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 0x2
@@ -229,11 +238,35 @@ def _start_of(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _limit(name: str, device: str, rate: str, latency: float = 0.0) -> None:
-    """Limits what a device sends."""
-    # Not at the top: torch imports NVIDIA's module cuda, finds this folder's instead, and that imports this file.
-    from fogdist.testing.faults.links import limit_rate
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate in the words of tc: "400mbit", "1gbit"."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = text[:-4], text[-4:].lower()
+    if unit not in units or not float(number) > 0:
+        raise ValueError(f"a rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text}")
+    return float(number) * units[unit]
 
+
+def rate_text(bits: float) -> str:
+    """The inverse, to the next kbit."""
+    return f"{max(1, round(bits / 1e3))}kbit"
+
+
+def limit_rate(device: str, rate: str, *, namespace: str) -> None:
+    """Limits what a device sends, from now on.
+
+    Raises:
+        ValueError: `rate` is no rate.
+        subprocess.CalledProcessError: tc failed.
+    """
+    bytes_per_second = parse_rate(rate) / 8
+    burst = max(LEAST_BURST, round(BURST_SECONDS * bytes_per_second))
+    queue = burst + max(LEAST_QUEUE, round(QUEUE_SECONDS * bytes_per_second))
+    words = ["tbf", "rate", rate, "burst", str(burst), "limit", str(queue)]
+    _output("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", *words)
+
+
+def _limit(name: str, device: str, rate: str, latency: float = 0.0) -> None:
     limit_rate(device, rate, namespace=name)
     if latency:
         _delay(name, device, latency, "parent", "1:1")

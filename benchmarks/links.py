@@ -40,9 +40,8 @@ import torch
 import torch.distributed as dist
 from cluster import prepare
 from cluster_ranks import PORT, ClusterRank, Job, emulated_world
-from emulated_hosts import Unavailable, address, traffic
+from emulated_hosts import Unavailable, address, parse_rate, traffic
 from fogdist import topology
-from fogdist.testing.faults.links import parse_rate
 from forked_ranks import ForkedWorld
 from interleaved import Times
 from report import Row, parse_size, plot, size_text, write_results

@@ -36,8 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import program
 import side_by_side
-from emulated_hosts import address
-from fogdist.testing.faults.links import parse_rate
+from emulated_hosts import address, parse_rate
 from interleaved import Times, take_turns
 from report import Row, print_steps, write_json
 from training_step import training_step
