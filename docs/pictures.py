@@ -25,7 +25,7 @@ def compare(path: Path) -> None:
     """Draws how fast the ranks agree on several topologies of 16 ranks."""
     topologies = [
         Topology.from_graph("ring", topology.ring(RANKS)),
-        Topology.from_graph("torus", topology.torus(RANKS)),
+        Topology.from_graph("mesh", topology.mesh(RANKS)),
         Topology.from_graph("exp2 (static)", topology.exponential(RANKS)),
         topology.random_matching(RANKS),
         topology.one_peer_exponential(RANKS),

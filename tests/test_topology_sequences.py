@@ -25,13 +25,12 @@ from harness import WorldPool, case, sizes
 
 SIZES = range(1, 13)
 
-STATIC = ["ring", "ring-right", "mesh", "torus", "star", "exp2", "symexp", "full"]
+STATIC = ["ring", "ring-right", "mesh", "star", "exp2", "symexp", "full"]
 
 SEQUENCES: dict[str, Callable[[int], Topology]] = {
     **{name: lambda n, name=name: Topology.from_graph(name, topology.by_name(name, n)) for name in STATIC},
     "one-peer-exp2": topology.one_peer_exponential,
     "one-peer-ring": lambda n: topology.one_peer(topology.ring(n)),
-    "one-peer-hypercube": topology.one_peer_hypercube,
     "base-2": topology.base_graph,
     "base-3": lambda n: topology.base_graph(n, 2),
     "base-5": lambda n: topology.base_graph(n, 4),
@@ -41,7 +40,6 @@ SEQUENCES: dict[str, Callable[[int], Topology]] = {
 }
 
 ALLOWED = {
-    "one-peer-hypercube": [1, 2, 4, 8],
     "inner-outer-ring": [3, 6, 9, 12],
     "inner-outer-exp2": [3, 6, 9, 12],
 }
@@ -170,7 +168,7 @@ def test_bytes_of_an_irregular_graph() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize("make", [topology.one_peer_exponential, topology.one_peer_hypercube])
+@pytest.mark.parametrize("make", [topology.one_peer_exponential, topology.base_graph])
 def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, size: int) -> None:
     sequence = make(size)
     rounds = int(math.log2(size))
@@ -186,7 +184,7 @@ def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, si
 
 
 def test_one_peer_sequences_by_hand() -> None:
-    exponential, cube = topology.one_peer_exponential(8), topology.one_peer_hypercube(8)
+    exponential, cube = topology.one_peer_exponential(8), topology.base_graph(8)
     assert [exponential.peers(3, t)["dst_weights"] for t in range(4)] == [[4], [5], [7], [4]]
     assert [exponential.peers(3, t)["src_weights"] for t in range(3)] == [{2: 0.5}, {1: 0.5}, {7: 0.5}]
     assert [cube.peers(3, t)["dst_weights"] for t in range(4)] == [[2], [1], [7], [2]]
@@ -367,28 +365,7 @@ def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
     generated(7, lambda rank: topology.dynamic.one_peer_ranks(graph, rank), walk)
 
 
-# --- torus and weights of a matrix --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 3), (3, 4), (4, 2)]
-)
-def test_torus_equals_its_definition(rows: int, columns: int) -> None:
-    size = rows * columns
-    grid = nx.grid_2d_graph(rows, columns, periodic=True)
-    expected = np.eye(size)
-    for (a, b), (c, d) in grid.edges:
-        expected[a * columns + b, c * columns + d] = expected[c * columns + d, a * columns + b] = 1.0
-    expected /= expected.sum(axis=0)
-    graph = topology.torus(size, (rows, columns))
-    np.testing.assert_array_equal(topology.mixing_matrix(graph), expected)
-    assert topology.is_regular(graph)
-
-
-def test_torus_shape_and_names() -> None:
-    assert topology.is_equivalent(topology.torus(12), topology.torus(12, (3, 4)))
-    assert topology.is_equivalent(topology.torus(7), topology.ring(7))
-    assert topology.is_equivalent(topology.by_name("torus", 12), topology.torus(12))
+# --- weights of a matrix ------------------------------------------------------------------------------------
 
 
 def test_graph_from_matrix() -> None:
@@ -414,10 +391,8 @@ def test_given_matrices_are_copied() -> None:
 
 WRONG = {
     TopologyError: [
-        (lambda: topology.one_peer_hypercube(6), "size must be a power of two, got 6"),
         (lambda: topology.base_graph(5, 0), "degree must be an integer >= 1, got 0"),
         (lambda: topology.inner_outer_exponential(8, 2), "local_size must be at least 3"),
-        (lambda: topology.torus(8, (3, 3)), "shape must have the product size = 8"),
         (lambda: Topology("none", []), "at least one matrix"),
         (lambda: Topology("two", [np.eye(2), np.eye(3)]), "must all have one shape"),
         (
@@ -521,7 +496,7 @@ def consensus(names: list[str]) -> None:
 
 @pytest.mark.parametrize("size", sizes([5], [6, 8]))
 def test_ranks_reach_the_exact_average(worlds: Callable[[int], WorldPool], size: int) -> None:
-    finite = ["base-2", "base-3", "base-5", *({8: ["one-peer-hypercube"]}.get(size, []))]
+    finite = ["base-2", "base-3", "base-5"]
     others = ["random-matching", "one-peer-exp2"]
     others += {6: ["inner-outer-ring", "inner-outer-exp2"]}.get(size, [])
     assert all(SEQUENCES[name](size).rounds_to_exact_consensus for name in finite)

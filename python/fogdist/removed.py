@@ -112,7 +112,7 @@ _OF_FOGDIST = {
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
-    "fogdist": _OF_FOGDIST,
+    "fogdist": _OF_FOGDIST | {"testing": "fog's own tests inject faults"},
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
@@ -135,7 +135,9 @@ REMOVED: dict[str, dict[str, str]] = {
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
             for name, instead in _GRAPHS.items()
         },
-        "Torus2DGraph": "write fogdist.topology.torus",
+        **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
+        "one_peer_hypercube": "base_graph(size) has the same rounds for powers of two",
+        **dict.fromkeys(("Summary", "SummaryRow"), "a Topology has the numbers; summary(size) is a text"),
         "EquiStaticGraph": 'by_name("exp2", size) is a graph of few edges',
         "equi_dynamic": "base_graph(size) sends as little and reaches the exact average",
         "hyper_hypercube": "base_graph(size, degree) is the same where there is one",

@@ -27,12 +27,11 @@ docs/topologies.md says which to choose.
 # The names of fogdist.topology.named, repeated here because importing it imports torch and networkx. A test compares
 # the two lists.
 STATIC = (
-    "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh", "torus",
+    "exp", "exp2", "exp3", "exp4", "symexp", "ring", "ring-left", "ring-right", "mesh",
     "star", "full",
 )  # fmt: skip
 SEQUENCES = (
     "one-peer-exp2",
-    "one-peer-hypercube",
     "base-2",
     "base-3",
     "base-4",
@@ -114,10 +113,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def describe(topology: Topology, size: int) -> list[str]:
     """Returns lines of text with the cost of a topology for tensors of `size` bytes."""
-    from fogdist.topology import summary
-
-    (row,) = summary(topology.size, [topology]).rows
-    exact, near, mean = row.exact_rounds, row.rounds_to_tolerance, row.tensors_per_step
+    exact, near = topology.rounds_to_exact_consensus, topology.rounds_to(1e-6)
+    mean = topology.bytes_per_step(1.0)
     period = {None: "never repeats", 1: "the same in each step"}.get(
         topology.period, f"repeats after {topology.period} steps"
     )
@@ -138,8 +135,9 @@ def describe(topology: Topology, size: int) -> list[str]:
             f"{_shown(mean * size)} sent by a rank on average, {_shown(topology.max_degree * size)} at most",
         ),
     ]
-    if row.tensors_to_tolerance is not None:
-        rows.append(("bytes to 1e-6", f"{_shown(row.tensors_to_tolerance * size)} sent by a rank on average"))
+    if near is not None:
+        sent = sum(topology.bytes_per_step(size, t) for t in range(near))
+        rows.append(("bytes to 1e-6", f"{_shown(sent)} sent by a rank on average"))
     return [topology.name, *(f"  {label:16} {text}" for label, text in rows)]
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fogdist.removed import missing
 from fogdist.topology.base_graph import base_graph
-from fogdist.topology.comparison import Summary, SummaryRow, summary
+from fogdist.topology.comparison import summary
 from fogdist.topology.drawing import plot
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
@@ -25,7 +25,6 @@ from fogdist.topology.graphs import (
     ring,
     star,
     symmetric_exponential,
-    torus,
 )
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.neighbor_lists import (
@@ -41,7 +40,6 @@ from fogdist.topology.sequences import (
     inner_outer_ring,
     one_peer,
     one_peer_exponential,
-    one_peer_hypercube,
     random_matching,
 )
 from fogdist.topology.topology import Peers, Topology
@@ -59,8 +57,6 @@ __all__ = [
     "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
     "Peers",
-    "Summary",
-    "SummaryRow",
     "Topology",
     "TopologyError",
     "base_graph",
@@ -83,7 +79,6 @@ __all__ = [
     "named",
     "one_peer",
     "one_peer_exponential",
-    "one_peer_hypercube",
     "out_neighbors",
     "plot",
     "random_matching",
@@ -94,7 +89,6 @@ __all__ = [
     "star",
     "summary",
     "symmetric_exponential",
-    "torus",
     "transpose_neighbor_ranks",
     "uniform_weights",
 ]
