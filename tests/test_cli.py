@@ -216,7 +216,6 @@ run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --prefix no-such-program train.py | --prefix: got 'no-such-program'
 run -np 2 --prefix \'oops train.py | --prefix: got "'oops": no closing quotation
-run -np 2 --log-dir train.py/logs train.py | Not a directory
 run -np 2 --max-ranks 3 train.py | --max-ranks: it is an option of --keep-going
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
 run -np 2 --node-rank 1 train.py | --node-rank: it is an option of --keep-going
