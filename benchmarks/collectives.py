@@ -301,7 +301,7 @@ def main() -> None:
         run_ranks = partial(
             side_by_side.run_on_hosts, arguments.rate, hosts=arguments.hosts, environment=ON_HOSTS
         )
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks)
+    rows = program.run(Path(__file__), arguments, measure_all, run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     elif arguments.back_to_back >= MANY_CALLS:

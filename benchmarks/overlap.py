@@ -266,7 +266,7 @@ def main() -> None:
     """Starts the hosts with their ranks and compares the results with the goal; on a rank, measures."""
     arguments = parse_arguments()
     on_hosts = partial(side_by_side.run_on_hosts, arguments.rate)
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, on_hosts)
+    rows = program.run(Path(__file__), arguments, measure_all, on_hosts)
     if rows:
         print()
     print_goals(rows)

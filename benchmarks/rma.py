@@ -592,7 +592,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each fabric, then holds the results against the goals; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, partial(run_fabrics, arguments))
+    rows = program.run(Path(__file__), arguments, measure_all, partial(run_fabrics, arguments))
     print_goals(GOALS, rows, SYSTEMS)
 
 
