@@ -68,13 +68,12 @@ RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
     ),
     (
         "rma.py --sizes 64K 1M --iterations 3",
-        6 * 2,
+        5 * 2,
         None,
         {
             **dict.fromkeys(["put, stopped", "put, computing"], "rma, raw"),
             "exchange": "rma, tcp, raw",
             **dict.fromkeys(["exchange, computing", "one-way, computing"], "rma, tcp, raw, compute"),
-            "exchange, tcp": "tcp, raw",
         },
     ),
     (
