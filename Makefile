@@ -248,7 +248,7 @@ benchmark-performance:
 
 benchmark-compression: build
 	@echo "== benchmark of compression"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py --plot docs/pictures/compression.png $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(ARGS)
 
 benchmark-scale: build
 	@echo "== benchmark of many ranks"
@@ -257,7 +257,7 @@ benchmark-scale: build
 # The results are kept in the repository.
 benchmark-loss: build
 	@echo "== steps to a loss"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --plot docs/pictures/time_to_loss.png $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py $(ARGS)
 
 # Longer runs with more seeds, of the ways that come near DDP's loss.
 benchmark-loss-long: build

@@ -30,7 +30,6 @@ import torch
 from fogdist import algorithms, simulate
 from fogdist import topology as topologies
 from fogdist.topology import Topology
-from loss_steps import median_steps
 from performance_tables import loss_table, many_ranks_table
 from torch import Tensor, nn
 
@@ -228,72 +227,6 @@ def show(content: Mapping[str, Any]) -> None:
         print(f"\n{many_ranks_table(content)}")
 
 
-def plot(content: Mapping[str, Any], path: Path) -> None:
-    """Draws the loss over samples, at equal samples beside DDP's, and the steps to the target over ranks."""
-    from matplotlib.figure import Figure
-
-    points, target = content["points"], content["facts"]["target"]
-    splits = [s for s in SPLITS if any(p["split"] == s for p in points)]
-    seeded = sorted({p["ranks"] for p in points if p["seed"] != points[0]["seed"]} or {points[0]["ranks"]})
-    shown = seeded[0]
-    figure = Figure(figsize=(11, 4.2 * math.ceil((len(splits) + 2) / 2)), layout="constrained")
-    axes = list(figure.subplots(math.ceil((len(splits) + 2) / 2), 2).flat)
-    looks = {
-        way: {"color": f"C{place % 6}", "linestyle": "--" if place >= 6 else "-", "linewidth": 1.3}
-        for place, way in enumerate(WAYS)
-    }
-    for axis, split in zip(axes, splits, strict=False):
-        ends = []
-        for way in WAYS:
-            runs = [p for p in points if (p["way"], p["ranks"], p["split"]) == (way, shown, split)]
-            if runs:
-                losses = [statistics.fmean(each) for each in zip(*(p["losses"] for p in runs), strict=True)]
-                samples = [step * p["batch"] * shown for p in runs[:1] for step in p["steps"]]
-                axis.plot(samples, losses, label=way, **looks[way])
-                ends.append(losses[-1])
-        axis.axhline(target, color="gray", linewidth=0.7)
-        # The start would hide how the ways differ in the end.
-        axis.set_ylim(0.95 * min(ends), 2.5 * min(ends))
-        axis.set(
-            title=f"{shown} ranks, {split}",
-            xlabel="samples of all ranks",
-            ylabel="test loss of the mean model",
-        )
-    axes[0].legend(fontsize=7)
-    beside, over = axes[len(splits) : len(splits) + 2]
-    ways = [way for way in WAYS if way != REFERENCE]
-    for place, split in enumerate(splits):
-        rows = [
-            r for r in content["differences"] if r["split"] == split and r["ranks"] == shown and "lower" in r
-        ]
-        means = [100 * r["mean"] for r in rows]
-        halves = [100 * (r["upper"] - r["mean"]) for r in rows]
-        heights = [ways.index(r["way"]) + 0.25 * place for r in rows]
-        beside.errorbar(means, heights, xerr=halves, fmt="o", markersize=4, capsize=3, label=split)
-    beside.axvspan(-100 * GOAL, 100 * GOAL, color="gray", alpha=0.3, label="goal")
-    beside.set_yticks(range(len(ways)), ways)
-    beside.invert_yaxis()
-    beside.set(
-        title=f"{shown} ranks, mean and 95 % interval", xlabel="loss at equal samples beside DDP's, in %"
-    )
-    beside.legend(fontsize=7)
-    steps = median_steps(points, target)
-    for way in WAYS:
-        pairs = sorted(
-            (r, c) for (w, r, s), c in steps.items() if w == way and s == splits[0] and math.isfinite(c)
-        )
-        if pairs:
-            over.plot(*zip(*pairs, strict=True), marker="o", markersize=3, **looks[way])
-    counts = sorted({p["ranks"] for p in points if p["split"] == splits[0]})
-    over.set_xscale("log", base=2)
-    over.set_xticks(counts, [f"{count:,}" for count in counts])
-    over.minorticks_off()
-    over.set(title=splits[0], xlabel="ranks", ylabel=f"steps to a loss of {target}", ylim=(0, None))
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(path)
-
-
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Steps to a loss, and the loss at equal samples, of virtual ranks."
@@ -313,7 +246,6 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=400)
     add("--target", type=float, default=0.4)
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
-    add("--plot", type=Path, metavar="FILE", help="a picture, by its ending")
     add(
         "--resume",
         action="store_true",
@@ -412,8 +344,6 @@ def main() -> None:
     content["differences"] = differences(content["points"])
     write(content, options.json)
     show(content)
-    if options.plot is not None:
-        plot(content, options.plot)
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_compression(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_compressed_training(tmp_path: Path) -> None:
     options = ["--tasks", "MNIST by labels", "--ways", "int8", "--steps", "3", "--seeds", "1", "2"]
-    options += ["--links", "1gbit", "--link-steps", "2", "--turns", "1", "--plot", str(tmp_path / "p.svg")]
+    options += ["--links", "1gbit", "--link-steps", "2", "--turns", "1"]
     found, printed = run_compression(tmp_path, "--parts", "training", "links", *options)
     assert set(found["facts"]) == {"training", "links"} and not found["failures"]
     runs = [(point["way"], point["seed"]) for point in found["points"]]
