@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from typing import TYPE_CHECKING
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, address
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
 from goals import Goal, print_goals
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
@@ -60,7 +61,7 @@ SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
-ON_HOSTS = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "FOG_BETWEEN_HOSTS": "tcp"}
+ON_HOSTS = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "FOG_BETWEEN_HOSTS": "tcp", "GLOO_SOCKET_IFNAME": INTERFACE}
 # The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
 # The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.
@@ -293,14 +294,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def run_on_hosts(number: int, rate: str, ranks: int, script: Path, words: Sequence[str]) -> None:
+    """Runs the ranks on emulated hosts, the first ones on the first one; ends the program where there can be none."""
+    try:
+        with emulated_hosts(number, rate) as names:
+            places = [names[rank * number // ranks] for rank in range(ranks)]
+            side_by_side.run_ranks(ranks, script, words, places, ON_HOSTS)
+    except Unavailable as reason:
+        sys.exit(f"emulated hosts: {reason}")
+
+
 def main() -> None:
     """Starts the ranks of each world in turn; on a rank, measures."""
     arguments = parse_arguments()
     run_ranks = side_by_side.run_ranks
     if arguments.hosts:
-        run_ranks = partial(
-            side_by_side.run_on_hosts, arguments.rate, hosts=arguments.hosts, environment=ON_HOSTS
-        )
+        run_ranks = partial(run_on_hosts, arguments.hosts, arguments.rate)
     rows = program.run(Path(__file__), arguments, measure_all, run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)

@@ -20,6 +20,7 @@ between a mode and "none" is the mode's overhead in Python.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import tempfile
@@ -33,7 +34,6 @@ import program
 import side_by_side
 from interleaved import take_turns
 from report import Row, print_shares, print_steps, write_json
-from training_step import training_step
 
 # The examples show how to train in each mode, so they are measured.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from side_by_side import Systems
     from torch import nn
 
+CLASSES = 10
+BATCHES = 4  # random ones, which are in memory already
 ONE_PEER = " one-peer"
 GLOO = " gloo"
 TIMELINE = " timeline"
@@ -137,7 +139,20 @@ def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Call
             systems.gloo if name.endswith(GLOO) else systems.fog,
         )
     )
-    return training_step(trainer, task.shape, systems.rank)
+    generator = torch.Generator().manual_seed(systems.rank)  # ranks have different data
+    inputs = [torch.randn(task.shape, generator=generator) for _ in range(BATCHES)]
+    labels = [torch.randint(CLASSES, task.shape[:1], generator=generator) for _ in range(BATCHES)]
+    steps = itertools.count()
+
+    def step() -> None:
+        number = next(steps)
+        trainer.prepare(number)
+        trainer.optimizer.zero_grad()
+        place = number % BATCHES
+        torch.nn.functional.cross_entropy(trainer.module(inputs[place]), labels[place]).backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+
+    return step
 
 
 def switch_timeline(steps: Mapping[str, Callable[[], None]], prefix: str, mode: str) -> None:

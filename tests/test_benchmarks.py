@@ -35,8 +35,7 @@ def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dic
 NEIGHBOR = "fog, fog_new, mpi, gloo, fog_allreduce, gloo_allreduce, fog_memory, fog_memory_new, memory"
 WINDOW = "fog, fog_pg, mpi, memory"
 ONE_PLACE = f"{WINDOW}, one_place"
-WAYS = "none, exchange, awc, atc, ddp gloo"
-MODES = "none, ddp gloo, ddp, awc, awc one-peer, ddp_async, win_put one-peer, diloco"
+MODES = "none, ddp gloo, ddp, awc, awc one-peer, awc timeline, ddp_async, win_put one-peer, diloco"
 # Of each run: the script with its options, the number of its rows and of its goals, and the systems of each operation.
 RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
     (
@@ -93,14 +92,6 @@ RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
         2,
         {"MLP of 2.9 M parameters, batch 32": MODES},
     ),
-    (
-        "overlap.py --ranks 2 --ratios 0.5 --iterations 1 --back-to-back 1 --modes",
-        2,
-        2,
-        dict.fromkeys(
-            ["emulated device, compute 0.5 x exchange", "CPU, compute 0.5 x exchange"], f"{WAYS}, link"
-        ),
-    ),
 ]
 
 
@@ -109,7 +100,7 @@ RUNS: list[tuple[str, int, int | None, dict[str, str]]] = [
 def test_rows(tmp_path: Path, command: str, count: int, goals: int | None, expected: dict[str, str]) -> None:
     script, *options = command.split()
     if options[-1] == "--modes":
-        options += (MODES if script == "training.py" else WAYS).split(", ")
+        options += MODES.split(", ")
     rows, printed = run_benchmark(script, tmp_path, *options)
     assert len(rows) == count, printed
     systems: dict[str, set[str]] = {}
