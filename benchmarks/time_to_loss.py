@@ -246,72 +246,34 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=400)
     add("--target", type=float, default=0.4)
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
-    add(
-        "--resume",
-        action="store_true",
-        help="goes on with the runs that --json has, which is written after each run",
-    )
-    add(
-        "--table-only",
-        action="store_true",
-        help="reads the losses of --json, and shows them anew",
-    )
     return parser.parse_args()
 
 
-def settings_of(options: argparse.Namespace, task: str) -> dict[str, Any]:
-    """Returns what the runs of one file have in common."""
-    return {
-        "task": task, "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "momentum": MOMENTUM,
+def train_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes all runs, and writes the file after each."""
+    task = load()
+    facts = {
+        "task": task[0], "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "momentum": MOMENTUM,
         "local_steps": LOCAL_STEPS, "steps": options.steps, "schedule": "cosine to 0", "rates": list(RATES),
         "tuning_ranks": TUNING_RANKS, "tuning_seeds": list(TUNING_SEEDS), "target": options.target, "goal": GOAL,
-    }  # fmt: skip
-
-
-def train_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes all runs, and writes the file after each.
-
-    Raises:
-        ValueError: The file to go on with has other settings.
-    """
-    task = load()
-    settings = settings_of(options, task[0])
-    facts = {
-        **settings, "machine": platform.machine(), "python": platform.python_version(),
+        "machine": platform.machine(), "python": platform.python_version(),
         "torch": torch.__version__, "fogdist": fogdist.__version__, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     content: dict[str, Any] = {"facts": facts, "tuning": [], "points": []}
-    if options.resume and options.json.exists():
-        content = json.loads(options.json.read_text())
-        other = {
-            key: content["facts"].get(key)
-            for key, value in settings.items()
-            if content["facts"].get(key) != value
-        }
-        if other:
-            wanted = {key: settings[key] for key in other}
-            raise ValueError(f"{options.json} must be of runs with {wanted} to go on with it, got {other}")
     tuning, points = content["tuning"], content["points"]
-
-    def key(row: Mapping[str, Any], *more: str) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("way", "ranks", "split", "seed", *more))
-
-    made = {key(row, "rate") for row in tuning}
     for way, split, seed, rate in product(options.ways, options.splits, TUNING_SEEDS, RATES):
-        if (way, TUNING_RANKS, split, seed, rate) not in made:
-            point = run(way, TUNING_RANKS, split, seed, options.steps, task, rate)
-            last = point["losses"][-1]
-            kept = {name: point[name] for name in ("way", "ranks", "split", "seed", "rate")}
-            # JSON has no numbers for what runs that diverge come to.
-            tuning.append({**kept, "loss": last if math.isfinite(last) else None})
-            write(content, options.json)
-            print(f"{point['seconds']:6.1f} s: {way}, {split}, rate {rate}: loss {last:.4f}", flush=True)
+        point = run(way, TUNING_RANKS, split, seed, options.steps, task, rate)
+        last = point["losses"][-1]
+        kept = {name: point[name] for name in ("way", "ranks", "split", "seed", "rate")}
+        # JSON has no numbers for what runs that diverge come to.
+        tuning.append({**kept, "loss": last if math.isfinite(last) else None})
+        write(content, options.json)
+        print(f"{point['seconds']:6.1f} s: {way}, {split}, rate {rate}: loss {last:.4f}", flush=True)
     rates = best_rates(tuning)
-    made = {key(point) for point in points}
     jobs = [(r, s, seed) for r in options.ranks for s in options.splits for seed in options.seeds]
     jobs += [(r, options.splits[0], options.seeds[0]) for r in options.more_ranks if r not in options.ranks]
     for (ranks, split, seed), way in product(jobs, options.ways):
-        if (ranks > MANY_RANKS and way not in MANY_RANKS_WAYS) or (way, ranks, split, seed) in made:
+        if ranks > MANY_RANKS and way not in MANY_RANKS_WAYS:
             continue
         point = run(way, ranks, split, seed, options.steps, task, rates[way, split])
         points.append(point)
@@ -340,7 +302,7 @@ def write(content: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     options = read_options()
     torch.set_num_threads(1)
-    content = json.loads(options.json.read_text()) if options.table_only else train_all(options)
+    content = train_all(options)
     content["differences"] = differences(content["points"])
     write(content, options.json)
     show(content)
