@@ -61,7 +61,12 @@ SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
-ON_HOSTS = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "FOG_BETWEEN_HOSTS": "tcp", "GLOO_SOCKET_IFNAME": INTERFACE}
+ON_HOSTS = {
+    **ACROSS["UCX"],
+    "MPIR_CVAR_NOLOCAL": "1",
+    "FOG_BETWEEN_HOSTS": "tcp",
+    "GLOO_SOCKET_IFNAME": INTERFACE,
+}
 # The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
 # The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.

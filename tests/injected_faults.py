@@ -125,7 +125,9 @@ def lossy_link(device: str, loss: float, *, namespace: str, peer: str | None = N
         yield
 
 
-def cut_link(device: str, *, namespace: str, peer: str | None = None) -> contextlib.AbstractContextManager[None]:
+def cut_link(
+    device: str, *, namespace: str, peer: str | None = None
+) -> contextlib.AbstractContextManager[None]:
     """Drops all that a host's device sends and receives in a block; as `lossy_link`."""
     return lossy_link(device, 1.0, namespace=namespace, peer=peer)
 
@@ -241,7 +243,9 @@ class Schedule:
             if possible:
                 rank = living[int(place * len(living))]
                 (kind,) = random.Random(choice).choices(list(possible), list(possible.values()))
-                faults.append(Fault(round(when, 3), rank, kind, round(duration, 3) if kind in _LASTS else 0.0))
+                faults.append(
+                    Fault(round(when, 3), rank, kind, round(duration, 3) if kind in _LASTS else 0.0)
+                )
                 if kind in lost_by:
                     living.remove(rank)
             when += draw.uniform(*every)

@@ -28,6 +28,7 @@ __all__ = ["Loaded", "latest", "load", "save", "steps"]
 
 StrPath = str | os.PathLike[str]
 
+
 @dataclass(frozen=True)
 class Loaded:
     """What `load` has loaded.
