@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fogdist.agreement import check_same_everywhere
 from fogdist.checkpoint import folders, states
 from fogdist.checkpoint.folders import folder_of, latest, piece_of, steps
-from fogdist.checkpoint.pieces import Piece, State, write
+from fogdist.checkpoint.pieces import Piece, write
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import current
 from fogdist.observe.detection import suspend_detection
