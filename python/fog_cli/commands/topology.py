@@ -16,7 +16,7 @@ _EXAMPLES = """\
 examples:
   fog topology exp2 -n 16
   fog topology base-2 -n 12 --plot base.png      the graph of each round, and how fast ranks agree
-  fog topology ring -n 8 --bytes 400M --edges    for a model of 400 MB; who sends to whom
+  fog topology ring -n 8 --bytes 400M            for a model of 400 MB
   fog topology all -n 16                         a table that compares them
 
 Static graphs: {static}.
@@ -66,8 +66,6 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw it, in the format that the file's ending names; needs matplotlib"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random topologies (default: 0)")
-    parser.add_argument("--edges", action="store_true", help="list who sends to whom, in each round")
 
 
 def byte_count(text: str) -> int:
@@ -90,14 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         if arguments.name == "all":
-            if arguments.plot or arguments.edges:
-                raise UsageError("all: --plot and --edges need the name of one topology")
+            if arguments.plot:
+                raise UsageError("all: --plot needs the name of one topology")
             print(summary(arguments.ranks))
             return 0
-        topology = named(arguments.name, arguments.ranks, seed=arguments.seed)
+        topology = named(arguments.name, arguments.ranks)
         print("\n".join(describe(topology, arguments.bytes)))
-        if arguments.edges:
-            print("\n".join(edges(topology)))
         if arguments.plot:
             drawn = arguments.plot if Path(arguments.plot).suffix else f"{arguments.plot}.png"
             plot(topology, drawn)
@@ -139,20 +135,6 @@ def describe(topology: Topology, size: int) -> list[str]:
         sent = sum(topology.bytes_per_step(size, t) for t in range(near))
         rows.append(("bytes to 1e-6", f"{_shown(sent)} sent by a rank on average"))
     return [topology.name, *(f"  {label:16} {text}" for label, text in rows)]
-
-
-def edges(topology: Topology, most: int = 16) -> list[str]:
-    """Returns lines of text with the edges of the first rounds, of at most `most` rounds."""
-    rounds = min(topology.period or most, most)
-    lines = []
-    for t in range(rounds):
-        lines.append(f"  step {t}" if topology.period != 1 else "  each step")
-        for rank in range(topology.size):
-            to = ", ".join(map(str, topology.peers(rank, t)["dst_weights"]))
-            lines.append(f"    {rank} -> {to or '-'}")
-    if topology.period is None or topology.period > most:
-        lines.append("    and so on")
-    return lines
 
 
 def _after(steps: int) -> str:

@@ -40,13 +40,12 @@ SEQUENCE_NAMES: tuple[str, ...] = (
 """The names of sequences of rounds, which only `named` knows."""
 
 
-def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
+def named(name: str, size: SupportsIndex) -> Topology:
     """Returns a static topology or a sequence of rounds by its short name, as `fog topology` lists them.
 
     Args:
         name: One of `TOPOLOGY_NAMES` or `SEQUENCE_NAMES`. base-k is `base_graph` of degree k - 1.
         size: Number of ranks, at least 1.
-        seed: Of "random-matching", the same on all ranks.
 
     Raises:
         TypeError: `name` is not a string, or `size` not an integer.
@@ -61,7 +60,7 @@ def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
     if name.startswith("base-"):
         return base_graph(size, int(name.removeprefix("base-")) - 1)
     if name == "random-matching":
-        return sequences.random_matching(size, seed=seed)
+        return sequences.random_matching(size)
     return sequences.one_peer_exponential(size)
 
 
