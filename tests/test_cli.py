@@ -237,7 +237,6 @@ advise -np 9 -H a:1 --parameters 1M --step-time 1 | the hosts have 1 slots
 bench -np 1 | allowed are numbers from 2 on
 bench --seconds 0 | allowed are numbers above 0
 topology ring -n 0 | size must be
-topology all -n 4 --plot all.png | needs the name of one topology
 top --interval 0 | --interval: got 0; allowed are 0.1 to 3600 seconds
 top --interval nan | --interval: got nan
 top --json 4194305 | there is no such process
@@ -514,14 +513,6 @@ def test_topology_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["topology", "all", "-n", "4"]) == 0
     assert "one-peer-exp2" in capsys.readouterr().out
-
-
-def test_topology_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    assert main(["topology", "exp2", "-n", "8", "--plot", str(tmp_path / "exp2.png")]) == 0
-    assert (tmp_path / "exp2.png").read_bytes().startswith(b"\x89PNG")
-    assert main(["topology", "exp2", "-n", "8", "--plot", str(tmp_path / "exp2.xyz")]) == 2
-    assert "--plot" in capsys.readouterr().err
 
 
 def test_sizes() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -405,7 +404,6 @@ WRONG = {
         (lambda: topology.one_peer_exponential(4).rounds_to(0.0), "distance must be at least 1e-12"),
         (lambda: topology.one_peer(nx.fast_gnp_random_graph(40, 0.5, 0, True)), "least common multiple"),
         (lambda: topology.summary(4, [topology.base_graph(5)]), "size = 4, got <Topology base-2"),
-        (lambda: topology.plot(topology.base_graph(4), rounds=0), "rounds must be an integer >= 1"),
         (lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.7]]), r"got 0\.9 in column 1$"),
         (
             lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.8]], sums="both"),
@@ -424,7 +422,6 @@ WRONG = {
         (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
         (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
         (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
-        (lambda: topology.plot(topology.ring(4)), "must be a fogdist.topology.Topology, got DiGraph"),
     ],
 }
 
@@ -436,7 +433,7 @@ def test_wrong_arguments() -> None:
                 call()
 
 
-# --- table and picture --------------------------------------------------------------------------------------
+# --- table --------------------------------------------------------------------------------------------------
 
 
 def test_documentation_shows_the_table_as_printed() -> None:
@@ -445,26 +442,6 @@ def test_documentation_shows_the_table_as_printed() -> None:
     exp2 = Topology.from_graph("exp2", topology.exponential(6))
     sequences = [topology.one_peer_exponential(6), topology.base_graph(6, 1), topology.base_graph(6, 2)]
     assert f"```text\n{topology.summary(6, [exp2, *sequences])}\n```" in text
-
-
-def test_plot_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    sequence = topology.base_graph(6)
-    figure = topology.plot(sequence, tmp_path / "base.png")
-    assert (tmp_path / "base.png").read_bytes().startswith(b"\x89PNG")
-    *graphs, decay = figure.axes
-    for t, axes in enumerate(graphs):
-        texts = [text.get_text() for text in axes.texts]
-        assert [text for text in texts if text] == list("012345")
-        assert texts.count("") == np.count_nonzero(np.triu(sequence.matrix(t), 1))  # One line per pair.
-    assert decay.get_title() == "exact average after 4 rounds"
-    np.testing.assert_allclose(decay.lines[0].get_ydata()[:4], sequence.consensus_distance(3))
-
-
-def test_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="fogdist.topology.plot needs matplotlib"):
-        topology.plot(topology.base_graph(4))
 
 
 # --- with process groups ------------------------------------------------------------------------------------

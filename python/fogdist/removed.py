@@ -136,6 +136,7 @@ REMOVED: dict[str, dict[str, str]] = {
             for name, instead in _GRAPHS.items()
         },
         **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
+        "plot": "networkx draws topology.graph(t)",
         "one_peer_hypercube": "base_graph(size) has the same rounds for powers of two",
         **dict.fromkeys(("Summary", "SummaryRow"), "a Topology has the numbers; summary(size) is a text"),
         "EquiStaticGraph": 'by_name("exp2", size) is a graph of few edges',

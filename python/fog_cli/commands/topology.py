@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fog_cli import UsageError, add_command
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 _EXAMPLES = """\
 examples:
   fog topology exp2 -n 16
-  fog topology base-2 -n 12 --plot base.png      the graph of each round, and how fast ranks agree
   fog topology ring -n 8 --bytes 400M            for a model of 400 MB
   fog topology all -n 16                         a table that compares them
 
@@ -45,7 +43,7 @@ def add(subparsers: Any) -> None:
     parser = add_command(
         subparsers,
         "topology",
-        "show what a topology costs, and draw it",
+        "show what a topology costs",
         "Shows the degree, the spectral gap, the rounds to agreement and the traffic of a topology.",
         _EXAMPLES.format(static=", ".join(STATIC), sequences=", ".join(SEQUENCES)),
     )
@@ -62,9 +60,6 @@ def add(subparsers: Any) -> None:
         default=byte_count("4M"),
         metavar="SIZE",
         help="size of what is averaged: 1000, 4K, 400M, 1G, 64Mi (default: 4M)",
-    )
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw it, in the format that the file's ending names; needs matplotlib"
     )
 
 
@@ -84,26 +79,15 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the numbers."""
-    from fogdist.topology import TopologyError, named, plot, summary
+    from fogdist.topology import TopologyError, named, summary
 
     try:
         if arguments.name == "all":
-            if arguments.plot:
-                raise UsageError("all: --plot needs the name of one topology")
             print(summary(arguments.ranks))
-            return 0
-        topology = named(arguments.name, arguments.ranks)
-        print("\n".join(describe(topology, arguments.bytes)))
-        if arguments.plot:
-            drawn = arguments.plot if Path(arguments.plot).suffix else f"{arguments.plot}.png"
-            plot(topology, drawn)
-            print(f"drawn: {drawn}")
+        else:
+            print("\n".join(describe(named(arguments.name, arguments.ranks), arguments.bytes)))
     except TopologyError as error:
         raise UsageError(str(error)) from error
-    except (ImportError, OSError, ValueError) as error:
-        if not arguments.plot:
-            raise
-        raise UsageError(f"--plot {arguments.plot}: {error}") from error
     return 0
 
 

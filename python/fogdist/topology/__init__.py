@@ -4,7 +4,7 @@ A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
 alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
 (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
-lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table and picture).
+lists), `metrics`, `registry` (graphs by name), `comparison` (a table).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from fogdist.removed import missing
 from fogdist.topology.base_graph import base_graph
 from fogdist.topology.comparison import summary
-from fogdist.topology.drawing import plot
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
     exponential,
@@ -80,7 +79,6 @@ __all__ = [
     "one_peer",
     "one_peer_exponential",
     "out_neighbors",
-    "plot",
     "random_matching",
     "recv_weights",
     "ring",
