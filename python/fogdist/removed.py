@@ -125,6 +125,9 @@ REMOVED: dict[str, dict[str, str]] = {
         "SlowMo": "DiLoCo makes local steps and an outer step with momentum",
         "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
     },
+    "fogdist.checkpoint": dict.fromkeys(
+        ("save_nonblocking", "Saving"), "save waits until its files are written"
+    ),
     "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),

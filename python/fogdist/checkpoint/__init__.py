@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from fogdist.checkpoint.pieces import Piece, write
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import current
 from fogdist.observe.detection import suspend_detection
+from fogdist.removed import missing
 from fogdist.topology.validation import check_int
 
 __all__ = ["Loaded", "latest", "load", "save", "steps"]
@@ -207,3 +208,9 @@ def load(
         together(context, what, lambda: states.restore_optimizer(optimizer, rest, tensors))
     together(context, what, lambda: states.restore_model(model, rest, tensors))
     return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined, rest["extra"])
+
+
+if not TYPE_CHECKING:  # a type checker is to find misspelt names
+
+    def __getattr__(name: str) -> Any:
+        raise missing(__name__, name)
