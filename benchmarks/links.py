@@ -62,11 +62,16 @@ WAYS = {
     "one-peer": "fog, one peer a step",
     "ring": "fog, ring",
     "allreduce": "fog, allreduce",
+    "reduce_scatter": "fog, reduce_scatter",
+    "allgather": "fog, allgather",
     "gloo": "Gloo, allreduce",
+    "gloo reduce_scatter": "Gloo, reduce_scatter",
+    "gloo allgather": "Gloo, allgather",
     "sockets one-peer": "sockets, one peer a step",
     "sockets one-peer, asked": "sockets, one peer, asked",
     "sockets ring": "sockets, ring",
 }
+DEFAULT_WAYS = [way for way in WAYS if "gather" not in way and "scatter" not in way]
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def volume(way: str, hosts: int) -> float:
         return 1.0
     if "ring" in way:
         return min(2, hosts - 1)
-    return 2 * (hosts - 1) / hosts
+    return (hosts - 1) / hosts * (1 if "gather" in way or "scatter" in way else 2)
 
 
 class LinkRank(ClusterRank):
@@ -141,18 +146,19 @@ class LinkRank(ClusterRank):
         """Makes one step, and then so many more; returns when these began, and when they ended."""
         numel = tensors.bytes // FLOAT_BYTES
         data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
+        slices = [torch.empty(-(-numel // self.size)) for _ in data]
         dist.barrier()
-        self._step(way, data, 0)
+        self._step(way, data, slices, 0)
         begin = time.perf_counter()
         for step in range(1, steps + 1):
-            self._step(way, data, step)
+            self._step(way, data, slices, step)
         end = time.perf_counter()
         mean = (self.size - 1) / 2
         if way in ALLREDUCES and not all(torch.allclose(each, torch.tensor(mean)) for each in data):
             raise AssertionError(f"{way}: a wrong average")
         return begin, end
 
-    def _step(self, way: str, data: list[Tensor], step: int) -> None:
+    def _step(self, way: str, data: list[Tensor], slices: list[Tensor], step: int) -> None:
         system, _, name = way.removesuffix(", asked").rpartition(" ")
         if name in self.graphs:
             peers = self.graphs[name].peers(self.rank, step)
@@ -169,12 +175,19 @@ class LinkRank(ClusterRank):
                 for work in works:
                     work.wait()
             return
-        group = self.gloo if way == "gloo" else None
-        works = [dist.all_reduce(each, group=group, async_op=True) for each in data]
+        group = self.gloo if "gloo" in way else None
+        if "gather" in way or "scatter" in way:
+            whole = [torch.empty(self.size * each.numel()) for each in slices]
+            start = dist.all_gather_into_tensor if "gather" in way else dist.reduce_scatter_tensor
+            pairs = zip(whole, slices, strict=True) if "gather" in way else zip(slices, whole, strict=True)
+            works = [start(output, given, group=group, async_op=True) for output, given in pairs]
+        else:
+            works = [dist.all_reduce(each, group=group, async_op=True) for each in data]
         for work in works:
             work.wait()
-        for each in data:
-            each.div_(self.size)
+        if way in ALLREDUCES:
+            for each in data:
+                each.div_(self.size)
 
     def _by_sockets(self, to: Sequence[int], source: Sequence[int], size: int, asked: bool) -> None:
         sending = {self.to[other]: size for other in to}
@@ -287,9 +300,11 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
         aim = f" (goal {AHEAD})" if verdict else ""
         bound = volume("allreduce", hosts)
         print(f"one peer a step / best allreduce: {ahead:.2f} steps{aim}, bound {bound:.2f}{verdict}")
-    if "allreduce" in medians and "gloo" in medians:
-        ratio = medians["allreduce"] / medians["gloo"]
-        print(f"allreduce, fog / Gloo: {ratio:.2f} (goal: at most 1), {'met' if ratio <= 1 else 'missed'}")
+    for name in ("allreduce", "reduce_scatter", "allgather"):
+        of_gloo = "gloo" if name == "allreduce" else f"gloo {name}"
+        if name in medians and of_gloo in medians:
+            ratio = medians[name] / medians[of_gloo]
+            print(f"{name}, fog / Gloo: {ratio:.2f} (goal: at most 1), {'met' if ratio <= 1 else 'missed'}")
     sys.stdout.flush()
 
 
@@ -313,7 +328,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="WORD",
         help="hosts, rate and tensors, instead of the default's",
     )
-    program.add_names(parser, "--ways", WAYS)
+    program.add_names(parser, "--ways", WAYS, DEFAULT_WAYS)
     add("--turns", type=int, default=7, help="of each way")
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
     add("--seed", type=int, default=0, help="of the order of the turns")
