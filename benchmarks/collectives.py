@@ -297,7 +297,7 @@ def main() -> None:
     run_ranks = side_by_side.run_ranks
     if arguments.hosts:
         run_ranks = partial(run_on_hosts, arguments.hosts, arguments.rate)
-    rows = program.run(Path(__file__), arguments, measure_all, run_ranks)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     elif arguments.back_to_back >= MANY_CALLS:

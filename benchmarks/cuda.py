@@ -554,7 +554,7 @@ def choose_ranks(parser: argparse.ArgumentParser, arguments: argparse.Namespace)
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goal; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS | MODE_TITLES)
     print_goals(rows)
 
 

@@ -426,7 +426,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
     else:

@@ -8,11 +8,11 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import side_by_side
-from report import Row, parse_size, read_rows, write_json
+from report import Row, parse_size, plot, read_rows, write_json
 
 # The load average above which other programs are assumed to run.
 BUSY = 0.7
@@ -72,6 +72,7 @@ def add_options(
             help="milliseconds that ranks sleep before each measurement",
         )
     add("--json", type=Path, help="file for the numbers")
+    add("--plot", type=Path, help="file for a picture")
     # Tells this process that it is a rank, and where to write its rows.
     add("--rows", type=Path, help=argparse.SUPPRESS)
 
@@ -116,6 +117,7 @@ def run(
     script: Path,
     arguments: argparse.Namespace,
     measure: Callable[[argparse.Namespace], None],
+    systems: Mapping[str, str],
     run_ranks: Callable[[int, Path, Sequence[str]], None] = side_by_side.run_ranks,
 ) -> list[Row]:
     """Starts the ranks of each world in turn, and writes their measurements; on a rank, measures.
@@ -124,6 +126,7 @@ def run(
         script: The calling program; its ranks run it again, with this process's command line.
         arguments: From `parse_options`.
         measure: Runs on a rank; rank 0 writes its rows to `arguments.rows`.
+        systems: Systems of the plot, as in `report.Table`.
         run_ranks: Starts the ranks of one world, given their number, the program and its command line.
 
     Returns:
@@ -132,7 +135,7 @@ def run(
     if arguments.rows is not None:
         measure(arguments)
         return []
-    side_by_side.require("mpi4py")
+    side_by_side.require("mpi4py", *(["matplotlib"] if arguments.plot else []))
     load = load_before()
     rows: list[Row] = []
     about: dict[str, object] = {}
@@ -144,4 +147,6 @@ def run(
             about = {key: value for key, value in json.loads(file.read_text()).items() if key != "rows"}
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load}, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows, systems)
     return rows

@@ -149,3 +149,47 @@ def print_shares(head: str, row: Row, titles: Mapping[str, str], names: Iterable
         those = [f"{titles[name]} ({x:.1%})" for name, x in shares.items() if (x >= least) == is_met]
         if those:
             print(f"  {verdict}: {'; '.join(those)}")
+
+
+def plot(path: Path, rows: Sequence[Row], systems: Mapping[str, str], over: str = "bytes") -> None:
+    """Draws the times of each operation, a panel for each: lines over its sizes, or bars where it has one size only.
+
+    Args:
+        path: Path of the picture; its ending selects the format.
+        rows: Rows to draw; lines over sizes leave rows without a size out.
+        systems: As in `Table`.
+        over: What lines are over: "bytes", with new panels for each number of ranks, or "ranks", with new ones for sizes.
+    """
+    from matplotlib.figure import Figure
+
+    panels: dict[str, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: getattr(row, over)):
+        kind = "" if row.dtype == "float32" else f" {row.dtype}"
+        size = f" {size_text(row.bytes)}" if row.bytes else ""
+        place = f", {row.ranks} ranks" if over == "bytes" else size
+        panels.setdefault(f"{row.operation}{kind}{place}", []).append(row)
+    if not panels:
+        return
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(5 * columns, 3.4 * lines), layout="constrained")
+    for number, (title, shown) in enumerate(panels.items(), 1):
+        panel = figure.add_subplot(lines, columns, number)
+        panel.set_title(title, fontsize="medium")
+        panel.grid(alpha=0.3)
+        if len(shown) == 1:
+            times = {systems.get(name, name): shown[0].times[name] for name in reversed(shown[0].times)}
+            errors = [[t.median - t.lower, t.upper - t.median] for t in times.values()]
+            medians = [t.median for t in times.values()]
+            panel.barh(list(times), medians, xerr=list(zip(*errors, strict=True)), ecolor="0.3")
+            continue
+        for color, (system, label) in enumerate(systems.items()):
+            drawn = [row for row in shown if system in row.times and getattr(row, over)]
+            if drawn:
+                x = [getattr(row, over) for row in drawn]
+                times_of = [row.times[system] for row in drawn]
+                panel.loglog(x, [t.median for t in times_of], marker=".", color=f"C{color}", label=label)
+                bounds = [t.lower for t in times_of], [t.upper for t in times_of]
+                panel.fill_between(x, *bounds, color=f"C{color}", alpha=0.2)
+        panel.legend(fontsize="x-small")
+    figure.savefig(path, dpi=120)

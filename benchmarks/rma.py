@@ -511,7 +511,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Starts the ranks, then holds the results against the goals; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, run_pairs)
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_pairs)
     print_goals(GOALS, rows, SYSTEMS)
 
 

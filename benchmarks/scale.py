@@ -53,7 +53,7 @@ import torch.distributed as dist
 from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, keep_store, obey
 from goals import Goal, print_goals
 from interleaved import Times
-from report import Row, Table, write_json
+from report import Row, Table, plot, write_json
 
 from fog_pg._extension import load as load_extension
 
@@ -295,6 +295,7 @@ def main() -> None:
         help="what a phase of a world may take",
     )
     add("--json", type=Path, help="file for the numbers")
+    add("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
     if arguments.rounds < 1 or min(arguments.ranks) < 3 or not arguments.limit > 0:
         parser.error("--rounds must be 1 or more, --ranks 3 or more, --limit more than 0")
@@ -314,6 +315,8 @@ def main() -> None:
     print_goals(GOALS, rows, SYSTEMS)
     if arguments.json:
         write_json(arguments.json, {**about, "load average before": load, "failures": failures}, rows)
+    if arguments.plot:
+        plot(arguments.plot, rows, SYSTEMS, over="ranks")
     if failures:
         sys.exit(f"{len(failures)} worlds did not come to their end:\n" + "\n".join(failures))
 

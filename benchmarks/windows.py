@@ -419,7 +419,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all)
+    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
     print_goals(GOALS, rows, SYSTEMS)
 
 

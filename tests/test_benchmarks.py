@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def run_benchmark(script: str, directory: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Runs a benchmark; returns its rows and its output."""
-    numbers = directory / "numbers.json"
-    command = [ROOT / "benchmarks" / script, *options, "--json", numbers]
+    numbers, picture = directory / "numbers.json", directory / "picture.png"
+    command = [ROOT / "benchmarks" / script, *options, "--json", numbers, "--plot", picture]
     printed = run_script(command, 1, directory / "log", [sys.executable])
+    assert picture.stat().st_size > 1000
     rows = json.loads(numbers.read_text())["rows"]
     assert len(printed.splitlines()) >= len(rows) + 2
     for row in rows:
