@@ -34,12 +34,10 @@ SEQUENCES: dict[str, Callable[[int], Topology]] = {
     "base-3": lambda n: topology.base_graph(n, 2),
     "base-5": lambda n: topology.base_graph(n, 4),
     "random-matching": topology.random_matching,
-    "inner-outer-ring": lambda n: topology.inner_outer_ring(n, 3),
     "inner-outer-exp2": lambda n: topology.inner_outer_exponential(n, 3),
 }
 
 ALLOWED = {
-    "inner-outer-ring": [3, 6, 9, 12],
     "inner-outer-exp2": [3, 6, 9, 12],
 }
 
@@ -342,19 +340,11 @@ def generated(
 
 
 @pytest.mark.parametrize(("machines", "local_size"), [(1, 3), (1, 5), (2, 3), (2, 4), (3, 4), (4, 3), (5, 6)])
-@pytest.mark.parametrize(
-    ("make", "generator"),
-    [
-        (topology.inner_outer_ring, topology.dynamic.inner_outer_ring_ranks),
-        (topology.inner_outer_exponential, topology.dynamic.inner_outer_exponential_ranks),
-    ],
-    ids=["ring", "exponential"],
-)
-def test_inner_outer_is_the_generators(
-    make: Callable, generator: Callable, machines: int, local_size: int
-) -> None:
+def test_inner_outer_is_the_generators(machines: int, local_size: int) -> None:
     size = machines * local_size
-    generated(size, lambda rank: generator(size, local_size, rank), make(size, local_size))
+    generator = topology.dynamic.inner_outer_exponential_ranks
+    sequence = topology.inner_outer_exponential(size, local_size)
+    generated(size, lambda rank: generator(size, local_size, rank), sequence)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -475,6 +465,6 @@ def consensus(names: list[str]) -> None:
 def test_ranks_reach_the_exact_average(worlds: Callable[[int], WorldPool], size: int) -> None:
     finite = ["base-2", "base-3", "base-5"]
     others = ["random-matching", "one-peer-exp2"]
-    others += {6: ["inner-outer-ring", "inner-outer-exp2"]}.get(size, [])
+    others += {6: ["inner-outer-exp2"]}.get(size, [])
     assert all(SEQUENCES[name](size).rounds_to_exact_consensus for name in finite)
     worlds(size).run(consensus, finite + others)

@@ -36,7 +36,6 @@ from fogdist.topology.neighbor_lists import (
 from fogdist.topology.registry import SEQUENCE_NAMES, TOPOLOGY_NAMES, by_name, named
 from fogdist.topology.sequences import (
     inner_outer_exponential,
-    inner_outer_ring,
     one_peer,
     one_peer_exponential,
     random_matching,
@@ -67,7 +66,6 @@ __all__ = [
     "graph_from_matrix",
     "in_neighbors",
     "inner_outer_exponential",
-    "inner_outer_ring",
     "is_equivalent",
     "is_regular",
     "matrix_from_destinations",

@@ -15,11 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from fogdist.lazy import nx
-from fogdist.topology.dynamic import (
-    inner_outer_exponential_ranks,
-    inner_outer_ring_ranks,
-    one_peer_ranks,
-)
+from fogdist.topology.dynamic import inner_outer_exponential_ranks, one_peer_ranks
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import exponential
 from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
@@ -101,27 +97,6 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
     if size == 1:
         return Topology("random-matching", [np.eye(1)], resized=resized)
     return Topology.endless("random-matching", size, matching, resized=resized)
-
-
-def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
-    """Returns a ring inside each machine joined with a ring of machines: one local rank in turn goes outside.
-
-    The rounds of `inner_outer_ring_ranks`, weights 1/2; the average of all ranks stays.
-
-    Args:
-        size: Number of ranks, a multiple of `local_size`.
-        local_size: Number of ranks on each machine, at least 3; ranks of a machine are consecutive.
-
-    Raises:
-        TypeError: An argument is not an integer.
-        TopologyError: `size` is not a multiple of `local_size`, or `local_size` below 3.
-    """
-    size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
-
-    def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        return inner_outer_ring_ranks(size, local_size, rank)
-
-    return _walk("inner-outer-ring", size, local_size if size > local_size else 1, peers)
 
 
 def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
