@@ -22,7 +22,7 @@ import devices
 import fogdist
 import ranks
 import torch
-from fogdist.topology import TOPOLOGY_NAMES, by_name, inner_outer_exponential, one_peer
+from fogdist.topology import TOPOLOGY_NAMES, TopologyError, by_name, inner_outer_exponential, one_peer
 
 INNER_OUTER = "inner-outer"
 
@@ -48,7 +48,11 @@ def main() -> None:
     rank, size = fogdist.rank(), fogdist.size()
     sequence = one_peer(fogdist.load_topology()) if args.dynamic and size > 1 else None
     if is_inner_outer:
-        sequence = inner_outer_exponential(size, fogdist.local_size())
+        try:
+            sequence = inner_outer_exponential(size, fogdist.local_size())
+        except TopologyError as error:
+            fogdist.shutdown()
+            raise SystemExit(f"error: {error}; FOG_NODES_PER_MACHINE makes so many ranks a machine") from None
 
     x = torch.tensor([float(rank)], device=devices.use(args.device))
     average = ranks.mean(x)
