@@ -501,29 +501,25 @@ def test_topologies_are_those_of_fogdist() -> None:
 
 
 def test_topology_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["topology", "one-peer-exp2", "-n", "16", "--bytes", "100M"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "one-peer-exp2"
-    rows = {line[2:18].strip(): line[19:] for line in lines[1:]}
-    assert rows["period"] == "repeats after 4 steps" and rows["exact average"] == "after 4 steps"
-    assert rows["degree"] == "a rank sends to 1 at most, 1.00 on average"
-    assert rows["bytes a step"] == "100 MB sent by a rank on average, 100 MB at most"
-    assert rows["bytes to 1e-6"] == "400 MB sent by a rank on average"
-    assert rows["messages a step"] == "16.0 in all, of 100 MB"
+    assert main(["topology", "one-peer-exp2", "ring", "-n", "16"]) == 0
+    head, *rows = (re.split(r"\s{2,}", line) for line in capsys.readouterr().out.splitlines())
+    assert [len(head), head[0], *(row[0] for row in rows)] == [8, "16 ranks", "one-peer-exp2", "ring"]
+    # Four rounds of one peer each make the exact average.
+    assert rows[0][1:] == ["4", "1", "1.00", "1.0000", "4", "4", "4.0"]
 
     assert main(["topology", "all", "-n", "4"]) == 0
     assert "one-peer-exp2" in capsys.readouterr().out
 
 
+# --- fog bench ----------------------------------------------------------------------------------------------
+
+
 def test_sizes() -> None:
     sizes = [1000, 4000, 1_500_000, 64 << 20, 2 * 10**9]
-    assert [topology.byte_count(text) for text in ("1000", "4K", "1.5M", "64Mi", "2GB")] == sizes
+    assert [bench.byte_count(text) for text in ("1000", "4K", "1.5M", "64Mi", "2GB")] == sizes
     for text in ("", "x", "-1", "4T", "0", "4i"):
         with pytest.raises(argparse.ArgumentTypeError, match="allowed are sizes"):
-            topology.byte_count(text)
-
-
-# --- fog bench ----------------------------------------------------------------------------------------------
+            bench.byte_count(text)
 
 
 def test_bench(tmp_path: Path) -> None:
