@@ -10,7 +10,7 @@ moves data without help of the target. The operations are of 2 ranks:
     put, stopped          rank 0 puts into a window; rank 1 is stopped (SIGSTOP)
     put, computing        the same; rank 1 multiplies matrices
     exchange              neighbor_allreduce: both ranks send their tensor, and both get the mean
-    exchange, computing   both start it, multiply matrices for some ms (--compute-ms) in the main thread, then wait for
+    exchange, computing   both start it, multiply matrices for some ms (COMPUTE_MS) in the main thread, then wait for
                           it; columns have the time in excess of the matrices alone
     one-way, computing    the same, but rank 0 only sends and waits, and rank 1 receives and computes
 
@@ -76,6 +76,7 @@ COMPUTE = "compute"
 PIECE = 1 << 20
 # The number of rows and columns of the matrices.
 MATRIX = 256
+COMPUTE_MS = 5.0
 # The least difference, in milliseconds, between exchanges and compute: the difference of two medians may be negative.
 LEAST = 1e-3
 # Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
@@ -111,7 +112,7 @@ class World:
         systems: The systems of this pair.
         fog: The backend.
         pids: The process IDs of the pair.
-        compute: Multiplies matrices for about the time of --compute-ms.
+        compute: Multiplies matrices for about COMPUTE_MS.
         signals: The number of times that the other rank of the pair has told this one to continue.
     """
 
@@ -138,7 +139,7 @@ class World:
         return self.systems.mpi if number == self.number else None
 
 
-def join(arguments: argparse.Namespace) -> World:
+def join() -> World:
     """Starts raw MPI and fog in this process, and checks that they use the expected transports.
 
     Raises:
@@ -167,11 +168,11 @@ def join(arguments: argparse.Namespace) -> World:
         raise RuntimeError(f"fog reaches the other rank by {transport}, not by {TRANSPORTS[number]}")
     fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
     pids = systems.mpi.allgather(os.getpid())
-    return World(everyone, number, systems, fog, pids, matrices(everyone, arguments.compute_ms), signals)
+    return World(everyone, number, systems, fog, pids, matrices(everyone), signals)
 
 
-def matrices(everyone: MPI.Intracomm, milliseconds: float) -> Way:
-    """What multiplies matrices for about so long, as many on all ranks."""
+def matrices(everyone: MPI.Intracomm) -> Way:
+    """What multiplies matrices for about COMPUTE_MS, as many on all ranks."""
     import torch
 
     a = torch.rand(MATRIX, MATRIX)
@@ -185,7 +186,7 @@ def matrices(everyone: MPI.Intracomm, milliseconds: float) -> Way:
     begin = time.perf_counter()
     some(100)
     one = 1e3 * (time.perf_counter() - begin) / 100
-    return partial(some, everyone.bcast(max(1, round(milliseconds / one))))
+    return partial(some, everyone.bcast(max(1, round(COMPUTE_MS / one))))
 
 
 class RawWindow:
@@ -465,7 +466,7 @@ def computing(pid: int) -> Iterator[None]:
 
 def measure_all(arguments: argparse.Namespace) -> None:
     """What a rank does."""
-    world = join(arguments)
+    world = join()
     first = world.everyone.rank == 0
     rows: list[Row] = []
     if first:
@@ -497,14 +498,10 @@ def parse_arguments() -> argparse.Namespace:
     parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[RANKS], seconds=3.0)
     program.add_names(parser, "--operations", OPERATIONS)
-    add = parser.add_argument
-    add("--compute-ms", type=float, default=5.0, metavar="MS", help="of the matrices, about")
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     if arguments.ranks != [RANKS]:
         parser.error(f"--ranks: {' '.join(map(str, arguments.ranks))}; this benchmark has {RANKS} ranks")
-    if not arguments.compute_ms > 0:
-        parser.error(f"--compute-ms: {arguments.compute_ms}; must be above 0")
     return arguments
 
 
