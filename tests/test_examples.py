@@ -237,7 +237,7 @@ def test_imagenet_recipe_goes_on_from_a_checkpoint(tmp_path: Path, script_worlds
     assert [epoch for epoch, _ in found] == ["2", "3"], output
     assert float(found[-1][1]) > 0.25, output  # there are ten classes
     names = sorted(path.name for path in folder.iterdir())
-    assert names == [f"epoch-00{number}.pt" for number in (1, 2, 3)]
+    assert names == [f"step-0000000{number}" for number in (1, 2, 3)]
 
 
 # --- parts of the examples, in this process
