@@ -561,7 +561,6 @@ def compressions(
     tolerance: float,
     *,
     element_bytes: float = 4,
-    local_steps: Sequence[int] = LOCAL_STEPS,
 ) -> list[Compression]:
     """Returns what each codec would do, and whether it pays: nothing if all ranks are on one host.
 
@@ -572,22 +571,13 @@ def compressions(
         codecs: As measured.
         tolerance: As in `best`.
         element_bytes: Of a parameter.
-        local_steps: To try.
     """
     if network.hosts < 2:
         return []
     known = ways(network)
 
     def chosen(codec: Codec | None) -> Setting:
-        found = settings(
-            network,
-            compute,
-            size,
-            local_steps=local_steps,
-            chosen=known,
-            codec=codec,
-            element_bytes=element_bytes,
-        )
+        found = settings(network, compute, size, chosen=known, codec=codec, element_bytes=element_bytes)
         return best(found, compute, tolerance)
 
     found, plain = [], chosen(None)
