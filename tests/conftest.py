@@ -145,6 +145,8 @@ def _too_much() -> list[str]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if exitstatus == 0 and (_forbidden or _too_much()):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workerinput"):  # pytest-xdist ends it without destructors
+        harness.write_counters()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -254,10 +254,15 @@ def end(status: int) -> NoReturn:
     atexit._run_exitfuncs()  # these include the end of the backend
     sys.stdout.flush()
     sys.stderr.flush()
-    library = ctypes.CDLL(getattr(sys.modules.get("fog_pg._C"), "__file__", None))
-    if hasattr(library, "__gcov_dump"):  # of `make coverage`; destructors would call it
-        library.__gcov_dump()
+    write_counters()
     os._exit(status)
+
+
+def write_counters() -> None:
+    """Writes the counters of `make coverage` in a process that ends without destructors."""
+    library = ctypes.CDLL(getattr(sys.modules.get("fog_pg._C"), "__file__", None))
+    if hasattr(library, "__gcov_dump"):
+        library.__gcov_dump()
 
 
 def _rank_main(settings: _Settings, connection: Connection) -> None:
