@@ -92,10 +92,10 @@ def print_coverage(folder: Path, counters: list[str]) -> None:
     """Prints a row a folder of sources; build/coverage/not-run.txt has the lines that nothing ran."""
     lines: dict[str, dict[int, bool]] = collections.defaultdict(lambda: collections.defaultdict(bool))
     coverage = [sys.executable, "-m", "coverage"]
+    gcovr = ["gcovr", "--root", str(ROOT), "--filter", f"{ROOT}/csrc/"]
+    gcovr += ["--gcov-suspicious-hits-threshold", "0"]  # inner loops run more often than it believes possible
     for command in (
-        # Inner loops run more often than gcovr believes.
-        ["gcovr", "--root", str(ROOT), "--filter", f"{ROOT}/csrc/", "--json", "cpp.json", *counters]
-        + ["--gcov-suspicious-hits-threshold", "0"],
+        [*gcovr, "--json", "cpp.json", *counters],
         [*coverage, "combine", "--quiet"],
         # Of what tests compile from a text there is no source.
         [*coverage, "json", "--ignore-errors", "--quiet", "-o", "python.json"],
