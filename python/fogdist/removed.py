@@ -125,7 +125,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "SlowMo": "DiLoCo makes local steps and an outer step with momentum",
         "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
     },
-    "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
+    "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS, "RandomK": _CODECS},
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
         "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",
