@@ -16,7 +16,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
@@ -39,9 +39,6 @@ __all__ = [
     "TopK",
 ]
 
-# Codecs compute scales with 16 significant bits, and everything else with 24. Bounds are larger by this factor.
-_ROUNDING = 1 + 2.0**-13
-
 
 @dataclass(frozen=True)
 class Codec(abc.ABC):
@@ -51,8 +48,6 @@ class Codec(abc.ABC):
         TypeError: An argument has a wrong type.
         ValueError: An argument is out of its range.
     """
-
-    _computes_in_float32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -125,26 +120,6 @@ class Codec(abc.ABC):
         output = torch.empty(sizes, dtype=dtype, device=message.device)
         self.backend.decode(message, output)
         return output
-
-    def bound(self, tensor: Tensor) -> Tensor:
-        """Returns how far each element of the decoded tensor can be from the given one, in float64.
-
-        It is infinite where the decoded element may be NaN or infinite.
-        """
-        values = dense(tensor).double().flatten()
-        if self._computes_in_float32:
-            values = torch.where(values.abs() > torch.finfo(torch.float32).max, math.inf, values)
-        errors = self._errors(values, tensor.dtype)
-        if tensor.dtype in (torch.float16, torch.bfloat16):  # the decoded value is rounded to the dtype
-            info = torch.finfo(tensor.dtype)
-            errors = errors + info.eps * (values.abs() + errors) + info.smallest_normal * info.eps
-        elif tensor.dtype == torch.float64:
-            errors = errors + 2.0**-24 * values.abs() + 2.0**-149
-        return torch.nan_to_num(errors, nan=math.inf, posinf=math.inf).view(tensor.shape)
-
-    @abc.abstractmethod
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the bound without the rounding to the dtype of the tensor; NaN and infinities stay."""
 
 
 def _argument(default: Any, allowed: str) -> Any:
@@ -236,27 +211,6 @@ def check_for_windows(compression: Codec | None, tensors: Iterable[Tensor]) -> N
             )
 
 
-def _largest(values: Tensor, block: int) -> Tensor:
-    """Returns for each element the largest magnitude of its block."""
-    return _by_block(values, block, lambda blocks, _: blocks.amax(1, keepdim=True))
-
-
-def _by_block(values: Tensor, block: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    numel = values.numel()
-    count = -(-numel // block)
-    magnitudes = values.new_zeros(count * block)
-    magnitudes[:numel] = values.abs()
-    sizes = values.new_full((count, 1), float(block))
-    if numel % block:
-        sizes[-1] = numel % block
-    return reduce(magnitudes.view(count, block), sizes).expand(count, block).reshape(-1)[:numel]
-
-
-def _scale(values: Tensor, block: int, top: float) -> Tensor:
-    """Returns for each element the scale of its block, or slightly more."""
-    return (_largest(values, block) / top).clamp_min(2.0**-126) * _ROUNDING
-
-
 @dataclass(frozen=True)
 class Float16(Codec):
     """Rounds to float16: 2 bytes an element.
@@ -266,10 +220,6 @@ class Float16(Codec):
 
     def _make(self) -> _C.Codec:
         return _backend().float16()
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        size = values.abs()
-        return torch.where(size < 65519, 2.0**-11 * size + 2.0**-25, math.inf)
 
 
 @dataclass(frozen=True)
@@ -281,12 +231,6 @@ class BFloat16(Codec):
 
     def _make(self) -> _C.Codec:
         return _backend().bfloat16()
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        size = values.abs()
-        errors = 2.0**-8 * size + 2.0**-134
-        most = min(torch.finfo(torch.bfloat16).max, torch.finfo(dtype).max)
-        return torch.where(size + errors < most, errors, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,9 +249,6 @@ class _Integers(_Blocks):
 
     def _make(self) -> _C.Codec:
         return _backend().integers(self._bits, self.block)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return _scale(values, self.block, 2 ** (self._bits - 1) - 1) * 0.5
 
 
 @dataclass(frozen=True)
@@ -345,10 +286,6 @@ class Sign(_Blocks):
 
     def _make(self) -> _C.Codec:
         return _backend().sign(self.block)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        mean = _by_block(values, self.block, lambda blocks, sizes: blocks.sum(1, keepdim=True) / sizes)
-        return (values.abs() - mean).abs() + (_ROUNDING - 1) * mean + 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -404,25 +341,6 @@ class TopK(Codec):
         if self.bits not in (2, 32):
             raise ValueError(f"bits must be 2 or 32, got {self.bits}")
         return _backend().top_k(*self._which(), self.bits)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        count = self.count(values.numel())
-        sizes = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        if count == 0:
-            return sizes
-        if self.bits == 32:
-            return torch.where(sizes > sizes.topk(count).values[-1], 0.0, sizes)
-        # Which of equal magnitudes are sent decides on the blocks.
-        ranks = values.abs().nan_to_num(nan=math.inf, posinf=torch.finfo(torch.float64).max)
-        sent = torch.argsort(ranks, descending=True, stable=True)[:count].sort().values
-        errors = sizes.clone()
-        for begin in range(0, count, 512):
-            places = sent[begin : begin + 512]
-            block = sizes[places]
-            low, high, mean = block.min(), block.max(), block.mean()
-            error = torch.maximum(mean - low, high - mean)
-            errors[places] = error * _ROUNDING + 2.0**-23 * high + 2.0**-149
-        return errors
 
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names
