@@ -320,10 +320,6 @@ class TopK(Codec):
             )
         super().__post_init__()
 
-    @property
-    def _computes_in_float32(self) -> bool:  # type: ignore[override]  # depends on the bits
-        return self.bits != 32
-
     def _which(self) -> tuple[float, int]:
         if self.k is None:
             assert self.fraction is not None
