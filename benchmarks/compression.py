@@ -55,18 +55,16 @@ RESULTS = Path(__file__).resolve().parent / "results" / "compression.json"
 
 def codecs() -> dict[str, Codec]:
     """Returns the measured codecs by name."""
-    from fogdist.compression import BFloat16, Float16, Int4, Int8, RandomK, Sign, TopK
+    from fogdist.compression import BFloat16, Float16, Int4, Int8, Sign, TopK
 
     return {
         "float16": Float16(),
         "bfloat16": BFloat16(),
         "int8": Int8(),
-        "int8 stochastic": Int8(stochastic=True),
         "int4": Int4(),
         "sign": Sign(),
         "top-k 1 %": TopK(0.01),
         "top-k 1 %, 2 bits": TopK(0.01, bits=2),
-        "random-k 1 %": RandomK(0.01),
     }
 
 

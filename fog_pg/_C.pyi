@@ -73,13 +73,11 @@ class Codec:
     @staticmethod
     def bfloat16() -> Codec: ...
     @staticmethod
-    def integers(bits: int, block: int, stochastic: bool, seed: int) -> Codec: ...
+    def integers(bits: int, block: int) -> Codec: ...
     @staticmethod
-    def sign(block: int, stochastic: bool, seed: int) -> Codec: ...
+    def sign(block: int) -> Codec: ...
     @staticmethod
     def top_k(fraction: float, k: int, bits: int) -> Codec: ...
-    @staticmethod
-    def random_k(fraction: float, k: int, seed: int) -> Codec: ...
     @property
     def text(self) -> str:
         """The name and the parameters, which ranks compare."""
@@ -87,10 +85,8 @@ class Codec:
     def bytes(self, dtype: torch.dtype, numel: int) -> int:
         """The size of a message."""
 
-    def encode(
-        self, tensor: Tensor, message: Tensor, counter: int = 0, rank: int = 0, by_operations: bool = False
-    ) -> None:
-        """Encodes into `message`, of dtype uint8; `counter` and `rank` select random numbers.
+    def encode(self, tensor: Tensor, message: Tensor, by_operations: bool = False) -> None:
+        """Encodes into `message`, of dtype uint8.
 
         Tensors on other devices than the CPU are encoded by torch's operations; with `by_operations`, for tests, those
         on the CPU too.
@@ -105,9 +101,6 @@ class Codec:
         Raises:
             ValueError: The message has another size, or is not valid.
         """
-
-def philox(counter: Sequence[int], key: int) -> list[int]:
-    """For tests: one block of the random numbers of codecs."""
 
 class ProcessGroupFog(Backend):
     """The backend object of one group, with all operations of c10d and the operations below.
@@ -196,7 +189,6 @@ class ProcessGroupFog(Backend):
         timeout: timedelta | None = None,
         compression: Codec | None = None,
         decoded: Tensor | Sequence[Tensor] | None = None,
-        counter: int | None = None,
         conserve: bool = False,
     ) -> Work:
         """Weighted sum of the neighbors' tensors and this rank's own; see NeighborPlan.
@@ -220,7 +212,6 @@ class ProcessGroupFog(Backend):
             compression: Encodes the messages; the same on all neighbors, for tensors on the CPU. The sum is that of the
                 decoded tensors of the sources, and of this rank's own as it is.
             decoded: The tensor, or list of tensors, for the decoded own message, which is then the own term too.
-            counter: Selects the random numbers of the codec, from 0 to 2^32 - 1. By default the group counts.
             conserve: Whether to compute ``x + sum_j w_j d_j - (1 - self_weight) d`` with decoded tensors d, so that the
                 sum over all ranks stays what it would be without compression. Not together with `decoded`.
 
@@ -271,7 +262,6 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
         compression: Codec | None = None,
-        counter: int | None = None,
         conserve: bool = False,
     ) -> Work:
         """neighbor_allreduce between machines; each machine contributes the mean of its ranks' tensors.
@@ -288,7 +278,6 @@ class ProcessGroupFog(Backend):
             output: As in neighbor_allreduce.
             compression: As in neighbor_allreduce, between machines: each rank encodes the slice of the mean that it
                 sends.
-            counter: As in neighbor_allreduce.
             conserve: As in neighbor_allreduce, for the sum over all machines.
 
         Returns:
@@ -537,7 +526,7 @@ class Window:
                 becomes ``tensor - (1 - self_weight) * decoded`` instead: the share that the others get is taken away.
             compression: Slots get weight * the decoded tensor. A window has one codec: that of the first such call of
                 this rank, or of a neighbor that writes here. `DistBackendError` names both codecs if a destination
-                has another one. Its random numbers follow from the window's number and the number of the call.
+                has another one.
             decoded: Where this rank's own decoded tensor is written before the call returns; for tensors on the CPU.
 
         Raises:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
+from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
 from torch import Tensor
 
 # Codecs compute scales with 16 significant bits, and everything else with 24. Bounds are larger by this factor.
@@ -16,7 +16,7 @@ ROUNDING = 1 + 2.0**-13
 def bound_of(codec: Codec, tensor: Tensor) -> Tensor:
     """Returns the bound of each element, in float64; infinite where the decoded element may be NaN or infinite."""
     values = tensor.double().flatten()
-    if not (isinstance(codec, RandomK) or (isinstance(codec, TopK) and codec.bits == 32)):
+    if not (isinstance(codec, TopK) and codec.bits == 32):
         values = torch.where(values.abs() > torch.finfo(torch.float32).max, math.inf, values)
     errors = _errors(codec, values, tensor.dtype)
     if tensor.dtype in (torch.float16, torch.bfloat16):  # the decoded value is rounded to the dtype
@@ -38,14 +38,10 @@ def _errors(codec: Codec, values: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.where(sizes + errors < most, errors, math.inf)
     if isinstance(codec, Int8 | Int4):
         top = 127 if isinstance(codec, Int8) else 7
-        return _scale(values, codec.block, top) * (1.0 if codec.stochastic else 0.5)
+        return _scale(values, codec.block, top) * 0.5
     if isinstance(codec, Sign):
-        if codec.stochastic:
-            return (sizes + _scale(values, codec.block, 1.0)) * ROUNDING
         mean = _by_block(values, codec.block, lambda blocks, count: blocks.sum(1, keepdim=True) / count)
         return (sizes - mean).abs() + (ROUNDING - 1) * mean + 2.0**-126
-    if isinstance(codec, RandomK):
-        return sizes
     assert isinstance(codec, TopK)
     return _errors_of_top_k(codec, values)
 
@@ -64,8 +60,7 @@ def _errors_of_top_k(codec: TopK, values: Tensor) -> Tensor:
     for begin in range(0, count, 512):
         block = sizes[sent[begin : begin + 512]]
         low, high, mean = block.min(), block.max(), block.mean()
-        is_pair = codec.bits == 2  # of magnitudes
-        error = torch.maximum(mean - low, high - mean) if is_pair else (high - low) / (2**codec.bits - 2)
+        error = torch.maximum(mean - low, high - mean)
         errors[sent[begin : begin + 512]] = error * ROUNDING + 2.0**-23 * high + 2.0**-149
     return errors
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, RandomK, Sign, TopK
+from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -11,27 +11,22 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 BLOCKS: list[Codec] = [
     Int8(),
     Int8(block=8),
-    Int8(block=1000, stochastic=True, seed=3),
+    Int8(block=1000),
     Int4(block=64),
-    Int4(block=16, stochastic=True, seed=(1 << 32) - 1),
+    Int4(block=16),
     Sign(),
     Sign(block=8),
     Sign(block=2056),
-    Sign(block=1024, stochastic=True),
 ]
 SPARSE: list[Codec] = [
     TopK(0.01),
     TopK(k=5),
     TopK(0.4),
     TopK(1.0),
-    RandomK(0.1),
-    RandomK(k=3, seed=9),
-    RandomK(1.0),
     TopK(0.01, bits=2),
-    TopK(k=5, bits=4),
+    TopK(k=5, bits=2),
     TopK(0.4, bits=2),
-    TopK(1.0, bits=4),
-    TopK(1.0, bits=8),
+    TopK(1.0, bits=2),
 ]
 CODECS: list[Codec] = [Float16(), BFloat16(), *BLOCKS, *SPARSE]
 
@@ -41,12 +36,11 @@ IN_EXCHANGES: list[Codec] = [
     BFloat16(),
     Int8(),
     Int8(block=8192),
-    Int4(block=64, stochastic=True, seed=2),
+    Int4(block=64),
     Sign(block=1024),
     TopK(0.02),
     TopK(0.7),
     TopK(0.3, bits=2),
-    RandomK(0.1),
 ]
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 STEPS = 13
 
 
-def decoded(codec: Codec, D: np.ndarray, counter: int) -> np.ndarray:
+def decoded(codec: Codec, D: np.ndarray) -> np.ndarray:
     """Returns what is decoded of the messages of all ranks, whose vectors are rows."""
     rows = []
-    for rank, row in enumerate(D):
-        message = codec.encode(torch.tensor(row), counter=counter, rank=rank)
+    for row in D:
+        message = codec.encode(torch.tensor(row))
         rows.append(codec.decode(message, row.shape, torch.float64).numpy())
     return np.stack(rows)
 
@@ -41,34 +41,33 @@ class Replicas:
         """All ranks send everything in the next round."""
         self.is_known = False
 
-    def follow(self, X: np.ndarray, counter: int) -> np.ndarray:
+    def follow(self, X: np.ndarray) -> np.ndarray:
         """Returns the replicas with the differences."""
         if not self.is_known:
             self.is_known = True
             self.H = X
             return X
-        self.H = self.H + decoded(self.codec, X - self.H, counter)
+        self.H = self.H + decoded(self.codec, X - self.H)
         return self.H
 
 
 def choco_sgd(s: Simulation) -> Iterator[np.ndarray]:
     """Koloskova et al., algorithm 2."""
-    X, gamma, t = s.X, s.option["gamma"], 0
+    X, gamma = s.X, s.option["gamma"]
     replicas = Replicas(s, X)
     for k in range(STEPS):
         X = X + s.base(X, s.gradient(X, k), s.rates(k))
         if s.is_due(k):
             if s.begins_anew(k):
                 replicas.begin_anew()
-            H = replicas.follow(X, t)
+            H = replicas.follow(X)
             X = X + gamma * (s.mix(k) @ H - H)
-            t += 1
         yield X
 
 
 def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
     """Sarfi et al., algorithm 1, where all ranks average; else by gossip, and with Nesterov momentum."""
-    X, t = s.X, 0
+    X = s.X
     momentum, gamma = s.option.get("outer_momentum", 0.0), s.option.get("gamma", 0.1)
     E = V = U = np.zeros_like(X)
     replicas = Replicas(s, X)
@@ -85,7 +84,7 @@ def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
             M = s.option.get("error_decay", 0.95) * E + s.option.get("outer_lr", 1.0) * (X - mixed - U)
             M = M + share * (mixed - H)
             T = H + M
-            H = replicas.follow(T, t)
+            H = replicas.follow(T)
             E = T - H
             V = momentum * V + W @ H - mixed
             U = U + momentum * V
@@ -93,5 +92,4 @@ def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
             if np.allclose(W, 1 / s.size):
                 replicas.H = H = mixed  # all merge
             X = mixed + U
-            t += 1
         yield X

@@ -240,20 +240,13 @@ def top_k(values: np.ndarray, k: int, bits: int = 32) -> np.ndarray:
         return decoded
     for begin in range(0, len(chosen), 512):
         places = chosen[begin : begin + 512]
-        decoded[places] = _in_few_bits(values[places].astype(np.float32), bits)
+        decoded[places] = _in_two_bits(values[places].astype(np.float32))
     return decoded
 
 
-def _in_few_bits(values: np.ndarray, bits: int) -> np.ndarray:
+def _in_two_bits(values: np.ndarray) -> np.ndarray:
     sizes = np.abs(values).astype(np.float64)
-    low, high = sizes.min(), sizes.max()
-    if bits == 2:
-        above = sizes > sizes.mean()
-        low = 0.0 if low == 0 else np.float32(sizes[~above].mean())
-        high = np.float32(sizes[above].mean()) if above.any() else low
-        levels = np.where(above, high, low)
-    else:
-        count = 2 ** (bits - 1) - 1
-        step = (high - low) / count
-        levels = low + (high - low) * np.floor((sizes - low) / (step or 1.0) + 0.5) / count
-    return np.copysign(levels.astype(np.float32), values)
+    above = sizes > sizes.mean()
+    low = 0.0 if sizes.min() == 0 else np.float32(sizes[~above].mean())
+    high = np.float32(sizes[above].mean()) if above.any() else low
+    return np.copysign(np.where(above, high, low).astype(np.float32), values)

@@ -23,7 +23,7 @@ from fogdist.algorithms import (
     Neighbors,
     PushSumSGD,
 )
-from fogdist.compression import Codec, Float16, Int4, Int8, RandomK, Sign, TopK
+from fogdist.compression import Codec, Float16, Int4, Int8, Sign, TopK
 from fogdist.simulate.ranks import RowMixing
 from harness import error_of, on_ranks
 from hosts import run_on_hosts
@@ -51,22 +51,16 @@ def weighted(terms: Sequence[tuple[float, Tensor]]) -> Tensor:
     return functools.reduce(torch.add, products).to(dtype)
 
 
-def decoded_of(codec: Codec, tensor: Tensor, rank: int, counter: int) -> Tensor:
-    """Returns what others get of the tensor of `rank`."""
-    return codec.decode(codec.encode(tensor, counter=counter, rank=rank), tensor.shape, tensor.dtype)
+def decoded_of(codec: Codec, tensor: Tensor) -> Tensor:
+    """Returns what others get of the tensor."""
+    return codec.decode(codec.encode(tensor), tensor.shape, tensor.dtype)
 
 
-def expected_at(
-    codec: Codec, plan: NeighborPlan, x: list[Tensor], counter: int, how: str
-) -> tuple[Tensor, Tensor]:
+def expected_at(codec: Codec, plan: NeighborPlan, x: list[Tensor], how: str) -> tuple[Tensor, Tensor]:
     """Returns the result of an exchange at the plan's rank, and its own decoded message."""
     rank = plan.rank
-    terms = [
-        (weight, decoded_of(codec, x[source], source, counter))
-        for source, weight in plan.sources
-        if weight != 0
-    ]
-    mine = decoded_of(codec, x[rank], rank, counter)
+    terms = [(weight, decoded_of(codec, x[source])) for source, weight in plan.sources if weight != 0]
+    mine = decoded_of(codec, x[rank])
     if how == "conserve":
         terms += [(plan.self_weight - 1, mine), (1.0, x[rank])]
     else:
@@ -108,7 +102,7 @@ def test_the_result_is_the_sum_of_the_decoded_tensors(codec: Codec, how: str) ->
     check_sums(codec, how, 5, DTYPES if how == "exact" else [torch.float32], SIZES)
 
 
-LARGE = list(zip([Int8(stochastic=True), Float16(), Sign(block=1024), TopK(0.3)], HOW, strict=True))
+LARGE = list(zip([Int8(), Float16(), Sign(block=1024), TopK(0.3)], HOW, strict=True))
 
 
 @pytest.mark.parametrize(("codec", "how"), LARGE, ids=str)
@@ -127,10 +121,8 @@ def check_sums(
 ) -> VirtualWorld:
     """Compares exchanges of tensors of all these dtypes and sizes with the sums of the decoded tensors."""
     world = VirtualWorld(size, ranks_per_host=2, seed=3, most_delay=4, confirm=how == "in place")
-    counter = 10
     for dtype in dtypes:
         for numel in numels:
-            counter += 1
             x = [make_input(rank, dtype, numel) for rank in range(size)]
             given = [tensor.clone() for tensor in x]
             own = [torch.full_like(tensor, math.nan) for tensor in x]
@@ -141,7 +133,6 @@ def check_sums(
                     output=given[rank] if how == "in place" else None,
                     compression=codec.backend,
                     decoded=own[rank] if how == "decoded" else None,
-                    counter=counter,
                     conserve=how == "conserve",
                 )
                 for rank, group in enumerate(world.groups)
@@ -150,7 +141,7 @@ def check_sums(
             for rank, work in enumerate(works):
                 assert work.is_completed()
                 (result,) = work.result()
-                expected, mine = expected_at(codec, plan_at(rank, size), x, counter, how)
+                expected, mine = expected_at(codec, plan_at(rank, size), x, how)
                 torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
                 if how == "decoded":
                     torch.testing.assert_close(own[rank], mine, rtol=0, atol=0)
@@ -161,7 +152,7 @@ def check_sums(
     return world
 
 
-@pytest.mark.parametrize("codec", [Int8(), TopK(0.02), RandomK(0.1)], ids=repr)
+@pytest.mark.parametrize("codec", [Int8(), TopK(0.02)], ids=repr)
 def test_the_mean_is_conserved(codec: Codec) -> None:
     size, numel = 8, 20_000
     world = VirtualWorld(size, seed=1, most_delay=3)
@@ -184,31 +175,18 @@ def test_the_mean_is_conserved(codec: Codec) -> None:
 def test_lists_are_one_message_of_each_dtype() -> None:
     size = 3
     world = VirtualWorld(size, ranks_per_host=3)
-    codec = Int8(block=8, stochastic=True)
+    codec = Int8(block=8)
     x = [
         [make_input(r, d, n) for d, n in ((torch.float32, 50), (torch.float16, 7), (torch.float32, 9))]
         for r in range(size)
     ]
-    for r, work in enumerate(exchange(world, x, [codec] * size, counter=6)):
+    for r, work in enumerate(exchange(world, x, [codec] * size)):
         outputs = work.result()
         floats = [torch.cat([x[s][0], x[s][2]]) for s in range(size)]
-        expected, _ = expected_at(codec, ring(r, size), floats, 6, "exact")
+        expected, _ = expected_at(codec, ring(r, size), floats, "exact")
         assert torch.equal(torch.cat([outputs[0], outputs[2]]), expected)
-        expected, _ = expected_at(codec, ring(r, size), [x[s][1] for s in range(size)], 6 | 1 << 32, "exact")
+        expected, _ = expected_at(codec, ring(r, size), [x[s][1] for s in range(size)], "exact")
         assert torch.equal(outputs[1], expected)
-
-
-def test_a_given_counter_does_not_count() -> None:
-    """The group's own numbers of exchanges go on as if the exchange with a given one had not been, and are none of a caller's."""
-    size, codec = 2, RandomK(0.1)
-    world = VirtualWorld(size)
-    x = [make_input(r, torch.float32, 1000) for r in range(size)]
-    own = 1024 << 32
-    for given, used in ((None, own), (7, 7), (0, 0), (None, own + 1)):
-        for r, work in enumerate(exchange(world, x, [codec] * size, counter=given)):
-            assert torch.equal(work.result()[0], expected_at(codec, ring(r, size), x, used, "exact")[0]), (
-                given
-            )
 
 
 @pytest.mark.parametrize("codec", [Int8(), Sign(), TopK(0.1)], ids=repr)
@@ -225,7 +203,7 @@ def test_machines_encode_the_slices_of_their_means(codec: Codec, conserve: bool)
     ]
     works = [
         group.hierarchical_neighbor_allreduce(
-            x[r], machines, plans[r // local], compression=codec.backend, counter=1, conserve=conserve
+            x[r], machines, plans[r // local], compression=codec.backend, conserve=conserve
         )
         for r, group in enumerate(world.groups)
     ]
@@ -236,30 +214,16 @@ def test_machines_encode_the_slices_of_their_means(codec: Codec, conserve: bool)
         (result,) = work.result()
         for begin, end in ((0, cut), (cut, numel)):
             slices = [mean[begin:end] for mean in means]
-            expected, _ = expected_at(codec, plans[machine], slices, 1, "conserve" if conserve else "exact")
+            expected, _ = expected_at(codec, plans[machine], slices, "conserve" if conserve else "exact")
             torch.testing.assert_close(result[begin:end], expected, rtol=0, atol=0)
-
-
-def test_each_exchange_has_its_own_random_numbers() -> None:
-    codec = Int8(stochastic=True)
-    results = []
-    for _ in range(2):
-        world = VirtualWorld(2)
-        x = [make_input(r, torch.float32, 1000) for r in range(2)]
-        for _ in range(2):
-            results.append(exchange(world, x, [codec] * 2)[0].result()[0])
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])  # runs repeat
-    assert not torch.equal(results[0], results[1])
 
 
 DIFFERENT: list[list[Codec | None]] = [
     [Int8(), Int8(block=64)],
     [Int8(), None],
     [TopK(0.01), TopK(0.02)],
-    [Int8(seed=1, stochastic=True), Int8(seed=2, stochastic=True)],
     # The text in a header is short, but ends with a hash of all of it.
     [TopK(fraction) for fraction in (0.12345678901234567, 0.12345678901234569)],
-    [RandomK(fraction, seed=4_000_000_000) for fraction in (0.12345678901234567, 0.123456789012346)],
 ]
 
 
@@ -287,7 +251,7 @@ def test_every_form_takes_a_codec() -> None:
             x = [make_input(r, torch.float32, numel) for r in range(size)]
             others = [(rank - 1) % size, (rank + 1) % size]
             plan = NeighborPlan(rank, size, 0.5, sorted((o, 0.25) for o in others), [])
-            expected, _ = expected_at(codec, plan, x, 0, "exact")
+            expected, _ = expected_at(codec, plan, x, "exact")
             weights: dict[str, Any] = {
                 "self_weight": 0.5,
                 "src_weights": dict.fromkeys(others, 0.25),
@@ -331,7 +295,6 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
         ({"compression": codec, "decoded": torch.ones(9)}, "decoded.*shape"),
         ({"compression": codec, "decoded": x.double()}, "decoded.*dtype"),
         ({"compression": codec, "decoded": x.clone(), "conserve": True}, "conserve.*decoded"),
-        ({"compression": codec, "counter": 1 << 32}, "counter.*4294967296"),
     ):
         with pytest.raises(ValueError, match=words):
             backend.neighbor_allreduce(x, plan, **wrong)
@@ -362,7 +325,7 @@ def test_algorithms_mix_compressed_values() -> None:
     plan = NeighborPlan(rank, size, 1 / 3, sources, [])
     with Checks() as checks:
         for codec in (Int8(), Float16()):
-            expected, _ = expected_at(codec, plan, x, 0, "conserve")
+            expected, _ = expected_at(codec, plan, x, "conserve")
             for algorithm in (DecentralizedSGD, GradientTracking):
                 model, plain = at_rest(x[rank])
                 step(
@@ -396,10 +359,7 @@ def test_ranks_compare_the_codecs_of_algorithms() -> None:
             refusing(optimizer(model.parameters(), lr=0.1), model, topology=Neighbors(compression=Int8()))
     with pytest.raises(TypeError, match="compression must be a codec"):
         Machines(compression=8)  # type: ignore[arg-type]
-    assert (
-        repr(Machines(compression=Int8()))
-        == "Machines(compression=Int8(block=256, stochastic=False, seed=0))"
-    )
+    assert repr(Machines(compression=Int8())) == "Machines(compression=Int8(block=256))"
 
 
 def test_virtual_ranks_refuse_codecs() -> None:
@@ -420,7 +380,7 @@ def exchange_between_hosts(numel: int) -> None:
     plan = NeighborPlan(rank, size, 0.4, [(r, 0.6 / len(others)) for r in others], [])
     with Checks() as checks:
         for codec in (Int8(), Float16(), TopK(0.3), Sign()):
-            expected, _ = expected_at(codec, plan, x, 0, "exact")
+            expected, _ = expected_at(codec, plan, x, "exact")
             for given in (x[rank], [x[rank]]):
                 found = fogdist.neighbor_allreduce(
                     given,
@@ -450,8 +410,8 @@ def exchange_between_machines(numel: int) -> None:
     plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [])
     for begin, end in ((0, cut), (cut, numel)):
         slices = [mean[begin:end] for mean in means]
-        assert torch.equal(found[begin:end], expected_at(Int8(), plan, slices, 0, "exact")[0])
-        conserved, _ = expected_at(Int8(), plan, slices, 0, "conserve")
+        assert torch.equal(found[begin:end], expected_at(Int8(), plan, slices, "exact")[0])
+        conserved, _ = expected_at(Int8(), plan, slices, "conserve")
         torch.testing.assert_close(model.weight.detach()[0, begin:end], conserved, rtol=1e-6, atol=1e-6)
 
 

@@ -394,7 +394,7 @@ def test_bad_arguments() -> None:
     x = torch.ones(4, device=device)
     with window_of(x) as window:
         assert f"4,) torch.float32 on {device}, staged, open" in repr(window)
-        message = rf"win_put: tensor: got a tensor on cpu; allowed are tensors on {device}"
+        message = rf"Window.put: tensor: got a tensor on cpu; allowed are tensors on {device}"
         with pytest.raises(ValueError, match=message):
             window.put(torch.ones(4))
         kept = x.data

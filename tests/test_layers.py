@@ -37,20 +37,19 @@ MORE = {
     # It joins a job and makes the engine of that job.
     "engine/process_engine": {"transport/shared_memory", "transport/tcp"},
     # It makes the parts of the transport, whose addresses the ranks tell each other.
-    "engine/meeting": {"transport/shared_memory", "transport/tcp"},
+    "engine/group_setup": {"transport/shared_memory", "transport/tcp"},
     # A process that joins makes its links and connections before it has a transport.
     "engine/joining": {"transport/shared_memory", "transport/tcp"},
     # The memory of operations is in the arena.
-    "engine/operation_transfers": {"transport/shared_memory"},
+    "engine/operation": {"transport/shared_memory"},
     # Other processes read it as an anonymous file.
     "engine/flight_record": {"transport/shared_memory"},
     # Received parts are in the arena.
-    "transport/tcp/data": {"transport/shared_memory"},
+    "transport/tcp/channel": {"transport/shared_memory"},
     # The pool for RMA is a block of the arena, so that neighbors on the host can map it too; copies are there as well.
     "transport/mpi/remote_memory": {"transport/shared_memory"},
+    # Headers, and data for which there are no slots, go by the wire.
     "transport/mpi/notified_puts": {"transport/shared_memory", "transport/tcp"},
-    # Its headers, and data for which there are no slots, go by the wire.
-    "transport/mpi/put_arrivals": {"transport/tcp"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
     # Tensors of lists and results are in the arena.

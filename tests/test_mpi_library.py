@@ -170,7 +170,7 @@ def test_a_call_of_rma_that_does_not_return(
     """The operation ends with an error that names the call and the peer."""
     world = new_world(2, environment=RMA | library("stuck_mpi.c"), finalizing=None)
     message = world.run(get_stuck_by_rma, call, by_window)[0]
-    operation = "win_put" if by_window else "neighbor_allreduce"
+    operation = "Window.put" if by_window else "neighbor_allreduce"
     assert re.search(rf"{operation}.*{call} with rank 1", message), message
     world.close()
 

@@ -70,5 +70,5 @@ def train_alone(mode: str, exchanges: bool) -> set[str]:
 def test_a_rank_alone_exchanges_if_asked(worlds: WorldPool, mode: str) -> None:
     assert worlds(1).run(train_alone, mode, False) == [set()]
     (names,) = worlds(1).run(train_alone, mode, True)
-    kinds = {"gradient": "fog:all_reduce", "pull_get": "fog:win_get", "win_put": "fog:win_put"}
+    kinds = {"gradient": "fog:all_reduce", "pull_get": "fog:Window.get", "win_put": "fog:Window.put"}
     assert kinds.get(mode, "fog:neighbor_allreduce") in names

@@ -130,7 +130,7 @@ def test_a_training_in_the_timeline(new_world, tmp_path, variable):
         own = [event for event in events if event["pid"] == rank]
         count = {name: len(slices(own, name)) for name in {event["name"] for event in own}}
         assert count["neighbor_allreduce"] >= 3 + 4 and count["combined"] >= 3 + 4
-        assert count["win_put"] == 1 and count["win_update"] == 1 and count["send/recv"] == 2
+        assert count["Window.put"] == 1 and count["Window.update"] == 1 and count["send/recv"] == 2
         assert count["forward"] == 2 and count["gradient"] == 2 and count["step"] == 2
         # The wait for an exchange belongs to the step, not to the gradients before it.
         for gradient, waiting in zip(slices(own, "gradient"), slices(own, "end of an exchange"), strict=True):
@@ -144,7 +144,7 @@ def test_a_training_in_the_timeline(new_world, tmp_path, variable):
         first = slices(own, "neighbor_allreduce")[0]["args"]
         assert first["what"] == "neighbor_allreduce(float32[1048576])" and first["wait_us"]
         assert set(first["wait_us"]) <= {str(other) for other in range(size) if other != rank}
-        (put,) = slices(own, "win_put")
+        (put,) = slices(own, "Window.put")
         assert put["args"]["bytes"] == 4000 * len(put["args"]["ranks"])
     # No message arrives before it was sent, and the last one of each operation has an arrow.
     arrows = defaultdict(dict)

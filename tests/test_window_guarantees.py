@@ -549,7 +549,7 @@ def mutex_of_operations(interface: str) -> None:
     dist.barrier()
     if last:
         message = error_of(window.hold([0], own=True, timeout=SHORT).__enter__)
-        assert "win_mutex of window 'w'" in message and f"owner {LAST} and rank 0" in message, message
+        assert "Window.mutex of window 'w'" in message and f"owner {LAST} and rank 0" in message, message
         late = [(0, 1.0)]
         assert "timed out" in error_of(lambda: window.raw.update(1.0, late, mutex=True, timeout=SHORT))
     dist.barrier()
@@ -646,7 +646,7 @@ def free_in_different_orders() -> None:
     dist.barrier()
     first, second = windows if rank == 0 else windows[::-1]
     message = (
-        rf"win_free of window '{first.name}' .* timed out.*not there: .*\b{int(rank == 0)}\b.*same order"
+        rf"Window.free of window '{first.name}' .* timed out.*not there: .*\b{int(rank == 0)}\b.*same order"
     )
     with pytest.raises(dist.DistBackendError, match=message):
         first.free(timedelta(milliseconds=300))
@@ -713,11 +713,11 @@ def end_in_any_order(interface: str, how: str) -> None:
     elif how == "one frees, one destroys" and rank == 1:
         assert waiting is not None and not waiting.done()
         dist.destroy_process_group()
-        assert "win_put" in (message := error_of(waiting.wait)) or "win_mutex" in message, message
+        assert "Window.put" in (message := error_of(waiting.wait)) or "Window.mutex" in message, message
         with pytest.raises(RuntimeError, match="destroyed"):
             windows[0].put(x)
     elif how == "one frees, one destroys" and rank == LAST:
-        assert "win_free of window 'w2'" in error_of(lambda: windows[2].free(timedelta(milliseconds=300)))
+        assert "Window.free of window 'w2'" in error_of(lambda: windows[2].free(timedelta(milliseconds=300)))
     elif how == "drop":
         globals().pop("kept")
         del windows, held, waiting, works
@@ -774,7 +774,7 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
         message = error_of(lambda: window.write(kind, value.fill_(10 + rank), keep=0.5).wait())
         assert time.monotonic() < deadline, "the loss was not noticed"
     assert value.eq(10 + rank).all(), "the failed operation has scaled it"
-    assert f"win_{kind} of window 'w' of group" in message and f"rank {victim}" in message, message
+    assert f"Window.{kind} of window 'w' of group" in message and f"rank {victim}" in message, message
 
     def on_all(skip_lost: bool) -> Iterator[str]:
         yield error_of(lambda: window.put(value, skip_lost=skip_lost))

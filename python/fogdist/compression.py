@@ -5,8 +5,8 @@ an algorithm, as in ``Neighbors(compression=Int8())``. All ranks of an exchange 
 docs/compression.md compares the codecs, and says when which one pays.
 
 Codecs take float16, bfloat16, float32 and float64, of any shape and size, on any device. All except `TopK` with its 32
-bits and `RandomK` compute in float32; a float64 is rounded to float32 first. No codec turns a NaN or an infinity into a
-finite number, except for elements that `TopK` and `RandomK` do not send.
+bits compute in float32; a float64 is rounded to float32 first. No codec turns a NaN or an infinity into a finite number,
+except for elements that `TopK` does not send.
 """
 
 from __future__ import annotations
@@ -35,12 +35,9 @@ __all__ = [
     "Float16",
     "Int4",
     "Int8",
-    "RandomK",
     "Sign",
     "TopK",
 ]
-
-_SEEDS = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -56,9 +53,6 @@ class Codec(abc.ABC):
         for each in fields(self):
             value = _checked(each.name, getattr(self, each.name), each.metadata["allowed"])
             object.__setattr__(self, each.name, value)
-        seed = getattr(self, "seed", 0)
-        if not 0 <= seed < _SEEDS:
-            raise ValueError(f"seed must be from 0 to {_SEEDS - 1}, got {seed}")
         _ = self.backend  # checks the rest
 
     @property
@@ -83,23 +77,20 @@ class Codec(abc.ABC):
         """
         return self.backend.bytes(dtype, _within("numel", numel, 1 << 56))
 
-    def encode(self, tensor: Tensor, *, counter: int = 0, rank: int = 0) -> Tensor:
+    def encode(self, tensor: Tensor) -> Tensor:
         """Returns the message for a tensor, of dtype uint8.
 
         Args:
             tensor: On any device; the message has the same bytes on all of them, and is on the tensor's.
-            counter: The number of the exchange, below 2^44, which selects the random numbers, if there are any.
-            rank: The sender's rank, likewise, below 2^20.
 
         Raises:
-            TypeError: `tensor` is no dense torch.Tensor, or a number is no integer.
-            ValueError: The codec does not take its dtype; a number out of its range.
+            TypeError: `tensor` is no dense torch.Tensor.
+            ValueError: The codec does not take its dtype.
         """
-        counter, rank = _within("counter", counter, 1 << 44), _within("rank", rank, 1 << 20)
         source = plain(dense(tensor))
         size = self.bytes(source.numel(), source.dtype)
         message = torch.empty(size, dtype=torch.uint8, device=source.device)
-        self.backend.encode(source, message, counter, rank)
+        self.backend.encode(source, message)
         return message
 
     def decode(
@@ -158,14 +149,12 @@ def _checked(name: str, value: Any, allowed: str) -> Any:
         if abs(number) >= 1 << 63:  # the backend could not name it
             raise ValueError(f"{name} must be less than 2^63 in magnitude, got {number}")
         return number
-    kind = bool if allowed == "True or False" else numbers.Real
-    if not isinstance(value, kind) or (kind is numbers.Real and isinstance(value, bool)):
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    if isinstance(value, numbers.Real):
-        try:
-            float(value)
-        except OverflowError:
-            raise ValueError(f"{name} must be a number that a float can hold, got {value!r}") from None
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that a float can hold, got {value!r}") from None
     return value
 
 
@@ -250,34 +239,27 @@ class _Blocks(Codec):
 
     Args:
         block: The number of elements of a block: a multiple of 8, from 8 to 8192.
-        stochastic: Whether values are rounded up or down at random, so that they are right on average, instead of to
-            nearest. Random numbers depend on the seed, the sender's rank and the number of its compressed exchanges.
-        seed: From 0 to 2^32 - 1.
     """
 
     block: int = _argument(256, "an integer")
-    stochastic: bool = _argument(False, "True or False")
-    seed: int = _argument(0, "an integer")
 
 
 class _Integers(_Blocks):
     _bits: ClassVar[int]
 
     def _make(self) -> _C.Codec:
-        return _backend().integers(self._bits, self.block, self.stochastic, self.seed)
+        return _backend().integers(self._bits, self.block)
 
 
 @dataclass(frozen=True)
 class Int8(_Integers):
     """Whole multiples of a scale of the block, from -127 to 127: 1 byte an element, and 4 bytes a block.
 
-    The scale s is the largest magnitude of the block divided by 127. The error is at most ``s / 2``, or s if
-    `stochastic` (Alistarh et al., "QSGD", NeurIPS 2017). A block with a NaN or an infinity becomes NaN.
+    The scale s is the largest magnitude of the block divided by 127. The error is at most ``s / 2``. A block with a NaN
+    or an infinity becomes NaN.
 
     Args:
         block: A multiple of 8, from 8 to 8192.
-        stochastic: Whether to round at random, right on average.
-        seed: Of the random numbers, from 0 to 2^32 - 1.
     """
 
     _bits = 8
@@ -295,24 +277,41 @@ class Sign(_Blocks):
     """The sign of each element, and a scale of the block: 1 bit an element, and 4 bytes a block.
 
     The scale is the mean magnitude m of the block, for which the sum of squared errors is least; the error is ``||x| -
-    m|`` (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). If `stochastic`, it is the largest magnitude
-    s, and an element becomes s with probability ``(1 + x / s) / 2``, which is right on average. A block with a NaN or
-    an infinity becomes NaN. Zeros become plus or minus the scale.
+    m|`` (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). A block with a NaN or an infinity becomes NaN.
+    Zeros become plus or minus the scale.
 
     Args:
         block: A multiple of 8, from 8 to 8192.
-        stochastic: Whether to choose signs at random, right on average.
-        seed: Of the random numbers, from 0 to 2^32 - 1.
     """
 
     def _make(self) -> _C.Codec:
-        return _backend().sign(self.block, self.stochastic, self.seed)
+        return _backend().sign(self.block)
 
 
 @dataclass(frozen=True)
-class _Sparse(Codec):
+class TopK(Codec):
+    """The elements of largest magnitude, exactly or in 2 bits, and their places; the others become 0.
+
+    The squared error is at most ``1 - k / numel`` of the tensor's squared norm (Stich et al., "Sparsified SGD with
+    memory", NeurIPS 2018). Places take about ``2 + log2(numel / k)`` bits each. NaN and infinity count as larger than
+    numbers, so up to k of them arrive. Of a list of tensors, the elements of all tensors of one dtype are one message.
+
+    In 2 bits, the values are cut into blocks of 512 in the order of their places, with 8 bytes more a block. A block has
+    2 magnitudes: the mean of those up to the mean m of all, or 0 if there is a zero, and the mean of those above m. The
+    error of a value is then at most the larger of ``m - low`` and ``high - m``, where low and high are the least and the
+    largest magnitude of the block. Zeros stay zeros, and the norm of the error is at most that of the tensor. A block
+    with a NaN or an infinity becomes NaN. (Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo",
+    2025, arXiv 2508.15706, sends 1 to 3% in 2 bits.)
+
+    Args:
+        fraction: The share of the elements to send: more than 0, at most 1.
+        k: Or their number.
+        bits: Of a value: 2; or 32, for exact values, in the tensor's dtype.
+    """
+
     fraction: float | None = _argument(None, "a real number or None")
     k: int | None = _argument(None, "an integer or None")
+    bits: int = _argument(32, "an integer")
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.k is None):
@@ -334,56 +333,10 @@ class _Sparse(Codec):
         fraction, k = self._which()
         return min(numel, k or math.ceil(fraction * numel))
 
-
-@dataclass(frozen=True)
-class TopK(_Sparse):
-    """The elements of largest magnitude, exactly or in few bits, and their places; the others become 0.
-
-    The squared error is at most ``1 - k / numel`` of the tensor's squared norm (Stich et al., "Sparsified SGD with
-    memory", NeurIPS 2018). Places take about ``2 + log2(numel / k)`` bits each. NaN and infinity count as larger than
-    numbers, so up to k of them arrive. Of a list of tensors, the elements of all tensors of one dtype are one message.
-
-    With `bits` of 2, 4 or 8, the values are cut into blocks of 512 in the order of their places, with 8 bytes more a
-    block. With 2 bits, a block has 2 magnitudes: the mean of those up to the mean m of all, or 0 if there is a zero, and
-    the mean of those above m. The error of a value is then at most the larger of ``m - low`` and ``high - m``, where low
-    and high are the least and the largest magnitude of the block. With 4 and 8 bits there are 8 and 128 magnitudes from
-    low to high, and the error is at most ``(high - low) / (2^bits - 2)``. Zeros stay zeros, and the norm of the error is
-    at most that of the tensor. A block with a NaN or an infinity becomes NaN. (Sarfi et al., "Communication Efficient
-    LLM Pre-training with SparseLoCo", 2025, arXiv 2508.15706, sends 1 to 3% in 2 bits.)
-
-    Args:
-        fraction: The share of the elements to send: more than 0, at most 1.
-        k: Or their number.
-        bits: Of a value: 2, 4 or 8; or 32, for exact values, in the tensor's dtype.
-    """
-
-    bits: int = _argument(32, "an integer")
-
     def _make(self) -> _C.Codec:
-        if self.bits not in (2, 4, 8, 32):
-            raise ValueError(f"bits must be 2, 4, 8 or 32, got {self.bits}")
+        if self.bits not in (2, 32):
+            raise ValueError(f"bits must be 2 or 32, got {self.bits}")
         return _backend().top_k(*self._which(), self.bits)
-
-
-@dataclass(frozen=True)
-class RandomK(_Sparse):
-    """Random elements, exactly; the others become 0. Their places follow from the seed and are not sent.
-
-    The tensor is cut into k parts of nearly equal size, and a random element of each is sent. On average the squared
-    error is at most ``1 - 1 / ceil(numel / k)`` of the tensor's squared norm. Values are not multiplied by ``numel /
-    k``.
-
-    Args:
-        fraction: The share of the elements to send: more than 0, at most 1.
-        k: Or their number.
-        seed: From 0 to 2^32 - 1. The places also depend on the sender's rank and the number of its compressed
-            exchanges.
-    """
-
-    seed: int = _argument(0, "an integer")
-
-    def _make(self) -> _C.Codec:
-        return _backend().random_k(*self._which(), self.seed)
 
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names

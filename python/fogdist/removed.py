@@ -128,7 +128,7 @@ REMOVED: dict[str, dict[str, str]] = {
     "fogdist.checkpoint": dict.fromkeys(
         ("save_nonblocking", "Saving"), "save waits until its files are written"
     ),
-    "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
+    "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS, "RandomK": _CODECS},
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
         "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",

@@ -19,6 +19,12 @@ void check_numel(const char* op, const char* argument, const at::Tensor& tensor,
       " elements); allowed is one of ", numel, " elements");
 }
 
+void check_count(const char* op, const char* argument, const std::vector<at::Tensor>& tensors, int size, const char* where) {
+  TORCH_CHECK_VALUE(
+      static_cast<int>(tensors.size()) == size, op, ": ", argument, ": got ", tensors.size(), " tensors", where,
+      "; allowed is one for each of the ", size, " ranks");
+}
+
 double factor_of(const c10d::ReduceOp& op) {
   if (op.op_ != c10d::ReduceOp::PREMUL_SUM) {
     return 1.0;

@@ -22,6 +22,9 @@ void check_same(const char* op, const char* argument, const at::Tensor& tensor, 
 // Throws ValueError unless `tensor` has `numel` elements.
 void check_numel(const char* op, const char* argument, const at::Tensor& tensor, int64_t numel);
 
+// Throws ValueError unless there is one tensor for each rank. `where`: "", or " on the root".
+void check_count(const char* op, const char* argument, const std::vector<at::Tensor>& tensors, int size, const char* where = "");
+
 // PREMUL_SUM's factor, 1 for every other reduction.
 double factor_of(const c10d::ReduceOp& op);
 

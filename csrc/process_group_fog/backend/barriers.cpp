@@ -3,6 +3,7 @@
 
 #include <ATen/DeviceAccelerator.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include "core/deadline.hpp"
 #include "collectives/barrier.hpp"
@@ -20,15 +21,6 @@ namespace {
 // Only rank 0 knows the missing ranks. The timeouts of the other ranks end at about the same time: they wait this much
 // longer for rank 0's report before they report their own error.
 constexpr auto kReportTime = std::chrono::milliseconds(1000);
-
-// "Ranks 1, 3"
-std::string name_ranks(const std::vector<int>& ranks, bool all) {
-  std::string text = all ? "Ranks " : "Rank ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 } // namespace
 
@@ -83,7 +75,7 @@ void ProcessGroupFog::monitoredBarrier(const c10d::BarrierOptions& options, bool
     C10_THROW_ERROR(
         DistBackendError,
         c10::str(
-            name_ranks(missing, wait_all_ranks), " failed to pass monitoredBarrier in ", timeout.count(),
+            wait_all_ranks ? "Ranks " : "Rank ", c10::Join(", ", missing), " failed to pass monitoredBarrier in ", timeout.count(),
             " ms: ", error.what_without_backtrace()));
   }
 }

@@ -60,10 +60,8 @@ std::optional<Tensors> as_list(std::optional<OneOrMore> given) {
   return given ? std::make_optional(as_list(std::move(*given))) : std::nullopt;
 }
 
-using Counter = std::optional<uint64_t>;
-
-ProcessGroupFog::Compression compression_of(fog::BoundCodec codec, std::optional<OneOrMore> decoded, Counter counter, bool conserve) {
-  return {std::move(codec), as_list(std::move(decoded)), counter, conserve};
+ProcessGroupFog::Compression compression_of(fog::BoundCodec codec, std::optional<OneOrMore> decoded, bool conserve) {
+  return {std::move(codec), as_list(std::move(decoded)), conserve};
 }
 
 ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Timeout timeout, bool waits = false) {
@@ -197,11 +195,11 @@ PYBIND11_MODULE(_C, module) {
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
-             Confirm confirm, Timeout timeout, fog::BoundCodec compression, std::optional<OneOrMore> decoded, Counter counter,
+             Confirm confirm, Timeout timeout, fog::BoundCodec compression, std::optional<OneOrMore> decoded,
              bool conserve) -> WorkPtr {
             return self.neighbor_allreduce(
                 as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout),
-                compression_of(std::move(compression), std::move(decoded), counter, conserve));
+                compression_of(std::move(compression), std::move(decoded), conserve));
           },
           py::arg("tensor"),
           py::arg("plan"),
@@ -212,7 +210,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("timeout") = py::none(),
           py::arg("compression") = py::none(),
           py::arg("decoded") = py::none(),
-          py::arg("counter") = py::none(),
           py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
@@ -238,7 +235,7 @@ PYBIND11_MODULE(_C, module) {
              std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout, bool conserve) -> Tensors {
             const auto work = self.neighbor_allreduce(
                 as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true),
-                compression_of(std::move(compression), std::nullopt, std::nullopt, conserve));
+                compression_of(std::move(compression), std::nullopt, conserve));
             work->wait();
             return work->result();
           },
@@ -256,10 +253,10 @@ PYBIND11_MODULE(_C, module) {
           "hierarchical_neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
              std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout, fog::BoundCodec compression,
-             Counter counter, bool conserve) -> WorkPtr {
+             bool conserve) -> WorkPtr {
             return self.hierarchical_neighbor_allreduce(
                 as_list(std::move(tensor)), std::move(machines), plan, as_list(std::move(output)),
-                call_options(std::move(name), confirm, timeout), compression_of(std::move(compression), std::nullopt, counter, conserve));
+                call_options(std::move(name), confirm, timeout), compression_of(std::move(compression), std::nullopt, conserve));
           },
           py::arg("tensor"),
           py::arg("machines"),
@@ -270,7 +267,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
           py::arg("compression") = py::none(),
-          py::arg("counter") = py::none(),
           py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(

@@ -39,7 +39,7 @@ void check_message(const char* op, const at::Tensor& message, size_t bytes) {
       ": message: got ", message.numel(), " elements of ", message.scalar_type(), "; allowed are ", bytes, " contiguous ones of uint8");
 }
 
-void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, uint64_t counter, uint32_t rank, bool by_operations) {
+void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, bool by_operations) {
   constexpr const char* kOp = "encode";
   const auto device = where_is(tensor);
   check_tensor(kOp, "tensor", tensor, device);
@@ -51,10 +51,10 @@ void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, ui
   const auto given = tensor.contiguous();
   if (!device.is_cpu() || by_operations) {
     const c10::OptionalDeviceGuard guard(device);
-    self.encode_tensor(given.view(-1), {counter, rank}, message.view(-1));
+    self.encode_tensor(given.view(-1), message.view(-1));
     return;
   }
-  self.encode(given.scalar_type(), given.const_data_ptr(), numel, {counter, rank}, message.mutable_data_ptr<uint8_t>());
+  self.encode(given.scalar_type(), given.const_data_ptr(), numel, message.mutable_data_ptr<uint8_t>());
 }
 
 // Checks a message of a codec that sends places, on the host.
@@ -91,29 +91,16 @@ void bind_codecs(py::module_& module) {
       .def_static("float16", [] { return bound(codecs::float16()); })
       .def_static("bfloat16", [] { return bound(codecs::bfloat16()); })
       .def_static(
-          "integers",
-          [](int bits, int64_t block, bool stochastic, uint64_t seed) {
-            return bound(codecs::integers(bits, block, stochastic, seed));
-          },
-          py::arg("bits"), py::arg("block"), py::arg("stochastic"), py::arg("seed"))
+          "integers", [](int bits, int64_t block) { return bound(codecs::integers(bits, block)); }, py::arg("bits"), py::arg("block"))
       .def_static(
-          "sign", [](int64_t block, bool stochastic, uint64_t seed) { return bound(codecs::sign(block, stochastic, seed)); },
-          py::arg("block"), py::arg("stochastic"), py::arg("seed"))
+          "sign", [](int64_t block) { return bound(codecs::sign(block)); }, py::arg("block"))
       .def_static(
           "top_k", [](double fraction, int64_t k, int bits) { return bound(codecs::top_k(fraction, k, bits)); }, py::arg("fraction"),
           py::arg("k"), py::arg("bits"))
-      .def_static(
-          "random_k", [](double fraction, int64_t k, uint64_t seed) { return bound(codecs::random_k(fraction, k, seed)); },
-          py::arg("fraction"), py::arg("k"), py::arg("seed"))
       .def_property_readonly("text", &Codec::text)
       .def("bytes", &bytes_of, py::arg("dtype"), py::arg("numel"))
-      .def(
-          "encode", &encode, py::arg("tensor"), py::arg("message"), py::arg("counter") = 0, py::arg("rank") = 0,
-          py::arg("by_operations") = false, release_gil)
+      .def("encode", &encode, py::arg("tensor"), py::arg("message"), py::arg("by_operations") = false, release_gil)
       .def("decode", &decode, py::arg("message"), py::arg("output"), py::arg("by_operations") = false, release_gil);
-  module.def(
-      "philox", [](const codecs::PhiloxCounter& counter, uint64_t key) { return codecs::philox(counter, key); }, py::arg("counter"),
-      py::arg("key"));
 }
 
 } // namespace fog

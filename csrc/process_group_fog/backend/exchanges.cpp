@@ -10,7 +10,7 @@
 #include "collectives/alltoall.hpp"
 #include "collectives/gather.hpp"
 #include "collectives/scatter.hpp"
-#include "core/overlap.hpp"
+#include "core/tensor_checks.hpp"
 #include "backend/staging.hpp"
 
 namespace fog {
@@ -20,19 +20,33 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
 
-void check_allgather(const std::vector<at::Tensor>& outputs, const at::Tensor& input, int rank, int size) {
-  check_tensor("allgather", "inputs", input);
-  TORCH_CHECK_VALUE(
-      static_cast<int>(outputs.size()) == size, "allgather: outputs: got ", outputs.size(), " tensors; allowed is one for each of the ",
-      size, " ranks");
-  for (const auto& output : outputs) {
-    check_output("allgather", "outputs", output);
-    check_same("allgather", "outputs", output, input);
-    check_numel("allgather", "outputs", output, input.numel());
+// Checks the tensors that take, or give, one rank's part each, against this rank's own one.
+void check_parts(
+    const char* op, const char* argument, const std::vector<at::Tensor>& parts, bool are_outputs, const at::Tensor& own, int rank) {
+  for (const auto& part : parts) {
+    are_outputs ? check_output(op, argument, part) : check_tensor(op, argument, part);
+    check_same(op, argument, part, own);
+    check_numel(op, argument, part, own.numel());
   }
-  check_disjoint("allgather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
-    return static_cast<int>(place) == rank && same_memory(outputs[place], input);
-  });
+  const auto in_place = [&](size_t place) { return static_cast<int>(place) == rank && same_memory(parts[place], own); };
+  if (are_outputs) {
+    check_disjoint(op, {"outputs", parts}, {"inputs", own}, [&](size_t place, size_t) { return in_place(place); });
+  } else {
+    check_disjoint(op, {"outputs", own}, {"inputs", parts}, [&](size_t, size_t place) { return in_place(place); });
+  }
+}
+
+// The root's list, of a tensor for each rank; empty on other ranks.
+std::vector<at::Tensor> list_of_root(
+    const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists, int64_t root, int rank, int size) {
+  if (rank == root) {
+    const auto& list = only_list(op, argument, lists);
+    check_count(op, argument, list, size, " on the root");
+    return list;
+  }
+  TORCH_CHECK_VALUE(
+      lists.empty() || (lists.size() == 1 && lists[0].empty()), op, ": ", argument, ": allowed on the root only, rank ", root);
+  return {};
 }
 
 // Checks one operation, or several that are in flight together.
@@ -131,8 +145,7 @@ WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const Cal
   const auto staged = rank_ == root ? staging.input(tensor) : staging.output(tensor);
   const auto block = part_of(staged);
   auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
-  operation->keep(staged);
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::BROADCAST, "fog:broadcast", {tensor}, {tensor}}, options);
 }
 
@@ -151,21 +164,17 @@ WorkPtr ProcessGroupFog::allgather(
   }
   const auto& input = inputs[0];
   const auto& outputs = only_list("allgather", "outputs", output_lists);
-  check_allgather(outputs, input, rank_, size_);
+  check_tensor("allgather", "inputs", input);
+  check_count("allgather", "outputs", outputs, size_);
+  check_parts("allgather", "outputs", outputs, true, input, rank_);
   Staging staging;
-  const auto staged_input = staging.input(input);
   std::vector<Part> blocks;
-  std::vector<at::Tensor> staged_outputs;
   for (const auto& output : outputs) {
-    staged_outputs.push_back(staging.output(output));
-    blocks.push_back(part_of(staged_outputs.back()));
+    blocks.push_back(part_of(staging.output(output)));
   }
-  auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), std::move(blocks));
-  operation->keep(staged_input);
-  operation->set_epilogue(staging.copy_back());
-  for (const auto& staged : staged_outputs) {
-    operation->keep(staged);
-  }
+  auto operation =
+      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staging.input(input)), std::move(blocks));
+  staging.attach(*operation);
   return submit(operation, {OpType::ALLGATHER, "fog:all_gather", inputs, outputs}, call_options(options));
 }
 
@@ -175,13 +184,9 @@ WorkPtr ProcessGroupFog::_allgather_base(at::Tensor& output, at::Tensor& input, 
   }
   check_allgather_base(output, input, rank_, size_);
   Staging staging;
-  const auto staged_input = staging.input(input);
-  const auto staged_output = staging.output(output);
-  auto operation =
-      std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staged_input), parts_of(staged_output, size_));
-  operation->keep(staged_input);
-  operation->keep(staged_output);
-  operation->set_epilogue(staging.copy_back());
+  auto operation = std::make_shared<Allgather>(
+      Signature::of(OpKind::kAllgather, input), part_of(staging.input(input)), parts_of(staging.output(output), size_));
+  staging.attach(*operation);
   return submit(operation, {OpType::_ALLGATHER_BASE, "fog:_all_gather_base", {input}, {output}}, call_options(options));
 }
 
@@ -270,39 +275,17 @@ WorkPtr ProcessGroupFog::gather(
   const auto input = only_tensor("gather", "inputs", inputs);
   check_tensor("gather", "inputs", input);
   check_root("gather", options.rootRank);
+  const auto outputs = list_of_root("gather", "outputs", output_lists, options.rootRank, rank_, size_);
+  check_parts("gather", "outputs", outputs, true, input, rank_);
   Staging staging;
-  const auto staged_input = staging.input(input);
-  std::vector<at::Tensor> outputs;
-  std::vector<at::Tensor> staged_outputs;
   std::vector<Part> blocks;
-  if (rank_ == options.rootRank) {
-    outputs = only_list("gather", "outputs", output_lists);
-    TORCH_CHECK_VALUE(
-        static_cast<int>(outputs.size()) == size_, "gather: outputs: got ", outputs.size(),
-        " tensors on the root; allowed is one for each of the ", size_, " ranks");
-    for (const auto& output : outputs) {
-      check_output("gather", "outputs", output);
-      check_same("gather", "outputs", output, input);
-      check_numel("gather", "outputs", output, input.numel());
-      staged_outputs.push_back(staging.output(output));
-      blocks.push_back(part_of(staged_outputs.back()));
-    }
-    check_disjoint("gather", {"outputs", outputs}, {"inputs", input}, [&](size_t place, size_t) {
-      return static_cast<int>(place) == rank_ && same_memory(outputs[place], input);
-    });
-  } else {
-    TORCH_CHECK_VALUE(
-        output_lists.empty() || (output_lists.size() == 1 && output_lists[0].empty()),
-        "gather: outputs: allowed on the root only, rank ", options.rootRank);
+  for (const auto& output : outputs) {
+    blocks.push_back(part_of(staging.output(output)));
   }
   auto signature = Signature::of(OpKind::kGather, input);
   signature.root = static_cast<int32_t>(options.rootRank);
-  auto operation = std::make_shared<Gather>(signature, part_of(staged_input), std::move(blocks));
-  operation->keep(staged_input);
-  for (const auto& staged : staged_outputs) {
-    operation->keep(staged);
-  }
-  operation->set_epilogue(staging.copy_back());
+  auto operation = std::make_shared<Gather>(signature, part_of(staging.input(input)), std::move(blocks));
+  staging.attach(*operation);
   return submit(operation, {OpType::GATHER, "fog:gather", inputs, outputs}, call_options(options));
 }
 
@@ -333,39 +316,17 @@ WorkPtr ProcessGroupFog::scatter(
   const auto output = only_tensor("scatter", "outputs", outputs);
   check_output("scatter", "outputs", output);
   check_root("scatter", options.rootRank);
+  const auto inputs = list_of_root("scatter", "inputs", input_lists, options.rootRank, rank_, size_);
+  check_parts("scatter", "inputs", inputs, false, output, rank_);
   Staging staging;
-  std::vector<at::Tensor> inputs;
-  std::vector<at::Tensor> staged_inputs;
   std::vector<Part> blocks;
-  if (rank_ == options.rootRank) {
-    inputs = only_list("scatter", "inputs", input_lists);
-    TORCH_CHECK_VALUE(
-        static_cast<int>(inputs.size()) == size_, "scatter: inputs: got ", inputs.size(),
-        " tensors on the root; allowed is one for each of the ", size_, " ranks");
-    for (const auto& input : inputs) {
-      check_tensor("scatter", "inputs", input);
-      check_same("scatter", "inputs", input, output);
-      check_numel("scatter", "inputs", input, output.numel());
-      staged_inputs.push_back(staging.input(input));
-      blocks.push_back(part_of(staged_inputs.back()));
-    }
-    check_disjoint("scatter", {"outputs", output}, {"inputs", inputs}, [&](size_t, size_t place) {
-      return static_cast<int>(place) == rank_ && same_memory(inputs[place], output);
-    });
-  } else {
-    TORCH_CHECK_VALUE(
-        input_lists.empty() || (input_lists.size() == 1 && input_lists[0].empty()), "scatter: inputs: allowed on the root only, rank ",
-        options.rootRank);
+  for (const auto& input : inputs) {
+    blocks.push_back(part_of(staging.input(input)));
   }
-  const auto staged_output = staging.output(output);
   auto signature = Signature::of(OpKind::kScatter, output);
   signature.root = static_cast<int32_t>(options.rootRank);
-  auto operation = std::make_shared<Scatter>(signature, std::move(blocks), part_of(staged_output));
-  operation->keep(staged_output);
-  for (const auto& staged : staged_inputs) {
-    operation->keep(staged);
-  }
-  operation->set_epilogue(staging.copy_back());
+  auto operation = std::make_shared<Scatter>(signature, std::move(blocks), part_of(staging.output(output)));
+  staging.attach(*operation);
   return submit(operation, {OpType::SCATTER, "fog:scatter", inputs, outputs}, call_options(options));
 }
 
@@ -391,9 +352,7 @@ WorkPtr ProcessGroupFog::alltoall_base(
   auto sends = split_rows("alltoall_base", "input", staged_input, input_splits, size_);
   auto receives = split_rows("alltoall_base", "output", staged_output, output_splits, size_);
   auto operation = std::make_shared<Alltoall>(Signature::of(OpKind::kAlltoall, input), std::move(sends), std::move(receives));
-  operation->keep(staged_input);
-  operation->keep(staged_output);
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::ALLTOALL_BASE, "fog:all_to_all", {input}, {output}}, call_options(options));
 }
 
@@ -402,13 +361,9 @@ WorkPtr ProcessGroupFog::alltoall(
   if (const auto delegate = delegate_of("alltoall", outputs, inputs)) {
     return delegate->alltoall(outputs, inputs, options);
   }
-  for (const auto& [argument, tensors] : {std::make_pair("inputs", &inputs), std::make_pair("outputs", &outputs)}) {
-    TORCH_CHECK_VALUE(
-        static_cast<int>(tensors->size()) == size_, "alltoall: ", argument, ": got ", tensors->size(),
-        " tensors; allowed is one for each of the ", size_, " ranks");
-  }
+  check_count("alltoall", "inputs", inputs, size_);
+  check_count("alltoall", "outputs", outputs, size_);
   Staging staging;
-  std::vector<at::Tensor> kept;
   std::vector<Part> sends;
   std::vector<Part> receives;
   for (int peer = 0; peer < size_; ++peer) {
@@ -416,20 +371,15 @@ WorkPtr ProcessGroupFog::alltoall(
     check_output("alltoall", "outputs", outputs[peer]);
     check_same("alltoall", "inputs", inputs[peer], inputs[0]);
     check_same("alltoall", "outputs", outputs[peer], inputs[0]);
-    kept.push_back(staging.input(inputs[peer]));
-    sends.push_back(part_of(kept.back()));
-    kept.push_back(staging.output(outputs[peer]));
-    receives.push_back(part_of(kept.back()));
+    sends.push_back(part_of(staging.input(inputs[peer])));
+    receives.push_back(part_of(staging.output(outputs[peer])));
   }
   check_numel("alltoall", "outputs", outputs[rank_], inputs[rank_].numel());
   check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
     return output == input && static_cast<int>(input) == rank_ && same_memory(outputs[output], inputs[input]);
   });
   auto operation = std::make_shared<Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
-  for (const auto& tensor : kept) {
-    operation->keep(tensor);
-  }
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::ALLTOALL, "fog:all_to_all", inputs, outputs}, call_options(options));
 }
 

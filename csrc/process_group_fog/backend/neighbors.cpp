@@ -18,7 +18,7 @@
 #include "collectives/hierarchical_neighbor_allreduce.hpp"
 #include "collectives/neighbor_allreduce.hpp"
 #include "core/names.hpp"
-#include "core/overlap.hpp"
+#include "core/tensor_checks.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "backend/staging.hpp"
 
@@ -105,8 +105,6 @@ void check_compression(
   for (const auto& tensor : tensors) {
     compression.codec->check(op, tensor.scalar_type());
   }
-  TORCH_CHECK_VALUE(
-      compression.counter.value_or(0) >> 32 == 0, op, ": counter: got ", *compression.counter, "; allowed are 0 to 4294967295");
   if (compression.decoded) {
     check_results(op, "decoded", tensors, *compression.decoded);
     check_disjoint(op, {"decoded", *compression.decoded}, {"tensor", tensors});
@@ -202,6 +200,11 @@ std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
   return ranks;
 }
 
+// What a device needs to encode an exchange, without the weights of the sources.
+device::Encoding encoding_on_device(const ProcessGroupFog::Compression& compression) {
+  return {compression.codec, {}, compression.decoded.value_or(Tensors()), compression.conserve};
+}
+
 } // namespace
 
 std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors) {
@@ -235,23 +238,6 @@ std::vector<PeerCall> ProcessGroupFog::compare(
   return operation->calls();
 }
 
-device::Encoding ProcessGroupFog::encoding_on_device(const Compression& compression, size_t parts) {
-  device::Encoding encoding;
-  encoding.codec = compression.codec;
-  encoding.conserve = compression.conserve;
-  encoding.decoded = compression.decoded.value_or(Tensors());
-  for (size_t part = 0; compression.codec && part < parts; ++part) {
-    encoding.draws.push_back({next_message(compression, part), static_cast<uint32_t>(rank_)});
-  }
-  return encoding;
-}
-
-uint64_t ProcessGroupFog::next_message(const Compression& compression, size_t part) {
-  // A caller's numbers have 32 bits, and a message has fewer parts than there are dtypes.
-  constexpr uint64_t kFirstOwn = uint64_t(1024) << 32;
-  return compression.counter ? *compression.counter | uint64_t(part) << 32 : kFirstOwn + encoded_++;
-}
-
 void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {
   if (confirms(options)) {
     auto call = options;
@@ -272,7 +258,6 @@ WorkPtr ProcessGroupFog::mix_part(
     const char* title,
     const Tensors& inputs,
     Tensors& outputs,
-    size_t part,
     const CallOptions& options,
     const Compression& compression,
     MakeMix make) {
@@ -292,23 +277,17 @@ WorkPtr ProcessGroupFog::mix_part(
     outputs = inputs.size() == 1 ? Tensors{out} : views_of(out, inputs);
   }
   Encoding encoding;
-  at::Tensor decoded;
   if (compression.codec) {
     signature.set_codec(compression.codec->text());
-    encoding = {compression.codec, {next_message(compression, part), static_cast<uint32_t>(rank_)}};
+    encoding.codec = compression.codec;
     encoding.conserve = compression.conserve;
     if (compression.decoded) {
-      decoded = staging.output(*compression.decoded);
-      encoding.decoded = decoded.mutable_data_ptr();
+      encoding.decoded = staging.output(*compression.decoded).mutable_data_ptr();
     }
   }
   const auto operation = make(signature, encoding, in.const_data_ptr(), out.mutable_data_ptr(), static_cast<size_t>(in.numel()));
-  operation->keep(in);
   operation->keep(out);
-  if (decoded.defined()) {
-    operation->keep(decoded);
-  }
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::UNKNOWN, title, inputs, outputs}, options);
 }
 
@@ -322,7 +301,7 @@ WorkPtr ProcessGroupFog::mix(
     MakeMix make) {
   if (tensors.size() == 1) {
     auto results = outputs.value_or(Tensors());
-    return mix_part(Signature::of(kind, tensors[0]), title, tensors, results, 0, options, compression, make);
+    return mix_part(Signature::of(kind, tensors[0]), title, tensors, results, options, compression, make);
   }
   Tensors results(tensors.size());
   std::vector<WorkPtr> works;
@@ -338,8 +317,7 @@ WorkPtr ProcessGroupFog::mix(
     if (compression.decoded) {
       of_part.decoded = pick(*compression.decoded, places);
     }
-    const size_t number = works.size();
-    works.push_back(mix_part(list_signature(kind, inputs, tensors), title, inputs, part, number, named, of_part, make));
+    works.push_back(mix_part(list_signature(kind, inputs, tensors), title, inputs, part, named, of_part, make));
     for (size_t i = 0; i < places.size(); ++i) {
       results[places[i]] = part[i];
     }
@@ -360,7 +338,7 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
   check_compression(op, compression, tensors, outputs);
   if (const auto device = neighbors_of(op, tensors, outputs)) {
     const auto parts = by_dtype(tensors);
-    auto encoding = encoding_on_device(compression, parts.size());
+    auto encoding = encoding_on_device(compression);
     if (compares(options, compression)) {
       const auto signature = device_signature(kKind, tensors, parts, compression);
       encoding.scales = weights_of(compare(signature, ranks_of(plan.sources()), plan.destinations(), options));
@@ -436,7 +414,7 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
   check_compression(op, compression, tensors, outputs);
   if (const auto device = neighbors_of(op, tensors, outputs)) {
     const auto parts = by_dtype(tensors);
-    auto encoding = encoding_on_device(compression, parts.size());
+    auto encoding = encoding_on_device(compression);
     if (compares(options, compression)) {
       auto signature = device_signature(kKind, tensors, parts, compression);
       layout.sign(signature);

@@ -1,7 +1,6 @@
 // The c10d backend "fog".
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -26,6 +25,7 @@ namespace fog {
 struct Encoding;
 
 class Machines;
+class Staging;
 class Window;
 struct Part;
 struct PeerCall;
@@ -239,8 +239,6 @@ class ProcessGroupFog : public c10d::Backend {
     std::shared_ptr<const Codec> codec; // null if it does not
     // One tensor for each given tensor. The own term is then the decoded own message, which is written there.
     std::optional<Tensors> decoded = std::nullopt;
-    // Selects the random numbers of this rank's message, below 2^32. By default the group counts its exchanges.
-    std::optional<uint64_t> counter = std::nullopt;
     // Whether the exchange conserves the sum over all ranks: see Encoding.
     bool conserve = false;
   };
@@ -366,13 +364,12 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options,
       const Compression& compression,
       MakeMix make);
-  // The same for the tensors of one dtype, the list's part number `part`; creates the `outputs` if there are none.
+  // The same for the tensors of one dtype; creates the `outputs` if there are none.
   c10::intrusive_ptr<c10d::Work> mix_part(
       Signature signature,
       const char* title,
       const Tensors& inputs,
       Tensors& outputs,
-      size_t part,
       const CallOptions& options,
       const Compression& compression,
       MakeMix make);
@@ -395,10 +392,6 @@ class ProcessGroupFog : public c10d::Backend {
   // Compares them among the ranks of a machine and its neighbors. Returns the calls of the plan's sources.
   std::vector<PeerCall> compare_plans(
       Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
-  // What a device needs to encode an exchange of tensors in so many parts; without the weights of the sources.
-  device::Encoding encoding_on_device(const Compression& compression, size_t parts);
-  // The number of the next message of this rank, which selects its random numbers.
-  uint64_t next_message(const Compression& compression, size_t part);
   bool confirms(const CallOptions& options) const {
     return options.confirm.value_or(options_->confirm);
   }
@@ -413,14 +406,13 @@ class ProcessGroupFog : public c10d::Backend {
       const c10d::ReduceOp& op,
       const Layout& layout,
       const CallOptions& options);
-  // `inputs` are by rank, in the memory of `kept`; these and the output are contiguous.
+  // `inputs` are by rank, in memory of `staging`; these and the output are contiguous.
   c10::intrusive_ptr<c10d::Work> reduce_scatter_parts(
       const Signature& signature,
       const std::vector<Part>& inputs,
-      const Tensors& kept,
       const at::Tensor& output,
       const c10d::ReduceOp& op,
-      const std::function<void()>& epilogue,
+      const Staging& staging,
       const Call& call,
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
@@ -463,7 +455,6 @@ class ProcessGroupFog : public c10d::Backend {
   const c10::intrusive_ptr<Options> options_;
   bool is_timing_ = false;
   const std::shared_ptr<DeviceBackends> device_backends_; // a thread that aborts them may keep them alive
-  std::atomic<uint64_t> encoded_{0}; // messages, to number their random numbers
   std::mutex neighbors_mutex_;
   std::vector<std::pair<at::Device, std::shared_ptr<device::Neighbors>>> neighbors_; // by device
   // The group that was split off last, by its name.

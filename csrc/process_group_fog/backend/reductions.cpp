@@ -12,7 +12,7 @@
 #include "collectives/cutovers.hpp"
 #include "collectives/reduce.hpp"
 #include "collectives/reduce_scatter.hpp"
-#include "core/overlap.hpp"
+#include "core/tensor_checks.hpp"
 #include "backend/staging.hpp"
 
 namespace fog {
@@ -193,19 +193,15 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   const auto output = only_tensor("reduce_scatter", "outputs", outputs);
   const auto& inputs = only_list("reduce_scatter", "inputs", input_lists);
   check_output("reduce_scatter", "outputs", output);
-  TORCH_CHECK_VALUE(
-      static_cast<int>(inputs.size()) == size_, "reduce_scatter: inputs: got ", inputs.size(),
-      " tensors; allowed is one for each of the ", size_, " ranks");
+  check_count("reduce_scatter", "inputs", inputs, size_);
   Staging staging;
-  std::vector<at::Tensor> staged_inputs;
   std::vector<Part> parts;
   int64_t numel = 0;
   uint64_t division = kEmptyHash;
   for (const auto& input : inputs) {
     check_tensor("reduce_scatter", "inputs", input);
     check_same("reduce_scatter", "inputs", input, output);
-    staged_inputs.push_back(staging.input(input));
-    parts.push_back(part_of(staged_inputs.back()));
+    parts.push_back(part_of(staging.input(input)));
     numel += input.numel();
     division = hash_more(division, input.numel());
   }
@@ -221,17 +217,16 @@ WorkPtr ProcessGroupFog::reduce_scatter(
   // sums of several parts travel together, so their sizes do not reveal a different division
   signature.layout = mark(division);
   return reduce_scatter_parts(
-      signature, parts, staged_inputs, staged_output, options.reduceOp, staging.copy_back(),
-      {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs}, call_options(options));
+      signature, parts, staged_output, options.reduceOp, staging, {OpType::REDUCE_SCATTER, "fog:reduce_scatter", inputs, outputs},
+      call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_parts(
     const Signature& signature,
     const std::vector<Part>& inputs,
-    const Tensors& kept,
     const at::Tensor& output,
     const c10d::ReduceOp& op,
-    const std::function<void()>& epilogue,
+    const Staging& staging,
     const Call& call,
     const CallOptions& options) {
   const auto& layout = group_->layout;
@@ -250,10 +245,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_parts(
       data.push_back(input.data);
     }
     const auto operation = std::make_shared<ReduceScatter>(terms, std::move(data), numels, part_of(output).data);
-    for (const auto& tensor : kept) {
-      operation->keep(tensor);
-    }
-    end_with(*operation, output, output, epilogue);
+    staging.attach(*operation);
     return submit(operation, call, options);
   }
   std::vector<at::Tensor> ordered;
@@ -268,7 +260,7 @@ WorkPtr ProcessGroupFog::reduce_scatter_parts(
   }
   const auto operation = std::make_shared<ReduceScatter>(terms, part_of(sums).data, order, numels, bytes);
   const auto own = static_cast<size_t>(std::find(order.begin(), order.end(), rank_) - order.begin());
-  end_with(*operation, output, places[own].view(output.sizes()), epilogue);
+  end_with(*operation, output, places[own].view(output.sizes()), staging.copy_back());
   return submit(operation, call, options);
 }
 
@@ -278,13 +270,11 @@ WorkPtr ProcessGroupFog::_reduce_scatter_base(at::Tensor& output, at::Tensor& in
   }
   check_reduce_scatter_base(output, input, options.reduceOp, rank_, size_);
   Staging staging;
-  const auto staged_input = staging.input(input);
+  const auto parts = parts_of(staging.input(input), size_);
   const auto staged_output = staging.output(output);
   const auto signature = reduction_signature(OpKind::kReduceScatter, input, options.reduceOp);
   const Call call{OpType::_REDUCE_SCATTER_BASE, "fog:_reduce_scatter_base", at::TensorList(input), {output}};
-  return reduce_scatter_parts(
-      signature, parts_of(staged_input, size_), {staged_input}, staged_output, options.reduceOp, staging.copy_back(), call,
-      call_options(options));
+  return reduce_scatter_parts(signature, parts, staged_output, options.reduceOp, staging, call, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::reduce_scatter_tensor_coalesced(

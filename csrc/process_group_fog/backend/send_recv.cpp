@@ -18,11 +18,10 @@ WorkPtr ProcessGroupFog::send(std::vector<at::Tensor>& tensors, int destination,
   check_tensor("send", "tensors", tensor);
   check_peer("send", destination, tag);
   Staging staging;
-  const auto staged = staging.input(tensor);
-  const auto block = part_of(staged);
+  const auto block = part_of(staging.input(tensor));
   auto operation =
       std::make_shared<PointToPointSend>(Signature::of(OpKind::kPointToPoint, tensor), destination, tag, block.data, block.bytes);
-  operation->keep(staged);
+  staging.attach(*operation);
   return submit(operation, {OpType::SEND, "fog:send", tensors, {}}, call_options(c10d::kUnsetTimeout));
 }
 
@@ -34,12 +33,10 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
   check_output("recv", "tensors", tensor);
   check_peer("recv", source, tag);
   Staging staging;
-  const auto staged = staging.output(tensor);
-  const auto block = part_of(staged);
+  const auto block = part_of(staging.output(tensor));
   auto operation =
       std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
-  operation->keep(staged);
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::RECV, "fog:recv", tensors, tensors}, call_options(c10d::kUnsetTimeout));
 }
 
@@ -52,12 +49,10 @@ WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag
   TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; no other rank can send to it");
   TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
   Staging staging;
-  const auto staged = staging.output(tensor);
-  const auto block = part_of(staged);
+  const auto block = part_of(staging.output(tensor));
   auto operation =
       std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
-  operation->keep(staged);
-  operation->set_epilogue(staging.copy_back());
+  staging.attach(*operation);
   return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, tensors}, call_options(c10d::kUnsetTimeout));
 }
 

@@ -8,22 +8,20 @@
 namespace fog {
 
 at::Tensor Staging::input(const at::Tensor& tensor) {
-  at::AutoDispatchBelowADInplaceOrView guard;
   if (tensor.is_contiguous()) {
-    return tensor;
+    return kept(tensor);
   }
   const auto copy = empty_shared(tensor.sizes(), tensor.scalar_type());
-  copy.copy_(tensor);
-  return copy;
+  copy_tensor(copy, tensor);
+  return kept(copy);
 }
 
 at::Tensor Staging::output(const at::Tensor& tensor) {
   if (tensor.is_contiguous()) {
-    return tensor;
+    return kept(tensor);
   }
-  at::AutoDispatchBelowADInplaceOrView guard;
   copies_.push_back({empty_shared(tensor.sizes(), tensor.scalar_type()), tensor});
-  return copies_.back().from;
+  return kept(copies_.back().from);
 }
 
 at::Tensor Staging::in_place(const at::Tensor& tensor) {
@@ -39,7 +37,7 @@ at::Tensor Staging::input(const std::vector<at::Tensor>& tensors) {
     return input(tensors[0]);
   }
   const auto own = adjacent(tensors);
-  return own ? *own : flatten(tensors);
+  return kept(own ? *own : flatten(tensors));
 }
 
 at::Tensor Staging::output(const std::vector<at::Tensor>& tensors) {
@@ -47,15 +45,21 @@ at::Tensor Staging::output(const std::vector<at::Tensor>& tensors) {
     return output(tensors[0]);
   }
   if (const auto own = adjacent(tensors)) {
-    return *own;
+    return kept(*own);
   }
-  at::AutoDispatchBelowADInplaceOrView guard;
   const auto flat = empty_shared({total_numel(tensors)}, tensors[0].scalar_type());
   const auto views = views_of(flat, tensors);
   for (size_t i = 0; i < tensors.size(); ++i) {
     copies_.push_back({views[i], tensors[i]});
   }
-  return flat;
+  return kept(flat);
+}
+
+void Staging::attach(Operation& operation) const {
+  for (const auto& tensor : kept_) {
+    operation.keep(tensor);
+  }
+  operation.set_epilogue(copy_back());
 }
 
 std::function<void()> Staging::copy_back() const {

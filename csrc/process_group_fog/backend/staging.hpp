@@ -8,12 +8,13 @@
 
 #include "core/tensor_checks.hpp"
 #include "core/tensor_lists.hpp"
+#include "engine/operation.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
 
-// Provides contiguous memory for a tensor: its own, or shared memory. copy_back() copies an operation's results from
-// there to the tensor; neither autograd nor the version counter sees the copies, as is usual for collectives.
+// Provides contiguous memory for a tensor: its own, or shared memory. An operation's results are copied from there to the
+// tensor at its end; neither autograd nor the version counter sees the copies, as is usual for collectives.
 class Staging {
  public:
   // The tensor's own memory if it is contiguous, otherwise a copy.
@@ -27,14 +28,21 @@ class Staging {
   at::Tensor input(const std::vector<at::Tensor>& tensors);
   at::Tensor output(const std::vector<at::Tensor>& tensors);
 
+  // The operation keeps all this memory, and copies outputs back at its end.
+  void attach(Operation& operation) const;
   // Copies outputs back; empty if there is nothing to copy.
   std::function<void()> copy_back() const;
 
  private:
+  at::Tensor kept(at::Tensor tensor) {
+    kept_.push_back(tensor);
+    return tensor;
+  }
   struct Copy {
     at::Tensor from;
     at::Tensor to;
   };
+  std::vector<at::Tensor> kept_;
   std::vector<Copy> copies_;
 };
 

@@ -1,10 +1,7 @@
 #include "collectives/allreduce.hpp"
 
-#include "collectives/circulant.hpp"
 #include "collectives/cutovers.hpp"
-#include "collectives/direct.hpp"
-#include "collectives/recursive_doubling.hpp"
-#include "collectives/tree.hpp"
+#include "collectives/schedules.hpp"
 #include "collectives/two_level.hpp"
 
 namespace fog {

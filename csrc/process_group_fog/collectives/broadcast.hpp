@@ -1,6 +1,6 @@
 #pragma once
 
-#include "collectives/slices.hpp"
+#include "collectives/schedule.hpp"
 #include "collectives/host_tree.hpp"
 #include "engine/operation.hpp"
 

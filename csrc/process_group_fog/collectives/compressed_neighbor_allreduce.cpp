@@ -30,7 +30,7 @@ CompressedNeighborAllreduce::CompressedNeighborAllreduce(
     if (own.decoded != nullptr) {
       own.decoded = static_cast<char*>(own.decoded) + first * item;
     }
-    pieces_.push_back({CompressedSum(std::move(own), dtype, std::min(elements, numel - first), first), first * item, bytes_});
+    pieces_.push_back({CompressedSum(std::move(own), dtype, std::min(elements, numel - first)), first * item, bytes_});
     bytes_ += pieces_.back().sum.bytes();
   }
 }

@@ -30,17 +30,16 @@ void gather(const Input& input, size_t begin, size_t end, uint8_t* to) {
 
 } // namespace
 
-CompressedSum::CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel, size_t first)
+CompressedSum::CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel)
     : encoding_(std::move(encoding)),
       dtype_(dtype),
       numel_(numel),
-      first_(first),
       bytes_(encoding_.codec->bytes(dtype, numel)),
       whole_(encoding_.codec->unit(dtype).elements == 0),
       unit_(whole_ ? Codec::Unit{std::max<size_t>(numel, 1), std::max<size_t>(bytes_, 1)} : encoding_.codec->unit(dtype)) {}
 
 void CompressedSum::encode(const void* own, void* message) const {
-  encoding_.codec->encode(dtype_, own, numel_, encoding_.draw, static_cast<uint8_t*>(message), first_);
+  encoding_.codec->encode(dtype_, own, numel_, static_cast<uint8_t*>(message));
 }
 
 // Bytes `begin` to `end` of a message, of which those before `from` are in `rest`, which begins at a unit.

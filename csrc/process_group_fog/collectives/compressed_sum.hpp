@@ -5,14 +5,13 @@
 
 #include "collectives/neighbor_sum.hpp"
 #include "core/codecs/codecs.hpp"
-#include "core/neighbor_weights.hpp"
+#include "core/neighbor_plan.hpp"
 
 namespace fog {
 
 // How an exchange encodes.
 struct Encoding {
   CodecPtr codec; // null if it does not
-  codecs::Draw draw; // of this rank's message
   // If it is set, the own term of the sum is the decoded own message too, which is written here.
   void* decoded = nullptr;
   // Whether the sum is own + sum over j of weight_j * decoded_j - (1 - self_weight) * decoded_own. What other ranks
@@ -31,8 +30,8 @@ struct Encoding {
 // neighbor_sum() of the decoded tensors, and memory is passed over as often as without a codec.
 class CompressedSum {
  public:
-  // The elements may be some units of a larger tensor; `first` is the place of the first one.
-  CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel, size_t first = 0);
+  // The elements may be some units of a larger tensor.
+  CompressedSum(Encoding encoding, c10::ScalarType dtype, size_t numel);
 
   // The bytes of a message.
   size_t bytes() const {
@@ -65,7 +64,6 @@ class CompressedSum {
   const Encoding encoding_;
   const c10::ScalarType dtype_;
   const size_t numel_;
-  const size_t first_;
   const size_t bytes_;
   const bool whole_; // messages are decoded as a whole
   const Codec::Unit unit_;

@@ -7,7 +7,7 @@
 #include "core/neighbor_plan.hpp"
 #include "engine/operation.hpp"
 #include "collectives/compressed_sum.hpp"
-#include "collectives/slices.hpp"
+#include "collectives/schedule.hpp"
 
 namespace fog {
 

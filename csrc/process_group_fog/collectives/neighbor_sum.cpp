@@ -6,7 +6,7 @@
 #include <c10/util/SmallVector.h>
 
 #include "core/arithmetic.hpp"
-#include "core/neighbor_weights.hpp"
+#include "core/neighbor_plan.hpp"
 
 namespace fog {
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "collectives/reduction.hpp"
-#include "collectives/tree.hpp"
+#include "collectives/schedules.hpp"
 
 namespace fog {
 

@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "collectives/cutovers.hpp"
-#include "collectives/direct.hpp"
+#include "collectives/schedules.hpp"
 #include "collectives/two_level.hpp"
 
 namespace fog {

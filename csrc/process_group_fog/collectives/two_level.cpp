@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collectives/circulant.hpp"
-#include "collectives/ring.hpp"
+#include "collectives/schedules.hpp"
 
 namespace fog::two_level {
 namespace {

@@ -432,22 +432,6 @@ void reduce_integers(RedOp op, void* out, Inputs inputs, size_t numel, size_t di
 // Implements fog::reduce() for all dtypes except bool and complex.
 void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
   switch (dtype) {
-    case c10::ScalarType::Byte:
-      return reduce_integers<uint8_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::Char:
-      return reduce_integers<int8_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::Short:
-      return reduce_integers<int16_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::Int:
-      return reduce_integers<int32_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::Long:
-      return reduce_integers<int64_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::UInt16:
-      return reduce_integers<uint16_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::UInt32:
-      return reduce_integers<uint32_t>(op, out, inputs, numel, divisor);
-    case c10::ScalarType::UInt64:
-      return reduce_integers<uint64_t>(op, out, inputs, numel, divisor);
     case c10::ScalarType::Half:
       return reduce_floats<c10::Half>(op, out, inputs, scales, numel, divisor);
     case c10::ScalarType::BFloat16:
@@ -457,7 +441,9 @@ void reduce(RedOp op, c10::ScalarType dtype, void* out, Inputs inputs, Factors s
     case c10::ScalarType::Double:
       return reduce_floats<double>(op, out, inputs, scales, numel, divisor);
     default:
-      no_kernel(dtype);
+      AT_DISPATCH_V2(
+          dtype, "reduce", AT_WRAP([&] { reduce_integers<scalar_t>(op, out, inputs, numel, divisor); }),
+          AT_EXPAND(AT_INTEGRAL_TYPES_V2));
   }
 }
 

@@ -2,52 +2,37 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <sstream>
 
 #include "core/failure.hpp"
 #include "core/names.hpp"
 
 namespace fog {
+
 const char* name_of(OpKind kind) {
-  switch (kind) {
-    case OpKind::kAllreduce:
-      return "allreduce";
-    case OpKind::kBroadcast:
-      return "broadcast";
-    case OpKind::kReduce:
-      return "reduce";
-    case OpKind::kAllgather:
-      return "allgather";
-    case OpKind::kGather:
-      return "gather";
-    case OpKind::kScatter:
-      return "scatter";
-    case OpKind::kReduceScatter:
-      return "reduce_scatter";
-    case OpKind::kAlltoall:
-      return "alltoall";
-    case OpKind::kBarrier:
-      return "barrier";
-    case OpKind::kPointToPoint:
-      return "send/recv";
-    case OpKind::kNeighborAllreduce:
-      return "neighbor_allreduce";
-    case OpKind::kNeighborAllgather:
-      return "neighbor_allgather";
-    case OpKind::kAllgatherConcat:
-      return "allgather_concat";
-    case OpKind::kAllreduceSparse:
-      return "allreduce_sparse";
-    case OpKind::kMonitoredBarrier:
-      return "monitored_barrier";
-    case OpKind::kHierarchicalNeighborAllreduce:
-      return "hierarchical_neighbor_allreduce";
-    case OpKind::kLocalAllreduce:
-      return "local_allreduce";
-    case OpKind::kAgree:
-      return "agree";
-  }
-  return "unknown op";
+  static constexpr const char* names[] = {
+      "allreduce",
+      "broadcast",
+      "reduce",
+      "allgather",
+      "gather",
+      "scatter",
+      "reduce_scatter",
+      "alltoall",
+      "barrier",
+      "send/recv",
+      "neighbor_allreduce",
+      "neighbor_allgather",
+      "allgather_concat",
+      "allreduce_sparse",
+      "monitored_barrier",
+      "hierarchical_neighbor_allreduce",
+      "local_allreduce",
+      "agree"};
+  static_assert(std::size(names) == static_cast<size_t>(OpKind::kAgree));
+  const size_t place = static_cast<size_t>(kind) - 1; // a damaged message may have any number
+  return place < std::size(names) ? names[place] : "unknown op";
 }
 
 Signature Signature::of(OpKind kind, const at::Tensor& tensor) {

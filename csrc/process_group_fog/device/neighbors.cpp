@@ -9,7 +9,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 
-#include "core/neighbor_weights.hpp"
+#include "core/neighbor_plan.hpp"
 #include "core/tensor_lists.hpp"
 #include "device/combine.hpp"
 #include "device/reduce.hpp"
@@ -231,7 +231,7 @@ void Neighbors::mix_encoded(
     const auto bytes = static_cast<int64_t>(codec.bytes(own.scalar_type(), static_cast<size_t>(own.numel())));
     const auto& message = messages.emplace_back(at::empty({bytes}, own.options().dtype(at::kByte)));
     if (!plan.destinations().empty() || encoding.conserve || mixes[i].decoded.defined()) {
-      codec.encode_tensor(own, encoding.draws[i], message);
+      codec.encode_tensor(own, message);
     }
     for (const auto& peer : plan.destinations()) {
       sends.push_back({rank_of(peer.rank), message});

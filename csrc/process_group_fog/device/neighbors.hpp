@@ -23,7 +23,6 @@ namespace fog::device {
 // How an exchange on a device encodes its messages; see fog::Encoding.
 struct Encoding {
   CodecPtr codec; // null if it does not
-  std::vector<codecs::Draw> draws; // of this rank's messages, by part
   // The weights that the plan's sources give their messages, which receivers apply: the message of a rank is the same
   // for all.
   std::vector<double> scales;

@@ -60,7 +60,7 @@ PinnedStaging::PinnedStaging(Window& window)
 PinnedStaging::~PinnedStaging() {
   if (read_ && !is_known_to_have_happened(read_)) { // the device must be done before the memory is unlocked
     try {
-      await("win_free", read_, deadline_after(window_.timeout()));
+      await("Window.free", read_, deadline_after(window_.timeout()));
     } catch (const std::exception&) {
     }
   }

@@ -6,7 +6,7 @@
 
 #include <c10/util/thread_name.h>
 
-#include "core/unowned_failure.hpp"
+#include "core/failure.hpp"
 
 namespace fog {
 namespace {

@@ -107,7 +107,7 @@ void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
     transport_->attach(peer_id, peer.pid, peer.address);
   }
   if (!peer.tcp.empty()) {
-    transport_->meet(peer_id, peer.tcp);
+    transport_->connect(peer_id, peer.tcp);
   }
   unlock_and_deliver(lock);
 }

@@ -1,7 +1,6 @@
 #include "engine/joining.hpp"
 
 #include <algorithm>
-#include <numeric>
 #include <thread>
 
 #include <c10/util/Exception.h>
@@ -24,7 +23,7 @@
 #include "transport/shared_memory/inbox.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/tcp/connections.hpp"
-#include "transport/tcp/join_call.hpp"
+#include "transport/tcp/handshake.hpp"
 
 namespace fog {
 namespace {
@@ -159,10 +158,8 @@ void prepare_to_join(
   TORCH_CHECK_VALUE(
       !uses_tcp || rank < size, "prepare_to_join: rank: got ", rank, "; allowed are ranks below ", size,
       ", with which the job began, unless all its ranks share one host: a process takes the number of a rank that is gone");
-  std::vector<int> local(static_cast<size_t>(links->max_ranks()));
-  std::iota(local.begin(), local.end(), 0);
   shared_memory::Arena::expect_ranks(uses_tcp ? static_cast<int>(neighbors) + 1 : links->max_ranks());
-  links->settle(local);
+  links->settle(links->max_ranks());
   TORCH_CHECK_WITH(
       DistBackendError, uses_tcp || !links->address(true).empty(),
       "fog: this process cannot join the job: the system gives it no shared memory");
@@ -174,7 +171,7 @@ void prepare_to_join(
         "fog: this process cannot join the job: the system forbids to listen at a TCP port");
   }
   engine.start_threads(timeout);
-  runtime.settle(host, static_cast<int>(neighbors) + 1, std::vector<int>(static_cast<size_t>(size), 0));
+  runtime.settle(host, std::vector<int>(static_cast<size_t>(size), 0));
   runtime.join(members.front().job, rank, size, max_ranks);
   make_process_transport(std::move(links), std::move(connections), nullptr);
 }

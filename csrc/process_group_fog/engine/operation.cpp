@@ -3,11 +3,15 @@
 #include <algorithm>
 #include <iterator>
 #include <sstream>
+#include <utility>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
+#include "core/copy.hpp"
 #include "engine/flight_record.hpp"
 #include "engine/group.hpp"
+#include "transport/shared_memory/shared_tensors.hpp"
 
 namespace fog {
 namespace {
@@ -279,6 +283,334 @@ void Operation::finish(std::exception_ptr error) {
   // The tensors are released with the operation: after a failure the transport may still read or write them, and the last
   // reference to a tensor that Python knows takes Python's lock.
   work_->complete(std::move(error));
+}
+
+// The transfers of an operation: sending, reading in place, and copying data to its destination.
+
+std::vector<Operation::Destination> Operation::others() const {
+  std::vector<Destination> others;
+  for (int distance = 1; distance < size(); ++distance) {
+    others.push_back({(rank() + distance) % size()});
+  }
+  return others;
+}
+
+void Operation::send(
+    c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
+  if (destinations.empty()) {
+    return;
+  }
+  c10::SmallVector<Transport::Destination, 8> peers;
+  for (const auto& [peer, scale] : destinations) {
+    group_->check_present(peer);
+    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
+  }
+  Transport::Sent sent;
+  try {
+    sent = group_->transport->send(peers, header_for(step, bytes), data, memory, shared_from_this());
+    group_->sent_messages += peers.size();
+    group_->sent_bytes += peers.size() * bytes;
+    if (times) {
+      for (const auto& destination : destinations) {
+        auto& traffic = group_->traffic[destination.peer];
+        ++traffic.sent_messages;
+        traffic.sent_bytes += bytes;
+      }
+    }
+  } catch (const Unreachable& error) {
+    const auto lost = std::find_if(destinations.begin(), destinations.end(), [&](const Destination& destination) {
+      return group_->members[destination.peer].peer_id == error.peer();
+    });
+    C10_THROW_ERROR(DistBackendError, group_->describe_member(lost->peer) + ' ' + error.what());
+  }
+  for (size_t i = 0; i < destinations.size(); ++i) {
+    const bool answered = std::find(sent.answered.begin(), sent.answered.end(), peers[i].peer) != sent.answered.end();
+    if (peers[i].wants_confirm && !answered) {
+      unconfirmed_.insert(destinations[i].peer);
+    }
+  }
+  if (sent.outgoing) {
+    Going going{std::move(sent.outgoing), {}, static_cast<const char*>(data), bytes};
+    for (const auto& destination : destinations) {
+      going.peers.push_back(destination.peer);
+    }
+    going_.push_back(std::move(going));
+    make_ready(shared_from_this());
+  }
+}
+
+size_t Operation::sent(size_t bytes) const {
+  for (const auto& going : going_) {
+    bytes = std::min(bytes, going.data->sent());
+  }
+  return bytes;
+}
+
+// Returns whether peers may still read some of this memory.
+bool Operation::is_sending(const void* memory, size_t bytes) const {
+  const auto* begin = static_cast<const char*>(memory);
+  return std::any_of(going_.begin(), going_.end(), [&](const Going& going) {
+    return begin < going.memory + going.bytes && going.memory < begin + bytes && !going.data->done();
+  });
+}
+
+size_t Operation::receive(int peer, uint16_t step, void* data, size_t bytes) {
+  const auto index = receive_header(peer, step);
+  receives_[index].data = data;
+  receives_[index].bytes = bytes;
+  receives_[index].any_size = false;
+  return index;
+}
+
+size_t Operation::receive_input(int peer, uint16_t step, size_t bytes) {
+  const auto index = receive(peer, step, nullptr, bytes);
+  receives_[index].in_place = true;
+  return index;
+}
+
+size_t Operation::receive_header(int peer, uint16_t step) {
+  if (receiving_.size() <= step) {
+    receiving_.resize(step + size_t(1), 0);
+  }
+  ++receiving_[step];
+  Receive expected;
+  expected.peer = peer;
+  expected.step = step;
+  receives_.push_back(std::move(expected));
+  return receives_.size() - 1;
+}
+
+void Operation::fetch(size_t index, void* data) {
+  auto& receive = receives_[index];
+  receive.data = data;
+  ++receiving_[receive.step];
+  receive.complete = false;
+  take(index, receive.stash.empty() ? nullptr : receive.stash.data());
+}
+
+bool Operation::received(uint16_t step) const {
+  return step >= receiving_.size() || receiving_[step] == 0;
+}
+
+bool Operation::received_all() const {
+  return std::all_of(receiving_.begin(), receiving_.end(), [](size_t count) { return count == 0; });
+}
+
+void* Operation::scratch(size_t bytes) {
+  scratch_.push_back(shared_allocator().allocate(std::max<size_t>(bytes, 1)));
+  return scratch_.back().get();
+}
+
+void Operation::complete_receive(Receive& receive) {
+  receive.complete = true;
+  --receiving_[receive.step];
+  make_ready(shared_from_this());
+}
+
+// Brings the data of an arrived message to its destination, or finds where it can be read.
+void Operation::take(size_t index, const char* data) {
+  auto& receive = receives_[index];
+  const auto& header = receive.header;
+  if (header.delivery == Delivery::kInline) {
+    if (receive.in_place) {
+      receive.stash.assign(data, data + header.bytes);
+      receive.input.data = receive.stash.data();
+    } else {
+      copy_bytes(receive.data, data, header.bytes);
+    }
+    complete_receive(receive);
+    return;
+  }
+  // Nothing may be received into memory that is still being sent: on_progress() continues later.
+  const bool waited = std::exchange(
+      receive.waits, header.delivery == Delivery::kPayload && !receive.in_place && is_sending(receive.data, header.bytes));
+  waiting_ += (receive.waits ? 1 : 0) - (waited ? 1 : 0);
+  if (receive.waits) {
+    return;
+  }
+  try {
+    receive.incoming = group_->transport->receive(
+        group_->members[receive.peer].peer_id, header, receive.in_place ? nullptr : receive.data, shared_from_this());
+  } catch (const Unreachable& error) {
+    C10_THROW_ERROR(DistBackendError, group_->describe_member(receive.peer) + ' ' + error.what());
+  }
+  if (!receive.in_place) {
+    to_move_.push_back(index);
+  }
+  make_ready(shared_from_this());
+}
+
+// Tells the sender that the first `taken` bytes have been read.
+void Operation::tell_taken(Receive& receive, size_t taken) {
+  receive.taken = taken;
+  if (receive.incoming && !receive.incoming->take(taken)) {
+    C10_THROW_ERROR(
+        DistBackendError, group_->describe_member(receive.peer) + " has given up this operation while its data was being read");
+  }
+}
+
+// Small enough for both sides to work at the same time soon, large enough to keep the number of messages low.
+size_t Operation::step_bytes(size_t bytes) {
+  return std::clamp(bytes / 8 & ~size_t(63), size_t(32) << 10, size_t(256) << 10);
+}
+
+void Operation::check_transfers() const {
+  for (const auto& going : going_) {
+    if (!going.data->error.empty()) {
+      const auto lost = std::find_if(
+          going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
+      C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
+    }
+  }
+  for (const auto& receive : receives_) {
+    if (receive.incoming && !receive.incoming->error.empty()) {
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str("MPI failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
+    }
+  }
+}
+
+// Finds the copies that run() can do now; returns whether there are any.
+bool Operation::plan_moves() {
+  moves_.clear();
+  for (const auto& going : going_) {
+    if (const auto fill = going.data->next_fill()) {
+      moves_.push_back({going.data, *fill, 0, {}});
+    }
+  }
+  for (size_t i = 0; i < to_move_.size();) {
+    auto& receive = receives_[to_move_[i]];
+    const size_t available = receive.incoming->available();
+    if (receive.incoming->in_place()) {
+      if (available == receive.header.bytes) {
+        to_move_.erase(to_move_.begin() + static_cast<ptrdiff_t>(i));
+        complete_receive(receive);
+      } else {
+        ++i;
+      }
+      continue;
+    }
+    // Of data that arrives in parts, copy a part, so that its sender can continue; otherwise copy all.
+    const bool whole = receive.taken == 0 && available == receive.header.bytes && receive.header.delivery == Delivery::kMapped;
+    const size_t to = whole ? available : std::min(available, receive.taken + step_bytes(receive.header.bytes));
+    if (to > receive.taken) {
+      Move move{nullptr, {}, to_move_[i], {}};
+      receive.incoming->read(receive.taken, to, move.blocks);
+      moves_.push_back(std::move(move));
+    }
+    ++i;
+  }
+  return !moves_.empty();
+}
+
+void Operation::settle() {
+  for (auto& move : moves_) {
+    if (move.outgoing) {
+      move.outgoing->filled(move.fill);
+    }
+  }
+}
+
+void Operation::finish_moves() {
+  for (const auto& move : std::exchange(moves_, {})) {
+    if (move.outgoing) {
+      continue; // settle() has told the transport
+    }
+    auto& receive = receives_[move.receive];
+    tell_taken(receive, move.blocks.back().end);
+    if (receive.taken == receive.header.bytes) {
+      to_move_.erase(std::find(to_move_.begin(), to_move_.end(), move.receive));
+      complete_receive(receive);
+    }
+  }
+}
+
+Operation::Action Operation::use_inputs(size_t bytes, size_t limit) {
+  usable_ = std::min(bytes, limit);
+  for (const auto& receive : receives_) {
+    if (receive.in_place && receive.step == input_step_) {
+      if (!receive.arrived) {
+        return Action::kWait;
+      }
+      if (!receive.complete) {
+        const size_t available = receive.incoming->available();
+        usable_ = std::min(usable_, available == bytes && used_ == 0 ? available : std::min(available, used_ + step_bytes(bytes)));
+      }
+    }
+  }
+  if (usable_ < bytes) {
+    usable_ &= ~size_t(63); // whole elements: a connection may deliver a part of one
+  }
+  if (usable_ <= used_) {
+    return used_ == bytes ? Action::kDone : Action::kWait;
+  }
+  for (auto& receive : receives_) {
+    if (receive.in_place && receive.step == input_step_ && !receive.complete) {
+      receive.input.blocks.clear();
+      receive.incoming->read(used_, usable_, receive.input.blocks);
+    }
+  }
+  return Action::kCompute;
+}
+
+// Called after compute(): the senders may use their memory again, or fill it with more data.
+void Operation::release_inputs() {
+  used_ = std::max(used_, usable_);
+  for (auto& receive : receives_) {
+    if (!receive.in_place || receive.step != input_step_ || receive.complete || receive.taken == used_) {
+      continue;
+    }
+    tell_taken(receive, used_);
+    if (used_ == receive.header.bytes) {
+      complete_receive(receive);
+    }
+  }
+}
+
+void Operation::run() {
+  if (task_ == Task::kCompute) {
+    compute();
+    return;
+  }
+  for (const auto& move : moves_) {
+    if (move.outgoing) {
+      copy_far(move.fill.to, move.fill.from, move.fill.bytes);
+      continue;
+    }
+    const auto& receive = receives_[move.receive];
+    for (const auto& block : move.blocks) {
+      copy_result(static_cast<char*>(receive.data) + block.begin, block.data, block.end - block.begin, receive.header.bytes);
+    }
+  }
+}
+
+void Operation::announce_to(int peer) {
+  if (confirm_) {
+    send(peer, kAnnouncement, nullptr, 0);
+  }
+}
+
+void Operation::expect_announcement(int peer) {
+  if (confirm_) {
+    receive(peer, kAnnouncement, nullptr, 0);
+  }
+}
+
+void Operation::confirm_to(int peer) {
+  if (group_->gone.count(peer) > 0) {
+    return;
+  }
+  Header header;
+  header.kind = MessageKind::kConfirm;
+  header.group = group_->id;
+  header.operation.key = key_;
+  header.operation.signature = signature_;
+  try {
+    group_->transport->send(group_->members[peer].peer_id, header);
+    ++group_->sent_messages;
+  } catch (const Unreachable&) { // the peer does not wait for it
+  }
 }
 
 } // namespace fog

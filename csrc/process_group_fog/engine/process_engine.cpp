@@ -9,7 +9,7 @@
 
 #include "core/settings.hpp"
 #include "core/timeline.hpp"
-#include "engine/meeting.hpp"
+#include "engine/group_setup.hpp"
 #include "job/hosts.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
@@ -160,11 +160,11 @@ std::shared_ptr<Group> connect(
   if (prior.group) {
     gone = [prior](const std::vector<int>& members) { return gone_members(prior, members); };
   }
-  Meeting meeting(store, rank, size, timeout, std::move(gone));
-  engine.start_threads(timeout); // before meeting: other ranks learn from these threads if this rank fails meanwhile
-  meeting.meet(name);
-  meeting.finish();
-  return engine.add_group(meeting.id(), name, rank, meeting.members(), meeting.addresses());
+  GroupSetup setup(store, rank, size, timeout, std::move(gone));
+  engine.start_threads(timeout); // before the exchange: other ranks learn from these threads if this rank fails meanwhile
+  setup.exchange(name);
+  setup.finish();
+  return engine.add_group(setup.id(), name, rank, setup.members(), setup.addresses());
 }
 
 void leave_job() {

@@ -9,7 +9,6 @@
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
 #include "core/python_lock.hpp"
-#include "core/unowned_failure.hpp"
 
 namespace fog {
 

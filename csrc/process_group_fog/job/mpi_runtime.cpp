@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -162,10 +161,9 @@ void Runtime::join(std::string job, int rank, int size, int max_ranks) {
   joined_ = true;
 }
 
-void Runtime::settle(std::string host, int local_ranks, std::vector<int> nodes) {
+void Runtime::settle(std::string host, std::vector<int> nodes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   host_ = std::move(host);
-  local_ranks_ = local_ranks;
   nodes_ = std::move(nodes);
 }
 

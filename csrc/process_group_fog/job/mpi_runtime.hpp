@@ -1,7 +1,6 @@
 // MPI in this process: started once, shared by all groups, and finalized when the interpreter exits.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -30,8 +29,8 @@ class Runtime {
   // Makes this process rank `rank` of the world `job`. `size`: the ranks with which that began, or the number above `rank` if
   // this process joins as a later one. `max_ranks`: the most ranks that it may have, 0 if it cannot grow.
   void join(std::string job, int rank, int size, int max_ranks);
-  // Sets the results of meet_on_hosts(). `nodes` is empty if not all ranks of the world have met.
-  void settle(std::string host, int local_ranks, std::vector<int> nodes);
+  // Sets what the first group has found out. `nodes` is empty if not all ranks of the world have met.
+  void settle(std::string host, std::vector<int> nodes);
   // Starts MPI on the ranks of `rendezvous`, which become the world, unless MPI runs already. If a launcher's world is
   // this group, MPI starts from the launcher, otherwise from a PMI server over the group's store. Returns why it does not
   // on some rank, the same on all ranks; empty if it does. Throws DistBackendError if a rank does not arrive within
@@ -41,9 +40,6 @@ class Runtime {
   // Starts MPI from the launcher, without a store. Throws if there is no launcher.
   void start_from_launcher(std::chrono::milliseconds timeout);
 
-  bool started() const {
-    return started_;
-  }
   // Returns whether a launcher has created a world of `size` ranks with this process as rank `rank`. MPI must then
   // start from the launcher.
   static bool launched(int rank, int size);
@@ -67,10 +63,6 @@ class Runtime {
   // A name that only the ranks of the world on this process's host have; empty before settle().
   const std::string& host() const {
     return host_;
-  }
-  // Number of ranks of the world on this process's host, including itself; 0 before settle().
-  int local_ranks() const {
-    return local_ranks_;
   }
   // The node of each rank of the world, as MPI is told, numbered from 0 by first appearance; empty before settle().
   // With FOG_BETWEEN_HOSTS=rma a rank without local links is a node of its own; otherwise each host is a node.
@@ -120,7 +112,6 @@ class Runtime {
   int rank_ = 0;
   int size_ = 0;
   int max_ranks_ = 0;
-  std::atomic<int> local_ranks_{0};
   std::vector<int> nodes_;
   MPI_Comm communicator_ = MPI_COMM_NULL;
   std::unique_ptr<PmiServer> pmi_;

@@ -1,7 +1,7 @@
 // Ends calls of MPI that do not return.
 //
-// The caller of MPI holds the engine's lock, so a call that never returns (for example MPICH's Isend to a process that
-// has ended) would block all other threads and all timeouts. MPI offers no remedy. So a separate thread checks whether
+// The caller of MPI holds the engine's lock, so a call that never returns (for example a flush to a process that has
+// ended) would block all other threads and all timeouts. MPI offers no remedy. So a separate thread checks whether
 // one call goes on beyond the deadline of an operation. If so, it sends a signal to the thread that is in the call, and
 // the signal's handler jumps out of the call. The call then throws in the thread that holds the lock, as if MPI had
 // reported an error, and operations fail as usual. The state of MPI is unknown after that, so this process never calls
@@ -16,7 +16,6 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -43,9 +42,6 @@ class Watchdog {
   // earlier one.
   template <typename Call>
   int call(const char* name, int peer, Call&& call) {
-    if (guard_) {
-      guard_();
-    }
     check();
     return run(name, peer, call);
   }
@@ -54,15 +50,6 @@ class Watchdog {
     if (broken()) {
       throw_broken();
     }
-  }
-  // Sets a function that runs before each call of MPI, and may call break_off(); may be null.
-  void set_guard(std::function<void()> guard) {
-    guard_ = std::move(guard);
-  }
-  // Forbids further calls of MPI, for this reason.
-  void break_off(const std::string& reason) {
-    reason_ = reason;
-    broken_ = true;
   }
   // Sets the earliest deadline of all operations in flight.
   void set_deadline(Deadline earliest) {
@@ -124,8 +111,7 @@ class Watchdog {
 
   std::atomic<uint64_t> signalled_{0}; // number of the call whose thread the signal was sent to
   std::atomic<bool> broken_{false};
-  std::string reason_; // this and the next member need the engine's lock
-  std::function<void()> guard_;
+  std::string reason_; // needs the engine's lock
   std::atomic<int64_t> deadline_{Deadline::max().time_since_epoch().count()};
   std::atomic<int64_t> patience_ms_{std::chrono::milliseconds::max().count()};
 

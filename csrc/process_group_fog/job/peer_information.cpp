@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <array>
 #include <cstdlib>
 #include <iomanip>
 #include <random>
@@ -83,6 +82,7 @@ std::string to_text(const PeerInformation& rank) {
        << rank.pid << '\n'
        << rank.host_name << '\n'
        << rank.host << '\n'
+       << rank.shares_memory << '\n'
        << rank.address << '\n'
        << rank.tcp << '\n'
        << rank.random << '\n';
@@ -112,6 +112,7 @@ PeerInformation read_peer_information(const std::string& text) {
   rank.pid = static_cast<int>(number());
   rank.host_name = next();
   rank.host = next();
+  rank.shares_memory = next() == "1";
   rank.address = next();
   rank.tcp = next();
   rank.random = number();

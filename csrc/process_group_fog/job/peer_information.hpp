@@ -27,7 +27,8 @@ struct PeerInformation {
   std::string host_id;
   std::string host_name;
   std::string beacon;
-  std::string host; // see meet_on_hosts(); empty if it is not known
+  std::string host; // a name that only ranks there have; empty if it is not known
+  bool shares_memory = false; // it is of a new world, and reaches all others through memory
   std::string address; // the address for the other ranks of its host
   std::string tcp; // where it listens for messages; told to processes that join
   uint64_t random = 0; // rank 0's number names the objects that ranks create

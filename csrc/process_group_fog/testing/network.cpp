@@ -150,7 +150,7 @@ class InProcessNetwork::Endpoint final : public Transport {
   void drop(Which&& which);
   bool stands(uint64_t transfer) const {
     const std::lock_guard<std::mutex> lock(network_->mutex_);
-    return network_->standing_.count(transfer) > 0;
+    return network_->valid_.count(transfer) > 0;
   }
 
   const std::shared_ptr<InProcessNetwork> network_;
@@ -336,7 +336,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
       going->data = going->copy.empty() ? bytes : going->copy.data();
       const std::lock_guard<std::mutex> lock(network_->mutex_);
       going->transfer = network_->next_transfer_++;
-      network_->standing_.insert(going->transfer);
+      network_->valid_.insert(going->transfer);
     }
     going->readers.push_back({peer, 0});
     header.delivery = memory == Memory::kMessages ? Delivery::kPayload : chunked ? Delivery::kStream : Delivery::kMapped;
@@ -384,7 +384,7 @@ void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
   if (going->taken_by_all()) {
     {
       const std::lock_guard<std::mutex> lock(network_->mutex_);
-      network_->standing_.erase(header.shared.transfer);
+      network_->valid_.erase(header.shared.transfer);
     }
     going_.erase(found);
     released_.push_back(std::move(going->owner));
@@ -454,7 +454,7 @@ void InProcessNetwork::Endpoint::drop(Which&& which) {
   for (auto position = going_.begin(); position != going_.end();) {
     if (which(*position->second)) {
       const std::lock_guard<std::mutex> lock(network_->mutex_);
-      network_->standing_.erase(position->first);
+      network_->valid_.erase(position->first);
       released_.push_back(std::move(position->second->owner));
       position = going_.erase(position);
     } else {

@@ -86,7 +86,7 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   std::vector<uint64_t> looks_; // polls so far, by receiver
   std::set<PeerId> lost_;
   std::set<PeerId> noticed_; // subset of lost_
-  std::unordered_set<uint64_t> standing_; // transfers that have not been withdrawn
+  std::unordered_set<uint64_t> valid_; // transfers that have not been withdrawn
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // number of parcels so far
   size_t in_flight_ = 0;

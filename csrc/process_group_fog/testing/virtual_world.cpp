@@ -68,7 +68,7 @@ std::vector<std::string> VirtualWorld::connect(const Options& options) {
   std::vector<std::unique_ptr<tcp::Connections>> connections;
   for (const int rank : all) {
     links.push_back(std::make_unique<shared_memory::Links>(rank, options.size, options.size, options.wire == "memory"));
-    links.back()->settle(all);
+    links.back()->settle(options.size);
     addresses[rank] = links.back()->address(true);
     connections.push_back(std::make_unique<tcp::Connections>());
     listeners[rank] = options.wire == "tcp" ? connections.back()->listen({}) : "";

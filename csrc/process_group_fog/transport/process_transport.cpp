@@ -135,7 +135,7 @@ ProcessTransport::ProcessTransport(
   }
 }
 
-void ProcessTransport::meet(PeerId peer, const std::string& tcp) {
+void ProcessTransport::connect(PeerId peer, const std::string& tcp) {
   wire_.renew(peer, tcp);
   if (!links_.reaches(peer)) {
     wire_.connections().want(peer);

@@ -15,9 +15,7 @@
 
 #include "job/process_watch.hpp"
 #include "transport/mpi/notified_puts.hpp"
-#include "transport/mpi/put_arrivals.hpp"
 #include "transport/mpi/remote_memory.hpp"
-#include "transport/shared_memory/copies.hpp"
 #include "transport/shared_memory/links.hpp"
 #include "transport/shared_memory/streams.hpp"
 #include "transport/tcp/messages.hpp"
@@ -42,7 +40,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
     processes_.watch(peer, pid);
     links_.attach(peer, address);
   }
-  void meet(PeerId peer, const std::string& tcp) override;
+  void connect(PeerId peer, const std::string& tcp) override;
   bool is_connected_with(PeerId peer) const override {
     return links_.attached_by(peer) || wire_.connections().fd(peer) >= 0;
   }

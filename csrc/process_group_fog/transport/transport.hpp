@@ -157,8 +157,8 @@ class Transport {
   // can be mapped.
   virtual void attach(PeerId peer, int pid, const std::string& address) = 0;
   // `peer` is to be reached at these addresses over TCP, except for what goes through shared memory: connects with it.
-  virtual void meet(PeerId peer, const std::string& tcp) {}
-  // Returns whether `peer` knows this process by attach() or meet(), so that messages of both sides arrive.
+  virtual void connect(PeerId peer, const std::string& tcp) {}
+  // Returns whether `peer` knows this process by attach() or connect(), so that messages of both sides arrive.
   virtual bool is_connected_with(PeerId peer) const {
     return false;
   }

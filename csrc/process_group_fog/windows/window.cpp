@@ -2,15 +2,21 @@
 #include "windows/window.hpp"
 
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <string_view>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include "core/arithmetic.hpp"
 #include "core/copy.hpp"
 #include "core/failure.hpp"
+#include "core/names.hpp"
+#include "core/tensor_checks.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/deferred_free.hpp"
@@ -100,7 +106,7 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
   const size_t slots = window->in_neighbors_.size();
   const auto all = all_neighbors(window->in_neighbors_, window->out_neighbors_);
   auto memory = WindowMemory::create(data, bytes, slots, all.size(), std::move(pool));
-  TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "win_create: no memory for ", slots, " slots of ", bytes, " bytes each");
+  TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "Window: no memory for ", slots, " slots of ", bytes, " bytes each");
   for (size_t i = 0; i < slots && !zero_init; ++i) {
     auto& place = memory->slot(i);
     copy_bytes(memory->buffer(place, 0), data, bytes);
@@ -285,7 +291,7 @@ void Window::end_call() {
 }
 
 void Window::free(Milliseconds timeout) {
-  constexpr const char* op = "win_free";
+  constexpr const char* op = "Window.free";
   auto& engine = group_->engine;
   engine.check_not_forked();
   const auto deadline = deadline_after(timeout);
@@ -385,13 +391,13 @@ void Window::receive(size_t offset, const void* data, size_t bytes) {
 }
 
 void Window::read(void* out) {
-  const Use use(*this, "win_get", For::kNeighbor);
+  const Use use(*this, "Window.get", For::kNeighbor);
   const std::lock_guard<std::mutex> owner(owner_);
   copy_bytes(out, memory_->tensor(), values_.bytes);
 }
 
 PairMutex& Window::mutex(int source) {
-  return memory_->control(neighbor("win_mutex", "source", source, true, true).control).mutex;
+  return memory_->control(neighbor("Window.mutex", "source", source, true, true).control).mutex;
 }
 
 void Window::on_signal(int source) {
@@ -410,6 +416,300 @@ void Window::on_gone(int peer, const std::string& how) {
       neighbor->gone = true;
     }
   }
+}
+
+// The checks of a Window's arguments and state, and its error messages.
+
+void Window::check_config(const WindowConfig& config) {
+  constexpr const char* op = "Window";
+  check_output(op, "tensor", config.tensor, config.tensor.defined() ? config.tensor.device() : at::kCPU);
+  check_linear_combination(op, config.tensor.scalar_type());
+  TORCH_CHECK_VALUE(config.tensor.is_contiguous(), op, ": tensor: got one that is not contiguous; a window's tensor has to be");
+  const auto& group = *config.group;
+  const auto check_ranks = [&](const char* argument, const std::vector<int>& ranks) {
+    for (const int rank : ranks) {
+      TORCH_CHECK_VALUE(
+          rank >= 0 && rank < group.size() && rank != group.rank, op, ": ", argument, ": got rank ", rank, "; allowed are ranks 0 to ",
+          group.size() - 1, " of this group of ", group.size(), " except ", group.rank, ", which is this rank");
+      TORCH_CHECK_VALUE(std::count(ranks.begin(), ranks.end(), rank) == 1, op, ": ", argument, ": got rank ", rank, " more than once");
+    }
+  };
+  check_ranks("in_neighbors", config.in_neighbors);
+  check_ranks("out_neighbors", config.out_neighbors);
+}
+
+Window::Neighbor& Window::neighbor(const char* op, const char* argument, int rank, bool in, bool out) const {
+  for (const auto& neighbor : neighbors_) {
+    if (neighbor->rank == rank && ((in && neighbor->in) || (out && neighbor->out))) {
+      return *neighbor;
+    }
+  }
+  const auto allowed = in && out ? all_neighbors(in_neighbors_, out_neighbors_) : in ? in_neighbors_ : out_neighbors_;
+  TORCH_CHECK_VALUE(
+      false, op, ": ", argument, ": got rank ", rank, "; window '", name_, "' has ", list_ranks(allowed), " among the ",
+      in && out ? "neighbors"
+          : in  ? "in-neighbors"
+                : "out-neighbors",
+      " of rank ", group_->rank);
+}
+
+void Window::check_peers(const char* op, const char* argument, const Peers& peers, bool out) const {
+  for (const auto& [rank, weight] : peers) {
+    const int peer = rank;
+    neighbor(op, argument, peer, !out, out);
+    const auto same = [peer](const auto& other) { return other.first == peer; };
+    TORCH_CHECK_VALUE(std::count_if(peers.begin(), peers.end(), same) == 1, op, ": ", argument, ": got rank ", rank, " more than once");
+    TORCH_CHECK_VALUE(
+        std::isfinite(weight), op, ": ", argument, ": got weight ", weight, " for rank ", rank, "; allowed are finite numbers");
+  }
+}
+
+void Window::check_input(const char* op, const at::Tensor& tensor, double self_weight) const {
+  check_tensor(op, "tensor", tensor, device_);
+  if (tensor.is_same(tensor_)) {
+    check_tensor_in_place(op);
+  } else {
+    TORCH_CHECK_VALUE(
+        tensor.scalar_type() == values_.dtype && values_.numel == static_cast<size_t>(tensor.numel()) && layout_of(tensor) == layout_,
+        op, ": tensor: got ", layout_of(tensor), "; allowed is ", layout_, " as window '", name_, "' has it");
+  }
+  check_self_weight(op, self_weight);
+  if (self_weight != 1) {
+    check_output(op, "tensor", tensor, device_);
+  }
+}
+
+void Window::check_written(const char* op, const at::Tensor& tensor, int64_t offset) const {
+  check_tensor(op, "tensor", tensor, device_);
+  const auto numel = static_cast<int64_t>(values_.numel);
+  TORCH_CHECK_VALUE(
+      tensor.scalar_type() == values_.dtype && offset >= 0 && tensor.numel() <= numel - offset, op, ": tensor: got ", layout_of(tensor),
+      " for element ", offset, "; window '", name_, "' is ", layout_);
+}
+
+void Window::check_self_weight(const char* op, double self_weight) const {
+  TORCH_CHECK_VALUE(std::isfinite(self_weight), op, ": self_weight: got ", self_weight, "; allowed are finite numbers");
+}
+
+void Window::check_tensor_in_place(const char* op) const {
+  TORCH_CHECK_VALUE(
+      is_tensor_in_place(), op, ": the tensor of window '", name_,
+      "' has other memory than when the window was made (was its .data assigned, or its dtype or size changed?)");
+}
+
+bool Window::is_tensor_in_place() const {
+  return tensor_.has_storage() && tensor_.scalar_type() == values_.dtype && tensor_.nbytes() == values_.bytes &&
+      tensor_.is_contiguous() && tensor_.const_data_ptr() == data_;
+}
+
+void Window::check_open(const char* op) const {
+  if (closed_) {
+    const std::lock_guard<std::mutex> lock(state_);
+    fail(op, "the window " + closed_reason_);
+  }
+}
+
+void Window::check_abandoned(const char* op) const {
+  if (abandoned_) {
+    check_open(op);
+  }
+}
+
+std::string Window::describe(const char* op) const {
+  return c10::str(op, " of window '", name_, "' of group '", group_->name, "' on rank ", group_->rank);
+}
+
+std::exception_ptr Window::failure(const char* op, const std::string& reason) const {
+  return backend_error("fog: " + describe(op) + ": " + reason);
+}
+
+void Window::fail(const char* op, const std::string& reason) const {
+  std::rethrow_exception(failure(op, reason));
+}
+
+std::string Window::why_gone(const Neighbor& neighbor) const {
+  const std::lock_guard<std::mutex> lock(state_);
+  return group_->describe_member(neighbor.rank) + ' ' + neighbor.how;
+}
+
+void Window::refused(const char* op, const std::exception& refusal) const {
+  fail(op, c10::str("the operation has to wait, and the system refuses a thread for that: ", message_of(refusal)));
+}
+
+// The mutexes of a Window, one for each pair of an owner and a neighbor.
+
+std::unique_ptr<RankMutex> Window::make_mutex(RankMutex::Other other) const {
+  return std::make_unique<RankMutex>(std::move(other), [this] { group_->engine.check_interrupt(); });
+}
+
+RankMutex::Other Window::word_of(PairMutex& word, PairMutex::Side side, const Neighbor& other) const {
+  return {
+      [this, &word, side, &other](Deadline deadline) { return acquire(word, side, other, deadline); },
+      [&word, side] { return word.try_lock(side); },
+      [this, &word, side] {
+        const std::lock_guard<std::mutex> lock(leaving_); // keeps leave() from releasing the memory meanwhile
+        if (!left_ && !group_->engine.forked()) { // otherwise leave() has unlocked it, or the parent will
+          word.unlock(side);
+        }
+      }};
+}
+
+bool Window::acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const {
+  while (!mutex.lock_or_queue(side)) { // repeats if the other side has seized the mutex
+    if (mutex.wait(side, std::min<std::chrono::nanoseconds>(kPollInterval, deadline - Clock::now()))) {
+      return true;
+    }
+    if (neighbor.ended || neighbor.lost) {
+      mutex.seize(side);
+      return true;
+    }
+    if (abandoned_ || Clock::now() >= deadline) {
+      if (!mutex.give_up(side)) {
+        return true;
+      }
+      check_abandoned("Window.mutex");
+      return false;
+    }
+    try {
+      group_->engine.check_interrupt();
+    } catch (...) {
+      if (!mutex.give_up(side)) {
+        mutex.unlock(side);
+      }
+      throw;
+    }
+  }
+  return true;
+}
+
+bool Window::holds_mutex() const {
+  return std::any_of(neighbors_.begin(), neighbors_.end(), [](const auto& neighbor) {
+    return neighbor->mutex_here->held_here() || neighbor->mutex_there->held_here();
+  });
+}
+
+std::vector<RankMutex*> Window::mutexes(const std::vector<int>& ranks, bool own) const {
+  std::vector<RankMutex*> mutexes;
+  for (const int rank : ranks) {
+    auto& other = neighbor("Window.mutex", "ranks", rank, true, true);
+    mutexes.push_back(own ? other.mutex_here.get() : other.mutex_there.get());
+  }
+  return mutexes;
+}
+
+void Window::lock(RankMutex& mutex, int owner, int other, Deadline deadline) const {
+  if (!mutex.lock(deadline)) {
+    fail("Window.mutex", c10::str("timed out waiting for the mutex of owner ", owner, " and rank ", other));
+  }
+}
+
+void Window::lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) {
+  const Use use(*this, "Window.mutex", For::kThisRank);
+  const auto deadline = deadline_after(timeout);
+  auto sorted = ranks; // by owner, then by the other rank
+  std::sort(sorted.begin(), sorted.end());
+  const auto all = mutexes(sorted, own);
+  size_t held = 0;
+  try {
+    for (; held < all.size(); ++held) {
+      lock(*all[held], own ? group_->rank : sorted[held], own ? sorted[held] : group_->rank, deadline);
+    }
+  } catch (...) {
+    for (size_t i = 0; i < held; ++i) {
+      all[i]->unlock();
+    }
+    throw;
+  }
+}
+
+void Window::release(const std::vector<int>& ranks, bool own) {
+  const auto held = mutexes(ranks, own);
+  const bool all = std::all_of(held.begin(), held.end(), [](RankMutex* mutex) { return mutex->held_here(); });
+  TORCH_CHECK_VALUE(all, "Window.mutex: ranks: got some whose mutex of window '", name_, "' this thread has not locked");
+  for (auto* mutex : held) {
+    mutex->unlock();
+  }
+}
+
+void Window::unlock(const std::vector<int>& ranks, bool own) {
+  group_->engine.check_not_forked();
+  std::exception_ptr error;
+  // Neighbors that get the tensor should see the changes that were made under the mutex.
+  if (staging_ && own && holds_mutex() && !closed_ && is_tensor_in_place()) {
+    try {
+      const Use use(*this, "Window.mutex", For::kThisRank);
+      staging_->publish("Window.mutex", deadline_after(timeout_));
+    } catch (...) { // the mutexes are released in any case
+      error = std::current_exception();
+    }
+  }
+  release(ranks, own);
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+Window::Hold::~Hold() {
+  if (window_ && !window_->engine().forked()) { // otherwise the parent holds it
+    release();
+  }
+}
+
+std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout) {
+  lock(ranks, own, timeout);
+  return std::make_unique<Hold>(shared_from_this(), std::move(ranks), own);
+}
+
+// The codec of a Window, and the messages of its puts and accumulates.
+
+void Window::check_codec(const char* op, const Options& options) {
+  const auto& codec = *options.codec;
+  codec.check(op, values_.dtype);
+  if (options.decoded.defined()) {
+    TORCH_CHECK_VALUE(!staging_, op, ": decoded: got a tensor for a window on ", device_, "; allowed is the CPU");
+    check_output(op, "decoded", options.decoded);
+    TORCH_CHECK_VALUE(
+        options.decoded.is_contiguous() && layout_of(options.decoded) == layout_, op, ": decoded: got ", layout_of(options.decoded),
+        "; allowed is a contiguous ", layout_, " as window '", name_, "' has it");
+  }
+  check_agreed(op, memory_->label(), group_->rank, codec.text());
+  const std::lock_guard<std::mutex> lock(codec_mutex_);
+  codec_ = options.codec;
+}
+
+void Window::check_agreed(const char* op, WindowLabel& label, int rank, const std::string& codec) const {
+  TORCH_CHECK_VALUE(
+      label.codec.agree(codec), op, ": compression: got ", codec, "; window '", name_, "' has ", label.codec.shown(), " on rank ", rank,
+      ", since its first compressed put or accumulate");
+}
+
+CodecPtr Window::agreed_codec(const char* op, const std::string& text) {
+  const std::lock_guard<std::mutex> lock(codec_mutex_);
+  if (!codec_ || codec_->text() != text) {
+    auto codec = codecs::codec_of(text);
+    check_agreed(op, memory_->label(), group_->rank, text);
+    codec_ = std::move(codec);
+  }
+  return codec_;
+}
+
+at::Tensor Window::make_message(const at::Tensor& data, const Options& options) {
+  const auto& codec = *options.codec;
+  const auto& text = codec.text();
+  const size_t bytes = codec.bytes(values_.dtype, values_.numel);
+  auto message = at::empty({static_cast<int64_t>(bytes + text.size())}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
+  auto* out = message.mutable_data_ptr<uint8_t>();
+  codec.encode(values_.dtype, data.const_data_ptr(), values_.numel, out);
+  std::memcpy(out + bytes, text.data(), text.size());
+  if (options.decoded.defined()) {
+    encoded(options.codec, message).write(options.decoded.mutable_data_ptr(), 1.0);
+    count_change(options.decoded);
+  }
+  return message;
+}
+
+EncodedValues Window::encoded(const CodecPtr& codec, const at::Tensor& message) const {
+  return {codec, values_.dtype, values_.numel, message.const_data_ptr(), message.nbytes() - codec->text().size()};
 }
 
 } // namespace fog

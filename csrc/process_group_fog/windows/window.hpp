@@ -19,8 +19,6 @@
 #include "core/deadline.hpp"
 #include "engine/group.hpp"
 #include "windows/pair_mutex.hpp"
-#include "windows/rank_mutex.hpp"
-#include "windows/encoded_values.hpp"
 #include "windows/slot_values.hpp"
 #include "windows/window_descriptions.hpp"
 #include "windows/window_memory.hpp"
@@ -305,7 +303,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   double p_ = 1.0;
   std::mutex codec_mutex_;
   CodecPtr codec_; // the window's codec, null before the first compressed operation that is seen here
-  std::atomic<uint32_t> encoded_{0}; // puts and accumulates so far
 
   mutable std::mutex state_;
   std::condition_variable idle_;

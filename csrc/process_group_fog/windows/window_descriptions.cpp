@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include "core/names.hpp"
 
@@ -55,20 +56,20 @@ std::vector<WindowDescription> decode_descriptions(const std::string& all, int s
       text >> address;
     }
   }
-  TORCH_INTERNAL_ASSERT(!text.fail(), "fog: win_create: the ranks' descriptions of the window cannot be read");
+  TORCH_INTERNAL_ASSERT(!text.fail(), "fog: Window: the ranks' descriptions of the window cannot be read");
   return descriptions;
 }
 
 void check_agreement(const std::vector<WindowDescription>& ranks) {
   for (size_t rank = 0; rank < ranks.size(); ++rank) {
-    TORCH_CHECK_VALUE(ranks[rank].error.empty(), "win_create: rank ", rank, " reports: ", ranks[rank].error);
+    TORCH_CHECK_VALUE(ranks[rank].error.empty(), "Window: rank ", rank, " reports: ", ranks[rank].error);
   }
   const auto& first = ranks.front();
   for (size_t rank = 1; rank < ranks.size(); ++rank) {
     const auto& other = ranks[rank];
     const auto differ = [&](const char* what, const std::string& one, const std::string& two) {
       TORCH_CHECK_VALUE(
-          one == two, "win_create: ranks disagree on the ", what, " of the window: rank 0 has ", one, ", rank ", rank, " has ", two);
+          one == two, "Window: ranks disagree on the ", what, " of the window: rank 0 has ", one, ", rank ", rank, " has ", two);
     };
     differ("name", "'" + first.name + "'", "'" + other.name + "'");
     differ("tensor", first.layout, other.layout);
@@ -78,7 +79,7 @@ void check_agreement(const std::vector<WindowDescription>& ranks) {
       const bool sends = contains(ranks[writer].out, static_cast<int>(owner));
       const bool receives = contains(ranks[owner].in, static_cast<int>(writer));
       TORCH_CHECK_VALUE(
-          sends == receives, "win_create: ranks disagree on the neighbors of window '", first.name, "': rank ", owner, " is ",
+          sends == receives, "Window: ranks disagree on the neighbors of window '", first.name, "': rank ", owner, " is ",
           sends ? "" : "not ", "among the out_neighbors of rank ", writer, ", but rank ", writer, " is ", receives ? "" : "not ",
           "among the in_neighbors of rank ", owner);
     }
@@ -86,11 +87,7 @@ void check_agreement(const std::vector<WindowDescription>& ranks) {
 }
 
 std::string list_ranks(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); ++i) {
-    text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
-  }
-  return ranks.empty() ? "no rank" : text;
+  return ranks.empty() ? "no rank" : (ranks.size() == 1 ? "rank " : "ranks ") + c10::Join(", ", ranks);
 }
 
 std::vector<int> all_neighbors(const std::vector<int>& in, const std::vector<int>& out) {

@@ -11,7 +11,7 @@
 
 #include "core/signature.hpp"
 #include "transport/futex.hpp"
-#include "transport/shared_memory/foreign_arena.hpp"
+#include "transport/shared_memory/arena.hpp"
 #include "windows/pair_mutex.hpp"
 #include "windows/slot.hpp"
 

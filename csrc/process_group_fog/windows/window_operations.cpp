@@ -1,13 +1,16 @@
 // The operations of a Window: put, accumulate, get, update, and c10d's write and signals.
 #include <algorithm>
 #include <cstring>
+#include <new>
+#include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
-#include "core/linear_combination.hpp"
+#include "core/arithmetic.hpp"
 #include "core/tensor_lists.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
@@ -23,8 +26,8 @@ using WorkPtr = Window::WorkPtr;
 constexpr auto kReaderTimeout = std::chrono::milliseconds(100);
 
 // For profilers, by WindowOp.
-constexpr const char* kTitles[] = {"fog:win_put", "fog:win_accumulate", "fog:win_get",   "fog:put",
-                                   "fog:signal",  "fog:win_mutex",      "fog:win_mutex", "fog:win_free"};
+constexpr const char* kTitles[] = {"fog:Window.put", "fog:Window.accumulate", "fog:Window.get",   "fog:put",
+                                   "fog:signal",     "fog:Window.mutex",      "fog:Window.mutex", "fog:Window.free"};
 
 const char* title_of(WindowOp op) {
   return kTitles[static_cast<size_t>(op)];
@@ -241,7 +244,7 @@ bool Window::replace_slot(const Neighbor& source, const std::function<bool(void*
   const std::lock_guard<std::mutex> owner(owner_);
   auto& place = memory_->slot(source.slot);
   if (!memory_->provide_owners_buffers(place)) {
-    fail("win_get", c10::str("no memory for buffers of ", values_.bytes, " bytes"));
+    fail("Window.get", c10::str("no memory for buffers of ", values_.bytes, " bytes"));
   }
   if (source.mailbox) {
     source.mailbox->absorb(); // the new value replaces earlier puts
@@ -297,7 +300,7 @@ void Window::count_change(const at::Tensor& tensor) {
 }
 
 at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset, bool clone, const Options& options) {
-  constexpr const char* op = "win_update";
+  constexpr const char* op = "Window.update";
   WindowSlice slice;
   const Use use(*this, op, For::kThisRank);
   if (staging_) {
@@ -356,7 +359,7 @@ at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool rese
     }
     double p = 0;
     for (const auto& [rank, weight] : neighbors) {
-      auto& place = memory_->slot(neighbor("win_update", "neighbors", rank, true, false).slot);
+      auto& place = memory_->slot(neighbor("Window.update", "neighbors", rank, true, false).slot);
       const auto view = place.slot.pin(reset, with_p);
       pinned.push_back(&place.slot);
       p += weight * view.p;
@@ -392,7 +395,7 @@ at::Tensor Window::combine(double self_weight, const Peers& neighbors, bool rese
 }
 
 int64_t Window::version(int rank) {
-  constexpr const char* op = "get_win_version";
+  constexpr const char* op = "Window.version";
   const Use use(*this, op, For::kThisRank);
   const auto& source = neighbor(op, "rank", rank, true, false);
   if (source.mailbox) {
@@ -402,7 +405,7 @@ int64_t Window::version(int rank) {
 }
 
 double Window::slot_p(int rank) {
-  constexpr const char* op = "slot_p";
+  constexpr const char* op = "Window.slot_p";
   const Use use(*this, op, For::kThisRank);
   const auto& source = neighbor(op, "rank", rank, true, false);
   if (source.mailbox) {
@@ -488,6 +491,53 @@ at::Tensor Window::map_remote(int rank) {
     return {};
   }
   return at::from_blob(mapped, tensor_.sizes(), [self = shared_from_this()](void*) {}, tensor_.options().requires_grad(false));
+}
+
+class WindowSlice::Entry final : public Timeline::Entry {
+ public:
+  Entry(const char* name, std::string_view arguments, Timeline::Clock::time_point begun)
+      : name_(name), arguments_(Timeline::text(arguments)), begun_(begun), ended_(Timeline::Clock::now()) {}
+
+  void write(Timeline::Writer& writer) const override {
+    writer.slice(name_, "window", begun_, ended_, arguments_);
+  }
+
+ private:
+  const char* const name_;
+  const Timeline::Text arguments_;
+  const Timeline::Clock::time_point begun_;
+  const Timeline::Clock::time_point ended_;
+};
+
+WindowSlice::WindowSlice() {
+  if (Timeline::is_on()) {
+    begun_ = Timeline::Clock::now();
+    lane_ = Timeline::instance().take_lane(begun_);
+  }
+}
+
+WindowSlice::~WindowSlice() {
+  give_lane_back();
+}
+
+void WindowSlice::give_lane_back() noexcept {
+  if (lane_.number >= 0) {
+    Timeline::instance().return_lane(lane_, Timeline::Clock::now());
+    lane_ = {};
+  }
+}
+
+void WindowSlice::end(const char* name, const std::string& group, const std::string& window, bool failed) noexcept {
+  if (lane_.number >= 0 && Timeline::is_on()) {
+    try {
+      const auto arguments = c10::str(
+          "\"group\": ", json_string(group), ", \"window\": ", json_string(window), ", \"ranks\": [", c10::Join(", ", ranks_),
+          "], \"bytes\": ", bytes_, failed ? ", \"failed\": true" : "");
+      Timeline::instance().add(lane_, std::make_unique<Entry>(name, arguments, begun_));
+    } catch (const std::bad_alloc&) { // it is missing in the timeline
+    }
+  }
+  give_lane_back();
 }
 
 } // namespace fog

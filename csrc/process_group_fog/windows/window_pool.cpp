@@ -75,8 +75,8 @@ std::unique_ptr<WindowPool> WindowPool::create(const WindowConfig& config, const
   }
   if (pool->full_) {
     const size_t mailboxes = std::count(writers.begin(), writers.end(), true);
-    LOG(WARNING) << "fog: win_create of window '" << config.name << "' of group '" << group.name << "' on rank " << group.rank
-                 << ": its " << (moves ? storage.nbytes() : 0) + label_bytes + mailboxes * layout.bytes()
+    LOG(WARNING) << "fog: creation of window '" << config.name << "' of group '" << group.name << "' on rank " << group.rank << ": its "
+                 << (moves ? storage.nbytes() : 0) + label_bytes + mailboxes * layout.bytes()
                  << " bytes for neighbors that reach this rank by RMA are more than is left of FOG_RMA_BYTES; these use messages";
     return nullptr;
   }

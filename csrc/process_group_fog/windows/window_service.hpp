@@ -50,7 +50,7 @@ class WindowRequest final : public TransferOwner {
   uint64_t puts = 0; // for kAccumulate: see MailboxReader
   at::Tensor data; // to send, contiguous
   size_t codec_bytes = 0; // if the data is a message of a codec: the length of the codec's text, which ends the data
-  std::string what; // for errors: "win_put of window 'a' of group 'default' from rank 0 to rank 1"
+  std::string what; // for errors: "Window.put of window 'a' of group 'default' from rank 0 to rank 1"
   // Both are called at the end, without the engine's lock: take() with the data of a get, done() in every case.
   std::function<void(const void* data)> take;
   std::function<void(std::exception_ptr error)> done;

@@ -182,7 +182,7 @@ class Neighbors(Mixing):
         return self._begin(tensors, round, in_place, self._encoding)
 
     def begin_decoded(
-        self, tensors: Sequence[Tensor], round: Round, codec: Codec, own: Sequence[Tensor], counter: int
+        self, tensors: Sequence[Tensor], round: Round, codec: Codec, own: Sequence[Tensor]
     ) -> Finish:
         """Begins the weighted averages of what a codec makes of the tensors, that of this rank included.
 
@@ -191,10 +191,8 @@ class Neighbors(Mixing):
             round: As in `begin`.
             codec: In place of `compression`.
             own: Tensors like `tensors`, which get this rank's decoded ones.
-            counter: Selects the codec's random numbers, from 0 to 2^32 - 1.
         """
-        encoding = {"compression": codec.backend, "decoded": list(own), "counter": counter}
-        return self._begin(tensors, round, False, encoding)
+        return self._begin(tensors, round, False, {"compression": codec.backend, "decoded": list(own)})
 
     def begin_push(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin_push`: a rank and its out-neighbors get equal shares of its values.

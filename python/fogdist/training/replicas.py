@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 _FRESH = 0
 _STALE = 1
 
-_COUNTERS = 1 << 32
-
 
 class ReplicaAlgorithm(Algorithm):
     """Base of the algorithms that send compressed differences.
@@ -164,8 +162,7 @@ class ReplicaAlgorithm(Algorithm):
             else:
                 sent = [_as_sent(x.sub(h)) for x, h in zip(vectors, replicas, strict=True)]
                 own = [torch.empty_like(each) for each in sent]
-                counter = self.rounds % _COUNTERS
-                finish = self._neighbors.begin_decoded(sent, of_attempt, self.compression, own, counter)
+                finish = self._neighbors.begin_decoded(sent, of_attempt, self.compression, own)
             return lambda: [
                 _as_kept(each, x) for each, x in zip([*finish(), *own], [*vectors, *vectors], strict=True)
             ]

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <sstream>
 
 #include <c10/util/Exception.h>
 
@@ -33,15 +32,6 @@ void check_block(int64_t block) {
       "; allowed are multiples of 8 from 8 to ", kMostBlock);
 }
 
-std::string options_text(int64_t block, bool stochastic, uint64_t seed) {
-  std::ostringstream text;
-  text << "block=" << block;
-  if (stochastic) {
-    text << ", stochastic, seed=" << seed;
-  }
-  return text.str();
-}
-
 float largest(const float* in, size_t numel) {
   int32_t bits = 0;
   run<Largest>(in, numel, &bits);
@@ -66,7 +56,7 @@ Codec::Unit BlockCodec::unit(c10::ScalarType) const {
   return {block_, block_bytes(block_)};
 }
 
-void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const {
+void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, uint8_t* out) const {
   const bool direct = dtype == c10::ScalarType::Float;
   const size_t item = c10::elementSize(dtype);
   const size_t block_size = block_bytes(block_);
@@ -77,9 +67,7 @@ void BlockCodec::encode(c10::ScalarType dtype, const void* in, size_t numel, con
     if (!direct) {
       widen(dtype, from, count, converted.data());
     }
-    encode_block(
-        direct ? reinterpret_cast<const float*>(from) : converted.data(), count, static_cast<uint32_t>((first + begin) / block_), draw,
-        out);
+    encode_block(direct ? reinterpret_cast<const float*>(from) : converted.data(), count, out);
   }
 }
 
@@ -98,13 +86,13 @@ void BlockCodec::decode(c10::ScalarType dtype, size_t, const Places&, const uint
   }
 }
 
-void BlockCodec::encode_tensor(const at::Tensor& values, const Draw& draw, const at::Tensor& message) const {
+void BlockCodec::encode_tensor(const at::Tensor& values, const at::Tensor& message) const {
   const auto block = static_cast<int64_t>(block_);
   const auto block_size = static_cast<int64_t>(block_bytes(block_));
   for_sizes(values.numel(), block, [&](int64_t begin, int64_t numel, int64_t blocks) {
     const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
     const auto out = message.narrow(0, begin / block * block_size, blocks * size).view({blocks, size});
-    encode_rows(values.narrow(0, begin, numel).view({blocks, -1}), begin / block, draw, out);
+    encode_rows(values.narrow(0, begin, numel).view({blocks, -1}), out);
   });
 }
 

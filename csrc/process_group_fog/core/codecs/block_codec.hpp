@@ -4,7 +4,6 @@
 #include <array>
 #include <cstring>
 #include <string>
-#include <vector>
 
 #include "core/codecs/codec.hpp"
 
@@ -16,18 +15,15 @@ constexpr size_t kMostBlock = 8192;
 // Throws ValueError unless blocks may have that size.
 void check_block(int64_t block);
 
-// "block=256", or "block=256, stochastic, seed=0".
-std::string options_text(int64_t block, bool stochastic, uint64_t seed);
-
 // Subclasses encode and decode one block, in float32: float64 is rounded to float32 first.
 class BlockCodec : public Codec {
  public:
   size_t bytes(c10::ScalarType dtype, size_t numel) const final;
   Unit unit(c10::ScalarType dtype) const final;
-  void encode(c10::ScalarType dtype, const void* in, size_t numel, const Draw& draw, uint8_t* out, size_t first) const final;
+  void encode(c10::ScalarType dtype, const void* in, size_t numel, uint8_t* out) const final;
   void decode(c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out)
       const final;
-  void encode_tensor(const at::Tensor& values, const Draw& draw, const at::Tensor& message) const final;
+  void encode_tensor(const at::Tensor& values, const at::Tensor& message) const final;
   void decode_tensor(const at::Tensor& message, const at::Tensor& out) const final;
 
  protected:
@@ -35,12 +31,11 @@ class BlockCodec : public Codec {
 
   // The bytes of a block of `numel` elements.
   virtual size_t block_bytes(size_t numel) const = 0;
-  // Encodes block number `block`.
-  virtual void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const = 0;
+  virtual void encode_block(const float* in, size_t numel, uint8_t* out) const = 0;
   virtual void decode_block(const uint8_t* in, size_t numel, float* out) const = 0;
   // The same for blocks of one size by operations of ATen, see encode_tensor(): each is a row of these matrices. `rows`
-  // have the tensor's dtype, `block` is the number of the first one, and `out` and `in` have the bytes of the blocks.
-  virtual void encode_rows(const at::Tensor& rows, int64_t block, const Draw& draw, const at::Tensor& out) const = 0;
+  // have the tensor's dtype, and `out` and `in` have the bytes of the blocks.
+  virtual void encode_rows(const at::Tensor& rows, const at::Tensor& out) const = 0;
   // Returns `numel` floats for each row.
   virtual at::Tensor decode_rows(const at::Tensor& in, int64_t numel) const = 0;
 
@@ -48,9 +43,8 @@ class BlockCodec : public Codec {
   const size_t block_;
 };
 
-// Memory on the stack for the codes, or the random numbers, of a block.
+// Memory on the stack for the codes of a block.
 using Codes = std::array<uint8_t, kMostBlock + 8>;
-using Halves = std::array<uint16_t, kMostBlock + 128>;
 
 // --- scales ---
 

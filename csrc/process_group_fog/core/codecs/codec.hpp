@@ -13,8 +13,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
-#include "core/codecs/philox.hpp"
-
 namespace fog {
 
 class Codec {
@@ -38,10 +36,8 @@ class Codec {
   };
   virtual Unit unit(c10::ScalarType dtype) const = 0;
 
-  // Encodes `numel` elements. They may be some units of a larger tensor, which are a part of its message; then `first` is
-  // the place of the first one, on which random numbers depend.
-  virtual void encode(
-      c10::ScalarType dtype, const void* in, size_t numel, const codecs::Draw& draw, uint8_t* out, size_t first = 0) const = 0;
+  // Encodes `numel` elements. They may be some units of a larger tensor, which are a part of its message.
+  virtual void encode(c10::ScalarType dtype, const void* in, size_t numel, uint8_t* out) const = 0;
 
   // The places of the elements that a message contains, in ascending order. It is empty for a codec that sends all.
   using Places = std::vector<uint64_t>;
@@ -58,7 +54,7 @@ class Codec {
   // same values. They run on the device's current stream without waiting for it, and may be captured into a graph.
   // `values` and `out` are contiguous vectors of one of the codec's dtypes; `message` is bytes() contiguous
   // bytes, which are valid, since looking at them would wait for the device.
-  virtual void encode_tensor(const at::Tensor& values, const codecs::Draw& draw, const at::Tensor& message) const = 0;
+  virtual void encode_tensor(const at::Tensor& values, const at::Tensor& message) const = 0;
   virtual void decode_tensor(const at::Tensor& message, const at::Tensor& out) const = 0;
 
  protected:

@@ -17,13 +17,12 @@ CodecPtr float16();
 CodecPtr bfloat16();
 
 // `bits` are 8 or 4.
-CodecPtr integers(int bits, int64_t block, bool stochastic, uint64_t seed);
-CodecPtr sign(int64_t block, bool stochastic, uint64_t seed);
+CodecPtr integers(int bits, int64_t block);
+CodecPtr sign(int64_t block);
 
-// Of `numel` elements, `k` are sent, or the given fraction if `k` is 0: at least one. `bits` are
-// 2, 4 or 8, or 32 for values as they are.
+// Of `numel` elements, `k` are sent, or the given fraction if `k` is 0: at least one. `bits` are 2, or 32 for values as
+// they are.
 CodecPtr top_k(double fraction, int64_t k, int bits);
-CodecPtr random_k(double fraction, int64_t k, uint64_t seed);
 
 // The codec with this Codec::text(). Throws ValueError if there is none.
 CodecPtr codec_of(const std::string& text);

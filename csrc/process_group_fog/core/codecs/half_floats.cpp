@@ -22,14 +22,14 @@ class HalfFloats : public BlockCodec {
   size_t block_bytes(size_t numel) const override {
     return 2 * numel;
   }
-  void encode_block(const float* in, size_t numel, uint32_t, const Draw&, uint8_t* out) const override {
+  void encode_block(const float* in, size_t numel, uint8_t* out) const override {
     narrow(format_, in, numel, out);
   }
   void decode_block(const uint8_t* in, size_t numel, float* out) const override {
     widen(format_, in, numel, out);
   }
 
-  void encode_rows(const at::Tensor& rows, int64_t, const Draw&, const at::Tensor& out) const override {
+  void encode_rows(const at::Tensor& rows, const at::Tensor& out) const override {
     const auto rounded = rows.to(at::kFloat).to(format_, false, true).view(at::kShort); // a copy in any case
     // Devices differ in the bits of a NaN that they convert.
     const auto nan = rows.ne(rows);

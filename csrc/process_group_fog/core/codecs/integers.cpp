@@ -1,11 +1,10 @@
 // int8 and int4: whole multiples of a scale, from -127 to 127 or -7 to 7. Each block has its own scale.
 //
 // A block is its scale, a float of 16 significant bits, and then the codes. The scale is the largest magnitude of the
-// block divided by 127 or 7, rounded up. Error, element by element: at most scale / 2 to nearest, and less than the
-// scale with stochastic rounding, which is right on average (D. Alistarh et al., "QSGD", NeurIPS 2017, with blocks as
-// there and the largest magnitude in place of the norm). A block with a NaN or an infinity decodes to NaN as a whole. A
-// block of zeros decodes to zeros; -0.0 becomes 0.0.
-#include <utility>
+// block divided by 127 or 7, rounded up. Error, element by element: at most scale / 2 (as D. Alistarh et al.,
+// "QSGD", NeurIPS 2017, but to nearest, and with the largest magnitude of a block in place of the norm). A block with a
+// NaN or an infinity decodes to NaN as a whole. A block of zeros decodes to zeros; -0.0 becomes 0.0.
+#include <string>
 
 #include <c10/util/Exception.h>
 
@@ -28,31 +27,10 @@ template <int kBits>
 constexpr int kOffset = kBits == 8 ? 0 : 8;
 
 template <int kBits>
-struct Nearest {
+struct Round {
   static FOG_LOOP void run(const float* __restrict in, size_t numel, float inverse, uint8_t* __restrict codes) {
     for (size_t i = 0; i < numel; ++i) {
       codes[i] = static_cast<uint8_t>(bits_of(in[i] * inverse + kWhole) + kOffset<kBits>);
-    }
-  }
-};
-
-template <int kBits>
-struct Stochastic {
-  static FOG_LOOP void run(
-      const float* __restrict in, size_t numel, float inverse, const uint16_t* __restrict random, uint8_t* __restrict codes) {
-    constexpr int32_t kTop = (1 << (kBits - 1)) - 1;
-    for (size_t i = 0; i < numel; ++i) {
-      const float value = in[i] * inverse;
-      const float rounded = value + kWhole;
-      // The whole number below, and one more if the random number is smaller than the rest. Only choices of integers
-      // become vector instructions.
-      auto whole = static_cast<int32_t>(bits_of(rounded) - bits_of(kWhole));
-      whole -= rounded - kWhole > value ? 1 : 0;
-      const float rest = value - static_cast<float>(whole);
-      whole += static_cast<float>(static_cast<int32_t>(random[i])) * 0x1p-16F < rest ? 1 : 0;
-      whole = whole > kTop ? kTop : whole;
-      whole = whole < -kTop ? -kTop : whole;
-      codes[i] = static_cast<uint8_t>(whole + kOffset<kBits>);
     }
   }
 };
@@ -70,15 +48,14 @@ struct Restore {
 template <int kBits>
 class Integers : public BlockCodec {
  public:
-  Integers(const std::string& options, size_t block, bool stochastic, uint64_t seed)
-      : BlockCodec((kBits == 8 ? "Int8(" : "Int4(") + options + ")", block), stochastic_(stochastic), seed_(seed) {}
+  explicit Integers(size_t block) : BlockCodec((kBits == 8 ? "Int8(block=" : "Int4(block=") + std::to_string(block) + ')', block) {}
 
  protected:
   size_t block_bytes(size_t numel) const override {
     return kScaleBytes + packed_bytes(numel, kBits);
   }
 
-  void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const override {
+  void encode_block(const float* in, size_t numel, uint8_t* out) const override {
     const float scale = scale_for(largest(in, numel), (1 << (kBits - 1)) - 1);
     store_float(out, scale);
     out += kScaleBytes;
@@ -87,14 +64,7 @@ class Integers : public BlockCodec {
       return;
     }
     Codes codes;
-    uint8_t* target = kBits == 8 ? out : codes.data();
-    if (stochastic_) {
-      Halves random;
-      random_halves(seed_, draw, block, numel, random.data());
-      run<Stochastic<kBits>>(in, numel, 1.0F / scale, random.data(), target);
-    } else {
-      run<Nearest<kBits>>(in, numel, 1.0F / scale, target);
-    }
+    run<Round<kBits>>(in, numel, 1.0F / scale, kBits == 8 ? out : codes.data());
     if constexpr (kBits != 8) {
       run<Pack<kBits>>(codes.data(), numel, out);
     }
@@ -111,19 +81,10 @@ class Integers : public BlockCodec {
     run<Restore<kBits>>(source, numel, scale, out);
   }
 
-  void encode_rows(const at::Tensor& rows, int64_t block, const Draw& draw, const at::Tensor& out) const override {
-    constexpr int32_t kTop = (1 << (kBits - 1)) - 1;
+  void encode_rows(const at::Tensor& rows, const at::Tensor& out) const override {
     const auto given = rows.to(at::kFloat);
-    const auto scale = scales_for(largest_of_rows(given), kTop);
-    const auto value = given.mul(scale.reciprocal());
-    const auto rounded = value.add(kWhole);
-    const auto whole = as_bits(rounded).sub(static_cast<int32_t>(bits_of(kWhole)));
-    if (stochastic_) { // see Stochastic
-      const auto random = random_rows(seed_, draw, block, rows.size(0), rows.size(1), rows.device());
-      whole.sub_(rounded.sub(kWhole).gt(value).to(at::kInt));
-      whole.add_(random.to(at::kFloat).mul_(0x1p-16).lt(value.sub(whole.to(at::kFloat))).to(at::kInt));
-      whole.clamp_(-kTop, kTop);
-    }
+    const auto scale = scales_for(largest_of_rows(given), (1 << (kBits - 1)) - 1);
+    const auto whole = as_bits(given.mul(scale.reciprocal()).add(kWhole)).sub(static_cast<int32_t>(bits_of(kWhole)));
     const auto codes = whole.add_(kOffset<kBits>).bitwise_and_(0xFF).to(at::kByte);
     store_blocks(out, scale, pack_rows(codes, kBits));
   }
@@ -133,22 +94,17 @@ class Integers : public BlockCodec {
     const auto whole = kBits == 8 ? codes.view(at::kChar) : codes.to(at::kInt).sub_(kOffset<kBits>);
     return whole.to(at::kFloat).mul_(load_scales(in));
   }
-
- private:
-  const bool stochastic_;
-  const uint64_t seed_;
 };
 
 } // namespace
 
-CodecPtr integers(int bits, int64_t block, bool stochastic, uint64_t seed) {
+CodecPtr integers(int bits, int64_t block) {
   TORCH_CHECK_VALUE(bits == 8 || bits == 4, "bits: got ", bits, "; allowed are 4 and 8");
   check_block(block);
-  const auto options = options_text(block, stochastic, seed);
   if (bits == 8) {
-    return std::make_shared<Integers<8>>(options, block, stochastic, seed);
+    return std::make_shared<Integers<8>>(block);
   }
-  return std::make_shared<Integers<4>>(options, block, stochastic, seed);
+  return std::make_shared<Integers<4>>(block);
 }
 
 } // namespace fog::codecs

@@ -1,4 +1,4 @@
-// Packs codes of 1, 2, 4 or 8 bits into bytes.
+// Packs codes of 1, 2 or 4 bits into bytes.
 #pragma once
 
 #include "core/codecs/loops.hpp"

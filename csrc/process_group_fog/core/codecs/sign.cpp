@@ -1,14 +1,13 @@
 // One bit for each element, its sign, and a scale for each block.
 //
-// A block is its scale, a float of 16 significant bits, and then the signs. To nearest the scale is the mean magnitude
-// m of the block, for which the sum of squared errors is least (F. Seide et al., "1-bit stochastic gradient descent",
-// Interspeech 2014; S. P. Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019): it is the sum of squares less
-// numel * m^2, up to rounding. An element's error is | |x| - m |. With stochastic rounding the scale s is the largest
-// magnitude, and an element becomes s with probability (1 + x / s) / 2, so it is right on average, with errors up to
-// 2 s. A block with a NaN or an infinity decodes to NaN as a whole. Zeros decode to plus or minus the scale.
+// A block is its scale, a float of 16 significant bits, and then the signs. The scale is the mean magnitude m of the
+// block, for which the sum of squared errors is least (F. Seide et al., "1-bit stochastic gradient descent", Interspeech
+// 2014; S. P. Karimireddy et al., "Error feedback fixes SignSGD", ICML 2019): it is the sum of squares less numel * m^2,
+// up to rounding. An element's error is | |x| - m |. A block with a NaN or an infinity decodes to NaN as a whole. Zeros
+// decode to plus or minus the scale.
 #include <cmath>
 #include <limits>
-#include <utility>
+#include <string>
 
 #include "core/codecs/block_codec.hpp"
 #include "core/codecs/codecs.hpp"
@@ -64,16 +63,6 @@ struct Signs {
   }
 };
 
-struct StochasticSigns {
-  static FOG_LOOP void run(
-      const float* __restrict in, size_t numel, float inverse, const uint16_t* __restrict random, uint8_t* __restrict codes) {
-    for (size_t i = 0; i < numel; ++i) {
-      const float up = (in[i] * inverse + 1.0F) * 0x1p15F;
-      codes[i] = static_cast<float>(random[i]) < up ? 0 : 1;
-    }
-  }
-};
-
 struct Restore {
   static FOG_LOOP void run(const uint8_t* __restrict codes, size_t numel, float scale, float* __restrict out) {
     for (size_t i = 0; i < numel; ++i) {
@@ -103,16 +92,15 @@ at::Tensor mean_magnitudes(const at::Tensor& rows) {
 
 class Sign : public BlockCodec {
  public:
-  Sign(std::string text, size_t block, bool stochastic, uint64_t seed)
-      : BlockCodec(std::move(text), block), stochastic_(stochastic), seed_(seed) {}
+  explicit Sign(size_t block) : BlockCodec("Sign(block=" + std::to_string(block) + ')', block) {}
 
  protected:
   size_t block_bytes(size_t numel) const override {
     return kScaleBytes + packed_bytes(numel, 1);
   }
 
-  void encode_block(const float* in, size_t numel, uint32_t block, const Draw& draw, uint8_t* out) const override {
-    const float scale = stochastic_ ? scale_for(largest(in, numel), 1.0F) : mean_magnitude(in, numel);
+  void encode_block(const float* in, size_t numel, uint8_t* out) const override {
+    const float scale = mean_magnitude(in, numel);
     store_float(out, scale);
     out += kScaleBytes;
     if (scale != scale) {
@@ -120,13 +108,7 @@ class Sign : public BlockCodec {
       return;
     }
     Codes codes;
-    if (stochastic_) {
-      Halves random;
-      random_halves(seed_, draw, block, numel, random.data());
-      run<StochasticSigns>(in, numel, 1.0F / scale, random.data(), codes.data());
-    } else {
-      run<Signs>(in, numel, codes.data());
-    }
+    run<Signs>(in, numel, codes.data());
     run<Pack<1>>(codes.data(), numel, out);
   }
 
@@ -136,33 +118,22 @@ class Sign : public BlockCodec {
     run<Restore>(codes.data(), numel, load_float(in), out);
   }
 
-  void encode_rows(const at::Tensor& rows, int64_t block, const Draw& draw, const at::Tensor& out) const override {
+  void encode_rows(const at::Tensor& rows, const at::Tensor& out) const override {
     const auto values = rows.to(at::kFloat);
-    const auto scale = stochastic_ ? scales_for(largest_of_rows(values), 1.0F) : mean_magnitudes(values);
-    auto is_below = is_negative(values);
-    if (stochastic_) { // see StochasticSigns
-      const auto random = random_rows(seed_, draw, block, rows.size(0), rows.size(1), rows.device());
-      const auto up = values.mul(scale.reciprocal()).add_(1.0).mul_(0x1p15);
-      is_below = random.to(at::kFloat).lt(up).logical_not_();
-    }
-    store_blocks(out, scale, pack_rows(is_below.to(at::kByte), 1));
+    store_blocks(out, mean_magnitudes(values), pack_rows(is_negative(values).to(at::kByte), 1));
   }
 
   at::Tensor decode_rows(const at::Tensor& in, int64_t numel) const override {
     const auto codes = unpack_rows(in.narrow(1, kScaleBytes, in.size(1) - kScaleBytes), 1, numel);
     return as_floats(codes.to(at::kInt).bitwise_left_shift_(31).bitwise_or_(as_bits(load_scales(in))));
   }
-
- private:
-  const bool stochastic_;
-  const uint64_t seed_;
 };
 
 } // namespace
 
-CodecPtr sign(int64_t block, bool stochastic, uint64_t seed) {
+CodecPtr sign(int64_t block) {
   check_block(block);
-  return std::make_shared<Sign>("Sign(" + options_text(block, stochastic, seed) + ")", block, stochastic, seed);
+  return std::make_shared<Sign>(block);
 }
 
 } // namespace fog::codecs

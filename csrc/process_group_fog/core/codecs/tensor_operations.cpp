@@ -1,7 +1,6 @@
 #include "core/codecs/tensor_operations.hpp"
 
 #include <limits>
-#include <utility>
 
 #include "core/codecs/block_codec.hpp"
 #include "core/codecs/packing.hpp"
@@ -10,7 +9,6 @@
 namespace fog::codecs {
 namespace {
 
-constexpr int64_t kWord = 0xFFFFFFFF;
 constexpr int32_t kNan = 0x7FC00000; // bits of std::numeric_limits<float>::quiet_NaN()
 
 at::Tensor as_integers(const at::Tensor& floats) {
@@ -52,10 +50,6 @@ at::Tensor set_bits(const at::Tensor& bytes, int64_t count) {
 
 at::Tensor counted(int64_t count, const at::Device& device) {
   return at::arange(count, at::TensorOptions(device).dtype(at::kLong));
-}
-
-at::Tensor high_word(const at::Tensor& number) {
-  return number.bitwise_right_shift(32).bitwise_and_(kWord); // the shift copies the sign
 }
 
 } // namespace
@@ -134,41 +128,6 @@ at::Tensor unpack_rows(const at::Tensor& packed, int bits, int64_t numel) {
     codes.select(1, part).copy_(packed.bitwise_right_shift(part * bits).bitwise_and_((1 << bits) - 1));
   }
   return codes.view({packed.size(0), -1}).narrow(1, 0, numel);
-}
-
-PhiloxTensors philox(PhiloxTensors counter, uint64_t key) {
-  auto low = static_cast<uint32_t>(key);
-  auto high = static_cast<uint32_t>(key >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const auto first = counter[0].mul(int64_t(kPhiloxFirst)); // modulo 2^64
-    const auto second = counter[2].mul(int64_t(kPhiloxSecond));
-    counter = {
-        high_word(second).bitwise_xor(counter[1]).bitwise_xor_(int64_t(low)), second.bitwise_and(kWord),
-        high_word(first).bitwise_xor(counter[3]).bitwise_xor_(int64_t(high)), first.bitwise_and(kWord)};
-    low += kPhiloxGolden;
-    high += kPhiloxRoot;
-  }
-  return counter;
-}
-
-at::Tensor random_rows(uint64_t seed, const Draw& draw, int64_t first, int64_t blocks, int64_t numel, const at::Device& device) {
-  constexpr int64_t kGroup = 128; // elements; see random_halves()
-  constexpr int64_t kLanes = 16;
-  const int64_t groups = (numel + kGroup - 1) / kGroup;
-  const auto words = draw.words();
-  const auto options = at::TensorOptions(device).dtype(at::kLong);
-  const auto random = philox(
-      {counted(blocks, device).add_(first).bitwise_and_(kWord).view({blocks, 1, 1}),
-       counted(groups * kLanes, device).view({1, groups, kLanes}), at::full({1, 1, 1}, int64_t(words[0]), options),
-       at::full({1, 1, 1}, int64_t(words[1]), options)},
-      seed);
-  const auto halves = at::empty({blocks, groups, 8, kLanes}, options.dtype(at::kInt));
-  for (int64_t word = 0; word < 4; ++word) {
-    const auto& bits = random[static_cast<size_t>(word)];
-    halves.select(2, 2 * word).copy_(bits.bitwise_and(0xFFFF));
-    halves.select(2, 2 * word + 1).copy_(bits.bitwise_right_shift(16));
-  }
-  return halves.view({blocks, groups * kGroup}).narrow(1, 0, numel);
 }
 
 void pack_places(const at::Tensor& places, int64_t numel, const at::Tensor& out) {

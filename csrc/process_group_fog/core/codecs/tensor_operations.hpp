@@ -5,12 +5,9 @@
 // ATen, each rounded once, so that no compiler contracts two of them into one.
 #pragma once
 
-#include <array>
 #include <cstdint>
 
 #include <ATen/Functions.h>
-
-#include "core/codecs/philox.hpp"
 
 namespace fog::codecs {
 
@@ -66,15 +63,6 @@ at::Tensor sum_in_order(const at::Tensor& terms);
 // As Pack and Unpack: codes of 1, 2, 4 or 8 bits, of dtype uint8, `numel` in a row.
 at::Tensor pack_rows(const at::Tensor& codes, int bits);
 at::Tensor unpack_rows(const at::Tensor& packed, int bits, int64_t numel);
-
-// --- random numbers ---
-
-// Philox4x32-10 for many counters: tensors of int64, whose values are those of uint32.
-using PhiloxTensors = std::array<at::Tensor, 4>;
-PhiloxTensors philox(PhiloxTensors counter, uint64_t key);
-
-// As random_halves(), of dtype int32: a row of `numel` for each of `blocks` blocks from number `first`.
-at::Tensor random_rows(uint64_t seed, const Draw& draw, int64_t first, int64_t blocks, int64_t numel, const at::Device& device);
 
 // --- places, of dtype int64 and ascending ---
 

@@ -58,12 +58,12 @@ class RemoteMemory final : public OneSided {
   // not tested.
   bool reaches(PeerId peer) const {
     const auto& nodes = runtime_.nodes();
-    return static_cast<size_t>(peer) < nodes.size() && strangers_.count(peer) == 0 &&
+    return static_cast<size_t>(peer) < nodes.size() && outside_.count(peer) == 0 &&
         nodes[static_cast<size_t>(peer)] != nodes[static_cast<size_t>(runtime_.rank())];
   }
   // Another process, which is not in MPI's world, has that number from now on.
   void leave(PeerId peer) {
-    strangers_.insert(peer);
+    outside_.insert(peer);
   }
   // Calls MPI, which may have to answer other processes: some fabrics connect two processes at the first put between them.
   void answer();
@@ -99,7 +99,7 @@ class RemoteMemory final : public OneSided {
   bool completes_alone_ = false;
   std::function<bool(PeerId peer)> has_ended_;
   std::function<bool(PeerId peer)> may_reach_;
-  std::unordered_set<PeerId> strangers_; // see leave()
+  std::unordered_set<PeerId> outside_; // see leave()
 
   mutable std::mutex mutex_; // guards the members below
   std::map<size_t, size_t> free_; // free parts of the pool, offset to size; adjacent parts are merged

@@ -17,21 +17,18 @@ constexpr char kArenaMark = '/';
 } // namespace
 
 Links::Links(int rank, int size, int max_ranks, bool on)
-    : rank_(rank), size_(size), inbox_(on ? Inbox::create() : nullptr), places_(std::max(size, max_ranks), -1) {}
+    : rank_(rank), max_ranks_(std::max(size, max_ranks)), inbox_(on ? Inbox::create() : nullptr) {}
 
-void Links::settle(const std::vector<int>& local) {
-  for (size_t place = 0; place < local.size(); ++place) {
-    places_[local[place]] = static_cast<int>(place);
-  }
-  links_ = std::vector<Link>(local.size());
-  sources_.resize(local.size());
-  if (inbox_ && !inbox_->open(static_cast<int>(local.size()))) {
+void Links::settle(int ranks) {
+  links_ = std::vector<Link>(static_cast<size_t>(ranks));
+  sources_.resize(links_.size());
+  if (inbox_ && !inbox_->open(ranks)) {
     inbox_ = nullptr;
   }
 }
 
 void Links::attach(int peer, const std::string& address) {
-  if (!inbox_ || peer == rank_ || places_[peer] < 0 || address.empty()) {
+  if (!inbox_ || peer == rank_ || !has_place(peer) || address.empty()) {
     return;
   }
   if (reaches(peer)) {
@@ -43,13 +40,11 @@ void Links::attach(int peer, const std::string& address) {
     sources_[count] = peer; // it may reach this process even if this one cannot reach it
     source_count_.store(count + 1);
   }
-  auto inbox = Inbox::attach(address, static_cast<int>(links_.size()));
-  if (!inbox) {
-    return;
+  if (auto inbox = Inbox::attach(address, static_cast<int>(links_.size()))) {
+    inbox->peer(rank_).fetch_or(Inbox::kAttached);
+    links_[peer].inbox = std::move(inbox);
+    map_arena(peer, address);
   }
-  inbox->peer(places_[rank_]).fetch_or(Inbox::kAttached);
-  link(peer).inbox = std::move(inbox);
-  map_arena(peer, address);
 }
 
 void Links::map_arena(int peer, const std::string& address) {
@@ -57,20 +52,21 @@ void Links::map_arena(int peer, const std::string& address) {
   int pid = 0;
   int fd = -1;
   uint32_t token = 0;
-  if (link(peer).arena || !(fields >> pid >> fd >> token)) {
+  auto& link = links_[peer];
+  if (link.arena || !(fields >> pid >> fd >> token)) {
     return;
   }
-  link(peer).arena = ForeignArena::map(pid, fd, token);
-  if (link(peer).arena) {
-    link(peer).inbox->peer(places_[rank_]).fetch_or(Inbox::kMaps);
+  link.arena = ForeignArena::map(pid, fd, token);
+  if (link.arena) {
+    link.inbox->peer(rank_).fetch_or(Inbox::kMaps);
   }
 }
 
 void Links::renew(int peer) {
   forget(peer);
-  if (inbox_ && places_[peer] >= 0) {
-    link(peer).inbox = nullptr;
-    inbox_->renew(places_[peer]);
+  if (inbox_ && has_place(peer)) {
+    links_[peer].inbox = nullptr;
+    inbox_->renew(peer);
   }
 }
 
@@ -78,9 +74,9 @@ void Links::detach(int peer) {
   if (!reaches(peer)) {
     return;
   }
-  link(peer).inbox->peer(places_[rank_]).store(0);
+  links_[peer].inbox->peer(rank_).store(0);
   forget(peer);
-  link(peer).inbox = nullptr;
+  links_[peer].inbox = nullptr;
   const auto last = std::remove(sources_.begin(), sources_.begin() + source_count_.load(), peer);
   source_count_.store(static_cast<int>(last - sources_.begin()));
 }
@@ -100,7 +96,7 @@ bool Links::mapped_by(int peer, const void* data, size_t bytes) const {
 }
 
 bool Links::write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes, bool loud) {
-  auto& ring = link.inbox->ring(places_[rank_]);
+  auto& ring = link.inbox->ring(rank_);
   if (ring.write(first, first_bytes, second, second_bytes)) {
     if (loud) {
       link.inbox->doorbell().ring();
@@ -118,7 +114,7 @@ bool Links::write(Link& link, const void* first, size_t first_bytes, const void*
 }
 
 void Links::send(int peer, const Header& header, const void* data, size_t bytes) {
-  auto& link = this->link(peer);
+  auto& link = links_[peer];
   // A peer without operations does not need to wake up for the news of an end, and a peer that waits polls from time to
   // time.
   const bool loud = header.kind != MessageKind::kGoodbye && header.kind != MessageKind::kClosed;
@@ -154,8 +150,8 @@ bool Links::flush() {
 
 void Links::expel(int peer) {
   if (reaches(peer)) {
-    auto& inbox = *link(peer).inbox;
-    inbox.peer(places_[rank_]).fetch_or(Inbox::kLost);
+    auto& inbox = *links_[peer].inbox;
+    inbox.peer(rank_).fetch_or(Inbox::kLost);
     inbox.pulse().lost_by.fetch_add(1);
     std::atomic_thread_fence(std::memory_order_seq_cst); // before memory is reused that it reads; see stands()
   }
@@ -177,10 +173,10 @@ std::vector<int> Links::expelled_by() {
 }
 
 void Links::forget(int peer) {
-  if (places_[peer] < 0) {
+  if (!has_place(peer)) {
     return;
   }
-  auto& link = this->link(peer);
+  auto& link = links_[peer];
   queued_ -= link.queue.size();
   link.queue.clear();
   link.unsent = 0;
@@ -190,7 +186,7 @@ void Links::forget(int peer) {
 bool Links::news() const {
   const int count = source_count_.load();
   for (int index = 0; index < count; ++index) {
-    if (!inbox_->ring(places_[sources_[index]]).empty()) {
+    if (!inbox_->ring(sources_[index]).empty()) {
       return true;
     }
   }

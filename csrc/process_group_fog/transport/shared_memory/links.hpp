@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "transport/shared_memory/arena.hpp"
-#include "transport/shared_memory/foreign_arena.hpp"
 #include "transport/shared_memory/inbox.hpp"
 #include "transport/message.hpp"
 
@@ -22,9 +21,9 @@ class Links {
   // _FOG_LOCAL_LINKS=0 (`on` is false) leaves everything to TCP. The setting may differ between ranks: a rank without an
   // inbox neither attaches to others nor is attached by them. Ranks from `size` to below `max_ranks` may come later.
   Links(int rank, int size, int max_ranks, bool on);
-  // Sets the ranks that may share this host, including this one; the list is the same on all of them. Each has a ring
-  // in the inboxes of the others, so the size of the data structures depends on their number and not on the world's.
-  void settle(const std::vector<int>& local);
+  // The ranks below `ranks` may share this host, this one among them; the number is the same on all of them. Each has a
+  // ring in the inboxes of the others.
+  void settle(int ranks);
 
   // Returns the address for attach() on peers; empty if the system cannot share memory. If `with_arena`, the arena is
   // created now; its size depends on the number of local ranks.
@@ -39,7 +38,7 @@ class Links {
   // Reverts attach(), for a peer that turns out to be on another host.
   void detach(int peer);
   bool reaches(int peer) const {
-    return places_[peer] >= 0 && links_[places_[peer]].inbox != nullptr;
+    return has_place(peer) && links_[peer].inbox != nullptr;
   }
   // Returns whether `peer` has mapped this process's arena and `data` is in it.
   bool mapped_by(int peer, const void* data, size_t bytes) const;
@@ -57,7 +56,7 @@ class Links {
   bool flush();
   // Returns whether any message has gone to that peer or come from it.
   bool has_spoken_with(int peer) const {
-    return reaches(peer) && (inbox_->ring(places_[peer]).used() || inbox_of(peer).ring(places_[rank_]).used());
+    return reaches(peer) && (inbox_->ring(peer).used() || inbox_of(peer).ring(rank_).used());
   }
   // depart() announces that this process ends in good order; has_departed() returns whether `peer` has done so. This
   // costs no message.
@@ -86,7 +85,7 @@ class Links {
   }
   // Returns the bytes that wait for space on the way to `peer`.
   size_t unsent(int peer) const {
-    return places_[peer] < 0 ? 0 : links_[places_[peer]].unsent;
+    return has_place(peer) ? links_[peer].unsent : 0;
   }
   bool waiting_for_space() const {
     return queued_ > 0;
@@ -102,7 +101,7 @@ class Links {
     const int count = source_count_.load(std::memory_order_relaxed);
     for (int index = 0; index < count; ++index) {
       const int peer = sources_[index];
-      auto& ring = inbox_->ring(places_[peer]);
+      auto& ring = inbox_->ring(peer);
       bool taken_any = false;
       for (int handled = 0; handled < kMessagesPerPoll; ++handled) {
         if (!ring.take_one([&](const char* record, size_t bytes) { take(peer, record, bytes); })) {
@@ -117,7 +116,7 @@ class Links {
         std::atomic_thread_fence(std::memory_order_seq_cst);
       }
       if (ring.writer_waits.load(std::memory_order_relaxed) != 0 && ring.writer_waits.exchange(0) != 0 && reaches(peer)) {
-        link(peer).inbox->doorbell().ring();
+        links_[peer].inbox->doorbell().ring();
       }
     }
     return any;
@@ -132,16 +131,16 @@ class Links {
     return *inbox_;
   }
   const Inbox& inbox_of(int peer) const {
-    return *links_[places_[peer]].inbox;
+    return *links_[peer].inbox;
   }
   // Returns it as an object that outlives the peer: it is unmapped when nobody reads there any more, also if another
   // process has taken the peer's place.
   std::shared_ptr<const Inbox> shared_inbox_of(int peer) const {
-    return places_[peer] < 0 ? nullptr : links_[places_[peer]].inbox;
+    return has_place(peer) ? links_[peer].inbox : nullptr;
   }
   // Returns the number of ranks that the world can have.
   int max_ranks() const {
-    return static_cast<int>(places_.size());
+    return max_ranks_;
   }
   // Returns the number of peers on this host.
   int peers() const {
@@ -150,7 +149,7 @@ class Links {
 
   // Returns the arena of `peer`; nullptr if it cannot be mapped, or the peer has ended.
   std::shared_ptr<const ForeignArena> arena_of(int peer) const {
-    return places_[peer] < 0 ? nullptr : links_[places_[peer]].arena;
+    return has_place(peer) ? links_[peer].arena : nullptr;
   }
 
  private:
@@ -163,21 +162,20 @@ class Links {
     std::shared_ptr<const ForeignArena> arena;
   };
   void map_arena(int peer, const std::string& address);
-  Link& link(int peer) {
-    return links_[places_[peer]];
+  bool has_place(int peer) const {
+    return static_cast<size_t>(peer) < links_.size();
   }
   bool has_said(int peer, uint32_t what) const {
-    return inbox_ && places_[peer] >= 0 && (inbox_->peer(places_[peer]).load(std::memory_order_acquire) & what) != 0;
+    return inbox_ && has_place(peer) && (inbox_->peer(peer).load(std::memory_order_acquire) & what) != 0;
   }
   bool write(Link& link, const void* first, size_t first_bytes, const void* second, size_t second_bytes, bool loud);
 
   const int rank_;
-  const int size_;
+  const int max_ranks_;
   std::unique_ptr<Inbox> inbox_;
   Doorbell own_doorbell_ = {}; // if there is no inbox
   Pulse own_pulse_ = {}; // if there is no inbox
-  std::vector<int> places_; // by peer: index in the list of settle(), or -1
-  std::vector<Link> links_; // by place
+  std::vector<Link> links_; // by peer
   std::vector<int> sources_; // peers that may write to the inbox; news() reads the first source_count_ without the lock
   std::atomic<int> source_count_{0};
   std::atomic<size_t> queued_{0};

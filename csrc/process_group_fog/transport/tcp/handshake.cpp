@@ -1,7 +1,16 @@
 #include "transport/tcp/handshake.hpp"
 
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
 #include <cstdlib>
 #include <string>
+
+#include "job/peer_sockets.hpp"
 
 namespace fog::tcp {
 namespace {
@@ -39,6 +48,78 @@ Proof prove(Side side, const Hello& hello, const Nonce& nonce) {
 
 bool is_proof(const Proof& proof, Side side, const Hello& hello, const Nonce& nonce) {
   return equal_in_constant_time(proof, prove(side, hello, nonce));
+}
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+class Call {
+ public:
+  Call(const PeerAddress& to, Clock::time_point limit) : fd_(begin_to_connect(to)), limit_(limit) {}
+  ~Call() {
+    if (fd_ >= 0) {
+      close(fd_);
+    }
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  bool connected() const {
+    return fd_ >= 0 && await(POLLOUT) && error_of_socket(fd_) == 0;
+  }
+  template <typename Word>
+  bool put(const Word& word) const { // so few bytes always fit
+    return ::send(fd_, &word, sizeof(word), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(word));
+  }
+  template <typename Word>
+  bool take(Word& word) const {
+    auto* bytes = reinterpret_cast<char*>(&word);
+    for (size_t come = 0; come < sizeof(word);) {
+      if (!await(POLLIN)) {
+        return false;
+      }
+      const auto count = recv(fd_, bytes + come, sizeof(word) - come, 0);
+      if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) {
+        return false;
+      }
+      come += static_cast<size_t>(std::max<ssize_t>(count, 0));
+    }
+    return true;
+  }
+
+ private:
+  // Returns false once the time is over.
+  bool await(short events) const {
+    while (true) {
+      pollfd polled = {fd_, events, 0};
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit_ - Clock::now()).count();
+      const int ready = ::poll(&polled, 1, static_cast<int>(std::max<decltype(left)>(0, left)));
+      if (ready >= 0 || errno != EINTR) {
+        return ready > 0;
+      }
+    }
+  }
+
+  const int fd_;
+  const Clock::time_point limit_;
+};
+
+} // namespace
+
+bool call_to_join(const std::string& line, int to, std::chrono::milliseconds timeout) {
+  const auto places = read_listener(line, {});
+  for (size_t i = 0; i < places.size(); ++i) {
+    const Call call(places[i], Clock::now() + timeout / places.size());
+    const auto greeting = hello(kJoins, 0, to, mark_of(line));
+    Nonce nonce;
+    Verdict verdict;
+    if (call.connected() && call.put(greeting) && call.take(nonce) && call.put(prove(Side::kConnects, greeting, nonce)) &&
+        call.take(verdict) && verdict.word == kWelcome && is_proof(verdict.proof, Side::kAccepts, greeting, nonce)) {
+      return true;
+    }
+  }
+  return false;
 }
 
 } // namespace fog::tcp

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -56,5 +57,12 @@ enum class Side : uint8_t { kConnects, kAccepts };
 // Returns the proof of one side; `nonce` is that of the side that accepts.
 Proof prove(Side side, const Hello& hello, const Nonce& nonce);
 bool is_proof(const Proof& proof, Side side, const Hello& hello, const Nonce& nonce);
+
+// How a process that is no member of the job yet calls for the attention of one that is, at the address where that one
+// listens for messages.
+
+// Calls world rank `to`, which listens at `line`, from any thread. Both sides prove that they know the job's secret.
+// Returns whether it has heard the call: false if nobody answers within `timeout`, or somebody else does.
+bool call_to_join(const std::string& line, int to, std::chrono::milliseconds timeout);
 
 } // namespace fog::tcp

@@ -1,4 +1,4 @@
-// The creation of a group: its ranks meet at a Store, and tell each other what they need to connect.
+// The creation of a group: its ranks tell each other, through a Store, what they need to connect.
 #pragma once
 
 #include <chrono>
@@ -18,16 +18,17 @@
 
 namespace fog {
 
-// A meeting of the ranks of a new group. It is used once.
-class Meeting {
+// It is used once.
+class GroupSetup {
  public:
-  Meeting(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, Rendezvous::Gone gone);
-  ~Meeting();
-  Meeting(const Meeting&) = delete;
-  Meeting& operator=(const Meeting&) = delete;
+  GroupSetup(
+      const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, Rendezvous::Gone gone);
+  ~GroupSetup();
+  GroupSetup(const GroupSetup&) = delete;
+  GroupSetup& operator=(const GroupSetup&) = delete;
 
   // Exchanges what the ranks tell about themselves. The first groups also create the world.
-  void meet(const std::string& name);
+  void exchange(const std::string& name);
 
   uint64_t id() const {
     return ranks_[0].random;
@@ -40,14 +41,10 @@ class Meeting {
   }
 
  private:
-  struct Place;
-  static std::string to_text(const Place& place);
-  static Place read_place(const std::string& text);
-
   void check_one_world(const std::string& name) const;
   void check_secret() const;
   // The second step, if the hosts are not known yet: the ranks find out which of them share a host.
-  void find_places();
+  void find_hosts();
   // Returns whether all ranks share one host and its memory.
   bool all_linked() const;
   // Returns whether MPI is to move large data, if it can; the same on all ranks.
@@ -56,6 +53,7 @@ class Meeting {
   void make_transport();
   // Listens for messages; returns where, or nothing without a secret, as nobody could connect.
   std::string listen();
+  std::vector<std::string> hosts() const; // by rank
   // Returns whether all ranks of the world take part.
   bool is_world() const;
   bool is_new_world() const;
@@ -67,7 +65,6 @@ class Meeting {
   std::unique_ptr<shared_memory::Links> links_; // for the transport to be created
   std::unique_ptr<tcp::Connections> connections_; // for the transport to be created
   std::vector<PeerInformation> ranks_;
-  std::vector<Place> places_;
 };
 
 } // namespace fog

@@ -1,10 +1,6 @@
-#include "engine/meeting.hpp"
+#include "engine/group_setup.hpp"
 
 #include <algorithm>
-#include <map>
-#include <numeric>
-#include <set>
-#include <sstream>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -19,50 +15,27 @@
 #include "transport/shared_memory/arena.hpp"
 
 namespace fog {
-// The second message of a rank, after it knows what the others tell about themselves; its text has a line for each member.
-struct Meeting::Place {
-  std::string host;
-  bool linked = false; // the rank shares memory with all others
-  std::string address; // as in PeerInformation, with its arena
-  std::string tcp; // address for messages over TCP, unless all ranks share a host
-};
 
-std::string Meeting::to_text(const Place& place) {
-  return place.host + '\n' + (place.linked ? '1' : '0') + '\n' + place.address + '\n' + place.tcp + '\n';
-}
-
-Meeting::Place Meeting::read_place(const std::string& text) {
-  std::istringstream lines(text);
-  Place place;
-  std::string linked;
-  std::getline(lines, place.host);
-  std::getline(lines, linked);
-  place.linked = linked == "1";
-  std::getline(lines, place.address);
-  std::getline(lines, place.tcp);
-  return place;
-}
-
-Meeting::Meeting(
+GroupSetup::GroupSetup(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout, Rendezvous::Gone gone)
     : rendezvous_(std::make_shared<Rendezvous>(store, rank, size, timeout, std::move(gone))), timeout_(timeout) {}
 
-Meeting::~Meeting() {
+GroupSetup::~GroupSetup() {
   if (connections_) { // no transport was created
     use_sockets(nullptr);
     forget_job_secret();
   }
 }
 
-bool Meeting::is_world() const {
+bool GroupSetup::is_world() const {
   return !Runtime::instance().joined() || Runtime::instance().size() == rendezvous_->size();
 }
 
-bool Meeting::has_several_hosts() const {
-  return std::any_of(places_.begin(), places_.end(), [&](const Place& place) { return place.host != places_[0].host; });
+bool GroupSetup::has_several_hosts() const {
+  return std::any_of(ranks_.begin(), ranks_.end(), [&](const PeerInformation& rank) { return rank.host != ranks_[0].host; });
 }
 
-void Meeting::meet(const std::string& name) {
+void GroupSetup::exchange(const std::string& name) {
   const auto& runtime = Runtime::instance();
   const bool joined = runtime.joined();
   auto mine = own_information();
@@ -91,20 +64,17 @@ void Meeting::meet(const std::string& name) {
   check_alike(ranks_);
   check_one_world(name);
   settle_secret(ranks_);
-  for (const auto& rank : ranks_) {
-    places_.push_back({rank.host, false, rank.address, ""});
-  }
   if (std::all_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& rank) { return !rank.host.empty(); })) {
     return;
   }
-  find_places();
+  find_hosts();
   check_secret();
   if (links_) {
     make_transport();
   }
 }
 
-void Meeting::check_one_world(const std::string& name) const {
+void GroupSetup::check_one_world(const std::string& name) const {
   const int rank = rendezvous_->rank();
   for (size_t peer = 0; peer < ranks_.size(); ++peer) {
     TORCH_CHECK_WITH(
@@ -115,7 +85,7 @@ void Meeting::check_one_world(const std::string& name) const {
 }
 
 // Ranks that reach each other by fog's own connections have to prove that they know a secret.
-void Meeting::check_secret() const {
+void GroupSetup::check_secret() const {
   TORCH_CHECK_WITH(
       DistBackendError, !job_secret().empty() || all_linked(),
       "fog: these ranks need a secret to connect with each other, and none is passed through a store that is a file: set "
@@ -123,77 +93,70 @@ void Meeting::check_secret() const {
 }
 
 // Returns whether all ranks of the world create their first group, so that all have the same knowledge of each other.
-bool Meeting::is_new_world() const {
+bool GroupSetup::is_new_world() const {
   return is_world() && std::all_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& rank) { return rank.host.empty(); });
 }
 
-void Meeting::find_places() {
-  auto& engine = process_engine();
+void GroupSetup::find_hosts() {
   const int rank = rendezvous_->rank();
-  std::vector<int> local; // ranks of this host, according to the names
-  for (size_t peer = 0; peer < ranks_.size(); ++peer) {
-    if (ranks_[peer].host_id == ranks_[rank].host_id) {
-      local.push_back(ranks_[peer].world_rank);
-    }
-  }
-  const bool alone = is_new_world() && local.size() == ranks_.size(); // according to the names
+  const int size = rendezvous_->size();
+  const auto near = [&](const PeerInformation& peer) { return peer.host_id == ranks_[rank].host_id; }; // according to the names
+  auto local = static_cast<int>(std::count_if(ranks_.begin(), ranks_.end(), near));
+  const bool alone = is_new_world() && local == size;
   if (links_ && alone) { // places for ranks that join
-    for (int later = rendezvous_->size(); later < ranks_[rank].max_ranks; ++later) {
-      local.push_back(later);
-    }
+    local = std::max(local, ranks_[rank].max_ranks);
   }
-  shared_memory::Arena::expect_ranks(static_cast<int>(local.size()));
-  Place mine{find_host(ranks_, rank), false, ranks_[rank].address, ""};
+  shared_memory::Arena::expect_ranks(local);
+  auto mine = ranks_[rank];
+  mine.host = find_host(ranks_, rank);
   if (!alone || std::any_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return !each.links; })) {
     mine.tcp = listen();
   }
   if (links_) {
-    if (!alone) { // other ranks of the world may come later, or another process in the place of one
-      local.resize(static_cast<size_t>(Runtime::instance().joined() ? Runtime::instance().size() : rendezvous_->size()));
-      std::iota(local.begin(), local.end(), 0);
-    }
-    links_->settle(local);
-    size_t reached = 1;
-    for (int member = 0; member < rendezvous_->size(); ++member) {
-      const auto& peer = ranks_[member];
-      if (member != rank && peer.host_id == ranks_[rank].host_id) {
+    const auto& runtime = Runtime::instance();
+    // If not alone: other ranks of the world may come later, or another process in the place of one.
+    links_->settle(alone ? local : runtime.joined() ? runtime.size() : size);
+    int reached = 1;
+    for (const auto& peer : ranks_) {
+      if (peer.world_rank != mine.world_rank && near(peer)) {
         links_->attach(peer.world_rank, peer.address);
         reached += links_->reaches(peer.world_rank) ? 1 : 0;
       }
     }
-    mine.linked = is_new_world() && reached == ranks_.size();
+    mine.shares_memory = is_new_world() && reached == size;
     mine.address = links_->address(true);
   }
-  places_.clear();
-  for (const auto& text : rendezvous_->allgather("place", to_text(mine))) {
-    places_.push_back(read_place(text));
+  const auto told = rendezvous_->allgather("host", to_text(mine));
+  for (int member = 0; member < size; ++member) {
+    ranks_[member] = read_peer_information(told[member]);
   }
-  const bool told = std::any_of(places_.begin(), places_.end(), [](const Place& place) { return !place.tcp.empty(); });
-  if (!all_linked() && !told) { // as the names did not show
+  const bool listens = std::any_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return !each.tcp.empty(); });
+  if (!all_linked() && !listens) { // as the names did not show
     const auto listeners = rendezvous_->allgather("tcp", listen());
-    for (size_t peer = 0; peer < places_.size(); ++peer) {
-      places_[peer].tcp = listeners[peer];
+    for (int member = 0; member < size; ++member) {
+      ranks_[member].tcp = listeners[member];
     }
   }
-  engine.with_lock([&] {
-    for (int member = 0; member < rendezvous_->size(); ++member) {
-      if (member != rank && !places_[member].tcp.empty()) {
-        process_connections()->add(ranks_[member].world_rank, places_[member].tcp);
+  process_engine().with_lock([&] {
+    for (const auto& peer : ranks_) {
+      if (peer.world_rank != mine.world_rank && !peer.tcp.empty()) {
+        process_connections()->add(peer.world_rank, peer.tcp);
       }
     }
   });
-  for (size_t peer = 0; peer < places_.size() && links_; ++peer) {
-    if (places_[peer].host != mine.host) {
-      links_->detach(ranks_[peer].world_rank);
+  for (const auto& peer : ranks_) {
+    if (links_ && peer.host != mine.host) {
+      links_->detach(peer.world_rank);
     }
   }
 }
 
-bool Meeting::all_linked() const {
-  return !has_several_hosts() && std::all_of(places_.begin(), places_.end(), [](const Place& place) { return place.linked; });
+bool GroupSetup::all_linked() const {
+  return !has_several_hosts() &&
+      std::all_of(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return each.shares_memory; });
 }
 
-bool Meeting::wants_rma() const {
+bool GroupSetup::wants_rma() const {
   if (between_hosts() != BetweenHosts::kAuto || !has_several_hosts()) {
     return between_hosts() == BetweenHosts::kRma && !all_linked();
   }
@@ -206,19 +169,14 @@ bool Meeting::wants_rma() const {
   return may_be_there;
 }
 
-void Meeting::make_transport() {
+void GroupSetup::make_transport() {
   auto& runtime = Runtime::instance();
   auto& engine = process_engine();
   const int rank = rendezvous_->rank();
   const int size = rendezvous_->size();
   const auto job = runtime.joined() ? runtime.job() : c10::str("fog_", ranks_[0].pid, '_', ranks_[0].random);
   if (!runtime.joined() || size == runtime.size()) {
-    std::vector<std::string> hosts;
-    for (const auto& place : places_) {
-      hosts.push_back(place.host);
-    }
-    const auto local = std::count(hosts.begin(), hosts.end(), places_[rank].host);
-    runtime.settle(places_[rank].host, static_cast<int>(local), number_nodes(std::move(hosts), ranks_));
+    runtime.settle(ranks_[rank].host, number_nodes(hosts(), ranks_));
   }
   bool uses_mpi = wants_rma(); // otherwise it is not started, which takes longer than everything else
   if (uses_mpi) {
@@ -250,7 +208,7 @@ void Meeting::make_transport() {
   make_process_transport(std::move(links_), std::move(connections_), std::move(remote_memory));
 }
 
-std::string Meeting::listen() {
+std::string GroupSetup::listen() {
   if (job_secret().empty()) {
     return "";
   }
@@ -260,24 +218,28 @@ std::string Meeting::listen() {
   return line;
 }
 
-std::vector<Member> Meeting::members() const {
+std::vector<std::string> GroupSetup::hosts() const {
   std::vector<std::string> hosts;
-  for (const auto& place : places_) {
-    hosts.push_back(place.host);
+  for (const auto& rank : ranks_) {
+    hosts.push_back(rank.host);
   }
-  const auto numbers = number_hosts(hosts);
+  return hosts;
+}
+
+std::vector<Member> GroupSetup::members() const {
+  const auto numbers = number_hosts(hosts());
   std::vector<Member> members;
   for (size_t member = 0; member < ranks_.size(); ++member) {
     const auto& rank = ranks_[member];
-    members.push_back({rank.world_rank, rank.pid, numbers[member], places_[member].host, rank.host_name});
+    members.push_back({rank.world_rank, rank.pid, numbers[member], rank.host, rank.host_name});
   }
   return members;
 }
 
-std::vector<std::string> Meeting::addresses() const {
+std::vector<std::string> GroupSetup::addresses() const {
   std::vector<std::string> addresses;
-  for (const auto& place : places_) {
-    addresses.push_back(place.address);
+  for (const auto& rank : ranks_) {
+    addresses.push_back(rank.address);
   }
   return addresses;
 }
