@@ -10,7 +10,7 @@ momentum, the topology the exponential-2 graph. The systems take turns (see inte
     none                compute alone
     exchange            the exchange of the parameters alone, which AWC, ATC and the wrapper have to hide
     allreduce           an allreduce alone
-    awc, atc, ddp_sync  the optimizers, ATC with step_in_backward; DecentralizedDataParallel, mode "sync"
+    awc, atc, ddp_sync  the optimizers, whose ATC hides nothing; DecentralizedDataParallel, mode "sync"
     ddp, ddp gloo       averages of gradients over all ranks by torch's DDP, on fog and on Gloo
 
 The column "link" is the least traffic of an exchange divided by the rate of the link. Compute takes a given multiple of
@@ -57,7 +57,7 @@ SYSTEMS = {
     "none": "compute alone",
     "exchange": "exchange alone",
     "awc": "AWC",
-    "atc": "ATC, step in backward",
+    "atc": "ATC",
     "ddp_sync": "Decentralized DDP, sync",
     "ddp": "DDP on fog",
     "ddp gloo": "DDP on Gloo",
@@ -114,13 +114,12 @@ def ways_of(
     """
     import torch
     from fogdist import algorithms
-    from fogdist.bluefog.adapt_then_combine import AdaptThenCombine
     from modes import MODES, Setup, Trainer
 
     cap = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
     wrappers: dict[str, Callable[..., Any]] = {
         "awc": partial(algorithms.DecentralizedSGD, order="awc"),
-        "atc": partial(AdaptThenCombine, step_in_backward=True),
+        "atc": algorithms.DecentralizedSGD,
     }
 
     def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -72,7 +72,7 @@ def topology_of(name: str, size: int) -> Any:
 
 
 OF_NAMES: dict[str, dict[str, Any]] = {
-    **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC", "NoLoCo")},
+    **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC")},
     "ChocoSGD": {"compression": Int8(), "gamma": 0.5},
     "GossipPGA": {"period": 3},
 }
@@ -226,7 +226,7 @@ OWN_PACE = ["wrapper/async", "WinPut", "PullGet", "WindowPushSum/own pace", "Asy
 OWN_PACE.append("WindowPushSum/patience")
 IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "WindowPushSum", "wrapper/patience"]
 IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC", "NoLoCo"]
+IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC"]
 # Those of which each way that a process comes in has one, and the others.
 JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
@@ -235,7 +235,7 @@ JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
 def joinable(kind: str, model: nn.Module) -> tuple[Any, Any, Callable[[], int]]:
     """Returns what is called, the optimizer, and a function that counts its rounds."""
     name = kind.partition("/")[0]
-    given = {"local_steps": 1} if name in ("LocalSGD", "DiLoCo", "GASLoC", "NoLoCo") else {}
+    given = {"local_steps": 1} if name in ("LocalSGD", "DiLoCo", "GASLoC") else {}
     called, optimizer = make(kind, model, **given)
     return called, optimizer, (lambda: called.round) if name == "wrapper" else (lambda: optimizer.steps)
 
@@ -290,8 +290,8 @@ def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
     ends = world.run(join_before_the_first_exchange, kind)
     assert {members for members, _, _ in ends} == {Membership(1, (0, 1, 2), frozenset())}
     least, most = min(least for _, least, _ in ends), max(most for _, _, most in ends)
-    # Random pairs with momentum, as GASLoC and NoLoCo mix, come together later than that.
-    assert kind in ("GASLoC", "NoLoCo") or (least >= 0.0 and most <= 1.0 and most - least < 0.1), ends
+    # Random pairs with momentum, as GASLoC mixes, come together later than that.
+    assert kind == "GASLoC" or (least >= 0.0 and most <= 1.0 and most - least < 0.1), ends
 
 
 def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:

@@ -124,17 +124,14 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "LocalSGD": {"local_steps": 2},
     "GossipPGA": {},
     "ExactDiffusion": {},
-    "D2": {},
     "GradientTracking": {},
     "PushSumSGD": {},
     "DiLoCo": {"local_steps": 2},
     "GASLoC": {"local_steps": 2},
-    "NoLoCo": {"local_steps": 2},
     "SparseLoCo": {"local_steps": 2, "compression": TopK(1.0)},
 }
 VIEWS: dict[str, Callable[..., Any]] = {
     **FACTORIES,
-    "atc in backward": partial(FACTORIES["atc"], step_in_backward=True, bucket_cap_mb=1e-4),
     "cta": partial(algorithms.DecentralizedSGD, order="cta", broadcast=False),
     **WINDOWS,
     **{
@@ -147,7 +144,6 @@ ENTRIES = [*VIEWS, "wrapper"]
 RULES = {
     "awc": "awc",
     "atc": "atc",
-    "atc in backward": "atc",
     "gradient": "gradient",
     "cta": "cta",
     **dict.fromkeys(WINDOWS, "awc"),

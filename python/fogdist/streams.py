@@ -1,9 +1,7 @@
 """Streams of devices of any kind: the order of work on a device, and when it is complete.
 
-A gradient is ready on the stream that its backward pass runs on, and hooks of autograd run with that stream as the
-current one. Code that uses several gradients together must follow all their streams. Data that reaches other ranks
-without the device, such as a number in a window of the CPU, would overtake the device's pending work, so it must wait for
-a `Mark`. A CPU has no streams, and there these classes do nothing.
+Data that reaches other ranks without the device, such as a number in a window of the CPU, would overtake the device's
+pending work, so it must wait for a `Mark`. A CPU has no streams, and there it does nothing.
 """
 
 from __future__ import annotations
@@ -16,36 +14,6 @@ import torch.distributed as dist
 
 # The seconds between two checks whether operations are complete.
 _SLEEP = 50e-6
-
-
-class StreamJoin:
-    """The streams on which the parts of a result become ready.
-
-    Args:
-        device: The device of the parts.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._has_streams = current_stream(device) is not None
-        self._streams: list[torch.Stream] = []
-
-    def add(self) -> None:
-        """Records that a part is ready on the current stream."""
-        if not self._has_streams:
-            return
-        stream = torch.accelerator.current_stream(self._device)
-        if stream not in self._streams:
-            self._streams.append(stream)
-
-    def join(self) -> None:
-        """Makes the current stream wait for the recorded parts, and forgets them. The host does not wait."""
-        streams, self._streams = self._streams, []
-        current = current_stream(self._device)
-        if current is not None:
-            for stream in streams:
-                if stream != current:
-                    current.wait_stream(stream)
 
 
 class Mark:

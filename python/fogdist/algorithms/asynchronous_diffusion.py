@@ -43,10 +43,7 @@ class AsynchronousDiffusion(WindowAlgorithm):
             gone = set(filter(self._pace.is_gone, others))
             own += sum(weight for rank, weight in others.items() if rank in gone)
             others = {rank: weight for rank, weight in others.items() if rank not in gone}
-        remains = self.remains(window, 1.0 - own)
         window.update(self_weight=own, neighbor_weights=others)
-        if remains is not None:
-            window.tensor.add_(remains)
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
@@ -115,7 +112,6 @@ class WinPut(AsynchronousDiffusion):
     own_weights: ClassVar[frozenset[str]] = frozenset(
         {"dst_weights", "self_weight", "src_weights", "skip_lost"}
     )
-    takes_compression: ClassVar[bool] = True
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
@@ -124,7 +120,6 @@ class WinPut(AsynchronousDiffusion):
             async_op=True,
             dst_weights=self.dst_weights,
             skip_lost=self._skips_lost(),
-            **self.encoding(window),
         )
 
     def reopened(self, window: Window) -> None:

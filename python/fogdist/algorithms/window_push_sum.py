@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.exchange import check_weight
-from fogdist.training.algorithm import check_factor
-from fogdist.training.pace import Arrivals
 from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
@@ -49,22 +47,10 @@ class WindowPushSum(WindowAlgorithm):
     on from the sum of x over the sum of p of what they have. `self_weight` and `dst_weights` stay None then. A process that
     joins begins with the z of another rank and p = 1, so the sum of p grows by 1, and that of x by this z.
 
-    With `patience` ranks wait for each other, but not for a late one. A rank waits in `step` for the shares of its
-    in-neighbors, each up to a deadline: the median of the times that it had to wait for this neighbor lately, plus
-    `patience` times their median absolute deviation, which counts as at least 5 % of a round. A neighbor that has not
-    come by then is left out until it has sent again. A share that comes late is in one of the next rounds, with its p, so
-    the sums over all ranks stay as they are, and no two ranks need to agree on who was late. A rank keeps the share
-    of an out-neighbor that is late as its in-neighbor. Ranks may be one round apart. A rank that is slower than others from
-    the beginning is waited for, as the median of the waits for it is long.
-
     `state_dict` has p, so that training goes on with the mass that there was (`fogdist.checkpoint`).
 
-    The arguments are those of `WindowAlgorithm`, and `patience`. Between steps the windows hold z, and their own p is 1; see
+    The arguments are those of `WindowAlgorithm`. Between steps the windows hold z, and their own p is 1; see
     `push_sum_weights`.
-
-    Args:
-        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. It is instead of `max_staleness`,
-            and sets `force_barrier` to False. None to wait for all ranks, or as `force_barrier` says.
 
     Attributes:
         self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
@@ -74,15 +60,12 @@ class WindowPushSum(WindowAlgorithm):
     """
 
     own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
-    takes_compression: ClassVar[bool] = True
     zero_init: ClassVar[bool] = True
     can_be_joined: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
-    compared: ClassVar[tuple[str, ...]] = (*WindowAlgorithm.compared, "patience")
 
     force_barrier: bool = setting(True)
-    _arrivals: Arrivals | None
     # By the windows' names, which are the same in each epoch.
     _p: dict[str, float]
     _mean_p: dict[str, float]
@@ -90,13 +73,9 @@ class WindowPushSum(WindowAlgorithm):
     _biased: set[str]
     _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
 
-    def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
-        self.patience = None if patience is None else check_factor(patience, "patience")
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
-        self._arrivals = None
         super().__init__(*arguments, **options)
-        if patience is not None:
-            self.force_barrier = False
         if self._seat is not None:
             return
         neighbors = self.context.topology.out_neighbors
@@ -183,19 +162,10 @@ class WindowPushSum(WindowAlgorithm):
         self, kept: float, given: dict[int, float], p: float, mean_p: float
     ) -> tuple[float, dict[int, float]]:
         """Returns the shares of a rank that may be ahead of others: so much that it does not give all away."""
-        if self._arrivals is not None and not self.force_barrier:
-            for rank in self._arrivals.late.intersection(given):
-                kept += given.pop(rank)
-            if p < LEAST_PART * mean_p:  # in-neighbors that it is no neighbor of do not keep its shares
-                return 1.0, {}
-        elif not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
+        if not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
             before, kept = kept, min(1.0, LEAST_PART * mean_p / p)
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
-
-    def late_neighbors(self) -> list[int]:
-        """Returns the in-neighbors that were left out of the last round; none without `patience`."""
-        return sorted(self._arrivals.late) if self._arrivals is not None else []
 
     def settle(self) -> None:
         """See `Algorithm.settle`: takes the shares that are on their way. Collective."""
@@ -211,20 +181,6 @@ class WindowPushSum(WindowAlgorithm):
             with self.stepping():
                 pass
             self.buckets.write_changes()
-
-    def unregister_window(self) -> None:
-        """See `WindowAlgorithm.unregister_window`."""
-        try:
-            super().unregister_window()
-        finally:
-            self._arrivals = None
-
-    def keep_pace(self) -> None:
-        """See `WindowAlgorithm.keep_pace`; with `patience` it waits for the shares of this round."""
-        if self._arrivals is None or self.force_barrier:
-            super().keep_pace()
-        else:
-            self._arrivals.wait()
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
@@ -243,7 +199,6 @@ class WindowPushSum(WindowAlgorithm):
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
             skip_lost=self._seat is not None,
-            **self.encoding(window),
         )
         self._before[window.name] = p
         self._p[window.name] = kept * p
@@ -252,16 +207,12 @@ class WindowPushSum(WindowAlgorithm):
     def take(self, window: Window) -> None:
         """See the class."""
         name = window.name
-        given = self._before.get(name, self._p[name]) - self._p[name]
-        remains = self.remains(window, given)
         window.update(
             self_weight=self._p[name],
             neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0),
             reset=True,
             with_p=True,
         )
-        if remains is not None:
-            window.tensor.add_(remains)
         self._p[name], window.p = window.p, 1.0
         self._before.pop(name, None)
         if name in self._kept:
@@ -311,17 +262,6 @@ class WindowPushSum(WindowAlgorithm):
             for number in range(len(self.buckets.flats))
             for parameter in self.buckets.tensors_of(number)
         ]
-
-    def _abandon(self, reason: str) -> None:
-        super()._abandon(reason)
-        self._arrivals = None
-
-    def _open_all(self) -> None:
-        super()._open_all()
-        if self.patience is not None and self._pace is not None:
-            # After a loss some ranks have sent their values of a round and others have not.
-            is_apart = self.context.survivors is not None
-            self._arrivals = Arrivals(self._pace, self.patience, is_apart=is_apart)
 
     @contextmanager
     def _on_biased(self) -> Iterator[None]:

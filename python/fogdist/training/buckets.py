@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +22,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fogdist.memory import empty_flat
 from fogdist.packing import make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
-from fogdist.training.ownership import Ownership
+
+# Buckets that have an owner. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
+_owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An owner that releases its tensors when another one takes over."""
+
+    def _fog_give_up(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,10 @@ class FlatBuckets:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._max_bytes = max_bytes
-        self._ownership = None if owner is None else Ownership(owner, takes_over=takes_over)
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._takes_over = takes_over
+        if owner is not None:
+            _owned.add(self)
         self._shares = share
         self._labels: dict[Tensor, str] = {}
         self._flats: list[Tensor] = []
@@ -104,8 +119,14 @@ class FlatBuckets:
             _check(tensor, label)
             labels.setdefault(tensor, label)
         distinct = list(labels)[known:]
-        if self._ownership is not None:
-            self._ownership.take({tensor: labels[tensor] for tensor in distinct})
+        added = {tensor: labels[tensor] for tensor in distinct}
+        if self._kept_by_others(added) is not None:
+            gc.collect()  # a dropped owner may be part of a reference cycle
+            if (kept := self._kept_by_others(added)) is not None:
+                raise ValueError(
+                    f"{kept} must belong to one distributed optimizer, algorithm or wrapper, got it while another one "
+                    "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`)"
+                )
         self._labels = labels
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
         first = len(self._flats)
@@ -124,19 +145,40 @@ class FlatBuckets:
         if self._shares:
             self._share(first)
 
-    def released_on_error(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
         """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
-        return nullcontext() if self._ownership is None else self._ownership.released_on_error()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def take_over(self) -> None:
         """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
-        if self._ownership is not None:
-            self._ownership.take_over()
+        for other in {id(other): other for other, _ in self._others(self._labels)}.values():
+            if isinstance(other, Replaceable):
+                other._fog_give_up()
 
     def release(self) -> None:
         """Releases the tensors. Before `take_over` they go back to their previous owners."""
-        if self._ownership is not None:
-            self._ownership.release()
+        _owned.discard(self)
+
+    def _others(self, labels: Mapping[Tensor, str]) -> list[tuple[object, str]]:
+        """Returns the other owners of tensors, with the name of one that each has."""
+        found: list[tuple[object, str]] = []
+        for each in list(_owned) if self in _owned else ():
+            owner = each._owner and each._owner()
+            shared = (label for tensor, label in labels.items() if tensor in each._labels)
+            if owner not in (None, self._owner and self._owner()) and (label := next(shared, None)):
+                found.append((owner, label))
+        return found
+
+    def _kept_by_others(self, labels: Mapping[Tensor, str]) -> str | None:
+        """Returns the name of a tensor whose owner may not be replaced."""
+        others = self._others(labels)
+        kept = (label for other, label in others if not (self._takes_over and isinstance(other, Replaceable)))
+        return next(kept, None)
 
     @property
     def flats(self) -> list[Tensor]:

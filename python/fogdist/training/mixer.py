@@ -20,7 +20,8 @@ class Mixer:
 
     def __init__(self) -> None:
         self._in_flight: dict[int, Finish] = {}
-        self._changes = ChangeWatch()
+        self._versions: list[tuple[int, int]] | None = None  # of the values that are sent
+        self._has_warned = False
         self._buckets: FlatBuckets | None = None
         self._round: Round | None = None
 
@@ -40,7 +41,7 @@ class Mixer:
         for number in buckets.sending_order:
             self.add(buckets, number, mixing, round)
         self._buckets, self._round = buckets, round
-        self._changes.begin(buckets)
+        self.accept_changes()
         return round.number
 
     @torch.no_grad()
@@ -65,12 +66,12 @@ class Mixer:
         if buckets is None:
             return
         # Checked only now, because neighbors read the values until the exchange is complete.
-        self._changes.end(buckets)
+        self._warn_of_changes(buckets)
         buckets.write_back(averages)
 
     def discard(self) -> None:
         """Waits for the exchange in flight, and drops its result."""
-        self._changes.forget()
+        self._versions = None
         self._arrive()
 
     def restart(self) -> None:
@@ -85,7 +86,20 @@ class Mixer:
     def accept_changes(self) -> None:
         """Accepts the changes of parameters since `begin`, so that `finish` does not warn of them."""
         if self._buckets is not None:
-            self._changes.begin(self._buckets)
+            self._versions = self._buckets.versions()
+
+    def _warn_of_changes(self, buckets: FlatBuckets) -> None:
+        """Warns once of parameters that have changed since the values were sent, before an average replaces them."""
+        versions, self._versions = self._versions, None
+        if versions is None or versions == (now := buckets.versions()) or self._has_warned:
+            return
+        self._has_warned = True
+        tensors = [each for number in range(len(buckets.flats)) for each in buckets.tensors_of(number)]
+        changed = next(t for t, old, new in zip(tensors, versions, now, strict=True) if old != new)
+        warn_user(
+            f"{buckets.label_of(changed)} was changed between the forward pass and step(); the average of the values "
+            "that it had before replaces them. Change parameters after step()."
+        )
 
     def _arrive(self) -> dict[int, torch.Tensor]:
         in_flight, self._in_flight = self._in_flight, {}
@@ -105,36 +119,3 @@ class Mixer:
         if failure is not None:
             raise failure
         return averages
-
-
-class ChangeWatch:
-    """Warns once if parameters changed between `begin` and `end`."""
-
-    def __init__(self) -> None:
-        self._versions: list[tuple[int, int]] | None = None
-        self._has_warned = False
-
-    def begin(self, buckets: FlatBuckets) -> None:
-        """Call it when the values of the buckets' tensors are sent."""
-        self._versions = buckets.versions()
-
-    def end(self, buckets: FlatBuckets) -> None:
-        """Call it before an average replaces the values. Without `begin` before it, it does nothing.
-
-        Args:
-            buckets: As in `begin`.
-        """
-        versions, self._versions = self._versions, None
-        if versions is None or versions == (now := buckets.versions()) or self._has_warned:
-            return
-        self._has_warned = True
-        tensors = [each for number in range(len(buckets.flats)) for each in buckets.tensors_of(number)]
-        changed = next(t for t, old, new in zip(tensors, versions, now, strict=True) if old != new)
-        warn_user(
-            f"{buckets.label_of(changed)} was changed between the forward pass and step(); the average of the values "
-            "that it had before replaces them. Change parameters after step()."
-        )
-
-    def forget(self) -> None:
-        """Accepts the changes since `begin`."""
-        self._versions = None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.passes import forward_changes_parameters
-from fogdist.training.view import Models, setting
+from fogdist.training.view import Models
 
 # When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
@@ -27,17 +26,11 @@ class OverlappingAlgorithm(Algorithm):
     models the first one that is called begins the round of all.
     """
 
-    counts_passes: bool = setting(False)
-    """Whether `local_steps` counts forward passes, as it does for BlueFog's optimizers: J passes then make one round, with
-    one step or with a step each."""
-
     is_in_round: bool
-    _passes: list[int]
     _saw_forward: bool
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
-        self._passes = [0] * len(self._fog_models)
         self._saw_forward = self.is_in_round = False
         self._watches = []
         super().__init__(optimizer, model, **options)
@@ -62,7 +55,7 @@ class OverlappingAlgorithm(Algorithm):
 
         for place, model in enumerate(self._fog_models):
             waits = when == "after forward" or (when == "with forward" and forward_changes_parameters(model))
-            self._watches.append(PassWatch(model, "after" if waits else "before", self._count_forward, place))
+            self._watches.append(PassWatch(model, "after" if waits else "before", self.notice_forward, place))
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
@@ -72,11 +65,11 @@ class OverlappingAlgorithm(Algorithm):
 
     def complete_round(self) -> None:
         """Makes all that comes before the optimizer's step: ends the round that is due, and counts the step."""
-        if not self._saw_forward:
-            # A rank without data for this step still takes part in the round.
-            self._passes = [count + 1 for count in self._passes]
-            if self._begin_if_due():  # it has just joined, and has gradients of other parameters
-                self.overflowed = True
+        # A rank without data for this step still takes part in the round.
+        if (
+            not self._saw_forward and self.begin_if_due()
+        ):  # it has just joined, and has gradients of other parameters
+            self.overflowed = True
         self._saw_forward = False
         self.synchronize_now()
         self.steps += 1  # counted even if the step raises, because the neighbors count it too
@@ -94,22 +87,6 @@ class OverlappingAlgorithm(Algorithm):
         """See `Algorithm.settle`: it is `synchronize`."""
         self.synchronize()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
-
-        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was
-        called.
-
-        Raises:
-            RuntimeError: An exchange is in flight.
-        """
-        if self.is_in_round:
-            raise RuntimeError(
-                "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
-            )
-        yield
-
     def refresh(self) -> None:
         """See `Algorithm.refresh`. The buckets do not change while a round is in flight."""
         if not self.is_in_round:
@@ -124,7 +101,6 @@ class OverlappingAlgorithm(Algorithm):
         """Completes the round in flight, if any."""
         if self.is_in_round:
             self.is_in_round = False
-            self._passes = [0] * len(self._passes)
             try:
                 self.finish()
             finally:
@@ -137,27 +113,36 @@ class OverlappingAlgorithm(Algorithm):
         for watch in self._watches:
             watch.remove()
 
-    def _count_forward(self, place: int) -> None:
-        if not self.is_syncing:
-            return
-        self._saw_forward = True
-        self._passes[place] += 1
-        self._begin_if_due()
+    def notice_forward(self, place: int) -> None:
+        """Called at each training pass of a model, given its place among them."""
+        if self.is_syncing:
+            self._saw_forward = True
+            self.begin_if_due()
 
     def enters_in_step(self) -> bool:
         """See `Algorithm.enters_in_step`: the round begins with a forward pass."""
         return False
 
-    def _begin_if_due(self) -> bool:
+    def is_round_due(self) -> bool:
+        """Returns whether a round belongs to the next step."""
+        return (self.steps + 1) % self.local_steps == 0
+
+    def begin_if_due(self) -> bool:
         """Begins a round if one is due; returns whether this process has just joined the others."""
-        count = max(self._passes) if self.counts_passes else (self.steps % self.local_steps) + 1
-        if count < self.local_steps or self.is_in_round or self.is_alone:
+        if self.is_in_round or self.is_alone or not self.is_round_due():
             return False
         with torch.no_grad():
             self.refresh()
             has_joined = self.enter()
             self.begin()
-        self.is_in_round = (
-            True  # set only now: if `begin` raised for wrong weights, the user may correct them
-        )
+        # Set only now: if `begin` raised for wrong weights, the user may correct them.
+        self.is_in_round = True
         return has_joined
+
+
+def forward_changes_parameters(model: Module) -> bool:
+    """Returns whether a forward pass changes parameters, as embeddings with `max_norm` rescale rows."""
+    return any(
+        isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None
+        for module in model.modules()
+    )

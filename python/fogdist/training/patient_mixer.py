@@ -285,7 +285,7 @@ class PatientMixer(Mixer):
                             window.put(buckets.flats[place], [(rank, 1.0)], with_p=True, skip_lost=True)
                         )
         rounds.tell()
-        self._changes.begin(buckets)
+        self.accept_changes()
         return number
 
     @shown_as("end of an exchange")
@@ -297,7 +297,7 @@ class PatientMixer(Mixer):
             return
         with self._named():
             counted = self._settle()
-            self._changes.end(buckets)
+            self._warn_of_changes(buckets)
             neighbors = [(rank, weight) for rank, weight in plan.sources if rank in counted]
             own = plan.self_weight
             for rank, weight in plan.sources:
@@ -309,7 +309,7 @@ class PatientMixer(Mixer):
 
     def discard(self) -> None:
         """See `Mixer.discard`."""
-        self._changes.forget()
+        self._versions = None
         if self._plan is not None:
             with self._named():
                 self._settle()

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.compression import Codec, check_for_windows
 from fogdist.packing import signature_of
 from fogdist.shards import local_of
 from fogdist.training.algorithm import WEIGHTS, AlgorithmOptions, check_count
@@ -52,11 +50,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         **options: As in `Algorithm`. Each bucket is a window; `topology` must be None. With ``on_loss="continue"``, neighbors
             that are lost are left out at once, and their weights return to the rank itself. Ranks that exchange in step then
             agree on who is left and repeat the round; others do so once the topology would fall apart. They go on along what
-            is left of the topology, in new windows. Weights for a dynamic topology are not possible then. `compression` is
-            a codec of `fogdist.compression` for what neighbors write, for parameters on the CPU (`WinPut`, `WindowPushSum`).
-            What it loses of a share that a rank sends remains at the rank: x becomes ``x - (1 - self_weight) decoded(x)``
-            plus what it receives, so if all ranks agree, it does not change them. Choose a codec with small errors: `Int8`
-            or 16 bits.
+            is left of the topology, in new windows. Weights for a dynamic topology are not possible then.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
@@ -72,7 +66,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
     runs_alone: ClassVar[bool] = False
     saves_state: ClassVar[bool] = False
     takes_compression: ClassVar[bool] = False
-    compared: ClassVar[tuple[str, ...]] = ("compression",)
     zero_init: ClassVar[bool] = False
     """Whether slots start as zeros; otherwise they start as the parameters."""
 
@@ -88,9 +81,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _is_joining: bool  # this process has no windows until it has joined the others
     _prefix: str
     _in_flight: list[dist.Work]
-    compression: Codec | None
-    patience: float | None = None
-    _decoded: dict[str, Tensor]  # what was sent last, as others decode it, by the windows' names
 
     def __init__(
         self,
@@ -105,11 +95,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             raise ValueError(
                 f"topology must be None for {self.algorithm_name}, whose windows follow the group's: set_topology"
             )
-        compression = options.pop("compression", None)
-        if compression is not None and not self.takes_compression:
-            raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
-        check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
-        self.compression, self._decoded = compression, {}
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
         if max_staleness is not None:
@@ -145,24 +130,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
     def take(self, window: Window) -> None:
         """Writes the received values into the window's tensor."""
         raise NotImplementedError
-
-    def encoding(self, window: Window) -> dict[str, Any]:
-        """Returns the arguments for `send` with a codec, if there is one."""
-        if self.compression is None:
-            return {}
-        if window.name not in self._decoded:
-            self._decoded[window.name] = torch.empty_like(window.tensor)
-        return {"compression": self.compression, "decoded": self._decoded[window.name]}
-
-    def remains(self, window: Window, share: float) -> Tensor | None:
-        """Returns what the codec has lost of a share of what `send` has sent, to be added after an update; None if nothing.
-
-        It may be used once.
-        """
-        decoded = self._decoded.get(window.name)
-        if decoded is None or share == 0.0:
-            return None
-        return torch.sub(window.tensor, decoded, out=decoded).mul_(share)
 
     def check_weights(self) -> None:
         """Raises ValueError or TypeError for weights that `send` or `take` would refuse."""
@@ -368,9 +335,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self._open()
         topology, gives_way = self.context.topology, self._seat is not None
         neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
-        self._pace = Pace(
-            self.context, self._prefix, *neighbors, gives_way=gives_way, tells=self.patience is not None
-        )
+        self._pace = Pace(self.context, self._prefix, *neighbors, gives_way=gives_way)
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether the group's topology has an edge from each rank to each other one."""
