@@ -42,10 +42,7 @@ class WindowPushSum(WindowAlgorithm):
     gradients of a faster rank count more often. A rank then sends at most as much as leaves it half of its average p.
 
     If a neighbor is lost, the shares on their way to it are lost, of x and of p, and `step` raises. Set the weights so
-    that no shares are sent to it any more. With ``on_loss="continue"`` a rank keeps the shares of lost neighbors itself. What
-    is lost is what the lost rank held and what was on its way to it, of x and of p alike: the ranks that are left go
-    on from the sum of x over the sum of p of what they have. `self_weight` and `dst_weights` stay None then. A process that
-    joins begins with the z of another rank and p = 1, so the sum of p grows by 1, and that of x by this z.
+    that no shares are sent to it any more.
 
     `state_dict` has p, so that training goes on with the mass that there was (`fogdist.checkpoint`).
 
@@ -61,7 +58,6 @@ class WindowPushSum(WindowAlgorithm):
 
     own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
     zero_init: ClassVar[bool] = True
-    can_be_joined: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
 
@@ -71,13 +67,10 @@ class WindowPushSum(WindowAlgorithm):
     _mean_p: dict[str, float]
     _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
-    _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
+        self._p, self._mean_p, self._before, self._biased = {}, {}, {}, set()
         super().__init__(*arguments, **options)
-        if self._seat is not None:
-            return
         neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
@@ -115,7 +108,7 @@ class WindowPushSum(WindowAlgorithm):
                 )
         for name in self._p:
             self._p[name], self._mean_p[name] = found[name][0] if name in found else (1.0, 1.0)
-        self._kept, self._before = {}, {}
+        self._before = {}
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """Returns the fractions of a bucket with weight `p` that the rank keeps and sends.
@@ -128,8 +121,6 @@ class WindowPushSum(WindowAlgorithm):
             TypeError: `dst_weights` is not a dict, or a weight is not a real number.
             ValueError: A weight is negative or not finite, nothing is kept, or they do not add up to 1.
         """
-        if self._seat is not None:
-            return self._shares_of_the_living(p, mean_p)
         kept = check_weight(cast("float", self.self_weight), "self_weight")
         if not isinstance(self.dst_weights, Mapping):
             raise TypeError(
@@ -145,23 +136,7 @@ class WindowPushSum(WindowAlgorithm):
             raise ValueError(
                 f"self_weight and dst_weights must add up to 1, got {kept} and {dict(given)}, in all {total}"
             )
-        return self._limited(kept, given, p, mean_p)
-
-    def _shares_of_the_living(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
-        """As `_shares`, equal for all neighbors; the rank keeps those of lost ones."""
-        neighbors = self.context.topology.out_neighbors
-        share = 1.0 / (len(neighbors) + 1)
-        given = dict.fromkeys(neighbors, share)
-        kept = share
-        for rank in neighbors:
-            if self._pace is not None and self._pace.is_gone(rank):
-                kept += given.pop(rank)
-        return self._limited(kept, given, p, mean_p)
-
-    def _limited(
-        self, kept: float, given: dict[int, float], p: float, mean_p: float
-    ) -> tuple[float, dict[int, float]]:
-        """Returns the shares of a rank that may be ahead of others: so much that it does not give all away."""
+        # A rank that is ahead of others does not give all away.
         if not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
             before, kept = kept, min(1.0, LEAST_PART * mean_p / p)
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
@@ -198,7 +173,6 @@ class WindowPushSum(WindowAlgorithm):
             async_op=True,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
-            skip_lost=self._seat is not None,
         )
         self._before[window.name] = p
         self._p[window.name] = kept * p
@@ -215,24 +189,8 @@ class WindowPushSum(WindowAlgorithm):
         )
         self._p[name], window.p = window.p, 1.0
         self._before.pop(name, None)
-        if name in self._kept:
-            shares, p = self._kept.pop(name)
-            window.tensor.add_(shares)
-            self._p[name] += p
         self._mean_p[name] += (self._p[name] - self._mean_p[name]) / _MEMORY
         self._biased.add(name)
-
-    def keep(self, window: Window) -> None:
-        """See `WindowAlgorithm.keep`: no share of a rank that is left gets lost."""
-        sources = dict.fromkeys(window.in_neighbors, 1.0)
-        shares = window.update(self_weight=0.0, neighbor_weights=sources, reset=True, clone=True, with_p=True)
-        if window.p == 0.0:
-            return
-        if window.name in self._kept:
-            before, p = self._kept[window.name]
-            self._kept[window.name] = before.add_(shares), p + window.p
-        else:
-            self._kept[window.name] = shares, window.p
 
     def stepping(self) -> AbstractContextManager[None]:
         """Sets the parameters to x within the block and to z afterwards."""

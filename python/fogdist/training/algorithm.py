@@ -164,6 +164,8 @@ class Algorithm(DistributedOptimizer):
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
+    goes_on_after_losses: ClassVar[bool] = True
+    """Whether `on_loss` may be "continue"."""
     takes_compression: ClassVar[bool] = True
     """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
@@ -250,6 +252,11 @@ class Algorithm(DistributedOptimizer):
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         check_on_loss(on_loss)
+        if on_loss == "continue" and not self.goes_on_after_losses:
+            raise ValueError(
+                f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and mode 'async' of "
+                "DecentralizedDataParallel go on after losses"
+            )
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss}
         described.update((name, getattr(self, name)) for name in self.compared)
