@@ -13,7 +13,7 @@ from torch import Tensor
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.plans import Plans, TopologyLike
+from fogdist.training.mixing import Plans, TopologyLike
 
 
 class Gossip(enum.Enum):

@@ -21,8 +21,8 @@ from fogdist.ddp.drivers import AtOwnPace, InStep
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.continuing import OnLoss
+from fogdist.training.mixing import Plans, TopologyLike, topology_of
 from fogdist.training.pace import MAX_STALENESS
-from fogdist.training.plans import Plans, TopologyLike, topology_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -17,10 +17,9 @@ from fogdist.elastic.seat import Seat
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import Continuing, Watch, await_all, highest, take_seat
-from fogdist.training.mixing import Neighbors
+from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
 from fogdist.training.overlapping import forward_changes_parameters
 from fogdist.training.pace import Pace
-from fogdist.training.plans import Plans, edges_of, neighbors_of
 
 if TYPE_CHECKING:
     import numpy as np

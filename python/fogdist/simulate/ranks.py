@@ -14,8 +14,7 @@ from fogdist.lazy import nx
 from fogdist.static_topology import one_graph, see_topology
 from fogdist.topology import Topology
 from fogdist.training.algorithm import check_count
-from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
-from fogdist.training.plans import topology_of
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round, topology_of
 
 # A matrix with more than this share of nonzero entries is multiplied as it is. For a sparse one, each entry costs a pass
 # over two rows; the library's product of dense matrices is some times faster for each entry.

@@ -4,8 +4,8 @@
 each round, and `mixer` makes one exchange of buckets per round. `algorithm` is the frame of recursions around the
 optimizer's step. `overlapping` begins a round with a forward pass, and `window_algorithm` runs it over one-sided windows.
 `replicas` is for recursions that send compressed differences. `view` wraps the user's optimizer and adds communication.
-`pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss. The other modules determine
-the timing: hooks, passes, and the steps of a gradient scaler.
+`pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss, and `pass_watch` notices
+forward passes.
 """
 
 from __future__ import annotations

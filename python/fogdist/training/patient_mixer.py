@@ -17,9 +17,18 @@ from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
 from fogdist.training.mixer import Mixer
-from fogdist.training.mixing import Mixing, MixingLike, Neighbors, Round, as_mixing
+from fogdist.training.mixing import (
+    Mixing,
+    MixingLike,
+    Neighbors,
+    Plans,
+    Round,
+    as_mixing,
+    edges_of,
+    neighbors_of,
+    topology_of,
+)
 from fogdist.training.pace import Deadlines
-from fogdist.training.plans import Plans, edges_of, neighbors_of, topology_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
