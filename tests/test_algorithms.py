@@ -518,9 +518,9 @@ def train(case: Case) -> np.ndarray:
 
 OUTER = (("outer_lr", 0.6), ("outer_momentum", 0.8))
 SPARSE = (("compression", TopK(k=3, bits=2)), ("error_decay", 0.9))
-GOSSIP = (*SPARSE, ("outer_lr", 0.7), ("outer_momentum", 0.4), ("gamma", 0.3))
+GOSSIP = (*SPARSE, ("outer_lr", 0.7), ("gamma", 0.3))
 # What is exact, and brings ranks together at once, is DiLoCo by gossip.
-WHOLE = (("compression", TopK(1.0)), ("outer_lr", 0.6), ("outer_momentum", 0.0), ("gamma", 1.0))
+WHOLE = (("compression", TopK(1.0)), ("outer_lr", 0.6), ("gamma", 1.0))
 
 
 def sent(codec: Codec, gamma: float, **more: Any) -> tuple[tuple[str, Any], ...]:
@@ -571,7 +571,7 @@ CASES = [
     *(Case("GASLoC", g, b, OUTER, every=3) for g in ("ring", "pairs") for b in ("momentum", "adamw")),
     Case("GASLoC", "attributes", "sgd", OUTER),
     *(Case("SparseLoCo", "all", b, SPARSE, every=3, together=True) for b in ("momentum", "adamw")),
-    Case("SparseLoCo", "full", "sgd", (*SPARSE, ("outer_momentum", 0.8)), every=2, together=True),
+    Case("SparseLoCo", "full", "sgd", SPARSE, every=2, together=True),
     *(Case("SparseLoCo", g, "sgd", GOSSIP, every=2, together=True) for g in ("ring", "star", "graph")),
     Case("SparseLoCo", "ring", "momentum", GOSSIP),
     Case("SparseLoCo", "full", "sgd", (("compression", Int4(block=8, stochastic=True)),), every=2),
