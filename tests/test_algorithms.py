@@ -341,7 +341,7 @@ def gossip_diloco(s: Simulation) -> Iterator[np.ndarray]:
         X = X + s.base(X, s.gradient(X, k), s.rates(k))
         if s.is_due(k):
             mixed = s.mix(k) @ (outer + s.option["outer_lr"] * (X - outer))
-            X = outer = mixed + s.option["outer_momentum"] * (mixed - before)
+            X = outer = mixed + s.option.get("outer_momentum", 0.0) * (mixed - before)
             before = mixed
         yield X
 

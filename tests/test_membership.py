@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import algorithms, topology
-from fogdist.compression import Int8, TopK
+from fogdist.compression import Int8
 from fogdist.elastic import membership, tickets
 from fogdist.elastic.meeting import Decision, Log, Record
 from fogdist.elastic.membership import Membership
@@ -78,8 +78,6 @@ OF_NAMES: dict[str, dict[str, Any]] = {
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
-    "machines": {"topology": algorithms.Machines()},
-    "compressed machines": {"topology": algorithms.Machines(compression=TopK(0.1))},
     "awc": {"order": "awc"},
     "cta": {"order": "cta"},
     "async": {"mode": "async"},
@@ -474,6 +472,8 @@ def refuse() -> None:
     for kind in ("WinPut", "PullGet", "WindowPushSum"):
         with pytest.raises(ValueError, match=f"on_loss must be 'raise' for {kind}"):
             make(kind, model)
+    with pytest.raises(ValueError, match=r"on_loss must be 'raise' with topology=Machines\(\)"):
+        make("DecentralizedSGD", model, topology=algorithms.Machines())
     _, optimizer = make("DecentralizedSGD", model)
     optimizer.self_weight = 0.5
     with pytest.raises(ValueError, match="self_weight must stay None"):

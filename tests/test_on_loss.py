@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fogdist import algorithms, membership
 from fogdist.context import current
 from fogdist.elastic.membership import Membership
-from fogdist.topology import Topology, uniform_weights
+from fogdist.topology import uniform_weights
 from harness import World
 from hosts import run_on_hosts
 from numpy.linalg import matrix_power
@@ -43,15 +43,6 @@ PAUSE = 0.3
 def spread(ends: list[list[float]]) -> float:
     """Returns the largest difference between ranks."""
     return float((np.max(ends, axis=0) - np.min(ends, axis=0)).max())
-
-
-def every_other(first: list[Any], second: list[Any], nth: int = 2) -> list[Any]:
-    """Returns all pairs, most of them for ``make test-all``; every `nth` diagonal is in ``make test``."""
-    return [
-        pytest.param(one, other, marks=[] if (row + column) % nth == 0 else [pytest.mark.long])
-        for row, one in enumerate(first)
-        for column, other in enumerate(second)
-    ]
 
 
 def die_in(deaths: Deaths, step: int, phase: str) -> None:
@@ -76,7 +67,7 @@ def end(called: Any, optimizer: Any) -> None:
 
 
 def train(
-    kind: str, graph: str, deaths: Deaths, steps: int, rate: float = 0.0, pause: float = 0.0, local: int = 0
+    kind: str, graph: str, deaths: Deaths, steps: int, rate: float = 0.0, pause: float = 0.0
 ) -> tuple[Membership, list[float], list[float]]:
     """Trains on each rank, of which some die.
 
@@ -87,17 +78,11 @@ def train(
         steps: The number of steps.
         rate: The learning rate.
         pause: The time of a step's computation.
-        local: The number of ranks of a machine, if not 0.
 
     Returns:
         The membership, the values of the two buckets, and the values after the end: the wrapper averages them.
     """
-    if local:
-        os.environ["FOG_NODES_PER_MACHINE"] = str(local)
     fogdist.init(lambda size: uniform_weights(getattr(fogdist.topology, graph)(size)))
-    os.environ.pop("FOG_NODES_PER_MACHINE", None)
-    if local:
-        fogdist.set_machine_topology(fogdist.topology.ring(fogdist.machine_size()))
     rank = dist.get_rank()
     model = Vector(float(rank))
     called, optimizer = make(kind, model, rate)
@@ -135,51 +120,34 @@ def buckets_of(outcomes: list[Any], deaths: Deaths) -> np.ndarray:
     return np.array(values)
 
 
-def values_of(outcomes: list[Any], deaths: Deaths) -> np.ndarray:
-    """Does the same if the buckets have the same values, and returns these."""
-    values = buckets_of(outcomes, deaths)
-    assert np.abs(values[:, 0] - values[:, 1]).max() < 1e-9, values
-    return values[:, 0]
-
-
 def topology(graph: str, size: int) -> Topology:
     return Topology.from_graph(graph, uniform_weights(getattr(fogdist.topology, graph)(size)))
 
 
-# --- in step ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "phase"),
+    [
+        ("DecentralizedSGD", "forward"),
+        ("DecentralizedSGD", "backward"),
+        ("DecentralizedSGD", "step"),
+        ("wrapper", "forward"),
+    ],
+)
+def test_in_step_the_living_repeat_the_round(new_world: Callable[..., World], kind: str, phase: str) -> None:
+    """Each round up to the loss is one of all ranks, and each later one of the living."""
+    size, steps, victim, step, graph = 5, 12, PHASES.index(phase), 4, "ring"
+    deaths = {victim: (step, phase)}
+    outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, graph, deaths, steps)
+    living = [rank for rank in range(size) if rank != victim]
+    every = topology(graph, size)
+    x = matrix_power(every.matrix().T, step) @ np.arange(size)
+    mix = every.among(living).matrix().T
+    expected = matrix_power(mix, steps - step) @ x[living]
+    for bucket in buckets_of(outcomes, deaths).T:
+        np.testing.assert_allclose(bucket, expected, rtol=0, atol=EXACT["atol"])
 
 
-@pytest.mark.parametrize(("victims", "phase"), every_other([[3], [2, 3], [0, 1, 4]], PHASES[:2]))
-def test_machines_go_on(new_world: Callable[..., World], victims: list[int], phase: str) -> None:
-    """A machine's mean is that of the ranks that it has left, whole machines may be lost."""
-    size, local, steps, step = 6, 2, 10, 3
-    deaths = {victim: (step, phase) for victim in victims}
-    outcomes = new_world(size, timeout=TIMEOUT).run_raw(
-        train, "DecentralizedSGD/machines", "ring", deaths, steps, 0.0, 0.0, local
-    )
-    machines = topology("ring", size // local)
-    every = np.repeat(np.repeat(machines.matrix(), local, axis=0), local, axis=1) / local
-    x = matrix_power(every.T, step) @ np.arange(size)
-    living = [rank for rank in range(size) if rank not in victims]
-    here = sorted({rank // local for rank in living})
-    counts = [sum(rank // local == machine for rank in living) for machine in here]
-    place = [here.index(rank // local) for rank in living]
-    left = machines.among(here).matrix()[np.ix_(place, place)] / np.array(counts)[place][:, None]
-    expected = matrix_power(left.T, steps - step) @ x[living]
-    np.testing.assert_allclose(values_of(outcomes, deaths), expected, **EXACT)
-
-
-def test_machines_of_different_sizes_do_not_compress(new_world: Callable[..., World]) -> None:
-    """Ranks exchange with ranks of their own machine too, whose values no codec may change."""
-    deaths = {3: (0, "forward")}
-    ends = [
-        values_of(new_world(6, timeout=TIMEOUT).run_raw(train, kind, "ring", deaths, 4, 0.0, 0.0, 2), deaths)
-        for kind in ("DecentralizedSGD/machines", "DecentralizedSGD/compressed machines")
-    ]
-    np.testing.assert_array_equal(*ends)
-
-
-# --- at their own pace --------------------------------------------------------------------------------------
+# --- those who are left agree -------------------------------------------------------------------------------
 
 MIXES = [
     "wrapper/ring",

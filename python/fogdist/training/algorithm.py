@@ -35,6 +35,7 @@ from fogdist.training.continuing import (
 from fogdist.training.mixing import (
     DynamicWeights,
     GlobalAverage,
+    Machines,
     Mixing,
     MixingLike,
     NoMixing,
@@ -256,6 +257,10 @@ class Algorithm(DistributedOptimizer):
             raise ValueError(
                 f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and mode 'async' of "
                 "DecentralizedDataParallel go on after losses"
+            )
+        if on_loss == "continue" and isinstance(given, Machines):
+            raise ValueError(
+                f"on_loss must be 'raise' with topology={given!r}, whose machines have equally many ranks"
             )
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss}

@@ -18,7 +18,6 @@ from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context, require_session
 from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
-from fogdist.machines import machines_are_homogeneous
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
 from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
@@ -346,9 +345,7 @@ class Machines(Mixing):
     Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
 
-    If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them or each has one,
-    the ranks exchange with all ranks of the neighbor machines, to the same averages: those of the means of the
-    machines. These exchanges are not compressed, because the codec would also encode what stays within a machine.
+    All machines have the same number of ranks, and more than one; so ``on_loss="continue"`` is not possible.
 
     Args:
         compression: As in `Neighbors`, for the messages between machines.
@@ -371,10 +368,7 @@ class Machines(Mixing):
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
-        if round.context.survivors is not None and not _fits_machines(round.context):
-            return _planned(tensors, _plan_of_machines(round.context), round, in_place, {})
         weights = round.weights
-
         given = weights.self_weight, weights.src_machine_weights, weights.dst_machine_weights
 
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
@@ -423,37 +417,6 @@ class NoMixing(Mixing):
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
         return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
-
-
-def _fits_machines(context: Context) -> bool:
-    """Returns whether machines exchange among themselves: all have the same number of ranks, and more than one."""
-    return len(context.machines[0]) > 1 and machines_are_homogeneous(context.machine_of)
-
-
-def _plan_of_machines(context: Context) -> NeighborPlan:
-    """Returns the exchange of a rank with single ranks that has the result of the exchange of machines.
-
-    Raises:
-        RuntimeError: There is no machine topology.
-    """
-    topology, machines = context.machine_topology, context.machines
-    if topology is None:
-        raise RuntimeError(
-            "topology=Machines() needs a machine topology: fogdist.set_machine_topology sets it"
-        )
-    mine = context.machine_of[context.rank]
-    own, others = topology.mean_weights
-    weight_of = {mine: own, **others}
-    weights = {rank: w / len(machines[each]) for each, w in weight_of.items() for rank in machines[each]}
-    receivers = {rank for each in (mine, *topology.out_neighbors) for rank in machines[each]}
-    return Exchange(
-        RANKS,
-        context.rank,
-        context.size,
-        weights.pop(context.rank),
-        tuple(sorted(weights.items())),
-        tuple((rank, 1.0) for rank in sorted(receivers - {context.rank})),
-    ).plan
 
 
 def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None:
