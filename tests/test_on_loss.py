@@ -24,7 +24,7 @@ import torch.distributed as dist
 from fogdist import algorithms, membership
 from fogdist.context import current
 from fogdist.elastic.membership import Membership
-from fogdist.topology import uniform_weights
+from fogdist.topology import Topology, uniform_weights
 from harness import World
 from hosts import run_on_hosts
 from numpy.linalg import matrix_power

@@ -215,12 +215,7 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: Parameters that shared one tensor no longer do; or as the class.
         """
-        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
-            if getattr(part, key, None) is not getattr(other, other_key, None):
-                raise RuntimeError(
-                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
-                    "the names that named_parameters() has, without 'module.'"
-                )
+        self._check_ties()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -391,8 +386,17 @@ class DecentralizedDataParallel(nn.Module):
             raise RuntimeError(f"{method}() was called after close()")
         return self._driver
 
+    def _check_ties(self) -> None:
+        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
+            if getattr(part, key, None) is not getattr(other, other_key, None):
+                raise RuntimeError(
+                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
+                    "the names that named_parameters() has, without 'module.'"
+                )
+
     def _check_places(self) -> None:
         """Raises RuntimeError for replaced parameters, which mixing would not reach."""
+        self._check_ties()
         for part, key, tensor, name in self._slots:
             # Looking here takes a fraction of the time of getattr(part, key).
             members = part._parameters if key in part._parameters else part._buffers

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.compression import Codec
 from fogdist.elastic.seat import Seat
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import Continuing, Watch, await_all, highest, take_seat
 from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
-from fogdist.training.overlapping import forward_changes_parameters
+from fogdist.training.overlapping import When, forward_changes_parameters
 from fogdist.training.pace import Pace
 
 if TYPE_CHECKING:
@@ -134,12 +135,32 @@ class InStep(Driver, DecentralizedSGD):
     mode: ClassVar[str] = "sync"
     compared: ClassVar[tuple[str, ...]] = (*Driver.compared, *DecentralizedSGD.compared)
 
+    _codec: Codec | None
+    _changes_in_forward: bool
+
     def __init__(self, optimizer: Optimizer, module: nn.Module, **options: Any) -> None:
+        self._codec, self._changes_in_forward = options["compression"], forward_changes_parameters(module)
         super().__init__(optimizer, module, order="awc", **options)
 
     def is_joinable(self) -> bool:
         """See `Algorithm.is_joinable`: a backward pass needs the parameters that its forward pass has changed."""
-        return super().is_joinable() and not any(map(forward_changes_parameters, self._fog_models))
+        return super().is_joinable() and not self._changes_in_forward
+
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`. Passes of the wrapper count, and not those of the module by itself."""
+        from fogdist.training.pass_watch import is_training_pass
+
+        wrapper = self._owner()
+        assert wrapper is not None  # it makes this
+
+        def notice(*_: Any) -> None:
+            if is_training_pass(wrapper):
+                self.notice_forward(0)
+
+        register = (
+            wrapper.register_forward_hook if self._changes_in_forward else wrapper.register_forward_pre_hook
+        )
+        self._watches.append(register(notice))
 
     def synchronize(self) -> None:
         """Mixes in place of a step that would complete an exchange."""
@@ -171,7 +192,7 @@ class InStep(Driver, DecentralizedSGD):
 
     def follow(self, rounds: Plans) -> None:
         """Changes the topology; collective."""
-        self.mixing = Neighbors(rounds.topology, compression=self.compression)
+        self.mixing = Neighbors(rounds.topology, compression=self._codec)
         if self._seat is not None and self.patience is None:  # a patient mixer goes on by itself
             self.mixing = Continuing(self.mixing, self._seat)
         self.rounds = -int(self.is_in_round)
