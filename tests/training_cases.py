@@ -19,10 +19,10 @@ import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, operations
+from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import TopK
-from fogdist.training import mixing
+from fogdist.context import current
 from reference import mix
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,12 +78,14 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
 def averages_begun() -> Iterator[list[dist.Work]]:
     """Yields the exchanges with neighbors that optimizers have begun in this block."""
     works: list[dist.Work] = []
+    backend = type(current().backend)
+    plain = backend.neighbor_allreduce
 
-    def begin(*arguments: Any) -> dist.Work:
-        works.append(operations.begin_average(*arguments))
+    def begin(*arguments: Any, **options: Any) -> dist.Work:
+        works.append(plain(*arguments, **options))
         return works[-1]
 
-    with mock.patch.object(mixing, "begin_average", begin):
+    with mock.patch.object(backend, "neighbor_allreduce", begin):
         yield works
 
 

@@ -8,9 +8,8 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.training.algorithm import Algorithm, check_factor
-from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import GlobalAverage
-from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.patient_mixer import PatientMixer, patient_mixing
 from fogdist.training.view import Models
 

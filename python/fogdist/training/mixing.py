@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.agreement import digest
-from fogdist.arguments import outputs_of, weighted_list
 from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context, require_session
 from fogdist.exchange import RANKS, Exchange
@@ -315,7 +314,7 @@ class Neighbors(Mixing):
     def _begin(
         self, tensors: Sequence[Tensor], round: Round, in_place: bool, encoding: Mapping[str, Any]
     ) -> Finish:
-        if self.topology is not None:
+        if self.topology is not None or round.weights == DynamicWeights():
             return _planned(tensors, self._of(round.context).plan(round.number), round, in_place, encoding)
         return self._along_weights(tensors, round, in_place, encoding)
 
@@ -505,7 +504,6 @@ def _planned(
             plan,
             output=output,
             name=name,
-            confirm=round.weights.enable_topo_check,
             **_encoding_for(those, encoding),
         )
 
@@ -526,15 +524,13 @@ def _by_device(
     start: Callable[[list[Tensor], list[Tensor] | None, str], dist.Work],
 ) -> Finish:
     """Starts one exchange per device, for example for numbers on the CPU and parameters on another device."""
-    sources = weighted_list(list(tensors))
-    outputs = outputs_of(list(tensors), sources) if in_place else None
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
     pending = [
         start(
-            [sources[place] for place in mine],
-            None if outputs is None else [outputs[place] for place in mine],
+            (those := [tensors[place] for place in mine]),
+            those if in_place else None,
             f"{name}.{number}" if number else name,
         )
         for number, mine in enumerate(places.values())

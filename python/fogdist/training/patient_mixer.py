@@ -16,7 +16,6 @@ from fogdist.context import Context
 from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
-from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import (
     Mixing,
     MixingLike,
@@ -28,6 +27,7 @@ from fogdist.training.mixing import (
     neighbors_of,
     topology_of,
 )
+from fogdist.training.overlapping import Mixer
 from fogdist.training.pace import Deadlines
 
 if TYPE_CHECKING:
