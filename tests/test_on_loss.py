@@ -134,8 +134,8 @@ def topology(graph: str, size: int) -> Topology:
     ],
 )
 def test_in_step_the_living_repeat_the_round(new_world: Callable[..., World], kind: str, phase: str) -> None:
-    """Each round up to the loss is one of all ranks, and each later one of the living."""
-    size, steps, victim, step, graph = 5, 12, PHASES.index(phase), 4, "ring"
+    """Each round up to the loss is one of all ranks, and each later one of the living: all of them wait for the hub."""
+    size, steps, victim, step, graph = 5, 12, 0, 4, "star"
     deaths = {victim: (step, phase)}
     outcomes = new_world(size, timeout=TIMEOUT).run_raw(train, kind, graph, deaths, steps)
     living = [rank for rank in range(size) if rank != victim]

@@ -29,10 +29,6 @@ class Mark:
             self._event = torch.Event(device)
             self._event.record(current_stream(device))
 
-    def is_reached(self) -> bool:
-        """Returns whether the device has completed the work before the mark."""
-        return self._event is None or self._event.query()
-
     def wait(self) -> None:
         """Makes the host wait until the device has completed the work before the mark."""
         if self._event is not None:

@@ -94,9 +94,7 @@ class WinPut(AsynchronousDiffusion):
         skip_lost: As in `AsynchronousDiffusion`.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset(
-        {"dst_weights", "self_weight", "src_weights", "skip_lost"}
-    )
+    own_weights: ClassVar[tuple[str, ...]] = ("dst_weights", "self_weight", "src_weights")
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
@@ -134,7 +132,7 @@ class PullGet(AsynchronousDiffusion):
         skip_lost: As in `AsynchronousDiffusion`.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "src_weights", "skip_lost"})
+    own_weights: ClassVar[tuple[str, ...]] = ("self_weight", "src_weights")
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""

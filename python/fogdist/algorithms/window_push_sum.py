@@ -56,7 +56,7 @@ class WindowPushSum(WindowAlgorithm):
         force_barrier: As in `WindowAlgorithm`, but True by default.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
+    own_weights: ClassVar[tuple[str, ...]] = ("self_weight", "dst_weights")
     zero_init: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)

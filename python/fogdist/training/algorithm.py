@@ -56,18 +56,6 @@ from fogdist.training.view import (
 if TYPE_CHECKING:
     from typing_extensions import Never, Self
 
-# The attributes that users set before a round.
-WEIGHTS = frozenset(
-    {
-        "self_weight",
-        "src_weights",
-        "dst_weights",
-        "src_machine_weights",
-        "dst_machine_weights",
-        "enable_topo_check",
-    }
-)
-
 
 class AlgorithmOptions(TypedDict, total=False):
     """The options that all algorithms have; see `Algorithm`."""
@@ -753,11 +741,6 @@ class Algorithm(DistributedOptimizer):
         if self._loaded or not self._has_state:
             return self._loaded
         return {name: dict(self.buckets.pieces(vectors)) for name, vectors in self.vectors.items()}
-
-    def _is_own(self, name: str) -> bool:
-        # Also for optimizers that support scalers: they would unscale within their step, but algorithms read the
-        # gradients before it.
-        return name in self._scaler_marks or super()._is_own(name)
 
 
 class _State:

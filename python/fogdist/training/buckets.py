@@ -222,18 +222,6 @@ class FlatBuckets:
         """Returns the tensors of a bucket, which is given by its index in `flats`."""
         return list(self._tensors[bucket])
 
-    def bucket_of(self, tensor: Tensor) -> int:
-        """Returns the index in `flats` of the buffer that holds a tensor.
-
-        Raises:
-            ValueError: No buffer holds it.
-        """
-        if tensor not in self._bucket_of:
-            raise ValueError(
-                f"tensor must be one of the buckets', got another of shape {tuple(tensor.shape)}"
-            )
-        return self._bucket_of[tensor]
-
     def label_of(self, tensor: Tensor) -> str:
         """Returns the quoted name of a tensor for messages, or its index if it has no name."""
         return self._labels[tensor]

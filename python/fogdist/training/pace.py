@@ -117,10 +117,6 @@ class Pace:
         """Returns whether a neighbor takes no further part: it is lost, or has ended."""
         return self._window.is_gone(rank)
 
-    def is_any_gone(self) -> bool:
-        """Returns whether any neighbor takes no further part."""
-        return any(map(self.is_gone, self._peers))
-
     def staleness(self) -> dict[int, int]:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
         return {

@@ -204,9 +204,9 @@ class DistributedOptimizer(Optimizer):
         return view if self._fog_is_declared(name) or name in self._scaler_marks else self
 
     def _is_own(self, name: str) -> bool:
-        if name in self._scaler_marks:
-            return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
-        return self._fog_is_declared(name) or name in self._scheduler_marks
+        # A scaler's marks even if the optimizer supports scalers: it would unscale within its step, but algorithms read the
+        # gradients before it.
+        return self._fog_is_declared(name) or name in self._scheduler_marks or name in self._scaler_marks
 
     def _fog_is_declared(self, name: str) -> bool:
         return name.startswith("_fog") or name in self._fog_declared

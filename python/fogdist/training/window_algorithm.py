@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from fogdist.agreement import check_same_everywhere
 from fogdist.packing import signature_of
 from fogdist.shards import local_of
-from fogdist.training.algorithm import WEIGHTS, AlgorithmOptions, check_count
+from fogdist.training.algorithm import AlgorithmOptions, check_count
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -18,10 +18,6 @@ from fogdist.windows import Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# The attributes that users may set. An algorithm uses some; setting one of the others raises, as it would have no
-# effect.
-_ATTRIBUTES = WEIGHTS | {"skip_lost"}
 
 
 class WindowAlgorithm(OverlappingAlgorithm):
@@ -60,6 +56,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
     saves_state: ClassVar[bool] = False
     takes_compression: ClassVar[bool] = False
     goes_on_after_losses: ClassVar[bool] = False
+    own_weights: ClassVar[tuple[str, ...]] = ()
+    """The attributes that users set before an exchange and that this algorithm uses."""
     zero_init: ClassVar[bool] = False
     """Whether slots start as zeros; otherwise they start as the parameters."""
 
@@ -92,6 +90,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         self._in_flight = []
         self._pace = None
         super().__init__(optimizer, model, **options)
+        self.mixing.weights = self.own_weights
         self._prefix = window_prefix or self.name
         if self.is_running:
             topology = self.context.topology
@@ -230,15 +229,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._pace.wait(self.max_staleness)
 
     # --- inside ---
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _ATTRIBUTES and name not in self.own_weights:
-            allowed = ", ".join(sorted(self.own_weights))
-            raise AttributeError(f"{self.algorithm_name} has no attribute {name!r}, but {allowed}")
-        super().__setattr__(name, value)
-
-    own_weights: ClassVar[frozenset[str]] = frozenset()
-    """The attributes that users set before an exchange and that this algorithm uses."""
 
     def _open(self) -> None:
         """Makes windows for the buckets that have none."""
