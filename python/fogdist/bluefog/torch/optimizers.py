@@ -19,7 +19,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
-from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.algorithms.window_push_sum import WindowPushSum
 from fogdist.bluefog.deprecation import warn_once
 from fogdist.shards import local_of, sharded_as
@@ -27,6 +27,7 @@ from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mixing, Neighbors, NoMixing
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
+from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.warn import warn_user
 
 # A module, several modules, or pairs as from `model.named_parameters()`.
@@ -132,6 +133,29 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
     """AWC or ATC whose mixing is chosen by a `CommunicationType`."""
 
     saves_state: ClassVar[bool] = False
+    _order: ClassVar[Order]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+        num_steps_per_communication: int = 1,
+        bucket_cap_mb: float | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        super().__init__(
+            optimizer,
+            model,
+            order=self._order,
+            topology=_mixing_of(communication_type),
+            local_steps=num_steps_per_communication,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast=False,
+            group=group,
+        )
 
     @property
     def communication_type(self) -> CommunicationType:
@@ -148,8 +172,26 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
         self.mixing = _mixing_of(value)
 
 
-class AdaptWithCombineOptimizer(_Communicating):
-    """See `DistributedAdaptWithCombineOptimizer`, which makes it. Its methods are those of BlueFog 0.2.2."""
+class DistributedAdaptWithCombineOptimizer(_Communicating):
+    """Adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
+
+    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021). The
+    exchange of the current parameters starts with a forward pass and runs during the forward and the backward pass;
+    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average. It has
+    `synchronize`, `skip_synchronize`, the attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`,
+    `dst_machine_weights`, `enable_topo_check`, `communication_type`, and the methods of BlueFog 0.2.2 that set this.
+
+    Args:
+        optimizer: As in `fogdist.algorithms.Algorithm`.
+        model: As in `fogdist.algorithms.Algorithm`.
+        communication_type: The ranks to average with.
+        num_steps_per_communication: J: an average every J forward passes of the model. J = 3 gives one average for three
+            passes, with one step or with a step after each pass.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        group: As in `fogdist.algorithms.Algorithm`.
+    """
+
+    _order: ClassVar[Order] = "awc"
 
     def use_allreduce_in_communication(self) -> None:
         """Averages with all ranks from now on."""
@@ -168,11 +210,19 @@ class AdaptWithCombineOptimizer(_Communicating):
         self.communication_type = CommunicationType.empty
 
 
-class AdaptThenCombineOptimizer(_Communicating):
-    """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
+class DistributedAdaptThenCombineOptimizer(_Communicating):
+    """Adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
-    def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
-        super().__init__(optimizer, model, **options)
+    It is `fogdist.algorithms.DecentralizedSGD` with ``order="atc"``: `step` makes the optimizer's own step with the gradients
+    as they are, after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
+    Arguments and attributes are those of `DistributedAdaptWithCombineOptimizer`. BlueFog counted backward passes, of which
+    each has its forward pass.
+    """
+
+    _order: ClassVar[Order] = "atc"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.watch_forward("before forward")  # only to count the passes
 
     def adapt(self) -> Any:
@@ -196,19 +246,44 @@ class AdaptThenCombineOptimizer(_Communicating):
         return False
 
 
-class WinPutOptimizer(_CountingPasses, WinPut):
-    """See `DistributedWinPutOptimizer`, which makes it."""
+class _OnWindows(_CountingPasses, WindowAlgorithm):
+    """An algorithm over windows with BlueFog's arguments, and a bound of staleness that suits ranks that share cores."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        num_steps_per_communication: int = 1,
+        window_prefix: str | None = None,
+        bucket_cap_mb: float | None = None,
+        *,
+        max_staleness: int | None = 1,
+        **options: Any,
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        options |= {"window_prefix": window_prefix, "bucket_cap_mb": bucket_cap_mb, "broadcast": False}
+        steps = num_steps_per_communication
+        super().__init__(optimizer, model, local_steps=steps, max_staleness=max_staleness, **options)
 
 
-class PullGetOptimizer(_CountingPasses, PullGet):
-    """See `DistributedPullGetOptimizer`, which makes it."""
+class DistributedWinPutOptimizer(_OnWindows, WinPut):
+    """Averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
+
+    Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
+    is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
+    other.
+    """
 
 
-class PushSumOptimizer(_CountingPasses, WindowPushSum):
-    """See `DistributedPushSumOptimizer`, which makes it."""
+class DistributedPullGetOptimizer(_OnWindows, PullGet):
+    """As `DistributedWinPutOptimizer`, with the neighbors' present parameters: `fogdist.algorithms.PullGet`."""
 
 
-class GradientAllreduce(_OldNames):
+class DistributedPushSumOptimizer(_OnWindows, WindowPushSum):
+    """As `DistributedWinPutOptimizer`, by push-sum: `fogdist.algorithms.WindowPushSum`."""
+
+
+class DistributedGradientAllreduceOptimizer(_OldNames):
     """Parallel SGD: ``x+ = x + d(x)`` with the mean of all ranks' gradients, as Horovod does (Sergeev and Del Balso, 2018).
 
     `step` averages the gradients that passes have accumulated since the last one, and waits. A parameter without a gradient
@@ -217,6 +292,15 @@ class GradientAllreduce(_OldNames):
     Use a gradient scaler as in one process. Its `step` looks for overflows in the averaged gradients, so an overflow on one
     rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip gradients, call
     `synchronize` first, then the scaler's `unscale_` if there is one, then clip, and `step` in `skip_synchronize`.
+
+    Args:
+        optimizer: As in `fogdist.algorithms.Algorithm`.
+        model: As in `fogdist.algorithms.Algorithm`.
+        num_steps_per_communication: The number of backward passes before a step. It is not needed: each `step` averages, as
+            in BlueFog.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        backward_passes_per_step: The same in BlueFog 0.2.2.
+        group: As in `fogdist.algorithms.Algorithm`.
 
     Raises:
         ValueError: As `Algorithm`. In `step`: a gradient is sparse.
@@ -231,10 +315,26 @@ class GradientAllreduce(_OldNames):
     _was_averaged_for_scaler: bool
     _averages: int  # since the last step
 
-    def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        num_steps_per_communication: int = 1,
+        bucket_cap_mb: float | None = None,
+        *,
+        backward_passes_per_step: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if backward_passes_per_step is not None:
+            warn_once(
+                "backward_passes_per_step is called num_steps_per_communication now; the old name will go"
+            )
+            num_steps_per_communication = backward_passes_per_step
+        check_count(num_steps_per_communication, "num_steps_per_communication")
         self._is_synchronized = self._skips = self._was_averaged_for_scaler = False
         self._averages = 0
-        super().__init__(optimizer, model, topology=GlobalAverage(), broadcast=False, **options)
+        options: Any = {"bucket_cap_mb": bucket_cap_mb, "group": group, "broadcast": False}
+        super().__init__(optimizer, model, topology=GlobalAverage(), **options)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
@@ -321,116 +421,6 @@ class GradientAllreduce(_OldNames):
                 parameter.grad = sharded_as(parameter, piece)
 
 
-def DistributedAdaptWithCombineOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> AdaptWithCombineOptimizer:
-    """Returns an optimizer that adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
-
-    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021). The
-    exchange of the current parameters starts with a forward pass and runs during the forward and the backward pass;
-    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average.
-
-    Args:
-        optimizer: As in `fogdist.algorithms.Algorithm`.
-        model: As in `fogdist.algorithms.Algorithm`.
-        communication_type: The ranks to average with.
-        num_steps_per_communication: J: an average every J forward passes of the model. J = 3 gives one average for three
-            passes, with one step or with a step after each pass.
-        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
-        group: As in `fogdist.algorithms.Algorithm`.
-
-    Returns:
-        An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`, and the
-        attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`, `dst_machine_weights`,
-        `enable_topo_check`, `communication_type`.
-    """
-    return AdaptWithCombineOptimizer(
-        optimizer,
-        model,
-        order="awc",
-        topology=_mixing_of(communication_type),
-        local_steps=_checked(num_steps_per_communication),
-        bucket_cap_mb=bucket_cap_mb,
-        broadcast=False,
-        group=group,
-    )
-
-
-def DistributedAdaptThenCombineOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> AdaptThenCombineOptimizer:
-    """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
-
-    It is `fogdist.algorithms.DecentralizedSGD` with ``order="atc"``: `step` makes the optimizer's own step with the gradients
-    as they are, after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
-    Arguments and attributes are those of `DistributedAdaptWithCombineOptimizer`. BlueFog counted backward passes, of which
-    each has its forward pass.
-    """
-    return AdaptThenCombineOptimizer(
-        optimizer,
-        model,
-        order="atc",
-        topology=_mixing_of(communication_type),
-        local_steps=_checked(num_steps_per_communication),
-        bucket_cap_mb=bucket_cap_mb,
-        broadcast=False,
-        group=group,
-    )
-
-
-def DistributedGradientAllreduceOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    *,
-    backward_passes_per_step: int | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> GradientAllreduce:
-    """Returns an optimizer that makes its step with the gradients averaged over all ranks: `GradientAllreduce`.
-
-    Each `step` averages, as in BlueFog, after any number of backward passes: `num_steps_per_communication`, which was
-    `backward_passes_per_step` in BlueFog 0.2.2, is their number and not needed.
-    """
-    if backward_passes_per_step is not None:
-        warn_once("backward_passes_per_step is called num_steps_per_communication now; the old name will go")
-        num_steps_per_communication = backward_passes_per_step
-    _checked(num_steps_per_communication)
-    return GradientAllreduce(optimizer, model, bucket_cap_mb=bucket_cap_mb, group=group)
-
-
-def DistributedWinPutOptimizer(*arguments: Any, **options: Any) -> WinPutOptimizer:
-    """Returns an optimizer that averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
-
-    Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
-    is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
-    other.
-    """
-    return WinPutOptimizer(**_of_windows(*arguments, **options))
-
-
-def DistributedPullGetOptimizer(*arguments: Any, **options: Any) -> PullGetOptimizer:
-    """As `DistributedWinPutOptimizer`, with the neighbors' present parameters: `fogdist.algorithms.PullGet`."""
-    return PullGetOptimizer(**_of_windows(*arguments, **options))
-
-
-def DistributedPushSumOptimizer(*arguments: Any, **options: Any) -> PushSumOptimizer:
-    """As `DistributedWinPutOptimizer`, by push-sum: `fogdist.algorithms.WindowPushSum`."""
-    return PushSumOptimizer(**_of_windows(*arguments, **options))
-
-
 def DistributedAllreduceOptimizer(
     optimizer: Optimizer,
     model: Given | None = None,
@@ -490,7 +480,7 @@ def DistributedBluefogOptimizer(
     *,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     **options: Any,
-) -> WinPutOptimizer:
+) -> DistributedWinPutOptimizer:
     """As `DistributedWinPutOptimizer`, or with `named_parameters` as `DistributedNeighborAllreduceOptimizer` has them."""
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
     return DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
@@ -542,33 +532,6 @@ def _models(
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise TypeError(f"model must be a Module, Modules, or pairs of name and parameter, got {pair!r}")
     return _Parameters(given), True
-
-
-def _of_windows(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-    bucket_cap_mb: float | None = None,
-    *,
-    max_staleness: int | None = 1,
-    **options: Any,
-) -> dict[str, Any]:
-    return {
-        "optimizer": optimizer,
-        "model": model,
-        "local_steps": _checked(num_steps_per_communication),
-        "window_prefix": window_prefix,
-        "bucket_cap_mb": bucket_cap_mb,
-        "max_staleness": max_staleness,
-        "broadcast": False,
-        **options,
-    }
-
-
-def _checked(num_steps_per_communication: int) -> int:
-    check_count(num_steps_per_communication, "num_steps_per_communication")
-    return num_steps_per_communication
 
 
 def _mixing_of(kind: CommunicationType) -> Mixing:
