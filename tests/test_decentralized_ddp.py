@@ -560,10 +560,12 @@ def test_a_closed_wrapper_mixes_nothing(mode: str) -> None:
     fogdist.init()
     model = make_net(fogdist.rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attributes = set(vars(optimizer))
     wrapper = DecentralizedDataParallel(model, optimizer, mode=mode)
     train_step(wrapper, optimizer, 0, 0)
     loss_of(wrapper, 0, 1).backward()
     wrapper.close()
+    assert set(vars(optimizer)) == attributes
     with pytest.raises(RuntimeError, match="after close"):
         wrapper.average()
     assert wrapper.staleness() == {}

@@ -47,12 +47,25 @@ def test_gossips_in_flight() -> None:
     fogdist.init()
     rank = fogdist.rank()
     x = torch.tensor([float(rank)])
-    begun: dict[str, dist.Work] = {}
+    store = dist.PrefixStore("gossips", dist.distributed_c10d._get_default_store())
+    names = set()
 
-    def begin(context: Any, sources: Any, exchange: Any, name: str, output: Any) -> dist.Work:
-        assert name not in begun or begun[name].is_completed()
-        begun[name] = begin_average(context, sources, exchange, name, output)
-        return begun[name]
+    class Begun:
+        """A gossip in flight, which tells rank 1 that somebody waits for it."""
+
+        def __init__(self, work: dist.Work) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            store.set("rank 0 waits", "")
+            self._work.wait()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._work, name)
+
+    def begin(context: Any, sources: Any, exchange: Any, name: str, output: Any) -> Any:
+        names.add(name)
+        return Begun(begin_average(context, sources, exchange, name, output))
 
     if rank == 2:
         # The other pair has more operations in flight than are allowed at once, and uses the same names.
@@ -60,9 +73,11 @@ def test_gossips_in_flight() -> None:
     elif rank == 3:
         assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
     else:
+        if rank == 1:  # it begins when rank 0 has as many in flight as there may be
+            store.wait(["rank 0 waits"])
         with mock.patch.object(fogdist.operations, "begin_average", begin):
             works = [fogdist.pair_gossip(x + i, 1 - rank, async_op=True) for i in range(150)]
-        assert len(begun) == 64  # the names, of which each is in flight once at a time
+        assert len(names) == 64
         works += [fogdist.pair_gossip(x, 1 - rank, name=str(i), async_op=True) for i in range(2)]
         for work in works:
             work.wait()
