@@ -106,8 +106,11 @@ _OF_BLUEFOG: dict[str, str] = {
 }
 
 _OF_FOGDIST = {
-    name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
-    for name, instead in _OF_BLUEFOG.items()
+    **{
+        name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
+        for name, instead in _OF_BLUEFOG.items()
+    },
+    "Gossip": "gossip_hook averages parameters; torch's DistributedDataParallel averages gradients, over all ranks",
 }
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.

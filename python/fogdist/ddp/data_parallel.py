@@ -276,7 +276,7 @@ class DecentralizedDataParallel(nn.Module):
         The neighbors no longer use its values and do not wait for it (`max_staleness`). Call it where a rank ends early
         or stops to validate; its process may even end then. `average` calls it by itself. Not collective.
         """
-        if self._driver is not None:
+        if isinstance(self._driver, AtOwnPace):
             self._driver.pause()
 
     def staleness(self) -> dict[int, int | None]:
@@ -287,7 +287,7 @@ class DecentralizedDataParallel(nn.Module):
         have arrived yet or the neighbor is paused or lost. Values that arrive during the call may be newer than the
         result says. The dict is empty in mode "sync", where no values are stale.
         """
-        return {} if self._driver is None else self._driver.staleness()
+        return self._driver.staleness() if isinstance(self._driver, AtOwnPace) else {}
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last exchange; none without `patience`."""

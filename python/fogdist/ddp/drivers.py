@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.compression import Codec
+from fogdist.elastic.membership import members_of
 from fogdist.elastic.seat import Seat
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import Continuing, Watch, await_all, highest, take_seat
+from fogdist.training.continuing import Continuing, Watch, await_all, highest
 from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
 from fogdist.training.overlapping import When, forward_changes_parameters
 from fogdist.training.pace import Pace
@@ -93,13 +94,6 @@ class Driver(Algorithm):
         """Sets the round of the next exchange."""
         self.rounds = value
 
-    def staleness(self) -> dict[int, int | None]:
-        """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
-        return {}
-
-    def pause(self) -> None:
-        """Tells the neighbors to go on without this rank until its next step."""
-
     def discard(self) -> None:
         """Waits for what is in flight and drops its result."""
 
@@ -125,7 +119,7 @@ class Driver(Algorithm):
 
     def _hold(self) -> None:
         if self.on_loss == "continue":
-            self._ends = take_seat(self._group, f"{self.name} global")
+            self._ends = members_of(self._group).seat(f"{self.name} global", None)
         super()._hold()
 
 
@@ -346,12 +340,8 @@ class AtOwnPace(Driver):
         super().average(buffers)
         self._come_together()
 
-    def late_neighbors(self) -> list[int]:
-        """Returns nobody: no rank waits for a late one."""
-        return []
-
     def staleness(self) -> dict[int, int | None]:
-        """See `Driver.staleness`."""
+        """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
         return {rank: self._staleness(rank) for rank in self._in}
 
     def follow(self, rounds: Plans) -> None:

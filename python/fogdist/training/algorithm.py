@@ -30,7 +30,6 @@ from fogdist.training.continuing import (
     await_all,
     check_joinable,
     check_on_loss,
-    take_seat,
 )
 from fogdist.training.mixing import (
     DynamicWeights,
@@ -274,7 +273,8 @@ class Algorithm(DistributedOptimizer):
             f"{self.algorithm_name} with on_loss={on_loss!r}",
         )
         if on_loss == "continue":
-            self._seat = take_seat(group, self.name, _State(self) if self.is_joinable() else None)
+            state = _State(self) if self.is_joinable() else None
+            self._seat = members_of(group).seat(self.name, state)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:

@@ -70,10 +70,10 @@ def setting(default: _Value) -> _Value:
 class DistributedOptimizer(Optimizer):
     """Base of the distributed optimizers; made by `wrap` only.
 
-    Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All
-    others are read from, written to and deleted in the wrapped optimizer, which must have them unless their names are
-    private. An optimizer that already has an attribute of
-    such a name is refused: its own methods, called on the view, would read the view's attribute.
+    Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All others are
+    read from, written to and deleted in the wrapped optimizer, which must have those that are set, unless their names are
+    private. An optimizer that already has an attribute of such a name is refused: its own methods, called on the view,
+    would read the view's attribute.
 
     Frameworks such as Lightning wrap a view in an object of a class that they derive from the view's class, so the
     methods here run on that object too. Attributes that it sets are its own, except those that live in the view.
