@@ -351,7 +351,8 @@ def test_random_deaths(new_world: Callable[..., World], seed: int) -> None:
         # A rank may have made all its steps before another one died.
         assert members.lost <= set(deaths), members
         ends.append(values)
-    assert np.min(ends) >= 0.0 and np.max(ends) <= size - 1
+    # The momentum of DiLoCo goes on in the direction in which a loss has moved the mean.
+    assert kind == "DiLoCo" or (np.min(ends) >= 0.0 and np.max(ends) <= size - 1)
     assert spread(ends) < 0.1, (kind, deaths, ends)
 
 

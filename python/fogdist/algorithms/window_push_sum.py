@@ -71,6 +71,7 @@ class WindowPushSum(WindowAlgorithm):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._p, self._mean_p, self._before, self._biased = {}, {}, {}, set()
         super().__init__(*arguments, **options)
+        self._p, self._mean_p = ({window.name: 1.0 for window in self.windows} for _ in range(2))
         neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
@@ -195,12 +196,6 @@ class WindowPushSum(WindowAlgorithm):
     def stepping(self) -> AbstractContextManager[None]:
         """Sets the parameters to x within the block and to z afterwards."""
         return self._on_biased()
-
-    def _open(self) -> None:
-        super()._open()
-        for window in self.windows:
-            self._p.setdefault(window.name, 1.0)
-            self._mean_p.setdefault(window.name, 1.0)
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
         pieces = {

@@ -752,28 +752,20 @@ class _State:
     """
 
     def __init__(self, algorithm: Algorithm) -> None:
-        self._reference = weakref.ref(algorithm)
-
-    @property
-    def _algorithm(self) -> Algorithm:
-        algorithm = self._reference()
-        assert algorithm is not None  # the seat belongs to it
-        return algorithm
+        self._algorithm: Algorithm = weakref.proxy(algorithm)
 
     def save(self) -> dict[str, Any]:
         """See `Joinable`."""
-        algorithm = self._algorithm
-        models = [model.state_dict() for model in algorithm._fog_models]
-        return {"models": models, "optimizer": algorithm.state_dict()}
+        models = [model.state_dict() for model in self._algorithm._fog_models]
+        return {"models": models, "optimizer": self._algorithm.state_dict()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """See `Joinable`."""
-        algorithm = self._algorithm
-        for model, values in zip(algorithm._fog_models, state["models"], strict=True):
+        for model, values in zip(self._algorithm._fog_models, state["models"], strict=True):
             model.load_state_dict(values)
-        algorithm.load_state_dict(state["optimizer"])
-        algorithm.refresh()
+        self._algorithm.load_state_dict(state["optimizer"])
+        self._algorithm.refresh()
 
     def counts(self) -> dict[str, int]:
         """See `Joinable`."""

@@ -83,7 +83,6 @@ class FlatBuckets:
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-        self._max_bytes = max_bytes
         self._owner = None if owner is None else weakref.ref(owner)
         self._takes_over = takes_over
         if owner is not None:
@@ -96,41 +95,27 @@ class FlatBuckets:
         self._has_shards: list[bool] = []
         self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
-        self._bucket_of: dict[Tensor, int] = {}
         self._is_outdated = False  # whether tensors may have changed since the buffers had their values
         self._may_differ = False  # whether the buffers may have changed since the tensors had their values
-        self.extend(tensors, names=names, groups=groups)
-
-    def extend(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        names: Sequence[str] | None = None,
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        """Adds buckets for more tensors after the existing ones; arguments and errors of the class."""
         if names is not None and len(names) != len(tensors):
             raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
-        known = len(self._labels)
-        labels = dict(self._labels)
-        group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
+        labels: dict[Tensor, str] = {}
         for place, tensor in enumerate(tensors):
-            label = f"tensors[{place + known}]" if names is None else repr(names[place])
+            label = f"tensors[{place}]" if names is None else repr(names[place])
             _check(tensor, label)
             labels.setdefault(tensor, label)
-        distinct = list(labels)[known:]
-        added = {tensor: labels[tensor] for tensor in distinct}
-        if self._kept_by_others(added) is not None:
+        if self._kept_by_others(labels) is not None:
             gc.collect()  # a dropped owner may be part of a reference cycle
-            if (kept := self._kept_by_others(added)) is not None:
+            if (kept := self._kept_by_others(labels)) is not None:
                 raise ValueError(
                     f"{kept} must belong to one distributed optimizer, algorithm or wrapper, got it while another one "
                     "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`)"
                 )
         self._labels = labels
+        distinct = list(labels)
+        group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
-        first = len(self._flats)
-        for bucket in make_buckets([local_of(t) for t in distinct], self._max_bytes, groups=numbers):
+        for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=numbers):
             members = [distinct[place] for place in bucket.places]
             self._groups.append(numbers[bucket.places[0]])
             self._places.append(_places([local_of(member) for member in members]))
@@ -139,11 +124,9 @@ class FlatBuckets:
             length = sum(local_of(member).numel() for member in members)
             self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
-            self._bucket_of.update(dict.fromkeys(members, len(self._flats) - 1))
-        for number in range(first, len(self._flats)):
-            self.load(number)
-        if self._shares:
-            self._share(first)
+        self.load()
+        if share:
+            self._share()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -207,7 +190,7 @@ class FlatBuckets:
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether a tensor is in one of the buckets."""
-        return tensor in self._bucket_of
+        return tensor in self._labels
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -361,11 +344,11 @@ class FlatBuckets:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _share(self, first: int) -> None:
-        """Makes tensors views of the buffers, from a bucket on."""
+    def _share(self) -> None:
+        """Makes tensors views of the buffers."""
         users = Counter(local_of(tensor).untyped_storage().data_ptr() for tensor in self._labels)
-        for number in range(first, len(self._flats)):
-            for tensor, view in zip(self._tensors[number], self._views[number], strict=True):
+        for tensors, views in zip(self._tensors, self._views, strict=True):
+            for tensor, view in zip(tensors, views, strict=True):
                 is_its_own = users[local_of(tensor).untyped_storage().data_ptr()] == 1
                 if is_its_own and not is_sharded(tensor) and not tensor.is_shared():  # type: ignore[no-untyped-call]
                     tensor.data = view

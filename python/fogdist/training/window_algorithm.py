@@ -7,9 +7,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from fogdist.agreement import check_same_everywhere
-from fogdist.packing import signature_of
-from fogdist.shards import local_of
 from fogdist.training.algorithm import AlgorithmOptions, check_count
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
@@ -23,8 +20,8 @@ if TYPE_CHECKING:
 class WindowAlgorithm(OverlappingAlgorithm):
     """Base of the algorithms over windows, which hold the parameters' values. Neighbors write beside them.
 
-    A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `add_param_group` and
-    `unregister_window`, in each exchange with `force_barrier`, and if a rank would run away from one that gets no core
+    A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `unregister_window`, in
+    each exchange with `force_barrier`, and if a rank would run away from one that gets no core
     (`max_staleness`). While there are windows the topology cannot change. `unregister_window`, which is collective, and
     `fogdist.shutdown` free the windows, and so does another algorithm that takes over the model; dropping the object
     does not. Parameters that are frozen at construction cannot be trained later.
@@ -95,7 +92,10 @@ class WindowAlgorithm(OverlappingAlgorithm):
         if self.is_running:
             topology = self.context.topology
             with self.buckets.released_on_error():
-                self._open()
+                for number, flat in enumerate(self.buckets.flats):
+                    name = f"{self._prefix}.{number}"
+                    window = Window(flat, self.context.group, name=name, zero_init=self.zero_init)
+                    self.windows.append(window)
                 neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
                 self._pace = Pace(self.context, self._prefix, *neighbors)
         self.watch_forward("after forward")
@@ -155,27 +155,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
             window.abandon("ended when another distributed optimizer took over the model")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a parameter group whose parameters belong to the model; collective, as it makes windows for them.
-
-        Raises:
-            ValueError: A parameter is not in the model, or as when the object was made.
-        """
+        """Raises ValueError where there are windows, which are those of the parameters at construction."""
+        self._fog_check_not_replaced()
+        if self.is_running:
+            raise ValueError(
+                f"a parameter group must be there when {self.algorithm_name} is made, as it has no window else: make it anew"
+            )
         super().add_param_group(param_group)
-        if not self.is_running:
-            return
-        missing = [parameter for parameter in self._trained()[0] if parameter not in self.buckets]
-        names = [self._fog_names[parameter] for parameter in missing]
-        # If these items are the same on all ranks, the layout of the buckets is too.
-        items = [
-            f"{name!r}: {signature_of(local_of(each))}" for name, each in zip(names, missing, strict=True)
-        ]
-        try:
-            check_same_everywhere(self.context.backend, "model", items)
-        except ValueError:
-            self._fog_wrapped.param_groups.pop()
-            raise
-        self.buckets.extend(missing, names=names)
-        self._open()
 
     # --- a round ---
 
@@ -229,13 +215,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
             self._pace.wait(self.max_staleness)
 
     # --- inside ---
-
-    def _open(self) -> None:
-        """Makes windows for the buckets that have none."""
-        group = self.context.group
-        for number, flat in list(enumerate(self.buckets.flats))[len(self.windows) :]:
-            window = Window(flat, group, name=f"{self._prefix}.{number}", zero_init=self.zero_init)
-            self.windows.append(window)
 
     def _wait(self) -> RuntimeError | None:
         """Waits for all operations in flight and returns the first error."""
