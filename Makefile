@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-overlap benchmark-scale benchmark-timeline benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -67,17 +67,15 @@ help:
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
-	@echo "make benchmark-rma        the same of MPI RMA between hosts   (as root; ARGS=\"--fabrics shm --sizes 1M 16M\")"
+	@echo "make benchmark-rma        the same of MPI RMA between hosts   (ARGS=\"--operations exchange --sizes 1M 16M\")"
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
 	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
-	@echo "make benchmark-overlap    steps of ranks on different hosts   (as root; ARGS=\"--compute device --ratios 1\")"
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-links      exchanges where links are slow      (as root; ARGS=\"--world 8 100mbit 16x128K\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
 	@echo "make benchmark-performance   all for docs/measurements/scaling.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-compression   codecs, losses over bytes, links (as root; ARGS=\"--parts codecs\")"
-	@echo "make benchmark-timeline   what a timeline costs               (ARGS=\"--ranks 2\")"
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
 	@echo "make benchmark-loss-long  the same, longer and with more seeds   (half an hour)"
@@ -221,10 +219,6 @@ benchmark-cuda: build
 	@echo "== benchmark on GPUs"
 	@$(IN_VENV) python benchmarks/cuda.py --json cuda.json $(ARGS)
 
-benchmark-overlap: build
-	@echo "== benchmark of overlap"
-	@$(IN_VENV) python benchmarks/overlap.py --json overlap.json $(ARGS)
-
 benchmark-cluster: build
 	@echo "== benchmark on an emulated cluster"
 	@$(IN_VENV) python benchmarks/cluster.py $(ARGS)
@@ -249,11 +243,7 @@ benchmark-performance:
 
 benchmark-compression: build
 	@echo "== benchmark of compression"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py --plot docs/pictures/compression.png $(ARGS)
-
-benchmark-timeline: build
-	@echo "== benchmark of the timeline"
-	@$(IN_VENV) python benchmarks/timeline.py --json timeline.json $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(ARGS)
 
 benchmark-scale: build
 	@echo "== benchmark of many ranks"
@@ -262,7 +252,7 @@ benchmark-scale: build
 # The results are kept in the repository.
 benchmark-loss: build
 	@echo "== steps to a loss"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --plot docs/pictures/time_to_loss.png $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py $(ARGS)
 
 # Longer runs with more seeds, of the ways that come near DDP's loss.
 benchmark-loss-long: build
@@ -289,7 +279,7 @@ test-notebooks: $(NOTEBOOKS_STAMP)
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json overlap.json scale.json timeline.json soak-faults.json
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json scale.json soak-faults.json
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

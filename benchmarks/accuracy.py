@@ -6,8 +6,8 @@
         --modes ddp awc "atc --dynamic" -- --steps 600
 
 Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
-its own flags; the flags after -- apply to all runs. First, each mode trains with each learning rate, --validation and
---validation-seeds, and the rate with the best mean result is chosen. Then the mode trains with this rate and each of
+its own flags; the flags after -- apply to all runs. First, each mode trains with each learning rate and
+--validation, and the rate with the best result is chosen. Then the mode trains with this rate and each of
 --seeds, and is tested on data that the choice did not use. The Markdown table has the mean and the standard deviation
 of the test results over the seeds, and the loss of accuracy relative to the first of --modes, DDP: mean and standard
 deviation of the difference to DDP's run with the same seed. The last column has the samples per second of the ranks
@@ -105,13 +105,12 @@ def choose(runs: Runs, mode: str, options: argparse.Namespace, is_more_better: b
     rates: list[str] = options.lr
     if len(rates) == 1:
         return rates[0]
-    means: dict[str, float] = {}
+    found: dict[str, float] = {}
     for rate in rates:
-        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--validation", "--seed"]
-        found = [float(runs.result([*flags, seed])["final"]) for seed in options.validation_seeds]
-        means[rate] = statistics.fmean(found)
+        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--validation", "--seed", "0"]
+        found[rate] = float(runs.result(flags)["final"])
     best = max if is_more_better else min
-    return best(means, key=lambda rate: means[rate])
+    return best(found, key=lambda rate: found[rate])
 
 
 def read_options() -> argparse.Namespace:
@@ -130,7 +129,6 @@ def read_options() -> argparse.Namespace:
         help="each with its flags; others are compared with the first",
     )
     add("--lr", nargs="+", required=True, help="learning rates to choose from; one is taken as it is")
-    add("--validation-seeds", nargs="+", default=["0"], help="of the runs that choose")
     add("--seeds", nargs="+", default=["1", "2", "3"], help="of the test runs")
     add("--json", type=Path, metavar="FILE", help="takes the results, and has those of before")
     return argparse.Namespace(**vars(parser.parse_args(own)), common=common)

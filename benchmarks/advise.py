@@ -40,11 +40,10 @@ import program
 import torch
 from cluster import LEAST_IDLE, core_time, prepare
 from cluster_ranks import ClusterRank, Job, Trainer, emulated_model, emulated_world
-from emulated_hosts import Unavailable
+from emulated_hosts import Unavailable, rate_text
 from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
-from fogdist.testing.faults.links import rate_text
 from forked_ranks import WorldFailed
 from performance_tables import advice_table
 from report import write_results

@@ -63,8 +63,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import program
 from cluster_ranks import ASYNCHRONOUS, LOCAL, ClusterRank, Job, emulated_world
-from emulated_hosts import Unavailable, missing, traffic
-from fogdist.testing.faults.links import rate_text
+from emulated_hosts import Unavailable, missing, rate_text, traffic
 from forked_ranks import ForkedWorld, WorldFailed
 from performance_tables import NAMES, step_table
 from report import write_results

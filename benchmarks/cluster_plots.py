@@ -1,6 +1,6 @@
 """Draws scaling efficiency, measured and modelled.
 
-    python benchmarks/cluster_plots.py --directory docs/pictures     # of benchmarks/results/cluster.json and model.json
+    python benchmarks/cluster_plots.py     # docs/pictures/scaling.png, of benchmarks/results/cluster.json and model.json
 
 Measured points are filled and have bars from quartile to quartile, and are small and pale if the processor
 was short; modelled ones are hollow, on dashed lines.
@@ -106,15 +106,11 @@ def draw_efficiency(
 
 def main() -> None:
     """Draws it from the files."""
-    parser = program.parser_of(__doc__)
-    parser.add_argument("--cluster", type=Path, default=RESULTS / "cluster.json")
-    parser.add_argument("--model", type=Path, default=RESULTS / "model.json")
-    parser.add_argument("--directory", type=Path, default=Path("docs/pictures"))
-    arguments = parser.parse_args()
-    measured = json.loads(arguments.cluster.read_text())["points"]
-    modelled = json.loads(arguments.model.read_text())["points"] if arguments.model.exists() else []
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    draw_efficiency(arguments.directory / "scaling.png", measured, modelled)
+    program.parser_of(__doc__).parse_args()
+    measured, modelled = (
+        json.loads((RESULTS / f"{name}.json").read_text())["points"] for name in ("cluster", "model")
+    )
+    draw_efficiency(RESULTS.parents[1] / "docs" / "pictures" / "scaling.png", measured, modelled)
 
 
 if __name__ == "__main__":

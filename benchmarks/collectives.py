@@ -36,7 +36,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from typing import TYPE_CHECKING
 
 import program
 import side_by_side
-from emulated_hosts import ACROSS, address
+from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
 from goals import Goal, print_goals
 from interleaved import Times, take_turns
 from report import Row, Table, write_json
@@ -55,12 +56,17 @@ if TYPE_CHECKING:
     from side_by_side import Systems
 
 OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "send/recv", "barrier"]
-DTYPES = ["float32", "float16", "bfloat16"]
+ITEMSIZE = 4  # of float32
 SIZES = [4, 256, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 SYSTEMS = {"fog": "fog", "mpi": "MPI", "gloo": "Gloo", "nothing": "torch", "memory": "memory"}
 TABLE = Table(SYSTEMS, [("fog", "mpi"), ("gloo", "fog"), ("fog", "memory")])
 # Raw MPI treats all ranks of this machine as one host, in spite of their network namespaces.
-ON_HOSTS = {**ACROSS["UCX"], "MPIR_CVAR_NOLOCAL": "1", "FOG_BETWEEN_HOSTS": "tcp"}
+ON_HOSTS = {
+    **ACROSS["UCX"],
+    "MPIR_CVAR_NOLOCAL": "1",
+    "FOG_BETWEEN_HOSTS": "tcp",
+    "GLOO_SOCKET_IFNAME": INTERFACE,
+}
 # The least number of back-to-back calls that count as a loop.
 MANY_CALLS = 100
 # The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.
@@ -81,56 +87,51 @@ class Case:
 
     Attributes:
         elements: Number of elements of the larger buffer.
-        itemsize: Bytes of an element.
         bytes_moved: See the module.
         on_group: The operation on a group of torch.distributed.
-        on_mpi: The operation on raw MPI; None if MPI does not have it.
+        on_mpi: The operation on raw MPI.
         fill: Sets the buffers before the check.
         holds: Returns whether the buffers hold the result.
         parts: Number of operations in a call: 2 if the call goes there and back.
     """
 
     elements: int
-    itemsize: int
     bytes_moved: int
     on_group: Callable[[dist.ProcessGroup], object]
-    on_mpi: Way | None
+    on_mpi: Way
     fill: Way
     holds: Callable[[], bool]
     parts: int = 1
 
 
-def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -> Case:
+def make_case(operation: str, systems: Systems, size: int) -> Case:
     """Prepares an operation on about `size` bytes, with at least one element for each rank that gets a part."""
     import torch
     import torch.distributed as dist
     from mpi4py import MPI
 
     mpi, rank, n = systems.mpi, systems.rank, systems.size
-    wanted = size // dtype.itemsize
+    wanted = size // ITEMSIZE
     split = operation in ("allgather", "reduce_scatter", "all_to_all")
     block = max(1, wanted // n)
     elements = block * n if split else max(1, wanted)
-    S = elements * dtype.itemsize
-    # The value of rank r; sums of these values are exact in all dtypes.
+    S = elements * ITEMSIZE
+    # The value of rank r; sums of these values are exact.
     mark, total = float(rank + 1), n * (n + 1) / 2
-    marks = torch.arange(1, n + 1, dtype=torch.float32).to(dtype)
+    marks = torch.arange(1, n + 1, dtype=torch.float32)
 
     def tensor(count: int) -> torch.Tensor:
         # filled, because pages of torch.zeros are allocated at the first write
-        return torch.zeros(count, dtype=dtype).fill_(0)
-
-    def array(of: torch.Tensor) -> object:
-        return None if dtype == torch.bfloat16 else of.numpy()  # shares the memory
+        return torch.zeros(count).fill_(0)
 
     def filled(of: torch.Tensor, value: float) -> bool:
         return bool((of == value).all())
 
     if operation == "barrier":
-        return Case(0, 0, 0, lambda g: dist.barrier(g), mpi.Barrier, lambda: None, lambda: True)
+        return Case(0, 0, lambda g: dist.barrier(g), mpi.Barrier, lambda: None, lambda: True)
 
     x, y = tensor(elements), tensor(elements if operation in ("all_to_all", "send/recv") else block)
-    a, b = array(x), array(y)
+    a, b = x.numpy(), y.numpy()  # they share the memory
     peer = rank ^ 1
 
     def there_and_back(send: Callable[[], object], receive: Callable[[], object]) -> None:
@@ -139,7 +140,7 @@ def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -
 
     def fill(target: torch.Tensor, source: torch.Tensor, values: torch.Tensor | float = mark) -> None:
         target.zero_()
-        source.copy_(torch.as_tensor(values, dtype=dtype).expand_as(source))
+        source.copy_(torch.as_tensor(values).expand_as(source))
 
     parts = marks.repeat_interleave(block) if split else marks
     # By operation: tensors moved; the operation on a group and on raw MPI; what it begins with, and whether it holds.
@@ -190,29 +191,22 @@ def make_case(operation: str, systems: Systems, size: int, dtype: torch.dtype) -
         ),
     }
     moved, on_group, on_mpi, begin, holds = cases[operation]
-    # mpi4py has no 16-bit floats.
-    raw = on_mpi if dtype == torch.float32 else None
     calls = 2 if operation == "send/recv" else 1
-    return Case(elements, dtype.itemsize, moved * S, on_group, raw, begin, holds, calls)
+    return Case(elements, moved * S, on_group, on_mpi, begin, holds, calls)
 
 
-def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: argparse.Namespace) -> Row:
+def measure(operation: str, systems: Systems, size: int, arguments: argparse.Namespace) -> Row:
     """Checks and times one operation at one size on all systems."""
     import numpy as np
-    import torch
 
-    case = make_case(operation, systems, size, getattr(torch, dtype))
-    ways: dict[str, Way] = {"fog": lambda: case.on_group(systems.fog)}
-    if case.on_mpi is not None:
-        ways["mpi"] = case.on_mpi
+    case = make_case(operation, systems, size)
+    ways: dict[str, Way] = {"fog": lambda: case.on_group(systems.fog), "mpi": case.on_mpi}
     ways["gloo"] = lambda: case.on_group(systems.gloo)
     for name, way in ways.items():
         case.fill()
         way()
         if not case.holds():
-            raise RuntimeError(
-                f"{operation} of {size} bytes of {dtype}: wrong result of {name} on rank {systems.rank}"
-            )
+            raise RuntimeError(f"{operation} of {size} bytes: wrong result of {name} on rank {systems.rank}")
         systems.mpi.Barrier()
     case.fill()
     ways["nothing"] = lambda: case.on_group(systems.nothing)
@@ -231,9 +225,9 @@ def measure(operation: str, systems: Systems, size: int, dtype: str, arguments: 
     return Row(
         operation,
         systems.size,
-        dtype,
+        "float32",
         case.elements,
-        case.elements * case.itemsize,
+        case.elements * ITEMSIZE,
         case.bytes_moved,
         iterations,
         times,
@@ -256,13 +250,10 @@ def measure_all(arguments: argparse.Namespace) -> None:
         print(TABLE.heading(), flush=True)
     for operation in arguments.ops:
         if operation == "barrier":
-            add(measure(operation, systems, 0, "float32", arguments))
+            add(measure(operation, systems, 0, arguments))
             continue
         for size in arguments.sizes:
-            for dtype in arguments.dtypes if operation == "allreduce" else ["float32"]:
-                # The same number of elements as with float32, so that dtypes are compared per element.
-                bytes_ = size if dtype == "float32" else size // 2
-                add(measure(operation, systems, bytes_, dtype, arguments))
+            add(measure(operation, systems, size, arguments))
     if systems.rank == 0:
         if copies := [row for row in rows if row.bytes_moved]:
             most = max(copies, key=lambda row: row.bytes_moved)
@@ -278,9 +269,6 @@ def parse_arguments() -> argparse.Namespace:
     program.add_options(parser, ranks=[2, 4], seconds=1.5, has_pause=True)
     add = parser.add_argument
     program.add_names(parser, "--ops", OPERATIONS)
-    program.add_names(
-        parser, "--dtypes", DTYPES, ["float32"], "of allreduce, all with as many elements as float32"
-    )
     add("--hosts", type=int, help="emulated hosts, each with as many ranks")
     add("--rate", default="10gbit", help="of each host's link, in the words of tc: 400mbit")
     parser.set_defaults(sizes=SIZES)
@@ -293,14 +281,22 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def run_on_hosts(number: int, rate: str, ranks: int, script: Path, words: Sequence[str]) -> None:
+    """Runs the ranks on emulated hosts, the first ones on the first one; ends the program where there can be none."""
+    try:
+        with emulated_hosts(number, rate) as names:
+            places = [names[rank * number // ranks] for rank in range(ranks)]
+            side_by_side.run_ranks(ranks, script, words, places, ON_HOSTS)
+    except Unavailable as reason:
+        sys.exit(f"emulated hosts: {reason}")
+
+
 def main() -> None:
     """Starts the ranks of each world in turn; on a rank, measures."""
     arguments = parse_arguments()
     run_ranks = side_by_side.run_ranks
     if arguments.hosts:
-        run_ranks = partial(
-            side_by_side.run_on_hosts, arguments.rate, hosts=arguments.hosts, environment=ON_HOSTS
-        )
+        run_ranks = partial(run_on_hosts, arguments.hosts, arguments.rate)
     rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks)
     if arguments.pause:
         print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)

@@ -251,7 +251,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--turns", type=int, default=3, help="of each way over a link (default: %(default)s)")
     add("--json", type=Path, help=f"file for the numbers (default for all parts or with --keep: {RESULTS})")
     add("--keep", action="store_true", help="go on with the file: parts and trainings that it has stay")
-    add("--plot", type=Path, metavar="FILE", help="a picture of all that the file then has, by its ending")
     arguments = parser.parse_args()
     if arguments.size < 4:
         parser.error(f"--size: got {arguments.size}; must be 4 or more")
@@ -365,10 +364,6 @@ def main() -> None:
             measure_training_and_links(arguments, results)
     except Unavailable as reason:
         print(f"exchanges, training and links: not measured: {reason}")
-    if arguments.plot is not None:
-        from compression_plots import draw
-
-        draw(arguments.plot, results.rows)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,15 @@ ACROSS = {
 }
 # Of each host: its end of the link.
 INTERFACE = "eth0"
+# What a limited link sends at once, in seconds at its rate: four of TCP's largest packets at 1 Gbit/s. With one, a kernel
+# that is busy wakes up too late for each next one, and TCP by itself got 0.4 of 1 Gbit/s through; with four it gets all.
+BURST_SECONDS = 2e-3
+# Of a slow link, in bytes: the largest packet that TCP gives to a link, with its headers. One that is larger than the
+# burst is cut into frames, each of which takes the processor as long as the whole.
+LEAST_BURST = 70_000
+# What a limited link keeps of what it cannot send yet: so much at its rate, and at least so many bytes, so that the
+# packets of 64 KiB of several connections find room in a slow one.
+QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10
 # Of <sched.h> and <sys/mount.h>.
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 0x2
@@ -74,7 +83,6 @@ def emulated_hosts(
     rates: Mapping[int, str] | None = None,
     centers: int = 1,
     between: str | None = None,
-    latency: float = 0.0,
 ) -> Iterator[list[str]]:
     """Names of network namespaces that reach each other; they are gone afterwards, with what runs in them.
 
@@ -84,7 +92,6 @@ def emulated_hosts(
         rates: The same of single hosts, by number, instead.
         centers: Data centers that consecutive hosts are divided into, equally many in each; each has a bridge.
         between: Limit, each way, of the link from each center to the next.
-        latency: Seconds by which each host's link delays what it sends. Needs netem.
 
     Raises:
         ValueError: Hosts cannot be divided so.
@@ -92,7 +99,7 @@ def emulated_hosts(
     """
     if count < 1 or centers < 1 or count % centers:
         raise ValueError(f"count must be a multiple of centers, got {count} hosts in {centers} centers")
-    if reason := missing(shaped=bool(rate or rates or between or latency)):
+    if reason := missing(shaped=bool(rate or rates or between)):
         raise Unavailable(reason)
     remove_leftovers()
     prefix = f"fog-{os.getpid()}-{_start_of(os.getpid())}"
@@ -107,8 +114,6 @@ def emulated_hosts(
             for switch in switches:
                 ip("-n", switch, "link", "add", "bridge", "type", "bridge")
                 ip("-n", switch, "link", "set", "bridge", "up")
-            if latency and not has_netem(names[0]):
-                raise Unavailable("a latency needs netem, which this kernel does not have")
             for number, name in enumerate(names):
                 switch, port = switches[number * centers // count], f"port{number}"
                 peer = ["peer", "name", INTERFACE, "netns", name]
@@ -119,46 +124,22 @@ def emulated_hosts(
                 ip("-n", name, "link", "set", "lo", "up")
                 own = (rates or {}).get(number, rate)
                 if own is not None:
-                    _limit(name, INTERFACE, own, latency)
-                    _limit(switch, port, own)
-                elif latency:
-                    _delay(name, INTERFACE, latency, "root")
+                    limit_rate(INTERFACE, own, namespace=name)
+                    limit_rate(port, own, namespace=switch)
             for center, (here, there) in enumerate(itertools.pairwise(switches)):
                 ends = f"next{center}", f"last{center}"
-                ip(
-                    "-n",
-                    here,
-                    "link",
-                    "add",
-                    ends[0],
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    ends[1],
-                    "netns",
-                    there,
-                )
+                peer = ["peer", "name", ends[1], "netns", there]
+                ip("-n", here, "link", "add", ends[0], "type", "veth", *peer)
                 for switch, end in zip((here, there), ends, strict=True):
                     ip("-n", switch, "link", "set", end, "master", "bridge", "up")
                     if between is not None:
-                        _limit(switch, end, between)
+                        limit_rate(end, between, namespace=switch)
         except subprocess.CalledProcessError as error:
             raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
         yield names
     finally:
         for name in made:
             _remove(name)
-
-
-def has_netem(name: str) -> bool:
-    """Whether links can be given a latency, tried on a namespace's loopback."""
-    try:
-        _delay(name, "lo", 1e-3, "root")
-    except subprocess.CalledProcessError:
-        return False
-    _output("tc", "-n", name, "qdisc", "delete", "dev", "lo", "root")
-    return True
 
 
 def traffic(names: Sequence[str]) -> list[tuple[int, int]]:
@@ -229,19 +210,32 @@ def _start_of(pid: int) -> int | None:
     return None if fields[0] == "Z" else int(fields[19])
 
 
-def _limit(name: str, device: str, rate: str, latency: float = 0.0) -> None:
-    """Limits what a device sends."""
-    # Not at the top: torch imports NVIDIA's module cuda, finds this folder's instead, and that imports this file.
-    from fogdist.testing.faults.links import limit_rate
+def parse_rate(text: str) -> float:
+    """Bits per second of a rate in the words of tc: "400mbit", "1gbit"."""
+    units = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+    number, unit = text[:-4], text[-4:].lower()
+    if unit not in units or not float(number) > 0:
+        raise ValueError(f"a rate must be a number of kbit, mbit or gbit, such as 1gbit; got {text}")
+    return float(number) * units[unit]
 
-    limit_rate(device, rate, namespace=name)
-    if latency:
-        _delay(name, device, latency, "parent", "1:1")
+
+def rate_text(bits: float) -> str:
+    """The inverse, to the next kbit."""
+    return f"{max(1, round(bits / 1e3))}kbit"
 
 
-def _delay(name: str, device: str, latency: float, *where: str) -> None:
-    delay = ["netem", "delay", f"{1e6 * latency:.0f}us", "limit", "100000"]
-    _output("tc", "-n", name, "qdisc", "add", "dev", device, *where, *delay)
+def limit_rate(device: str, rate: str, *, namespace: str) -> None:
+    """Limits what a device sends, from now on.
+
+    Raises:
+        ValueError: `rate` is no rate.
+        subprocess.CalledProcessError: tc failed.
+    """
+    bytes_per_second = parse_rate(rate) / 8
+    burst = max(LEAST_BURST, round(BURST_SECONDS * bytes_per_second))
+    queue = burst + max(LEAST_QUEUE, round(QUEUE_SECONDS * bytes_per_second))
+    words = ["tbf", "rate", rate, "burst", str(burst), "limit", str(queue)]
+    _output("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", *words)
 
 
 def _output(*words: str) -> str:

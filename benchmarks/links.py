@@ -40,12 +40,10 @@ import torch
 import torch.distributed as dist
 from cluster import prepare
 from cluster_ranks import PORT, ClusterRank, Job, emulated_world
-from emulated_hosts import Unavailable, address, traffic
+from emulated_hosts import Unavailable, address, parse_rate, traffic
 from fogdist import topology
-from fogdist.testing.faults.links import parse_rate
 from forked_ranks import ForkedWorld
-from interleaved import Times
-from report import Row, parse_size, plot, size_text, write_results
+from report import parse_size, size_text, write_results
 from torch import Tensor
 from workloads import Dilation
 
@@ -310,18 +308,6 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
     sys.stdout.flush()
 
 
-def row_of(points: Sequence[Mapping[str, Any]]) -> Row:
-    """Returns the points of one world and some tensors as a row of a plot."""
-    first = points[0]
-    tensors = Tensors(first["tensors"], first["bytes"])
-    title = f"{tensors}, {first['bits_per_s'] / 1e6:g} Mbit/s"
-    times = {
-        p["way"]: Times(**{name: 1e3 * seconds for name, seconds in p["step_s"].items()}) for p in points
-    }
-    size = first["tensors"] * first["bytes"]
-    return Row(title, first["hosts"], "float32", size // FLOAT_BYTES, size, 0, first["steps"], times)
-
-
 def parse_world(words: Sequence[str]) -> World:
     """Returns the world of "8 100mbit 16x128K 1x4M"."""
     hosts, rate, *tensors = words
@@ -347,7 +333,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
     add("--seed", type=int, default=0, help="of the order of the turns")
     add("--json", type=Path, help="file for the points")
-    add("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
     try:
         arguments.worlds = [parse_world(words) for words in arguments.world or ()] or WORLDS
@@ -363,7 +348,6 @@ def main() -> None:
     arguments = parse_arguments()
     about = prepare(arguments.seed, arguments.turns)
     points: list[dict[str, Any]] = []
-    rows: list[Row] = []
     for world in arguments.worlds:
         try:
             found = measure(world, arguments.ways, arguments.turns, arguments.seconds, arguments.seed)
@@ -372,12 +356,9 @@ def main() -> None:
         for tensors in world.tensors:
             those = [p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)]
             print_points(those)
-            rows.append(row_of(those))
         points += found
         if arguments.json:
             write_results(arguments.json, about, [], points=points)
-    if arguments.plot:
-        plot(arguments.plot, rows, WAYS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Fits a model of time to an emulated cluster, checks it on other host counts, and extrapolates.
 
     python benchmarks/model.py                         # reads benchmarks/results/cluster.json, writes model.json beside it
-    python benchmarks/model.py --fit-hosts 2 4
 
 What a host needs for an exchange of a bucket of b bytes, beside compute:
 
@@ -17,10 +16,10 @@ with t tensors that leave each host and c that cross the line between two data c
 A rank's main thread works `host_s` in a step in addition, another time for each way, and each further rank on a core of the
 machine that emulates them makes a step `wait_s` longer. G is the time of a byte on a host's link, with heads of 5 %, and W
 the same of the line: they are known. L is a measured ping. Fitted are o, of fog and of Gloo, host_s and wait_s, on the
-medians of weak scaling on --fit-hosts in one data center, without points whose processor was short (`cpu_bound`). They are
-held against all others: more hosts, strong scaling, two data centers.
+medians of weak scaling on the lowest three counts of hosts in one data center, without points whose processor was short
+(`cpu_bound`). They are held against all others: more hosts, strong scaling, two data centers.
 
-Then --hosts are modelled, as they would be if each host had a processor of its own: with neither the wait_s nor the part
+Then HOSTS are modelled, as they would be if each host had a processor of its own: with neither the wait_s nor the part
 of host_s that a step without any exchange has as well. Sizes, rates and compute stay those of the emulated cluster, so
 the work per message stays that of its dilation. performance_tables.py makes the tables of all numbers.
 
@@ -241,16 +240,9 @@ def error_of(point: Point, fitted: Fitted, cores: int) -> float:
     return modelled(point, fitted, cores) / float(point["step_s"]["median"]) - 1
 
 
-def usable(points: Iterable[Point], with_cpu_bound: bool) -> list[Point]:
-    """Points that the model is for; with those whose processor was short, or without."""
-    return [
-        point
-        for point in points
-        if point["scenario"] in MEASURED
-        and point["way"] in WAYS
-        and (with_cpu_bound or not point["cpu_bound"])
-        and point["hosts"] > 1
-    ]
+def modelled_points(points: Iterable[Point]) -> list[Point]:
+    """Points that the model is for."""
+    return [p for p in points if p["scenario"] in MEASURED and p["way"] in WAYS and p["hosts"] > 1]
 
 
 def is_to_fit(point: Point, hosts: Sequence[int]) -> bool:
@@ -287,14 +279,6 @@ def parse_arguments() -> Any:
     add = parser.add_argument
     add("--cluster", type=Path, default=RESULTS / "cluster.json", help="what benchmarks/cluster.py measured")
     add("--json", type=Path, default=RESULTS / "model.json", help="file for the numbers")
-    add(
-        "--fit-hosts",
-        type=int,
-        nargs="+",
-        help="host counts to fit on (default: the lowest three, but not all)",
-    )
-    add("--cpu-bound", action="store_true", help="use points whose processor was short, too")
-    add("--hosts", type=int, nargs="+", default=list(HOSTS), help="host counts to extrapolate to")
     arguments = parser.parse_args()
     if not arguments.cluster.exists():
         sys.exit(
@@ -307,21 +291,15 @@ def main() -> None:
     """Fits, checks, extrapolates, prints and writes."""
     arguments = parse_arguments()
     content = json.loads(arguments.cluster.read_text())
-    points = usable(content["points"], arguments.cpu_bound)
-    if arguments.cpu_bound:
-        short = sum(point["cpu_bound"] for point in points)
-        print(f"the processor was short in {short} of these points: the errors are those of that, too")
+    all_points = modelled_points(content["points"])
+    points = [point for point in all_points if not point["cpu_bound"]]
     counts = sorted({point["hosts"] for point in points})
-    fit_hosts = arguments.fit_hosts or counts[: max(1, min(3, len(counts) - 1))]
+    fit_hosts = counts[: max(1, min(3, len(counts) - 1))]
     chosen = [point for point in points if is_to_fit(point, fit_hosts)]
     if not chosen:
-        more = "" if arguments.cpu_bound else "; --cpu-bound takes those too whose processor was short"
-        sys.exit(f"{arguments.cluster} has no point with {fit_hosts} hosts that can be used{more}")
+        sys.exit(f"{arguments.cluster} has no point with {fit_hosts} hosts that can be used")
     cores = content["facts"]["cores"]
-    all_points = len(content["points"])
-    print(
-        f"{len(points)} of {all_points} measured points can be used, {len(chosen)} to fit, hosts {fit_hosts}"
-    )
+    print(f"{len(points)} of {len(all_points)} points can be used, {len(chosen)} to fit, hosts {fit_hosts}")
     fitted = fit(chosen, cores)
     print("fitted: " + ", ".join(f"{name} {value:.3g}" for name, value in fitted.shared.items()))
     print("host_s, ms: " + ", ".join(f"{way} {1e3 * s:.1f}" for way, s in sorted(fitted.host_s.items())))
@@ -351,13 +329,8 @@ def main() -> None:
             )
 
     # Of a cluster to extrapolate only its sizes, rates and compute count, not what was measured.
-    results = extrapolate(usable(content["points"], True), fitted, arguments.hosts)
-    facts = {
-        "measured": content["facts"],
-        "fit_hosts": fit_hosts,
-        "with_cpu_bound": arguments.cpu_bound,
-        "cores": cores,
-    }
+    results = extrapolate(all_points, fitted, HOSTS)
+    facts = {"measured": content["facts"], "fit_hosts": fit_hosts, "cores": cores}
     parameters = {**fitted.shared, "host_s": fitted.host_s}
     kept = {"facts": facts, "parameters": parameters, "errors": errors, "summary": summary, "points": results}
     arguments.json.parent.mkdir(parents=True, exist_ok=True)

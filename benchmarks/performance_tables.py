@@ -238,8 +238,9 @@ def many_ranks_table(loss: Mapping[str, Any]) -> str:
     return table(["ranks", *(f"{count:,}" for count in counts)], rows)
 
 
-def time_table(points: Sequence[Point], loss: Mapping[str, Any], ranks: int = 16, split: str = "iid") -> str:
+def time_table(points: Sequence[Point], loss: Mapping[str, Any]) -> str:
     """Returns steps to the loss times the time of a step of scenario a, relative to DDP on Gloo."""
+    ranks, split = 16, "iid"
     chosen = {
         p["way"]: p
         for p in points

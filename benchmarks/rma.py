@@ -1,40 +1,33 @@
 """Compares fog's one-sided transfers between hosts (MPI RMA) with raw MPI and fog's TCP, in one run.
 
-    python benchmarks/rma.py                                   # both fabrics, about five minutes
-    python benchmarks/rma.py --fabrics shm --operations exchange --sizes 1M 16M
+    python benchmarks/rma.py                                   # some minutes
+    python benchmarks/rma.py --operations exchange --sizes 1M 16M
 
-Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). As root it emulates hosts
-(network namespaces, see emulated_hosts.py); otherwise all ranks are on this host. In both cases MPI treats every rank
-as a separate node, which is checked, and uses its fabric to reach the others:
-
-    shm    UCX over shared memory. Like RDMA, which it represents, it moves data without help of the target
-    tcp    UCX over TCP. Every transfer needs the target, so fog uses its own TCP there
-
-The operations are of 2 ranks:
+Run it without a launcher: it starts its ranks itself, under mpiexec (see side_by_side.py). MPI treats every rank as a
+separate node, which is checked, and reaches the others by UCX over shared memory. Like RDMA, which it represents, that
+moves data without help of the target. The operations are of 2 ranks:
 
     put, stopped          rank 0 puts into a window; rank 1 is stopped (SIGSTOP)
     put, computing        the same; rank 1 multiplies matrices
     exchange              neighbor_allreduce: both ranks send their tensor, and both get the mean
-    exchange, computing   both start it, multiply matrices for some ms (--compute-ms) in the main thread, then wait for
+    exchange, computing   both start it, multiply matrices for some ms (COMPUTE_MS) in the main thread, then wait for
                           it; columns have the time in excess of the matrices alone
     one-way, computing    the same, but rank 0 only sends and waits, and rank 1 receives and computes
-    exchange, tcp         the exchange over TCP
 
-All except the last are over shm. The size is that of a rank's float32 tensor. The columns, in milliseconds:
+The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog rma        fog with FOG_BETWEEN_HOSTS=rma
-    fog tcp        fog with FOG_BETWEEN_HOSTS=tcp: its own connections, without MPI; over TCP with auto, which must choose
-                   it
+    fog tcp        fog with FOG_BETWEEN_HOSTS=tcp: its own connections, without MPI
     raw MPI        mpi4py on the same MPICH and the same fabric. put: MPI_Put and MPI_Win_flush. exchange: MPI_Put in
                    pieces of 1 MiB, flush, an 8-byte version by MPI_Put, flush; the receiver polls the version without
-                   sleep, then a sum of numpy; two buffers in turn. exchange over TCP: Irecv, Isend, Waitall, then the sum
+                   sleep, then a sum of numpy; two buffers in turn
 
 A process cannot change fog's setting, so there are two pairs of ranks, one for each setting. The systems take
 turns (see interleaved.py), and a pair sleeps during the turn of the other one. Raw MPI runs in the processes of the
 first pair. The time of a put is that of rank 0, the time of an exchange the longer one of the two ranks. The first
 results of every system are checked.
 
-The numbers do not include a network card: the time over shm is that of copies by the CPU, and both ranks share the
+The numbers do not include a network card: the time is that of copies by the CPU, and both ranks share the
 machine's memory. Raw MPI has no headers, no checks that ranks agree, no timeouts and no handling of lost ranks. It
 copies all data before the matrices are multiplied, while fog's thread works at the same time.
 """
@@ -56,11 +49,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import program
 import side_by_side
-from emulated_hosts import INTERFACE, Unavailable, address, emulated_hosts
 from goals import Goal, print_goals
 from interleaved import LONG_NAP, Times, sleep_until_all_come, take_turns
 from numpy.typing import NDArray
-from report import Row, Table, read_rows, write_json
+from report import Row, Table, write_json
 
 if TYPE_CHECKING:
     import fogdist
@@ -70,44 +62,21 @@ if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
 
-@dataclass(frozen=True)
-class Fabric:
-    """How ranks of different nodes reach each other.
-
-    Attributes:
-        environment: The variables that make MPI use it.
-        settings: The value of FOG_BETWEEN_HOSTS for each pair of ranks.
-        transports: The transport that fog must then use, for each pair.
-        operations: The operations to measure.
-    """
-
-    environment: Mapping[str, str]
-    settings: Sequence[str]
-    transports: Sequence[str]
-    operations: Sequence[str]
-
-
-FABRICS = {
-    "shm": Fabric(
-        {"UCX_TLS": "shm,self"},
-        ["rma", "tcp"],
-        ["rma", "tcp"],
-        ["put, stopped", "put, computing", "exchange", "exchange, computing", "one-way, computing"],
-    ),
-    "tcp": Fabric({"UCX_TLS": "tcp,self"}, ["auto"], ["tcp"], ["exchange, tcp"]),
-}
+# The values of FOG_BETWEEN_HOSTS, one for each pair of ranks, which are also the transports that fog must then use.
+TRANSPORTS = ["rma", "tcp"]
 # MPI and fog treat every rank as a separate node.
-APART = {"MPIR_CVAR_NOLOCAL": "1", "_FOG_LOCAL_LINKS": "0"}
-OPERATIONS = [operation for fabric in FABRICS.values() for operation in fabric.operations]
+ENVIRONMENT = {"UCX_TLS": "shm,self", "MPIR_CVAR_NOLOCAL": "1", "_FOG_LOCAL_LINKS": "0"}
+OPERATIONS = ["put, stopped", "put, computing", "exchange", "exchange, computing", "one-way, computing"]
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20]
 RANKS = 2
 SYSTEMS = {"rma": "fog rma", "tcp": "fog tcp", "raw": "raw MPI"}
-TABLE = Table(SYSTEMS, [("rma", "raw"), ("tcp", "rma"), ("tcp", "raw")])
+TABLE = Table(SYSTEMS, [("rma", "raw"), ("tcp", "rma")])
 COMPUTE = "compute"
 # The size of the pieces in which raw MPI puts.
 PIECE = 1 << 20
 # The number of rows and columns of the matrices.
 MATRIX = 256
+COMPUTE_MS = 5.0
 # The least difference, in milliseconds, between exchanges and compute: the difference of two medians may be negative.
 LEAST = 1e-3
 # Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
@@ -127,7 +96,6 @@ GOALS = [
         for operation in ("exchange, computing", "one-way, computing")
         for size in (1 << 20, 16 << 20)
     ),
-    *(Goal("exchange, tcp", RANKS, size, "tcp", "raw", 1.1) for size in (1 << 20, 16 << 20)),
 ]
 
 Array = NDArray[np.float32]
@@ -144,7 +112,7 @@ class World:
         systems: The systems of this pair.
         fog: The backend.
         pids: The process IDs of the pair.
-        compute: Multiplies matrices for about the time of --compute-ms.
+        compute: Multiplies matrices for about COMPUTE_MS.
         signals: The number of times that the other rank of the pair has told this one to continue.
     """
 
@@ -171,7 +139,7 @@ class World:
         return self.systems.mpi if number == self.number else None
 
 
-def join(arguments: argparse.Namespace) -> World:
+def join() -> World:
     """Starts raw MPI and fog in this process, and checks that they use the expected transports.
 
     Raises:
@@ -187,9 +155,8 @@ def join(arguments: argparse.Namespace) -> World:
         raise RuntimeError(
             f"raw MPI takes {on_node} ranks for one node: its data would not go over the fabric"
         )
-    fabric = FABRICS[arguments.fabric]
-    os.environ["FOG_BETWEEN_HOSTS"] = fabric.settings[number]
-    systems = side_by_side.join(arguments.master, everyone.Split(number))  # type: ignore[arg-type]
+    os.environ["FOG_BETWEEN_HOSTS"] = TRANSPORTS[number]
+    systems = side_by_side.join(ranks=everyone.Split(number))  # type: ignore[arg-type]
 
     import fogdist
     import torch
@@ -197,17 +164,15 @@ def join(arguments: argparse.Namespace) -> World:
 
     fogdist.init()
     fogdist.set_topology(topology.by_name("exp2", RANKS))
-    if (transport := fogdist.transport(1 - systems.rank)) != fabric.transports[number]:
-        raise RuntimeError(
-            f"over {arguments.fabric} fog reaches the other rank by {transport}, not by {fabric.transports[number]}"
-        )
+    if (transport := fogdist.transport(1 - systems.rank)) != TRANSPORTS[number]:
+        raise RuntimeError(f"fog reaches the other rank by {transport}, not by {TRANSPORTS[number]}")
     fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
     pids = systems.mpi.allgather(os.getpid())
-    return World(everyone, number, systems, fog, pids, matrices(everyone, arguments.compute_ms), signals)
+    return World(everyone, number, systems, fog, pids, matrices(everyone), signals)
 
 
-def matrices(everyone: MPI.Intracomm, milliseconds: float) -> Way:
-    """What multiplies matrices for about so long, as many on all ranks."""
+def matrices(everyone: MPI.Intracomm) -> Way:
+    """What multiplies matrices for about COMPUTE_MS, as many on all ranks."""
     import torch
 
     a = torch.rand(MATRIX, MATRIX)
@@ -221,7 +186,7 @@ def matrices(everyone: MPI.Intracomm, milliseconds: float) -> Way:
     begin = time.perf_counter()
     some(100)
     one = 1e3 * (time.perf_counter() - begin) / 100
-    return partial(some, everyone.bcast(max(1, round(milliseconds / one))))
+    return partial(some, everyone.bcast(max(1, round(COMPUTE_MS / one))))
 
 
 class RawWindow:
@@ -285,13 +250,11 @@ class Exchange:
     """A system's exchange.
 
     Attributes:
-        pair: Whose it is.
         start: Begins one; what it returns is for `finish`.
         finish: Waits for it.
         result: Where the mean is then.
     """
 
-    pair: int
     start: Callable[[], Any]
     finish: Callable[[Any], object]
     result: Array
@@ -308,7 +271,7 @@ class Exchange:
         return go
 
 
-def exchange_of_fog(world: World, pair: int, x: Array, peers: Peers) -> Exchange:
+def exchange_of_fog(world: World, x: Array, peers: Peers) -> Exchange:
     """The backend's operation, with a plan that is there, into an output that is there."""
     import torch
 
@@ -320,7 +283,6 @@ def exchange_of_fog(world: World, pair: int, x: Array, peers: Peers) -> Exchange
     )
     tensor, output = torch.from_numpy(x), torch.full((x.size,), float("nan"))
     return Exchange(
-        pair,
         lambda: world.fog.neighbor_allreduce(tensor, plan, output=output),
         lambda work: work.wait(),
         output.numpy(),
@@ -350,20 +312,7 @@ def exchange_by_puts(window: RawWindow, x: Array, peers: Peers) -> Exchange:
         else:
             np.copyto(out, x)
 
-    return Exchange(0, start, finish, out)
-
-
-def exchange_by_messages(mpi: MPI.Intracomm, x: Array) -> Exchange:
-    """Raw MPI with messages."""
-    from mpi4py import MPI
-
-    out, received, other = np.full_like(x, np.nan), np.full_like(x, np.nan), 1 - mpi.rank
-
-    def finish(requests: list[MPI.Request]) -> None:
-        MPI.Request.Waitall(requests)
-        mean_of(x, received, out)
-
-    return Exchange(0, lambda: [mpi.Irecv(received, other), mpi.Isend(x, other)], finish, out)
+    return Exchange(start, finish, out)
 
 
 def input_of(rank: int, elements: int) -> Array:
@@ -381,7 +330,6 @@ def check(world: World, what: str, got: Array, expected: Array) -> None:
 def measure_exchange(world: World, operation: str, elements: int, arguments: argparse.Namespace) -> Row:
     """Checks and times an exchange at one size; all pairs call this together."""
     x, mpi = input_of(world.rank, elements), world.systems.mpi
-    is_rma = arguments.fabric == "shm"
     computes = operation.endswith("computing")
     one_way = operation.startswith("one-way")
     peers = Peers(receives=not one_way or world.rank == 1, sends=not one_way or world.rank == 0)
@@ -390,23 +338,17 @@ def measure_exchange(world: World, operation: str, elements: int, arguments: arg
         mean_of(x, input_of(world.other, elements), mean)
     exchanges: dict[str, Exchange] = {}
     window = None
-    for pair, transport in enumerate(FABRICS[arguments.fabric].transports):
-        if pair == world.number:
-            exchanges[transport] = exchange_of_fog(world, pair, x, peers)
+    exchanges[TRANSPORTS[world.number]] = exchange_of_fog(world, x, peers)
     if world.number == 0:
-        if is_rma:
-            window = RawWindow(mpi, elements)
-            exchanges["raw"] = exchange_by_puts(window, x, peers)
-        else:
-            exchanges["raw"] = exchange_by_messages(mpi, x)
+        window = RawWindow(mpi, elements)
+        exchanges["raw"] = exchange_by_puts(window, x, peers)
     for name, exchange in exchanges.items():
         for _ in range(3):  # each of the buffers once, and the first one again
             exchange.result.fill(np.nan)
             mpi.Barrier()
             exchange.way()()
             check(world, f"{operation} of {elements} elements, {SYSTEMS[name]}", exchange.result, mean)
-    pairs = {transport: pair for pair, transport in enumerate(FABRICS[arguments.fabric].transports)}
-    pairs["raw"] = 0
+    pairs = {"rma": 0, "tcp": 1, "raw": 0}
     compute = world.compute if computes and peers.receives else None
     ways = {name: exchanges[name].way(compute) if name in exchanges else _nothing for name in pairs}
     if computes:
@@ -524,15 +466,13 @@ def computing(pid: int) -> Iterator[None]:
 
 def measure_all(arguments: argparse.Namespace) -> None:
     """What a rank does."""
-    world = join(arguments)
+    world = join()
     first = world.everyone.rank == 0
     rows: list[Row] = []
     if first:
-        print(f"\n{arguments.fabric}: {RANKS} ranks, {os.cpu_count()} cores, milliseconds")
+        print(f"\n{RANKS} ranks, {os.cpu_count()} cores, milliseconds")
         print(TABLE.heading(), flush=True)
-    for operation in FABRICS[arguments.fabric].operations:
-        if operation not in arguments.operations:
-            continue
+    for operation in arguments.operations:
         for size in arguments.sizes:
             measure = measure_put if operation.startswith("put") else measure_exchange
             row = measure(world, operation, max(1, size // 4), arguments)
@@ -541,58 +481,34 @@ def measure_all(arguments: argparse.Namespace) -> None:
                 rows.append(row)
                 print(TABLE.line(row), flush=True)
     if first:
-        before = read_rows(arguments.rows) if arguments.rows.exists() else []
-        write_json(arguments.rows, program.facts(), before + rows)
+        write_json(arguments.rows, program.facts(), rows)
     import fogdist
 
     fogdist.shutdown()
     side_by_side.leave()
 
 
-def run_fabrics(arguments: argparse.Namespace, ranks: int, script: Path, words: Sequence[str]) -> None:
-    """Runs the ranks of each fabric, one after the other."""
-    for name in arguments.fabrics:
-        fabric = FABRICS[name]
-        if not set(fabric.operations) & set(arguments.operations):
-            continue
-        pairs = len(fabric.settings)
-        environment = {**APART, **fabric.environment}
-        with contextlib.ExitStack() as stack:
-            hosts, master = None, "127.0.0.1"
-            try:
-                hosts = stack.enter_context(emulated_hosts(ranks)) * pairs
-                master = address(0)
-                environment["GLOO_SOCKET_IFNAME"] = INTERFACE
-            except Unavailable as reason:
-                print(f"{name}: all ranks are on this host: {reason}")
-            more = ["--fabric", name, "--master", master]
-            side_by_side.run_ranks(ranks * pairs, script, [*words, *more], hosts, environment)
+def run_pairs(ranks: int, script: Path, words: Sequence[str]) -> None:
+    """Runs a pair of ranks for each transport."""
+    side_by_side.run_ranks(ranks * len(TRANSPORTS), script, words, environment=ENVIRONMENT)
 
 
 def parse_arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = program.parser_of(__doc__)
     program.add_options(parser, ranks=[RANKS], seconds=3.0)
-    program.add_names(parser, "--fabrics", FABRICS)
     program.add_names(parser, "--operations", OPERATIONS)
-    add = parser.add_argument
-    add("--compute-ms", type=float, default=5.0, metavar="MS", help="of the matrices, about")
-    # This process is a rank, with this fabric, and there is rank 0's host.
-    add("--fabric", help=argparse.SUPPRESS)
-    add("--master", help=argparse.SUPPRESS)
     parser.set_defaults(sizes=SIZES)
     arguments = program.parse_options(parser)
     if arguments.ranks != [RANKS]:
         parser.error(f"--ranks: {' '.join(map(str, arguments.ranks))}; this benchmark has {RANKS} ranks")
-    if not arguments.compute_ms > 0:
-        parser.error(f"--compute-ms: {arguments.compute_ms}; must be above 0")
     return arguments
 
 
 def main() -> None:
-    """Starts the ranks of each fabric, then holds the results against the goals; in a rank, measures."""
+    """Starts the ranks, then holds the results against the goals; in a rank, measures."""
     arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, partial(run_fabrics, arguments))
+    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_pairs)
     print_goals(GOALS, rows, SYSTEMS)
 
 

@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emulated_hosts import INTERFACE, Unavailable, emulated_hosts, inside
+from emulated_hosts import inside
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -87,35 +87,6 @@ def run_ranks(
     status = subprocess.run(command, env=variables, stdin=subprocess.DEVNULL, check=False).returncode
     if status:
         sys.exit(f"{ranks} ranks of {script.name} ended with status {status}")
-
-
-def run_on_hosts(
-    rate: str,
-    ranks: int,
-    script: Path,
-    arguments: Sequence[str],
-    *,
-    hosts: int | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> None:
-    """As `run_ranks`, on emulated hosts; ends the program where hosts cannot be emulated.
-
-    Args:
-        rate: Of each host's link, in the words of tc.
-        ranks: As there.
-        script: As there.
-        arguments: As there.
-        hosts: How many, the first ranks on the first one, and so on; by default one for each rank.
-        environment: As there.
-    """
-    number = hosts or ranks
-    try:
-        with emulated_hosts(number, rate) as names:
-            places = [names[rank * number // ranks] for rank in range(ranks)]
-            variables = {"GLOO_SOCKET_IFNAME": INTERFACE, **(environment or {})}
-            run_ranks(ranks, script, arguments, places, variables)
-    except Unavailable as reason:
-        sys.exit(f"emulated hosts: {reason}")
 
 
 def _mpich_package_library() -> Path | None:

@@ -30,7 +30,6 @@ import torch
 from fogdist import algorithms, simulate
 from fogdist import topology as topologies
 from fogdist.topology import Topology
-from loss_steps import median_steps
 from performance_tables import loss_table, many_ranks_table
 from torch import Tensor, nn
 
@@ -228,72 +227,6 @@ def show(content: Mapping[str, Any]) -> None:
         print(f"\n{many_ranks_table(content)}")
 
 
-def plot(content: Mapping[str, Any], path: Path) -> None:
-    """Draws the loss over samples, at equal samples beside DDP's, and the steps to the target over ranks."""
-    from matplotlib.figure import Figure
-
-    points, target = content["points"], content["facts"]["target"]
-    splits = [s for s in SPLITS if any(p["split"] == s for p in points)]
-    seeded = sorted({p["ranks"] for p in points if p["seed"] != points[0]["seed"]} or {points[0]["ranks"]})
-    shown = seeded[0]
-    figure = Figure(figsize=(11, 4.2 * math.ceil((len(splits) + 2) / 2)), layout="constrained")
-    axes = list(figure.subplots(math.ceil((len(splits) + 2) / 2), 2).flat)
-    looks = {
-        way: {"color": f"C{place % 6}", "linestyle": "--" if place >= 6 else "-", "linewidth": 1.3}
-        for place, way in enumerate(WAYS)
-    }
-    for axis, split in zip(axes, splits, strict=False):
-        ends = []
-        for way in WAYS:
-            runs = [p for p in points if (p["way"], p["ranks"], p["split"]) == (way, shown, split)]
-            if runs:
-                losses = [statistics.fmean(each) for each in zip(*(p["losses"] for p in runs), strict=True)]
-                samples = [step * p["batch"] * shown for p in runs[:1] for step in p["steps"]]
-                axis.plot(samples, losses, label=way, **looks[way])
-                ends.append(losses[-1])
-        axis.axhline(target, color="gray", linewidth=0.7)
-        # The start would hide how the ways differ in the end.
-        axis.set_ylim(0.95 * min(ends), 2.5 * min(ends))
-        axis.set(
-            title=f"{shown} ranks, {split}",
-            xlabel="samples of all ranks",
-            ylabel="test loss of the mean model",
-        )
-    axes[0].legend(fontsize=7)
-    beside, over = axes[len(splits) : len(splits) + 2]
-    ways = [way for way in WAYS if way != REFERENCE]
-    for place, split in enumerate(splits):
-        rows = [
-            r for r in content["differences"] if r["split"] == split and r["ranks"] == shown and "lower" in r
-        ]
-        means = [100 * r["mean"] for r in rows]
-        halves = [100 * (r["upper"] - r["mean"]) for r in rows]
-        heights = [ways.index(r["way"]) + 0.25 * place for r in rows]
-        beside.errorbar(means, heights, xerr=halves, fmt="o", markersize=4, capsize=3, label=split)
-    beside.axvspan(-100 * GOAL, 100 * GOAL, color="gray", alpha=0.3, label="goal")
-    beside.set_yticks(range(len(ways)), ways)
-    beside.invert_yaxis()
-    beside.set(
-        title=f"{shown} ranks, mean and 95 % interval", xlabel="loss at equal samples beside DDP's, in %"
-    )
-    beside.legend(fontsize=7)
-    steps = median_steps(points, target)
-    for way in WAYS:
-        pairs = sorted(
-            (r, c) for (w, r, s), c in steps.items() if w == way and s == splits[0] and math.isfinite(c)
-        )
-        if pairs:
-            over.plot(*zip(*pairs, strict=True), marker="o", markersize=3, **looks[way])
-    counts = sorted({p["ranks"] for p in points if p["split"] == splits[0]})
-    over.set_xscale("log", base=2)
-    over.set_xticks(counts, [f"{count:,}" for count in counts])
-    over.minorticks_off()
-    over.set(title=splits[0], xlabel="ranks", ylabel=f"steps to a loss of {target}", ylim=(0, None))
-    for axis in axes:
-        axis.grid(alpha=0.3)
-    figure.savefig(path)
-
-
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Steps to a loss, and the loss at equal samples, of virtual ranks."
@@ -313,73 +246,34 @@ def read_options() -> argparse.Namespace:
     add("--steps", type=int, default=400)
     add("--target", type=float, default=0.4)
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss.json")
-    add("--plot", type=Path, metavar="FILE", help="a picture, by its ending")
-    add(
-        "--resume",
-        action="store_true",
-        help="goes on with the runs that --json has, which is written after each run",
-    )
-    add(
-        "--table-only",
-        action="store_true",
-        help="reads the losses of --json, and shows them anew",
-    )
     return parser.parse_args()
 
 
-def settings_of(options: argparse.Namespace, task: str) -> dict[str, Any]:
-    """Returns what the runs of one file have in common."""
-    return {
-        "task": task, "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "momentum": MOMENTUM,
+def train_all(options: argparse.Namespace) -> dict[str, Any]:
+    """Makes all runs, and writes the file after each."""
+    task = load()
+    facts = {
+        "task": task[0], "model": f"MLP {PIXELS**2}-{HIDDEN}-{CLASSES}", "batch": BATCH, "momentum": MOMENTUM,
         "local_steps": LOCAL_STEPS, "steps": options.steps, "schedule": "cosine to 0", "rates": list(RATES),
         "tuning_ranks": TUNING_RANKS, "tuning_seeds": list(TUNING_SEEDS), "target": options.target, "goal": GOAL,
-    }  # fmt: skip
-
-
-def train_all(options: argparse.Namespace) -> dict[str, Any]:
-    """Makes all runs, and writes the file after each.
-
-    Raises:
-        ValueError: The file to go on with has other settings.
-    """
-    task = load()
-    settings = settings_of(options, task[0])
-    facts = {
-        **settings, "machine": platform.machine(), "python": platform.python_version(),
+        "machine": platform.machine(), "python": platform.python_version(),
         "torch": torch.__version__, "fogdist": fogdist.__version__, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     content: dict[str, Any] = {"facts": facts, "tuning": [], "points": []}
-    if options.resume and options.json.exists():
-        content = json.loads(options.json.read_text())
-        other = {
-            key: content["facts"].get(key)
-            for key, value in settings.items()
-            if content["facts"].get(key) != value
-        }
-        if other:
-            wanted = {key: settings[key] for key in other}
-            raise ValueError(f"{options.json} must be of runs with {wanted} to go on with it, got {other}")
     tuning, points = content["tuning"], content["points"]
-
-    def key(row: Mapping[str, Any], *more: str) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("way", "ranks", "split", "seed", *more))
-
-    made = {key(row, "rate") for row in tuning}
     for way, split, seed, rate in product(options.ways, options.splits, TUNING_SEEDS, RATES):
-        if (way, TUNING_RANKS, split, seed, rate) not in made:
-            point = run(way, TUNING_RANKS, split, seed, options.steps, task, rate)
-            last = point["losses"][-1]
-            kept = {name: point[name] for name in ("way", "ranks", "split", "seed", "rate")}
-            # JSON has no numbers for what runs that diverge come to.
-            tuning.append({**kept, "loss": last if math.isfinite(last) else None})
-            write(content, options.json)
-            print(f"{point['seconds']:6.1f} s: {way}, {split}, rate {rate}: loss {last:.4f}", flush=True)
+        point = run(way, TUNING_RANKS, split, seed, options.steps, task, rate)
+        last = point["losses"][-1]
+        kept = {name: point[name] for name in ("way", "ranks", "split", "seed", "rate")}
+        # JSON has no numbers for what runs that diverge come to.
+        tuning.append({**kept, "loss": last if math.isfinite(last) else None})
+        write(content, options.json)
+        print(f"{point['seconds']:6.1f} s: {way}, {split}, rate {rate}: loss {last:.4f}", flush=True)
     rates = best_rates(tuning)
-    made = {key(point) for point in points}
     jobs = [(r, s, seed) for r in options.ranks for s in options.splits for seed in options.seeds]
     jobs += [(r, options.splits[0], options.seeds[0]) for r in options.more_ranks if r not in options.ranks]
     for (ranks, split, seed), way in product(jobs, options.ways):
-        if (ranks > MANY_RANKS and way not in MANY_RANKS_WAYS) or (way, ranks, split, seed) in made:
+        if ranks > MANY_RANKS and way not in MANY_RANKS_WAYS:
             continue
         point = run(way, ranks, split, seed, options.steps, task, rates[way, split])
         points.append(point)
@@ -408,12 +302,10 @@ def write(content: Mapping[str, Any], path: Path) -> None:
 def main() -> None:
     options = read_options()
     torch.set_num_threads(1)
-    content = json.loads(options.json.read_text()) if options.table_only else train_all(options)
+    content = train_all(options)
     content["differences"] = differences(content["points"])
     write(content, options.json)
     show(content)
-    if options.plot is not None:
-        plot(content, options.plot)
 
 
 if __name__ == "__main__":

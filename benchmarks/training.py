@@ -12,16 +12,19 @@ end of the last one. The data are random and in memory.
     resnet20    ResNet-20 for CIFAR, 0.27 million parameters, batches of 4 images of 3 x 32 x 32
 
 The modes are those of examples/modes.py, on the exponential-2 graph or the graph of --topology. "one-peer" is the same
-optimizer with one neighbor per step, in turn. "ddp gloo" is torch's DistributedDataParallel on Gloo. A single rank
-exchanges nothing, so the difference between a mode and "none" is the mode's overhead in Python.
+optimizer with one neighbor per step, in turn. "awc timeline" records a timeline in each of its turns, whose start does
+not count. "ddp gloo" is torch's DistributedDataParallel on Gloo. A single rank exchanges nothing, so the difference
+between a mode and "none" is the mode's overhead in Python.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +34,6 @@ import program
 import side_by_side
 from interleaved import take_turns
 from report import Row, print_shares, print_steps, write_json
-from training_step import training_step
 
 # The examples show how to train in each mode, so they are measured.
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -40,8 +42,11 @@ if TYPE_CHECKING:
     from side_by_side import Systems
     from torch import nn
 
+CLASSES = 10
+BATCHES = 4  # random ones, which are in memory already
 ONE_PEER = " one-peer"
 GLOO = " gloo"
+TIMELINE = " timeline"
 # Headings, by name.
 SYSTEMS = {
     "none": "no communication",
@@ -49,6 +54,7 @@ SYSTEMS = {
     "ddp": "DDP on fog",
     "awc": "AWC, static",
     "awc one-peer": "AWC, one-peer",
+    "awc timeline": "AWC, static, with a timeline",
     "atc": "ATC, static",
     "atc one-peer": "ATC, one-peer",
     "ddp_sync": "Decentralized DDP, sync",
@@ -123,7 +129,7 @@ def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Call
     sequence = None
     if name.endswith(ONE_PEER):
         sequence = fogdist.topology.one_peer(fogdist.topology.by_name(topology, systems.size))
-    mode = MODES[name.removesuffix(ONE_PEER).removesuffix(GLOO)]
+    mode = MODES[name.removesuffix(ONE_PEER).removesuffix(GLOO).removesuffix(TIMELINE)]
     trainer = mode.make(
         Setup(
             model,
@@ -133,7 +139,30 @@ def step_of_mode(name: str, task: Task, systems: Systems, topology: str) -> Call
             systems.gloo if name.endswith(GLOO) else systems.fog,
         )
     )
-    return training_step(trainer, task.shape, systems.rank)
+    generator = torch.Generator().manual_seed(systems.rank)  # ranks have different data
+    inputs = [torch.randn(task.shape, generator=generator) for _ in range(BATCHES)]
+    labels = [torch.randint(CLASSES, task.shape[:1], generator=generator) for _ in range(BATCHES)]
+    steps = itertools.count()
+
+    def step() -> None:
+        number = next(steps)
+        trainer.prepare(number)
+        trainer.optimizer.zero_grad()
+        place = number % BATCHES
+        torch.nn.functional.cross_entropy(trainer.module(inputs[place]), labels[place]).backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.step()
+
+    return step
+
+
+def switch_timeline(steps: Mapping[str, Callable[[], None]], prefix: str, mode: str) -> None:
+    """Ends the timeline of the turn before, and starts one for a mode that is measured with it."""
+    import fogdist
+
+    fogdist.timeline.stop()
+    if mode.endswith(TIMELINE):
+        fogdist.timeline.start(prefix)
+        steps[mode]()  # the next call is one of many in a long recording
 
 
 def measure_all(arguments: argparse.Namespace) -> None:
@@ -149,7 +178,10 @@ def measure_all(arguments: argparse.Namespace) -> None:
         # One rank has no neighbors to choose from, and no DDP to compare with.
         modes = [mode for mode in arguments.modes if size > 1 or not mode.endswith((ONE_PEER, GLOO))]
         steps = {mode: step_of_mode(mode, task, systems, arguments.topology) for mode in modes}
-        times, iterations = take_turns(steps, systems.mpi, arguments, are_long=True)
+        with tempfile.TemporaryDirectory(prefix="fog-timeline-") as folder:
+            switch = partial(switch_timeline, steps, f"{folder}/")
+            times, iterations = take_turns(steps, systems.mpi, arguments, are_long=True, before=switch)
+            fogdist.timeline.stop()
         elements = sum(parameter.numel() for parameter in task.make().parameters())
         rows.append(Row(task.title, size, "float32", elements, 4 * elements, 0, iterations, times))
         if systems.rank == 0:

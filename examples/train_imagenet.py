@@ -10,21 +10,23 @@ the images are plaids (see images.py), which every machine can make.
 The recipe is that of Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour" (2017), with parameters
 averaged among neighbors in place of gradients among all: the learning rate goes from that of one rank to as many times as much as
 there are ranks in the first epochs, and down to a tenth after a third, two thirds and eight ninths of them. A step may take several
-batches. After each epoch the ranks' models are tested on their share of the test images, and rank 0 saves their average with
-its optimizer's state; a run that finds a checkpoint goes on from there. Loss and accuracy also go to TensorBoard, if it is installed.
+batches. After each epoch the ranks' models are tested on their share of the test images, and the ranks save a checkpoint; a
+run that finds one goes on from there. Loss and accuracy also go to TensorBoard, if it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import devices
 import fogdist
-import fogdist.bluefog.torch as bf
 import torch
+import torch.distributed as dist
+from fogdist import checkpoint
 from images import make_plaids
 from models import cifar_resnet, resnet50
 from torch import Tensor, nn
@@ -33,11 +35,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"resnet8": lambda: cifar_resnet(8), "resnet50": resnet50}
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "awc": bf.DistributedAdaptWithCombineOptimizer,
-    "atc": bf.DistributedAdaptThenCombineOptimizer,
-    "gradient_allreduce": bf.DistributedGradientAllreduceOptimizer,
-}
 MILESTONES = (1 / 3, 2 / 3, 8 / 9)  # of all epochs: 30, 60 and 80 of 90
 
 
@@ -99,31 +96,6 @@ def learning_rate(base: float, progress: float, epochs: int, warmup: float) -> f
     return base * size * 0.1 ** sum(progress >= share * epochs for share in MILESTONES)
 
 
-def resume(folder: Path | None, model: nn.Module, optimizer: Any) -> int:
-    """Loads the last checkpoint, if there is one, and gives all ranks rank 0's state; returns the number of finished epochs."""
-    found = sorted(folder.glob("epoch-*.pt")) if folder is not None and fogdist.rank() == 0 else []
-    if found:
-        checkpoint = torch.load(found[-1], weights_only=True)
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-    epochs = bf.broadcast(torch.tensor([checkpoint["epoch"] if found else 0]), root_rank=0)
-    fogdist.broadcast_parameters(model.state_dict(), root_rank=0)
-    fogdist.broadcast_optimizer_state(optimizer, root_rank=0)
-    return int(epochs.item())
-
-
-def save(folder: Path, model: nn.Module, optimizer: Any, epoch: int) -> None:
-    """Writes the average of the ranks' models and rank 0's optimizer. Collective."""
-    average = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    fogdist.allreduce_parameters({name: t for name, t in average.items() if t.is_floating_point()})
-    if fogdist.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(
-            {"epoch": epoch, "model": average, "optimizer": optimizer.state_dict()},
-            folder / f"epoch-{epoch:03}.pt",
-        )
-
-
 class Mean:
     """The mean of values over batches, and over all ranks."""
 
@@ -137,7 +109,8 @@ class Mean:
 
     def of_all_ranks(self) -> tuple[float, float]:
         """Returns loss and accuracy. Collective."""
-        loss, right, count = bf.allreduce(self._sums, average=False).tolist()
+        dist.all_reduce(self._sums)
+        loss, right, count = self._sums.tolist()
         return loss / count, right / count
 
 
@@ -148,7 +121,7 @@ def main() -> None:
     )
     parser.add_argument("--images", type=int, help="of the plaids, how many to train on (default: all)")
     parser.add_argument("--model", choices=list(MODELS), default="resnet8")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="awc")
+    parser.add_argument("--order", choices=("awc", "atc"), default="awc", help="of adapting and combining")
     parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--warmup-epochs", type=float, default=1.0)
     parser.add_argument("--batch-size", type=int, default=32, help="of one forward pass")
@@ -177,8 +150,10 @@ def main() -> None:
     torch.manual_seed(args.seed)
     model = MODELS[args.model]().to(place)
     sgd = torch.optim.SGD(model.parameters(), lr=args.base_lr, momentum=0.9, weight_decay=5e-5)
-    optimizer = OPTIMIZERS[args.optimizer](sgd, model, num_steps_per_communication=args.batches_per_step)
-    begin = resume(args.checkpoints, model, optimizer)
+    optimizer = fogdist.DecentralizedOptimizer(sgd, model, order=args.order)
+    begin = 0
+    if args.checkpoints is not None and checkpoint.latest(args.checkpoints) is not None:
+        begin = checkpoint.load(args.checkpoints, model, optimizer).step
     if rank == 0 and begin > 0:
         print(f"going on after epoch {begin}")
     log = writer(args.log_dir)
@@ -197,11 +172,13 @@ def main() -> None:
                 for group in optimizer.param_groups:
                     group["lr"] = rate
                 optimizer.zero_grad()
-            output = model(data)
-            loss = cross_entropy(output, target)
-            (loss / args.batches_per_step).backward()
+            is_last = part == args.batches_per_step - 1
+            with nullcontext() if is_last else optimizer.no_sync():
+                output = model(data)
+                loss = cross_entropy(output, target)
+                (loss / args.batches_per_step).backward()
             means["train"].add(output, target, loss)
-            if part == args.batches_per_step - 1:
+            if is_last:
                 optimizer.step()
         model.eval()
         with torch.no_grad():
@@ -210,7 +187,7 @@ def main() -> None:
                 means["test"].add(output, target, cross_entropy(output, target))
         found = {name: mean.of_all_ranks() for name, mean in means.items()}
         if args.checkpoints is not None:
-            save(args.checkpoints, model, optimizer, epoch + 1)
+            checkpoint.save(args.checkpoints, model, optimizer, step=epoch + 1)
         if rank == 0:
             shown = ", ".join(
                 f"{name} loss {loss:.3f}, accuracy {right:.3f}" for name, (loss, right) in found.items()

@@ -125,7 +125,7 @@ def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = Non
     if args.topology is not None and not mode.follows_topology:
         parser.error(f"--topology {args.topology} is not for --mode {args.mode}: it has no neighbors")
     args.topology = args.topology or mode.topology
-    if args.dynamic and args.topology in ("mesh", "torus", "star"):
+    if args.dynamic and args.topology in ("mesh", "star"):
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
     if args.local_steps is None:
         args.local_steps = mode.local_steps or 1

@@ -77,13 +77,17 @@ class DeviceWorlds(WindowWorlds):
     """Worlds whose ranks have a GPU each, or a part of one; a test is skipped if NCCL cannot share a GPU."""
 
     def __call__(self, size: int) -> harness.World:
-        environment: dict[str, str] = {}
-        if ON_GPUS and size > gpus():
-            if isinstance(shared := _sharing(), str):
-                pytest.skip(f"{size} ranks, {gpus()} GPUs: {shared}")
-            environment = shared
-        self._options["environment"] = environment | QUEUES
+        self._options["environment"] = environment(size)
         return super().__call__(size)
+
+
+def environment(size: int) -> dict[str, str]:
+    """Returns the environment of ranks that have a GPU each, or a part of one; skips the test if NCCL cannot do that."""
+    if not ON_GPUS or size <= gpus():
+        return QUEUES
+    if isinstance(shared := _sharing(), str):
+        pytest.skip(f"{size} ranks, {gpus()} GPUs: {shared}")
+    return shared | QUEUES
 
 
 @functools.cache

@@ -26,6 +26,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 from emulated_hosts import ACROSS as ACROSS
 from emulated_hosts import INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import emulated_hosts as unskipped_hosts
+from emulated_hosts import limit_rate as limit_rate
 
 # A constant of <netinet/tcp.h>.
 TCP_USER_TIMEOUT = 18

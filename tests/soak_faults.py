@@ -38,9 +38,8 @@ from pathlib import Path
 import hosts
 import leftovers
 import numpy as np
-from fogdist.testing.faults import Fault, Schedule, cut_link, lossy_link, slow_link
-from fogdist.testing.faults.schedule import Kind
 from harness import Outcome, RankFailures, World
+from injected_faults import Fault, Kind, Schedule, cut_link, lossy_link, slow_link
 from soak_modes import (
     COMPUTE_SECONDS,
     GROUP_TIMEOUT,

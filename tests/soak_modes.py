@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from fogdist.testing.faults import Fault
-from fogdist.testing.faults.schedule import Kind
 from hosts import address, move_to_host
+from injected_faults import Fault, Kind
 from torch import Tensor, nn
 
 RANKS = 4

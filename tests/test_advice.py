@@ -182,14 +182,6 @@ def test_compression_pays_on_slow_links_only(rate: float, pays: bool) -> None:
     plain = best(settings(network, 0.18, 1e8), 0.18, 0.05)
     assert found.pays is pays and found.choice.codec is INT8 and plain.codec is None
     assert (found.choice.agreement < plain.agreement) is pays
-    # Where it changes does not depend on where one is: there a tensor of one neighbor, 0.1 GB, takes as long as compute.
-    assert found.limit is not None
-    assert 0.5 < found.limit * rate * 0.18 / 1e8 < 2
-    on_either_side = [
-        compressions(flat(8, factor * found.limit * rate), 0.18, 1e8, [INT8], 0.05)[0].pays
-        for factor in (0.9, 1.1)
-    ]
-    assert on_either_side == [True, False]
 
 
 def test_a_codec_is_not_for_all_reduce_nor_for_one_host() -> None:

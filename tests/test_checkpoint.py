@@ -61,13 +61,13 @@ def star(size: int) -> Any:
     return fogdist.topology.star(size) if size > 1 else fogdist.topology.exponential(size)
 
 
-def train_and_save(path: Path, kind: str, average: bool) -> dict[str, Any]:
+def train_and_save(path: Path, kind: str) -> dict[str, Any]:
     # On a star, push-sum's weights differ between ranks.
     rank, _ = start(star if kind == "PushSumSGD" else None)
     model = make_net(rank)
     with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
         go_on(called, optimizer, rank, 0, 5)
-        checkpoint.save(path, called, optimizer, step=5, average=average, extra=rank)
+        checkpoint.save(path, called, optimizer, step=5, extra=rank)
         return state_of(model, optimizer)
 
 
@@ -85,13 +85,11 @@ def load_and_train(path: Path, kind: str, is_mean: bool, saved_by: int) -> dict[
 
 
 @pytest.mark.parametrize("kind", LINEAR)
-@pytest.mark.parametrize(
-    ("before", "after", "average"), [(4, 2, False), (2, 4, False), (4, 1, False), (4, 4, True)]
-)
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1)])
 def test_other_numbers_of_ranks_go_on_from_the_mean(
-    worlds: WorldPool, tmp_path: Path, kind: str, before: int, after: int, average: bool
+    worlds: WorldPool, tmp_path: Path, kind: str, before: int, after: int
 ) -> None:
-    saved = worlds(before).run(train_and_save, tmp_path, kind, average)
+    saved = worlds(before).run(train_and_save, tmp_path, kind)
     loaded = worlds(after).run(load_and_train, tmp_path, kind, True, before)
     weights = np.array([state.get("numbers", {}).get("p", 1.0) for state in saved])
     if kind == "PushSumSGD" and before > 2:
@@ -108,7 +106,7 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(
             expected = np.mean([each[name] for each in saved], axis=0)
             np.testing.assert_allclose(state[name], expected, rtol=1e-5, atol=1e-7)
         assert state.get("numbers", {}).get("p", 1.0) == 1.0
-        assert state["extra"] == (0 if average else rank % before)
+        assert state["extra"] == rank % before
         for other in loaded:
             np.testing.assert_array_equal(state["model"], other["model"])
     _check_sums(kind, loaded)
@@ -151,7 +149,6 @@ def save_push_sum(path: Path) -> tuple[Any, ...]:
         train_step(model, optimizer, rank, number)
     checkpoint.save(path, model, optimizer, step=1)
     saved = mass_of(model, optimizer)
-    checkpoint.save(path / "mean", model, optimizer, step=1, average=True)
     optimizer.unregister_window()
     return saved
 
@@ -177,10 +174,10 @@ def test_push_sum_keeps_its_mass(worlds: WorldPool, tmp_path: Path) -> None:
     assert len(weights) > 1
     np.testing.assert_allclose(weights, 4.0, rtol=0.0, atol=1e-12)
     assert np.std([p for p, _, _ in saved]) > 0.1  # otherwise the test would not see that they are kept
-    for size, path in [(4, tmp_path), (2, tmp_path), (4, tmp_path / "mean")]:
-        loaded = worlds(size).run(load_push_sum, path)
+    for size in (4, 2):
+        loaded = worlds(size).run(load_push_sum, tmp_path)
         for rank, (now, later) in enumerate(loaded):
-            if (size, path) == (4, tmp_path):
+            if size == 4:
                 for mine, its in zip(now, saved[rank], strict=True):
                     np.testing.assert_array_equal(mine, its)
             else:
@@ -193,27 +190,16 @@ def test_push_sum_keeps_its_mass(worlds: WorldPool, tmp_path: Path) -> None:
             np.testing.assert_allclose(sums, expected, rtol=0.0, atol=1e-11)
 
 
-@on_ranks([1, 3])
-def test_torch_reads_the_mean(tmp_path: Path) -> None:
+@on_ranks(2)
+def test_torch_reads_the_state_of_a_rank(tmp_path: Path) -> None:
     """Also torch.distributed.checkpoint alone, in a program without fog."""
     import torch.distributed.checkpoint as dcp
 
     rank, _ = start()
     model = make_net(rank)
-    model.register_buffer("count", torch.tensor(rank + 3))
-    folder = checkpoint.save(tmp_path, model, step=1, average=True)
-    everyone = bf.allgather(snapshot(model)[None])
-    other = make_net(9)
-    other.register_buffer("count", torch.tensor(0))
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "mean", no_dist=True)
-    other.load_state_dict(state["model"])
-    mean = everyone.double().mean(dim=0)
-    torch.testing.assert_close(snapshot(other).double(), mean, rtol=1e-7, atol=1e-7)
-    assert other.count == 3  # rank 0's, as counts have no mean
-    checkpoint.save(tmp_path, model, step=2)
+    folder = checkpoint.save(tmp_path, model, step=2)
     own = {"model": make_net(9).state_dict()}
-    dcp.load(own, checkpoint_id=tmp_path / "step-00000002" / f"rank{rank}", no_dist=True)
+    dcp.load(own, checkpoint_id=folder / f"rank{rank}", no_dist=True)
     for name, value in own["model"].items():
         assert torch.equal(value, model.state_dict()[name])
 
@@ -399,35 +385,6 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
 
 
 # --- beside the training ------------------------------------------------------------------------------------
-
-
-@on_ranks(2)
-def test_training_goes_on_while_a_copy_is_written(tmp_path: Path) -> None:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = algorithms.GradientTracking(sgd(model), model, broadcast=False)
-    go_on(model, optimizer, rank, 0, 2)
-    kept = snapshot(model)
-    saving = checkpoint.save_nonblocking(tmp_path, model, optimizer, step=2, extra=[rank])
-    go_on(model, optimizer, rank, 2, 4)
-    assert checkpoint.latest(tmp_path) is None  # nothing completes it by itself
-    with pytest.raises(RuntimeError, match=r"wait\(\)"):
-        checkpoint.save(tmp_path, model, optimizer, step=3)
-    dist.barrier()
-    assert saving.wait() == saving.wait() == tmp_path / "step-00000002"
-    assert saving.is_written()
-    expected = snapshot(model)
-    loaded = checkpoint.load(tmp_path, model, optimizer)
-    assert torch.equal(snapshot(model), kept)
-    assert loaded.extra == [rank]
-    go_on(model, optimizer, rank, 2, 4)
-    assert torch.equal(snapshot(model), expected)
-    # One that was dropped does not prevent the next one, which removes its files.
-    checkpoint.save_nonblocking(tmp_path, model, optimizer, step=8)
-    dist.barrier()
-    checkpoint.save(tmp_path, model, optimizer, step=9, average=True)
-    dist.barrier()
-    assert checkpoint.steps(tmp_path) == [2, 9]
 
 
 @on_ranks(4)

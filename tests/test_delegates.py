@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -496,6 +498,24 @@ def end_groups() -> None:
 
 def test_a_group_that_ended_makes_no_delegate(new_world: Callable[..., World]) -> None:
     new_world(RANKS, finalizing=None).run(end_groups)
+
+
+def lose_a_rank() -> None:
+    group, made = start()
+    dist.all_reduce(own(DEVICE, 1), group=group)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while made[0].calls[-1]["name"] != "abort":  # without an operation of this rank
+        time.sleep(0.01)
+    with pytest.raises(dist.DistBackendError, match=r"allreduce: rank 1 \(pid \d+.*\) was lost"):
+        dist.all_reduce(own(DEVICE, 1), group=group)
+
+
+def test_a_lost_rank_ends_the_delegates_work(new_world: Callable[..., World]) -> None:
+    outcomes = new_world(RANKS).run_raw(lose_a_rank)
+    assert [each.state for each in outcomes] == ["returned", "died", "returned"], [*map(str, outcomes)]
 
 
 # --- bound devices and split groups ----------------

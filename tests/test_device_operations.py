@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
+import signal
 from typing import Any
 
 import device_worlds
@@ -158,12 +160,33 @@ def test_cpu_and_cuda_in_the_default_group() -> None:
     assert default._get_backend(there).name() == "fog"
 
 
+def lose_a_rank() -> None:
+    there = place()
+    x = torch.ones(1000, device=there)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+    torch.cuda.synchronize()  # waits in the driver until the operation is aborted
+    with pytest.raises(dist.DistBackendError, match=r"allreduce: rank 1 \(pid .* lost"):
+        dist.all_reduce(x)
+
+
 @on_gpus_only
-@on_ranks(1)
+def test_a_lost_rank_ends_the_wait_for_the_device(new_world):
+    outcomes = new_world(2, environment=device_worlds.environment(2)).run_raw(lose_a_rank)
+    assert [each.state for each in outcomes] == ["returned", "died"], [*map(str, outcomes)]
+
+
+@on_gpus_only
+@on_ranks([1, 2])
 def test_graph_capture() -> None:
     there = place()
     fogdist.init()
     x = torch.ones(1000, device=there)
+    total = sum(range(1, fogdist.size() + 1))
     y = torch.empty_like(x)
 
     def work() -> None:
@@ -181,7 +204,8 @@ def test_graph_capture() -> None:
     with torch.cuda.graph(graph):
         work()
     for value in (2.0, 5.0):
-        x.fill_(value)
+        x.fill_(value * (fogdist.rank() + 1))
+        torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        assert y.eq(value + 1).all()
+        assert y.eq(value * total + 1).all()

@@ -13,10 +13,11 @@ import device_worlds
 import fogdist
 import fogdist.bluefog.torch as bf
 import pytest
+import test_fsdp_gossip
 import torch
 import torch.distributed as dist
 import training_cases
-from device_worlds import DEVICE, HostReads, no_waits, place
+from device_worlds import DEVICE, HostReads, no_waits, on_gpus_only, place
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import Int8, RandomK, TopK
@@ -108,6 +109,19 @@ def test_a_scaled_step_reads_once_whether_gradients_overflowed(worlds, kind, siz
     for (got, reads), (wanted, _) in zip(found, expected):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)  # torch unscales by a float32
         assert reads == ["aten._local_scalar_dense.default"] * 3
+
+
+def train_sharded(kind: str, device: str) -> list[Tensor]:
+    place()
+    return test_fsdp_gossip.train(kind, True, device)
+
+
+@on_gpus_only
+@pytest.mark.parametrize("kind", test_fsdp_gossip.KINDS)
+def test_groups_of_fsdp_gossip(worlds, kind):
+    found, expected = (worlds(4).run(train_sharded, kind, device) for device in (DEVICE, "cpu"))
+    for got, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 
 class Branches(nn.Module):

@@ -373,6 +373,21 @@ def test_raw_writes_and_signals(worlds):
 
 
 @on_ranks(2)
+def test_more_windows_than_streams_in_the_pool_of_torch() -> None:
+    device, rank = start(), fogdist.rank()
+    with contextlib.ExitStack() as stack:
+        windows = [
+            stack.enter_context(window_of(torch.full((5000,), float(rank + number), device=device)))
+            for number in range(40)
+        ]
+        for work in [window.put(window.tensor, async_op=True) for window in windows]:
+            work.wait()
+        settle()
+        for number, window in enumerate(windows):
+            assert window.update(clone=True).cpu().eq(number + 0.5).all()
+
+
+@on_ranks(2)
 def test_bad_arguments() -> None:
     """What a device adds; test_windows.py has the other arguments."""
     device = start()

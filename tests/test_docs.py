@@ -16,7 +16,6 @@ from typing import Any
 import fogdist
 import pytest
 from fogdist import algorithms, topology, training
-from fogdist.testing import faults
 from reference import Checks
 from scripts import ROOT
 
@@ -187,7 +186,7 @@ def test_every_public_name_is_in_the_reference() -> None:
         "timeline",
         "topology",
     }
-    modules = (fogdist, topology, algorithms, training, fogdist.timeline, fogdist.metrics, faults)
+    modules = (fogdist, topology, algorithms, training, fogdist.timeline, fogdist.metrics)
     modules += (fogdist.checkpoint, fogdist.compression)
     public = {name for module in modules for name in module.__all__}
     assert public - packages <= described, sorted(public - packages - described)

@@ -129,7 +129,6 @@ def check(problem, output: str, rows: list[list[Tensor]], how: str) -> None:
 # By recipe: its package, and whether its training data are shuffled, as Lightning's are.
 PACKAGES = {
     "lightning": ("lightning", True),
-    "fabric": ("lightning", False),
     "accelerate": ("accelerate", False),
 }
 

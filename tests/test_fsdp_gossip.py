@@ -31,7 +31,8 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * rank + step)
     x = torch.randn(6, 5, generator=generator, dtype=torch.float64)
     y = torch.randn(6, 3, generator=generator, dtype=torch.float64)
-    return (model(x) - y).square().mean()
+    device = next(model.parameters()).device
+    return (model(x.to(device)) - y.to(device)).square().mean()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -40,20 +41,20 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def vector_of(model: nn.Module) -> Tensor:
     parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    return torch.cat([part.detach().reshape(-1) for part in parts])
+    return torch.cat([part.detach().reshape(-1) for part in parts]).cpu()
 
 
 STEPS = 5
 
 
-def train(kind: str, is_sharded: bool) -> list[Tensor]:
+def train(kind: str, is_sharded: bool, device: str = "cpu") -> list[Tensor]:
     """Trains a model that two ranks share, or the whole model on one rank with the data of both."""
     fogdist.init()
     rank = dist.get_rank()
     replica = rank // 2 if is_sharded else rank
-    model, group = make_net(replica), None
+    model, group = make_net(replica).to(device), None
     if is_sharded:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("gossip", "shard"))
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("gossip", "shard"))
         group = mesh["gossip"].get_group()
         for part in (model[0], model[2], model[4], model):
             fully_shard(part, mesh=mesh["shard"])

@@ -101,14 +101,6 @@ def test_a_sequence_shrinks_to_its_own_construction(name: str) -> None:
         np.testing.assert_array_equal(healed.matrix(t)[np.ix_(living, living)], smaller.matrix(t))
 
 
-def test_a_hypercube_of_another_number_is_a_base_graph() -> None:
-    np.testing.assert_array_equal(
-        topology.one_peer_hypercube(8).among(range(4)).matrix(1), topology.one_peer_hypercube(4).matrix(1)
-    )
-    six = topology.one_peer_hypercube(8).among(range(6))
-    assert six.rounds_to_exact_consensus == topology.base_graph(6).period
-
-
 def test_a_ring_closes_around_lost_ranks() -> None:
     for style, neighbors in (("ring", {1, 4}), ("ring-left", {1}), ("ring-right", {4})):
         healed = Topology.from_graph(style, topology.by_name(style, 6)).without([2, 3])

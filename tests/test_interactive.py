@@ -188,10 +188,6 @@ def test_ranks_have_what_torchrun_gives(cluster: Cluster) -> None:
 
 @with_notebooks
 def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
-    with pytest.raises(ValueError, match="ranks must be from 0 to 2, got 3"):
-        cluster.interrupt([3])
-    with pytest.raises(TypeError, match="ranks must be an integer, got '0'"):
-        cluster.interrupt(["0"])  # type: ignore[list-item]
     cell = """
         print("waits", flush=True)
         if fogdist.rank() == 1:
@@ -210,10 +206,10 @@ def test_interrupt_ends_an_operation_that_hangs(cluster: Cluster) -> None:
         assert "[1:execute]KeyboardInterrupt" in str(caught.value)
         # The processes are the same, and a new group works.
         assert output(cluster, "fogdist.shutdown(); fogdist.init(); print(fogdist.size())") == ["3"] * SIZE
-    # Some ranks can be interrupted while the others run nothing.
+    # A rank can be interrupted while the others run nothing.
     result = run(cluster, 'print("waits", flush=True); time.sleep(1000 if fogdist.rank() == 2 else 0)')
     wait_until_printed(result, "waits")
-    interrupt_until_done(lambda: cluster.interrupt([2]), result)
+    interrupt_until_done(cluster.interrupt, result)
     with pytest.raises(Failed) as caught:
         printed(result)
     assert re.findall(r"\[(\d):execute\]", str(caught.value)) == ["2"]

@@ -96,13 +96,12 @@ def plan(*words: str, **environment: str) -> Ranks:
     return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
-def test_plans(script: str, tmp_path: Path) -> None:
+def test_plans(script: str) -> None:
     growing = plan("-np", "2", "--max-ranks", "5", script)
     assert (growing.max_ranks, growing.environment["FOG_MAX_RANKS"]) == (5, "5")
-    alone = plan("-np", "2", "--max-restarts", "3", "--log-dir", "logs", script)
+    alone = plan("-np", "2", "--max-restarts", "3", script)
     assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.environment
     assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
-    assert alone.rank[-4:-2] == ["--log-dir", str(tmp_path / "logs")]
     hosts = ["-np", "3", "-H", "a:2,b:2", "--node-rank"]
     second = plan(*hosts, "1", script)
     assert second.starts[0] is None and second.starts[1] is not None
@@ -139,9 +138,9 @@ print("goes on", flush=True)
 
 def test_the_others_go_on_and_the_summary_names_the_dead(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(MORTAL)
-    end, logs = tmp_path / "end", tmp_path / "logs"
+    end = tmp_path / "end"
     # The only one whose interpreters start anew.
-    command = [sys.executable, *FOG, "-np", "4", "--log-dir", str(logs)]
+    command = [sys.executable, *FOG, "-np", "4"]
     running = Job(
         [tmp_path / "script.py", end, "1:11", "3:107"], 0, tmp_path / "log.txt", command, ENVIRONMENT
     )
@@ -169,8 +168,6 @@ def test_the_others_go_on_and_the_summary_names_the_dead(tmp_path: Path) -> None
         r"  rank 3 \(process \d+\) ended with exit status 7 after [\d.]+ s\n",
         summary,
     ), running.output
-    assert (tmp_path / "logs" / "rank-3.log").read_text() == "about to end\nwords for stderr\n"
-    assert (tmp_path / "logs" / "rank-2.log").read_text() == "goes on\n"
 
 
 def test_all_well_means_no_words(tmp_path: Path) -> None:
@@ -257,20 +254,6 @@ def test_ranks_are_added(tmp_path: Path) -> None:
         )
         end.touch()
         assert running.wait(TIMEOUT) == 0, running.output
-
-
-def test_a_full_disk_of_the_logs_ends_nothing(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "rank-0.log").symlink_to("/dev/full")
-    status, output = finished(
-        tmp_path,
-        "for i in range(3): print('line', i, flush=True)",
-        ["-np", "2", "--log-dir", str(tmp_path / "logs")],
-    )
-    assert status == 0
-    assert output.count("rank-0.log: No space left on device; the log lacks output from here on") == 1
-    assert [f"[0] line {i}" in output for i in range(3)] == [True] * 3
-    assert (tmp_path / "logs" / "rank-1.log").read_text() == "line 0\nline 1\nline 2\n"
 
 
 @pytest.mark.parametrize("who", ["agent", "guard", pytest.param("both", marks=pytest.mark.long)])

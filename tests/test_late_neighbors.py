@@ -37,7 +37,7 @@ TOPOLOGIES: dict[str, Callable[[int], Any]] = {
         "full", topologies.uniform_weights(topologies.fully_connected(n))
     ),
     "one-peer": topologies.one_peer_exponential,
-    "hypercube": topologies.one_peer_hypercube,
+    "hypercube": topologies.base_graph,
     "one-way": lambda n: topologies.Topology.from_graph(
         "one-way", topologies.uniform_weights(topologies.ring(n, connect_style=2))
     ),

@@ -53,7 +53,6 @@ def right_ring() -> None:
         if rank == 1:
             assert values["slowest_peer"] == 0 and values["peer/0/wait_seconds"] > 0.6, values
             assert 0.5 < values["wait_fraction"] <= 1.1
-            assert metrics.postfix()["slowest"] == "rank 0" and metrics.postfix()["wait"].endswith("%")
         recorder = Recorder()
         metrics.write(recorder, 7, prefix="train")
         assert ("train/sent_bytes", 12000, 7) in recorder.scalars and len(recorder.scalars) == len(values)
@@ -91,7 +90,6 @@ def windows() -> dict[str, Any]:
         dist.barrier()
         values = metrics.collect()
         assert values["staleness"] == values[f"peer/{1 - rank}/staleness"] <= 8
-        assert "stale" in metrics.postfix()
         dist.barrier()
         optimizer.unregister_window()
         assert "staleness" not in metrics.collect()

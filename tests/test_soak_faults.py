@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soak_faults
-from fogdist.testing import faults
-from fogdist.testing.faults import Fault, Schedule
+from hosts import Unavailable
+from injected_faults import Fault, Schedule
 from soak_faults import MODES, Soak
 from soak_modes import RANKS, Board, Mode
 from soak_totals import Pace, append, loss_ratio, next_steps, result, table, throughput
@@ -119,9 +119,9 @@ def test_a_fault_that_cannot_happen_ends_the_soak(monkeypatch: pytest.MonkeyPatc
     """Once the ranks trained on until they counted as stuck."""
 
     def fail(*_: object, **__: object) -> None:
-        raise faults.Unavailable("no tc")
+        raise Unavailable("no tc")
 
     monkeypatch.setattr(soak_faults.Fault, "inject", fail)
     soak = Soak({"counter": Counter}, seed=1)
-    with pytest.raises(faults.Unavailable, match="no tc"):
+    with pytest.raises(Unavailable, match="no tc"):
         soak._run_world("counter", Schedule([Fault(0.0, 0, "stop", 0.1)]), 0.0, 1, soak.totals["counter"])

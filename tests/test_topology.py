@@ -359,7 +359,7 @@ def test_by_name() -> None:
     for name, graph in same.items():
         assert topology.is_equivalent(topology.by_name(name, 17), GRAPHS[graph][0](17))
     assert topology.is_equivalent(topology.by_name("exp4", 17), topology.exponential(17, base=4))
-    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4", "torus"}
+    assert set(topology.TOPOLOGY_NAMES) == {*same, "exp4"}
 
 
 # --- dynamic topologies -------------------------------------------------------------------------------------

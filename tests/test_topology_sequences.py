@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -25,24 +24,20 @@ from harness import WorldPool, case, sizes
 
 SIZES = range(1, 13)
 
-STATIC = ["ring", "ring-right", "mesh", "torus", "star", "exp2", "symexp", "full"]
+STATIC = ["ring", "ring-right", "mesh", "star", "exp2", "symexp", "full"]
 
 SEQUENCES: dict[str, Callable[[int], Topology]] = {
     **{name: lambda n, name=name: Topology.from_graph(name, topology.by_name(name, n)) for name in STATIC},
     "one-peer-exp2": topology.one_peer_exponential,
     "one-peer-ring": lambda n: topology.one_peer(topology.ring(n)),
-    "one-peer-hypercube": topology.one_peer_hypercube,
     "base-2": topology.base_graph,
     "base-3": lambda n: topology.base_graph(n, 2),
     "base-5": lambda n: topology.base_graph(n, 4),
     "random-matching": topology.random_matching,
-    "inner-outer-ring": lambda n: topology.inner_outer_ring(n, 3),
     "inner-outer-exp2": lambda n: topology.inner_outer_exponential(n, 3),
 }
 
 ALLOWED = {
-    "one-peer-hypercube": [1, 2, 4, 8],
-    "inner-outer-ring": [3, 6, 9, 12],
     "inner-outer-exp2": [3, 6, 9, 12],
 }
 
@@ -170,7 +165,7 @@ def test_bytes_of_an_irregular_graph() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16, 32])
-@pytest.mark.parametrize("make", [topology.one_peer_exponential, topology.one_peer_hypercube])
+@pytest.mark.parametrize("make", [topology.one_peer_exponential, topology.base_graph])
 def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, size: int) -> None:
     sequence = make(size)
     rounds = int(math.log2(size))
@@ -186,7 +181,7 @@ def test_one_peer_on_powers_of_two_is_exact_after_log2_rounds(make: Callable, si
 
 
 def test_one_peer_sequences_by_hand() -> None:
-    exponential, cube = topology.one_peer_exponential(8), topology.one_peer_hypercube(8)
+    exponential, cube = topology.one_peer_exponential(8), topology.base_graph(8)
     assert [exponential.peers(3, t)["dst_weights"] for t in range(4)] == [[4], [5], [7], [4]]
     assert [exponential.peers(3, t)["src_weights"] for t in range(3)] == [{2: 0.5}, {1: 0.5}, {7: 0.5}]
     assert [cube.peers(3, t)["dst_weights"] for t in range(4)] == [[2], [1], [7], [2]]
@@ -345,19 +340,11 @@ def generated(
 
 
 @pytest.mark.parametrize(("machines", "local_size"), [(1, 3), (1, 5), (2, 3), (2, 4), (3, 4), (4, 3), (5, 6)])
-@pytest.mark.parametrize(
-    ("make", "generator"),
-    [
-        (topology.inner_outer_ring, topology.dynamic.inner_outer_ring_ranks),
-        (topology.inner_outer_exponential, topology.dynamic.inner_outer_exponential_ranks),
-    ],
-    ids=["ring", "exponential"],
-)
-def test_inner_outer_is_the_generators(
-    make: Callable, generator: Callable, machines: int, local_size: int
-) -> None:
+def test_inner_outer_is_the_generators(machines: int, local_size: int) -> None:
     size = machines * local_size
-    generated(size, lambda rank: generator(size, local_size, rank), make(size, local_size))
+    generator = topology.dynamic.inner_outer_exponential_ranks
+    sequence = topology.inner_outer_exponential(size, local_size)
+    generated(size, lambda rank: generator(size, local_size, rank), sequence)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -367,28 +354,7 @@ def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
     generated(7, lambda rank: topology.dynamic.one_peer_ranks(graph, rank), walk)
 
 
-# --- torus and weights of a matrix --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 3), (3, 4), (4, 2)]
-)
-def test_torus_equals_its_definition(rows: int, columns: int) -> None:
-    size = rows * columns
-    grid = nx.grid_2d_graph(rows, columns, periodic=True)
-    expected = np.eye(size)
-    for (a, b), (c, d) in grid.edges:
-        expected[a * columns + b, c * columns + d] = expected[c * columns + d, a * columns + b] = 1.0
-    expected /= expected.sum(axis=0)
-    graph = topology.torus(size, (rows, columns))
-    np.testing.assert_array_equal(topology.mixing_matrix(graph), expected)
-    assert topology.is_regular(graph)
-
-
-def test_torus_shape_and_names() -> None:
-    assert topology.is_equivalent(topology.torus(12), topology.torus(12, (3, 4)))
-    assert topology.is_equivalent(topology.torus(7), topology.ring(7))
-    assert topology.is_equivalent(topology.by_name("torus", 12), topology.torus(12))
+# --- weights of a matrix ------------------------------------------------------------------------------------
 
 
 def test_graph_from_matrix() -> None:
@@ -414,10 +380,8 @@ def test_given_matrices_are_copied() -> None:
 
 WRONG = {
     TopologyError: [
-        (lambda: topology.one_peer_hypercube(6), "size must be a power of two, got 6"),
         (lambda: topology.base_graph(5, 0), "degree must be an integer >= 1, got 0"),
         (lambda: topology.inner_outer_exponential(8, 2), "local_size must be at least 3"),
-        (lambda: topology.torus(8, (3, 3)), "shape must have the product size = 8"),
         (lambda: Topology("none", []), "at least one matrix"),
         (lambda: Topology("two", [np.eye(2), np.eye(3)]), "must all have one shape"),
         (
@@ -430,7 +394,6 @@ WRONG = {
         (lambda: topology.one_peer_exponential(4).rounds_to(0.0), "distance must be at least 1e-12"),
         (lambda: topology.one_peer(nx.fast_gnp_random_graph(40, 0.5, 0, True)), "least common multiple"),
         (lambda: topology.summary(4, [topology.base_graph(5)]), "size = 4, got <Topology base-2"),
-        (lambda: topology.plot(topology.base_graph(4), rounds=0), "rounds must be an integer >= 1"),
         (lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.7]]), r"got 0\.9 in column 1$"),
         (
             lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.8]], sums="both"),
@@ -449,7 +412,6 @@ WRONG = {
         (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
         (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),
         (lambda: topology.base_graph(4).peers(0, 1.5), "t must be an integer"),
-        (lambda: topology.plot(topology.ring(4)), "must be a fogdist.topology.Topology, got DiGraph"),
     ],
 }
 
@@ -461,7 +423,7 @@ def test_wrong_arguments() -> None:
                 call()
 
 
-# --- table and picture --------------------------------------------------------------------------------------
+# --- table --------------------------------------------------------------------------------------------------
 
 
 def test_documentation_shows_the_table_as_printed() -> None:
@@ -470,26 +432,6 @@ def test_documentation_shows_the_table_as_printed() -> None:
     exp2 = Topology.from_graph("exp2", topology.exponential(6))
     sequences = [topology.one_peer_exponential(6), topology.base_graph(6, 1), topology.base_graph(6, 2)]
     assert f"```text\n{topology.summary(6, [exp2, *sequences])}\n```" in text
-
-
-def test_plot_writes_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    sequence = topology.base_graph(6)
-    figure = topology.plot(sequence, tmp_path / "base.png")
-    assert (tmp_path / "base.png").read_bytes().startswith(b"\x89PNG")
-    *graphs, decay = figure.axes
-    for t, axes in enumerate(graphs):
-        texts = [text.get_text() for text in axes.texts]
-        assert [text for text in texts if text] == list("012345")
-        assert texts.count("") == np.count_nonzero(np.triu(sequence.matrix(t), 1))  # One line per pair.
-    assert decay.get_title() == "exact average after 4 rounds"
-    np.testing.assert_allclose(decay.lines[0].get_ydata()[:4], sequence.consensus_distance(3))
-
-
-def test_plot_without_matplotlib_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="fogdist.topology.plot needs matplotlib"):
-        topology.plot(topology.base_graph(4))
 
 
 # --- with process groups ------------------------------------------------------------------------------------
@@ -521,8 +463,8 @@ def consensus(names: list[str]) -> None:
 
 @pytest.mark.parametrize("size", sizes([5], [6, 8]))
 def test_ranks_reach_the_exact_average(worlds: Callable[[int], WorldPool], size: int) -> None:
-    finite = ["base-2", "base-3", "base-5", *({8: ["one-peer-hypercube"]}.get(size, []))]
+    finite = ["base-2", "base-3", "base-5"]
     others = ["random-matching", "one-peer-exp2"]
-    others += {6: ["inner-outer-ring", "inner-outer-exp2"]}.get(size, [])
+    others += {6: ["inner-outer-exp2"]}.get(size, [])
     assert all(SEQUENCES[name](size).rounds_to_exact_consensus for name in finite)
     worlds(size).run(consensus, finite + others)

@@ -26,7 +26,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,8 +39,6 @@ GOAL, MOST_ROUNDS = 0.1, 2000
 EQUALLY_GOOD = 1.02
 # A codec pays if the time to GOAL is at most this part of that without.
 PAYS = 0.95
-# Links that are so many times as fast or slow are tried for the speed from which on a codec does not pay.
-_MOST_SCALE, _HALVINGS = 1024.0, 9
 LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 # Of a sequence that never repeats, the rounds whose traffic is looked at.
@@ -131,14 +129,6 @@ class Network:
     def hosts(self) -> int:
         """The number of hosts."""
         return len(self.site_of)
-
-    def scaled(self, factor: float) -> Network:
-        """Returns the same network with links between hosts that are so many times as fast."""
-        return replace(
-            self,
-            host_rates=[factor * rate for rate in self.host_rates],
-            trunks={sites: factor * rate for sites, rate in self.trunks.items()},
-        )
 
     def equal_groups(self, of_sites: bool = False) -> int | None:
         """Returns how many consecutive ranks each host (or site) has; None if they are not equally many."""
@@ -555,15 +545,12 @@ class Compression:
         choice: What the rule recommends with it.
         seconds: That a rank encodes and decodes in an exchange of `choice`.
         pays: Whether ranks agree sooner than without, to at most `PAYS` of the time.
-        limit: How many times as fast as now links must be for the codec to stop paying, or below 1, how many times as
-            slow for it to begin. None if it does not change within a factor of 1024.
     """
 
     codec: Codec
     choice: Setting
     seconds: float
     pays: bool
-    limit: float | None
 
 
 def compressions(
@@ -574,7 +561,6 @@ def compressions(
     tolerance: float,
     *,
     element_bytes: float = 4,
-    local_steps: Sequence[int] = LOCAL_STEPS,
 ) -> list[Compression]:
     """Returns what each codec would do, and whether it pays: nothing if all ranks are on one host.
 
@@ -585,47 +571,21 @@ def compressions(
         codecs: As measured.
         tolerance: As in `best`.
         element_bytes: Of a parameter.
-        local_steps: To try.
     """
     if network.hosts < 2:
         return []
     known = ways(network)
 
-    def chosen(links: Network, codec: Codec | None) -> Setting:
-        found = settings(
-            links,
-            compute,
-            size,
-            local_steps=local_steps,
-            chosen=known,
-            codec=codec,
-            element_bytes=element_bytes,
-        )
+    def chosen(codec: Codec | None) -> Setting:
+        found = settings(network, compute, size, chosen=known, codec=codec, element_bytes=element_bytes)
         return best(found, compute, tolerance)
 
-    def pays(codec: Codec, scale: float) -> bool:
-        links = network.scaled(scale)
-        return chosen(links, codec).agreement <= PAYS * chosen(links, None).agreement
-
-    def limit(codec: Codec, pays_now: bool) -> float | None:
-        end = _MOST_SCALE if pays_now else 1 / _MOST_SCALE
-        if pays(codec, end) == pays_now:
-            return None
-        near, far = 0.0, math.log(end)
-        for _ in range(_HALVINGS):
-            middle = (near + far) / 2
-            if pays(codec, math.exp(middle)) == pays_now:
-                near = middle
-            else:
-                far = middle
-        return math.exp(near if pays_now else far)
-
-    found = []
+    found, plain = [], chosen(None)
     for codec in codecs:
-        choice, pays_now = chosen(network, codec), pays(codec, 1.0)
+        choice = chosen(codec)
         elements = choice.way.encoded * size / element_bytes
         seconds = statistics.fmean(codec.seconds(elements, each.messages) for each in choice.way.traffic)
-        found.append(Compression(codec, choice, seconds, pays_now, limit(codec, pays_now)))
+        found.append(Compression(codec, choice, seconds, choice.agreement <= PAYS * plain.agreement))
     return found
 
 

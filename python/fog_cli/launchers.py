@@ -63,7 +63,6 @@ class Job:
         hosts: The hosts with the ranks of each, in the order of ranks.
         command: The command of each rank.
         environment: All environment variables of the ranks.
-        log_folder: The folder of files with the output of each rank; None for no files.
         starts: For each host, the command of its agent; None if that host starts its own.
         address: The address of the Store.
         port: Its port; 0 for any free one.
@@ -76,7 +75,6 @@ class Job:
     hosts: Sequence[Host]
     command: Sequence[str]
     environment: Mapping[str, str]
-    log_folder: str | None
     starts: Sequence[Sequence[str] | None]
     address: str
     port: int
@@ -97,7 +95,7 @@ class Job:
     @property
     def rank(self) -> list[str]:
         """The program of a rank, with the rank's command."""
-        return [*RANK, *(["--log-dir", self.log_folder] if self.log_folder else []), *self.command]
+        return [*RANK, *self.command]
 
 
 def agent_by_ssh(host: Host, port: int | None, path: str | None) -> list[str]:

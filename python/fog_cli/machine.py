@@ -1,8 +1,7 @@
-"""The checks of `fog doctor` that do not need torch: limits, memory, network and namespaces of this machine."""
+"""The checks of `fog doctor` that do not need torch: limits, memory and network of this machine."""
 
 from __future__ import annotations
 
-import ctypes
 import ipaddress
 import os
 import resource
@@ -108,17 +107,6 @@ def _anonymous_files() -> _Found:
     return "note", f"a process cannot open another one's memory by /proc: {last[0]}", advice
 
 
-def _tracing() -> _Found:
-    """Yama's ptrace scope, which may forbid UCX's copies between processes (process_vm_readv), not fog's."""
-    path = Path("/proc/sys/kernel/yama/ptrace_scope")
-    if not path.exists():
-        return "ok", "not restricted by yama", ""
-    scope = path.read_text().strip()
-    state = "ok" if scope == "0" or os.geteuid() == 0 else "note"
-    advice = "fog does not need it. MPI RMA between ranks of this host and py-spy do: sysctl kernel.yama.ptrace_scope=0"
-    return state, f"yama's ptrace_scope is {scope}", advice
-
-
 def _loopback() -> _Found:
     """The loopback interface, over which the ranks of one host connect."""
     try:
@@ -163,33 +151,14 @@ def _host_name() -> _Found:
     return "ok", shown, ""
 
 
-def _network_namespaces() -> _Found:
-    """Whether this machine can emulate several hosts, as fog's own tests and benchmarks do."""
-    advice = (
-        "only fog's tests and benchmarks of several hosts need them: "
-        "root (Docker: --privileged), and the program ip of iproute2"
-    )
-    if shutil.which("ip") is None:
-        return "note", "there is no program ip", advice
-    pid = os.fork()
-    if pid == 0:
-        new_network = 0x40000000  # CLONE_NEWNET of <sched.h>
-        os._exit(0 if ctypes.CDLL(None, use_errno=True).unshare(new_network) == 0 else 1)
-    if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0:
-        return "note", "this user cannot make network namespaces", advice
-    return "ok", "network namespaces can be made", ""
-
-
 _CHECKS: Mapping[str, Callable[[], _Found]] = {
     "descriptors": _descriptors,
     "memory": _memory,
     "shared memory": _shared_memory,
     "ranks share memory": _anonymous_files,
-    "ptrace": _tracing,
     "loopback": _loopback,
     "network": _interfaces,
     "host name": _host_name,
-    "emulated hosts": _network_namespaces,
 }
 
 

@@ -16,7 +16,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
@@ -41,8 +41,6 @@ __all__ = [
 ]
 
 _SEEDS = 1 << 32
-# Codecs compute scales with 16 significant bits, and everything else with 24. Bounds are larger by this factor.
-_ROUNDING = 1 + 2.0**-13
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,6 @@ class Codec(abc.ABC):
         TypeError: An argument has a wrong type.
         ValueError: An argument is out of its range.
     """
-
-    _computes_in_float32: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -134,26 +130,6 @@ class Codec(abc.ABC):
         self.backend.decode(message, output)
         return output
 
-    def bound(self, tensor: Tensor) -> Tensor:
-        """Returns how far each element of the decoded tensor can be from the given one, in float64.
-
-        It is infinite where the decoded element may be NaN or infinite.
-        """
-        values = dense(tensor).double().flatten()
-        if self._computes_in_float32:
-            values = torch.where(values.abs() > torch.finfo(torch.float32).max, math.inf, values)
-        errors = self._errors(values, tensor.dtype)
-        if tensor.dtype in (torch.float16, torch.bfloat16):  # the decoded value is rounded to the dtype
-            info = torch.finfo(tensor.dtype)
-            errors = errors + info.eps * (values.abs() + errors) + info.smallest_normal * info.eps
-        elif tensor.dtype == torch.float64:
-            errors = errors + 2.0**-24 * values.abs() + 2.0**-149
-        return torch.nan_to_num(errors, nan=math.inf, posinf=math.inf).view(tensor.shape)
-
-    @abc.abstractmethod
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the bound without the rounding to the dtype of the tensor; NaN and infinities stay."""
-
 
 def _argument(default: Any, allowed: str) -> Any:
     return field(default=default, metadata={"allowed": allowed})
@@ -228,27 +204,6 @@ def backend_of(compression: Codec | None) -> _C.Codec | None:
     return compression.backend
 
 
-def _largest(values: Tensor, block: int) -> Tensor:
-    """Returns for each element the largest magnitude of its block."""
-    return _by_block(values, block, lambda blocks, _: blocks.amax(1, keepdim=True))
-
-
-def _by_block(values: Tensor, block: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    numel = values.numel()
-    count = -(-numel // block)
-    magnitudes = values.new_zeros(count * block)
-    magnitudes[:numel] = values.abs()
-    sizes = values.new_full((count, 1), float(block))
-    if numel % block:
-        sizes[-1] = numel % block
-    return reduce(magnitudes.view(count, block), sizes).expand(count, block).reshape(-1)[:numel]
-
-
-def _scale(values: Tensor, block: int, top: float) -> Tensor:
-    """Returns for each element the scale of its block, or slightly more."""
-    return (_largest(values, block) / top).clamp_min(2.0**-126) * _ROUNDING
-
-
 @dataclass(frozen=True)
 class Float16(Codec):
     """Rounds to float16: 2 bytes an element.
@@ -258,10 +213,6 @@ class Float16(Codec):
 
     def _make(self) -> _C.Codec:
         return _backend().float16()
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        size = values.abs()
-        return torch.where(size < 65519, 2.0**-11 * size + 2.0**-25, math.inf)
 
 
 @dataclass(frozen=True)
@@ -273,12 +224,6 @@ class BFloat16(Codec):
 
     def _make(self) -> _C.Codec:
         return _backend().bfloat16()
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        size = values.abs()
-        errors = 2.0**-8 * size + 2.0**-134
-        most = min(torch.finfo(torch.bfloat16).max, torch.finfo(dtype).max)
-        return torch.where(size + errors < most, errors, math.inf)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,10 +247,6 @@ class _Integers(_Blocks):
 
     def _make(self) -> _C.Codec:
         return _backend().integers(self._bits, self.block, self.stochastic, self.seed)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        scale = _scale(values, self.block, 2 ** (self._bits - 1) - 1)
-        return scale * (1.0 if self.stochastic else 0.5)
 
 
 @dataclass(frozen=True)
@@ -349,17 +290,9 @@ class Sign(_Blocks):
     def _make(self) -> _C.Codec:
         return _backend().sign(self.block, self.stochastic, self.seed)
 
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        if self.stochastic:
-            return (values.abs() + _scale(values, self.block, 1.0)) * _ROUNDING
-        mean = _by_block(values, self.block, lambda blocks, sizes: blocks.sum(1, keepdim=True) / sizes)
-        return (values.abs() - mean).abs() + (_ROUNDING - 1) * mean + 2.0**-126
-
 
 @dataclass(frozen=True)
 class _Sparse(Codec):
-    _computes_in_float32: ClassVar[bool] = False
-
     fraction: float | None = _argument(None, "a real number or None")
     k: int | None = _argument(None, "an integer or None")
 
@@ -408,38 +341,10 @@ class TopK(_Sparse):
 
     bits: int = _argument(32, "an integer")
 
-    @property
-    def _computes_in_float32(self) -> bool:  # type: ignore[override]  # depends on the bits
-        return self.bits != 32
-
     def _make(self) -> _C.Codec:
         if self.bits not in (2, 4, 8, 32):
             raise ValueError(f"bits must be 2, 4, 8 or 32, got {self.bits}")
         return _backend().top_k(*self._which(), self.bits)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        count = self.count(values.numel())
-        sizes = values.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        if count == 0:
-            return sizes
-        if self.bits == 32:
-            return torch.where(sizes > sizes.topk(count).values[-1], 0.0, sizes)
-        # Which of equal magnitudes are sent decides on the blocks.
-        ranks = values.abs().nan_to_num(nan=math.inf, posinf=torch.finfo(torch.float64).max)
-        sent = torch.argsort(ranks, descending=True, stable=True)[:count].sort().values
-        errors = sizes.clone()
-        for begin in range(0, count, 512):
-            places = sent[begin : begin + 512]
-            errors[places] = self._errors_of_block(sizes[places])
-        return errors
-
-    def _errors_of_block(self, sizes: Tensor) -> Tensor:
-        low, high, mean = sizes.min(), sizes.max(), sizes.mean()
-        if self.bits == 2:
-            error = torch.maximum(mean - low, high - mean)
-        else:
-            error = (high - low) / (2**self.bits - 2)
-        return (error * _ROUNDING + 2.0**-23 * high + 2.0**-149).expand(len(sizes))
 
 
 @dataclass(frozen=True)
@@ -461,9 +366,6 @@ class RandomK(_Sparse):
 
     def _make(self) -> _C.Codec:
         return _backend().random_k(*self._which(), self.seed)
-
-    def _errors(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        return values.abs()
 
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names

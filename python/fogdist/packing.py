@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 # Large enough that the start-up time of a message does not matter, and small enough that the first messages travel
-# while the next ones are packed or their gradients are computed; benchmarks/overlap.py measures the overlap on CPUs. On
-# a GPU each bucket costs the host several launches, which bound the step of a small model: docs/gpu.md. A larger tensor
-# is a bucket by itself.
+# while the next ones are packed or their gradients are computed. On a GPU each bucket costs the host several launches,
+# which bound the step of a small model: docs/gpu.md. A larger tensor is a bucket by itself.
 _CPU_BYTES, _DEVICE_BYTES = 4 * 2**20, 25 * 2**20
 
 

@@ -33,7 +33,7 @@ _GRAPHS = {
     "GetDynamicOnePeerSendRecvRanks": "fogdist.topology.one_peer",
     "GetExp2DynamicSendRecvMachineRanks": "fogdist.topology.one_peer of a graph of machines",
     "GetInnerOuterExpo2DynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
-    "GetInnerOuterRingDynamicSendRecvRanks": "fogdist.topology.inner_outer_ring",
+    "GetInnerOuterRingDynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
     "GetRecvWeights": "fogdist.topology.recv_weights",
     "GetSendWeights": "fogdist.topology.send_weights",
     "IsRegularGraph": "fogdist.topology.is_regular",
@@ -115,7 +115,7 @@ _OF_FOGDIST = {
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
-    "fogdist": _OF_FOGDIST,
+    "fogdist": _OF_FOGDIST | {"testing": "fog's own tests inject faults"},
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
@@ -130,6 +130,9 @@ REMOVED: dict[str, dict[str, str]] = {
         "SlowMo": "DiLoCo makes local steps and an outer step with momentum",
         "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
     },
+    "fogdist.checkpoint": dict.fromkeys(
+        ("save_nonblocking", "Saving"), "save waits until its files are written"
+    ),
     "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS},
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
@@ -140,7 +143,11 @@ REMOVED: dict[str, dict[str, str]] = {
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
             for name, instead in _GRAPHS.items()
         },
-        "Torus2DGraph": "write fogdist.topology.torus",
+        **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
+        "plot": "networkx draws topology.graph(t)",
+        "inner_outer_ring": "inner_outer_exponential(size, local_size) averages in fewer rounds",
+        "one_peer_hypercube": "base_graph(size) has the same rounds for powers of two",
+        **dict.fromkeys(("Summary", "SummaryRow"), "a Topology has the numbers; summary(size) is a text"),
         "EquiStaticGraph": 'by_name("exp2", size) is a graph of few edges',
         "equi_dynamic": "base_graph(size) sends as little and reaches the exact average",
         "hyper_hypercube": "base_graph(size, degree) is the same where there is one",

@@ -90,7 +90,6 @@ def see_topology(
     node: int,
     size: int,
     *,
-    argument: str = "topology",
     nodes: Nodes = RANKS,
 ) -> StaticTopology:
     """Returns a topology from the point of view of one of its nodes.
@@ -101,7 +100,6 @@ def see_topology(
             ranks raise the same error. None to use them if there are any, which then must sum to 1 at each receiver.
         node: The node.
         size: The expected number of nodes.
-        argument: Name of the caller's argument, for messages.
         nodes: The kind of nodes.
 
     Raises:
@@ -113,14 +111,14 @@ def see_topology(
         check_flags(is_weighted=is_weighted)
     if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
         raise TypeError(
-            f"{argument} must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
+            f"topology must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
         )
-    check_topology(graph, argument)
+    check_topology(graph)
     may_be_mean = is_weighted is None
     if is_weighted is None:
         is_weighted = has_weights(graph)
         if is_weighted:
-            check_matrix(mixing_matrix(graph), argument)
+            check_matrix(mixing_matrix(graph), "topology")
     in_neighbors = [source for source in graph.predecessors(node) if source != node]
     out_neighbors = [destination for destination in graph.successors(node) if destination != node]
     self_weight, sources = 1.0, dict.fromkeys(sorted(in_neighbors), 1.0)

@@ -44,7 +44,7 @@ WorkPtr ProcessGroupFog::barrier(const c10d::BarrierOptions& options) {
     given.device = at::Device(*type, static_cast<c10::DeviceIndex>(options.device_ids[0]));
   }
   if (given.device && !given.device->is_cpu()) {
-    if (const auto delegate = device_backends_.serving("barrier", *given.device)) {
+    if (const auto delegate = device_backends_->serving("barrier", *given.device)) {
       return delegate->barrier(given);
     }
   }

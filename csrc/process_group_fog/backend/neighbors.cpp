@@ -209,7 +209,7 @@ std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char
   TORCH_CHECK_VALUE(
       !coalescing_ || device.is_cpu(), op, ": cannot be coalesced with other operations for tensors on ", device,
       "; allowed are those of torch.distributed");
-  const auto delegate = device_backends_.serving(op, tensors);
+  const auto delegate = device_backends_->serving(op, tensors);
   if (!delegate) {
     return nullptr;
   }

@@ -40,9 +40,7 @@ ProcessGroupFog::ProcessGroupFog(
     c10::intrusive_ptr<Options> options,
     const ProcessGroupFog* known,
     std::vector<int> known_ranks)
-    : Backend(rank, size),
-      options_(std::move(options)),
-      device_backends_(store, rank, size, options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }) {
+    : Backend(rank, size), options_(std::move(options)), device_backends_(make_device_backends(store, rank, size)) {
   init();
   // ProcessGroup::splitGroup() sets the names of backends that the new group already has; this one is added later.
   c10d::Backend::setGroupUid(options_->group_name);
@@ -72,11 +70,16 @@ ProcessGroupFog::ProcessGroupFog(
     const c10::intrusive_ptr<c10d::Store>& store)
     : Backend(group->rank, group->size()),
       options_(std::move(options)),
-      device_backends_(
-          store, group->rank, group->size(), options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); }),
+      device_backends_(make_device_backends(store, group->rank, group->size())),
       engine_owner_(std::move(engine_owner)),
       group_(std::move(group)) {
   init();
+}
+
+std::shared_ptr<DeviceBackends> ProcessGroupFog::make_device_backends(
+    const c10::intrusive_ptr<c10d::Store>& store, int rank, int size) {
+  return std::make_shared<DeviceBackends>(
+      store, rank, size, options_, [this](const auto& delegate, const auto& device) { prepare(delegate, device); });
 }
 
 void ProcessGroupFog::prepare(const BackendPtr& delegate, const at::Device& device) {
@@ -92,6 +95,15 @@ void ProcessGroupFog::prepare(const BackendPtr& delegate, const at::Device& devi
   if (is_timing_) {
     enable_timing(*delegate);
   }
+  // A delegate's operations in flight would wait for a lost rank until the timeout, with the program if it waits for the
+  // device; after that, NCCL's watchdog ends the process.
+  group_->engine.call_when_lost(group_, [backends = std::weak_ptr(device_backends_)](const std::string& which) {
+    if (const auto alive = backends.lock()) {
+      for (const auto& made : alive->close(which)) {
+        made->abort();
+      }
+    }
+  });
 }
 
 c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
@@ -157,12 +169,12 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
   last_split_.first = child->group_name;
   if (!is_member) {
     last_split_.second.reset();
-    device_backends_.split(store, ranks, *child, nullptr);
+    device_backends_->split(store, ranks, *child, nullptr);
     return nullptr;
   }
   auto group = c10::make_intrusive<ProcessGroupFog>(
       store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child, this, ranks);
-  device_backends_.split(store, ranks, *child, &group->device_backends_);
+  device_backends_->split(store, ranks, *child, group->device_backends_.get());
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;
 }
@@ -193,28 +205,28 @@ c10::intrusive_ptr<ProcessGroupFog::Options> ProcessGroupFog::child_options(
 
 void ProcessGroupFog::setTimeout(std::chrono::milliseconds timeout) {
   options_->timeout = timeout;
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     delegate->setTimeout(timeout);
   }
 }
 
 void ProcessGroupFog::setGroupUid(const std::string& uid) {
   c10d::Backend::setGroupUid(uid);
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     delegate->setGroupUid(uid);
   }
 }
 
 void ProcessGroupFog::enableCollectivesTiming() {
   is_timing_ = true; // fog's own operations are always timed
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     enable_timing(*delegate);
   }
 }
 
 void ProcessGroupFog::eagerConnectSingleDevice(at::Device device) {
   if (!device.is_cpu()) {
-    device_backends_.connect("eager_connect_single_device", device);
+    device_backends_->connect("eager_connect_single_device", device);
   }
 }
 
@@ -228,44 +240,44 @@ at::Device ProcessGroupFog::accelerator(const char* op) const {
 }
 
 std::shared_ptr<c10::Allocator> ProcessGroupFog::getMemAllocator() {
-  const auto delegate = device_backends_.serving("mem_allocator", accelerator("mem_allocator"));
+  const auto delegate = device_backends_->serving("mem_allocator", accelerator("mem_allocator"));
   TORCH_CHECK_VALUE(
       delegate, "mem_allocator: only fog serves this group's tensors; allowed is a group with a backend for an accelerator");
   return delegate->getMemAllocator();
 }
 
 at::Tensor ProcessGroupFog::allocateTensor(long size, at::TensorOptions options) {
-  const auto delegate = device_backends_.serving("allocate_tensor", options.device());
+  const auto delegate = device_backends_->serving("allocate_tensor", options.device());
   TORCH_CHECK_VALUE(
       delegate, "allocate_tensor: device: got ", options.device(), "; allowed is an accelerator, whose backend has memory of its own");
   return delegate->allocateTensor(size, options);
 }
 
 bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
-  if (!getBoundDeviceId() && !at::getAccelerator()) {
+  if (!getBoundDeviceId() && at::accelerator::deviceCount() == 0) { // also a torch for GPUs on a machine without one
     return false;
   }
   const auto delegate =
-      device_backends_.serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
+      device_backends_->serving("supports_tensor_alloc", at::Device(accelerator("supports_tensor_alloc").type(), index));
   return delegate && delegate->supportsTensorAlloc(index);
 }
 
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 void ProcessGroupFog::suspend() {
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     delegate->suspend();
   }
 }
 
 void ProcessGroupFog::resume() {
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     delegate->resume();
   }
 }
 
 std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
   std::unordered_map<std::string, uint64_t> all;
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     for (const auto& [name, value] : delegate->getMemoryStats()) {
       all[name] += value;
     }
@@ -276,14 +288,14 @@ std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
 
 #ifdef C10D_BACKEND_HAS_HOOKS
 void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     delegate->addEphemeralTimeout(timeout);
   }
 }
 #endif
 
 void ProcessGroupFog::shutdown() {
-  for (const auto& delegate : device_backends_.close()) {
+  for (const auto& delegate : device_backends_->close()) {
     delegate->shutdown();
   }
   close();
@@ -299,14 +311,14 @@ void ProcessGroupFog::close() {
 }
 
 void ProcessGroupFog::abort() {
-  for (const auto& delegate : device_backends_.close()) {
+  for (const auto& delegate : device_backends_->close()) {
     delegate->abort();
   }
   group_->engine.abort(group_, c10::str("rank ", rank_, " aborted group '", group_->name, "'"));
 }
 
 c10d::ErrorType ProcessGroupFog::getError() {
-  for (const auto& delegate : device_backends_.made()) {
+  for (const auto& delegate : device_backends_->made()) {
     if (const auto error = delegate->getError(); error != c10d::ErrorType::SUCCESS) {
       return error;
     }
@@ -470,12 +482,12 @@ void ProcessGroupFog::startCoalescing() {
   // Operations on CPU tensors start at once; coalescing only joins their Works.
   coalescing_ = true;
   coalesced_.clear();
-  device_backends_.start_coalescing();
+  device_backends_->start_coalescing();
 }
 
 WorkPtr ProcessGroupFog::endCoalescing() {
   coalescing_ = false;
-  if (auto work = device_backends_.end_coalescing()) {
+  if (auto work = device_backends_->end_coalescing()) {
     return work;
   }
   return when_all(OpType::COALESCED, std::exchange(coalesced_, {}));

@@ -286,7 +286,7 @@ class ProcessGroupFog : public c10d::Backend {
 
   // The backend that serves tensors of this type of device, if it has been created.
   BackendPtr delegate(const std::string& device_type) const {
-    return device_backends_.made(at::Device(device_type).type());
+    return device_backends_->made(at::Device(device_type).type());
   }
   // A group of some of this group's ranks, this one among them, over the same engine. It needs no meeting, so it can be
   // created after this group has failed. Each of `ranks` makes the same call; `number` is used once.
@@ -338,7 +338,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> world_ranks(const c10d::ReconfigureOptions& given) const;
   std::shared_ptr<Group> exchange_group(std::shared_ptr<Group> group);
 #endif
-  // Gives a delegate the properties of this backend.
+  std::shared_ptr<DeviceBackends> make_device_backends(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
+  // Gives a delegate the properties of this backend, and aborts it once a member of the group is lost.
   void prepare(const BackendPtr& delegate, const at::Device& device);
   c10::intrusive_ptr<Options> child_options(const char* op, const c10::intrusive_ptr<c10d::Backend::Options>& options) const;
   CallOptions call_options(std::chrono::milliseconds timeout) const;
@@ -436,7 +437,7 @@ class ProcessGroupFog : public c10d::Backend {
   DelegateCall delegate_of(const char* op, const Given&... given) {
     Pointers tensors;
     (collect(tensors, given), ...);
-    return device_backends_.serving(op, tensors);
+    return device_backends_->serving(op, tensors);
   }
   static void collect(Pointers& tensors, const at::Tensor& tensor) {
     tensors.push_back(&tensor);
@@ -461,7 +462,7 @@ class ProcessGroupFog : public c10d::Backend {
 
   const c10::intrusive_ptr<Options> options_;
   bool is_timing_ = false;
-  DeviceBackends device_backends_;
+  const std::shared_ptr<DeviceBackends> device_backends_; // a thread that aborts them may keep them alive
   std::atomic<uint64_t> encoded_{0}; // messages, to number their random numbers
   std::mutex neighbors_mutex_;
   std::vector<std::pair<at::Device, std::shared_ptr<device::Neighbors>>> neighbors_; // by device

@@ -175,6 +175,7 @@ DeviceBackends::Slot& DeviceBackends::slot(at::DeviceType type) {
 BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device, bool eager) {
   const auto type = device.type();
   if (auto found = made(type)) {
+    check_open(op);
     return found;
   }
   const auto factory = factory_for(type);
@@ -198,7 +199,7 @@ BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device
   prepare_(delegate, device);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (!is_closed_) {
+    if (closed_.empty()) {
       return place.delegate = std::move(delegate);
     }
   }
@@ -206,7 +207,15 @@ BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device
     delegate->shutdown();
     delegate.reset();
   });
-  C10_THROW_ERROR(DistBackendError, c10::str(op, ": the group was shut down or aborted"));
+  check_open(op);
+  return nullptr; // not reached
+}
+
+void DeviceBackends::check_open(const char* op) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!closed_.empty()) {
+    C10_THROW_ERROR(DistBackendError, c10::str("fog: ", op, ": ", closed_));
+  }
 }
 
 BackendPtr DeviceBackends::made(at::DeviceType type) const {
@@ -226,10 +235,10 @@ std::vector<BackendPtr> DeviceBackends::made() const {
   return all;
 }
 
-std::vector<BackendPtr> DeviceBackends::close() {
+std::vector<BackendPtr> DeviceBackends::close(const std::string& reason) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    is_closed_ = true;
+    closed_ = closed_.empty() ? reason : closed_;
   }
   return made();
 }

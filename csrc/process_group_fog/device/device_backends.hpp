@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <shared_mutex>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -104,8 +105,8 @@ class DeviceBackends {
   BackendPtr made(at::DeviceType type) const;
   // All delegates that exist.
   std::vector<BackendPtr> made() const;
-  // Ends the creation of delegates. Returns the existing ones.
-  std::vector<BackendPtr> close();
+  // Ends the use of delegates; later operations throw a DistBackendError with this reason. Returns the existing ones.
+  std::vector<BackendPtr> close(const std::string& reason = "the group was shut down or aborted");
 
   // Creates the delegate of a device, unless it exists, and connects it. Called on all ranks of the group.
   void connect(const char* op, const at::Device& device);
@@ -135,6 +136,7 @@ class DeviceBackends {
   DelegateCall call(const char* op, at::DeviceType type, BackendPtr delegate);
   BackendPtr find_or_make(const char* op, const at::Device& device, bool eager);
   Slot& slot(at::DeviceType type);
+  void check_open(const char* op) const;
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
@@ -143,7 +145,7 @@ class DeviceBackends {
   const std::function<void(const BackendPtr&, const at::Device&)> prepare_;
   mutable std::mutex mutex_;
   std::map<at::DeviceType, Slot> slots_; // entries are never erased
-  bool is_closed_ = false;
+  std::string closed_; // the reason, after close()
   std::atomic<bool> is_coalescing_{false};
   std::optional<at::DeviceType> coalesced_type_; // type of device of the first operation
   std::optional<DelegateCall> coalescing_; // the call that has begun a group of operations for the program

@@ -1,36 +1,16 @@
 #include "device/pinned_memory.hpp"
 
-#include <dlfcn.h>
-
 #include <exception>
 
 #include <ATen/Functions.h>
 #include <c10/core/DeviceGuard.h>
 
+#include "device/runtime.hpp"
+
 namespace fog::device {
 namespace {
 
 constexpr unsigned kPortable = 1; // cudaHostRegisterPortable: page-locked for every context of the process
-
-// fog is built without CUDA, and torch has no operation to page-lock existing memory. So this looks for a function of
-// the CUDA runtime in torch's device library, if the process has loaded it; null if there is none.
-template <typename Function>
-Function* of_runtime(const char* name) {
-  void* library = dlopen("libc10_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-  if (library == nullptr) {
-    return nullptr;
-  }
-  auto* function = reinterpret_cast<Function*>(dlsym(library, name));
-  dlclose(library); // torch keeps it loaded
-  return function;
-}
-
-// Clears the runtime's last error: torch would take it for an error of its own.
-void forget_error() {
-  if (auto* forget = of_runtime<int()>("cudaGetLastError")) {
-    forget();
-  }
-}
 
 } // namespace
 

@@ -54,7 +54,7 @@ PinnedStaging::PinnedStaging(Window& window)
       published_(window.host_tensor()),
       flat_(flat_values(window.tensor())),
       stream_(device_),
-      received_(device_),
+      received_(device_, Stream::From::kDevice),
       pinned_(device_, published_.mutable_data_ptr(), window.bytes()) {}
 
 PinnedStaging::~PinnedStaging() {

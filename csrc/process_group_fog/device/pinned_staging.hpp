@@ -70,7 +70,8 @@ class PinnedStaging final : public WindowStaging {
   const at::Tensor published_; // the published copy
   const at::Tensor flat_; // the tensor's values in order, at their address at the window's creation
   const Stream stream_;
-  const Stream received_; // for data that neighbors write; does not wait for the program's work on the device
+  // For data that neighbors write. The engine waits for it, so it must not wait for the program's work on the device.
+  const Stream received_;
   PinnedMemory pinned_; // for the published copy
 
   std::mutex owner_; // held by the thread that reads or changes the published copy

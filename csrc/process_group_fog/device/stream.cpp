@@ -7,6 +7,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "device/runtime.hpp"
+
 namespace fog::device {
 namespace {
 
@@ -43,6 +45,33 @@ bool is_allocated_by_torch(const at::Tensor& tensor) {
       tensor.storage().data_ptr().get_deleter() == allocator_deleter(tensor.device());
 }
 
+c10::Stream stream_of_pool(const at::Device& device) {
+  return VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+// For torch, the number of a stream that it has not made is the runtime's pointer.
+c10::Stream stream_beside_pool(const at::Device& device) {
+  constexpr unsigned kNonBlocking = 1; // cudaStreamNonBlocking: does not wait for the default stream
+  static std::mutex mutex;
+  static auto* known = new std::map<c10::DeviceIndex, c10::Stream>;
+  auto* create = device.is_cuda() ? of_runtime<int(void**, unsigned)>("cudaStreamCreateWithFlags") : nullptr;
+  if (create == nullptr) {
+    return stream_of_pool(device);
+  }
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (const auto found = known->find(device.index()); found != known->end()) {
+    return found->second;
+  }
+  const c10::DeviceGuard guard(device);
+  void* made = nullptr;
+  if (create(&made, kNonBlocking) == 0) {
+    return known->emplace(device.index(), c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(made)))
+        .first->second;
+  }
+  forget_error();
+  return stream_of_pool(device);
+}
+
 } // namespace
 
 c10::Stream current_stream(const at::Device& device) {
@@ -74,7 +103,8 @@ Event record_on(const c10::Stream& stream) {
   return event;
 }
 
-Stream::Stream(const at::Device& device) : stream_(VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device)) {
+Stream::Stream(const at::Device& device, From from)
+    : stream_(from == From::kPool ? stream_of_pool(device) : stream_beside_pool(device)) {
   allocator_deleter(device); // call it here, because it may allocate, and use_on() is also called in destructors
 }
 

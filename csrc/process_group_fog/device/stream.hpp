@@ -31,8 +31,11 @@ Event record_on(const c10::Stream& stream);
 // A stream of fog's own on a device, beside those of the program.
 class Stream {
  public:
-  // Takes one of the 32 streams in torch's pool, so others may have the same one.
-  explicit Stream(const at::Device& device);
+  enum class From {
+    kPool, // one of the 32 streams in torch's pool, so the program may have the same one
+    kDevice, // outside of the pool where the device is a GPU; all that ask for it have the same one
+  };
+  explicit Stream(const at::Device& device, From from = From::kPool);
 
   // While it lives, this thread's work for the device goes to the stream, after the present work of the program's
   // current stream.

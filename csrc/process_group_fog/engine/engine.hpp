@@ -100,6 +100,9 @@ class Engine final : public Driver, public MessageHandler {
   Failure failure(const std::shared_ptr<Group>& group);
   // Makes the transport notice the end of these ranks, also if nothing is sent to them.
   void watch(const Group& group, const std::vector<int>& ranks);
+  // A thread of the pool calls `function` once a member of the group is lost, or at once if one is; its argument says
+  // which. The end of members is noticed from now on, even if nothing is sent to them. It replaces an earlier function.
+  void call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function);
   uint64_t sequence(const std::shared_ptr<Group>& group);
   // The messages, and the bytes of data in them, that the group's operations have sent from this rank.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
@@ -294,6 +297,7 @@ class Engine final : public Driver, public MessageHandler {
   // Fails all groups and windows. The next round tries again if there is no memory for it.
   void fail_everything(const std::string& reason, bool tell);
   // Fails the group if an operation waits for `peer`; `announced` as in Operation::awaited().
+  void tell_of_loss(const Group& group, int rank);
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // Called when the operation's timeout is over: asks the ranks that it waits for, and the ranks that these wait for,
   // about their state. Returns false once the inquiry is complete.

@@ -163,10 +163,20 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
     }
     group->gone.emplace(peer, how);
     service_->on_gone(*group, peer, how);
+    if (announced) {
+      tell_of_loss(*group, peer);
+    }
     if (group->news && transport_ && !group->closed) { // the peer may not have passed the news on
       spread_news(*group);
     }
     fail_awaiting(group, peer, group->describe_member(peer) + " " + how + " while this rank waits for it", announced);
+  }
+}
+
+void Engine::tell_of_loss(const Group& group, int rank) {
+  if (group.when_lost) {
+    const auto which = group.describe_member(rank) + " " + group.gone.at(rank);
+    completions_.run([call = group.when_lost, which] { call(which); }, Refused::kQueue);
   }
 }
 

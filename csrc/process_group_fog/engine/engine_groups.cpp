@@ -214,6 +214,20 @@ void Engine::watch(const Group& group, const std::vector<int>& ranks) {
   }
 }
 
+void Engine::call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function) {
+  look_for_ended_peers();
+  const auto lock = locked();
+  group->when_lost = std::move(function);
+  for (int rank = 0; rank < group->size(); ++rank) {
+    const int peer_id = group->members[rank].peer_id;
+    if (peers()[peer_id].is_lost()) {
+      tell_of_loss(*group, rank);
+    } else if (transport_ && rank != group->rank) {
+      transport_->watch(peer_id);
+    }
+  }
+}
+
 std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {
   auto lock = locked();
   return {group->sent_messages, group->sent_bytes};

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -69,6 +70,7 @@ class Group {
   std::list<std::shared_ptr<Operation>> posted; // receives without a message, oldest first
   std::list<EarlyMessage> unexpected; // point-to-point messages without a receive, oldest first
   std::unordered_map<int, std::string> gone; // group ranks that have left, and why
+  std::function<void(const std::string& which)> when_lost; // see Engine::call_when_lost()
   Failure failure;
   // The failure as the members tell each other.
   struct News {

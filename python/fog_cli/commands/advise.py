@@ -213,19 +213,14 @@ def as_text(report: Report) -> list[str]:
     elif not report.compressed:
         lines.append("Compression: no codec takes parameters of one byte.")
     for compressed in report.compressed:
-        lines += _of_codec(network, choice, compressed)
+        lines += _of_codec(choice, compressed)
     return lines
 
 
-def _of_codec(network: Network, choice: Setting, found: Compression) -> list[str]:
+def _of_codec(choice: Setting, found: Compression) -> list[str]:
     """Returns the lines about a codec."""
     best, codec = found.choice, found.codec
-    speed = _limit_bits_per_s(network, found)
-    words = "" if speed is None else f"{speed / 1e9:.3g} Gbit/s"
-    if found.pays:
-        verdict = f"pays{f', up to links of about {words}' if words else ''}: {in_code(best)}"
-    else:
-        verdict = "does not pay" + (f"; it would on links below about {words}." if words else " on any link.")
+    verdict = f"pays: {in_code(best)}" if found.pays else "does not pay."
     return [
         (
             f"Compression with {codec.code}: {codec.element_bytes:.3g} bytes an element, {1e3 * found.seconds:.3g} ms for "
@@ -235,12 +230,6 @@ def _of_codec(network: Network, choice: Setting, found: Compression) -> list[str
         ),
         f"  It {verdict}",
     ]
-
-
-def _limit_bits_per_s(network: Network, found: Compression) -> float | None:
-    """The speed of the slowest host's link, or of the line between sites, up to which a codec pays."""
-    rates = [*network.trunks.values()] or [rate for rate in network.host_rates if rate < math.inf]
-    return 8 * found.limit * min(rates) if found.limit is not None and rates else None
 
 
 def in_code(choice: Setting) -> str:
@@ -285,7 +274,6 @@ def as_json(report: Report) -> dict[str, Any]:
             "codec": dataclasses.asdict(each.codec),
             "codec_s": each.seconds,
             "pays": each.pays,
-            "pays_up_to_bits_per_s": _limit_bits_per_s(network, each),
         }
         for each in report.compressed
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,6 @@ from typing import Any
 
 from fog_cli import UsageError, add_command
 from fog_cli import table as columns
-from fog_cli.commands.topology import byte_count
 from fog_cli.spawn import run_program
 
 _EXAMPLES = """\
@@ -24,6 +24,8 @@ the repetitions, with the lowest and the highest. neighbor_allreduce is along th
 topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with
 more care.
 """
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 def add(subparsers: Any) -> None:
@@ -47,6 +49,20 @@ def add(subparsers: Any) -> None:
         help="sizes of the tensor: 1000, 4K, 16M, 64Mi (default: 4K 1M 16M)",
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="how long each time is taken (default: 1)")
+
+
+def byte_count(text: str) -> int:
+    """Returns the number of bytes that a text such as "4K" or "64Mi" stands for.
+
+    Raises:
+        argparse.ArgumentTypeError: The text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?[iI]?)B?", text)
+    if match is None or match[2].upper() not in _UNITS or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; allowed are sizes such as 1000, 4K, 400M, 1G and 64Mi"
+        )
+    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def run(arguments: argparse.Namespace) -> int:

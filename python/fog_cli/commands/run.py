@@ -69,9 +69,6 @@ def add(subparsers: Any) -> None:
         metavar="K",
         help="with --keep-going: start only the ranks of host K, as each host starts its own (Kubernetes)",
     )
-    parser.add_argument(
-        "--log-dir", metavar="FOLDER", help="also write the output of each rank to FOLDER/rank-R.log"
-    )
     parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
@@ -102,7 +99,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 def add_placing(parser: argparse.ArgumentParser) -> None:
     """Describes the options that say where ranks are and how they start; other commands have them, too."""
     # The other options of `fog run`, for the commands that do not have them.
-    others = ("max_restarts", "max_ranks", "node_rank", "log_dir", "timeline_filename")
+    others = ("max_restarts", "max_ranks", "node_rank", "timeline_filename")
     parser.set_defaults(keep_going=False, **dict.fromkeys(others))
     parser.add_argument(
         "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
@@ -137,7 +134,6 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for their end."""
     job = prepare(arguments, os.environ)
-    _make_log_folder(job.log_folder)
     is_here = not job.keeps_going and all(is_local(host.name) for host in job.hosts)
     if arguments.verbose:
         for start in [job.rank] if is_here else job.starts:
@@ -147,17 +143,6 @@ def run(arguments: argparse.Namespace) -> int:
         return one_host.run(job) if is_here else keep_going.run(job)
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from error
-
-
-def _make_log_folder(folder: str | None) -> None:
-    if folder is None:
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--log-dir {folder}: {error.strerror}") from error
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UsageError(f"--log-dir {folder}: Permission denied")
 
 
 def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Job:
@@ -212,7 +197,6 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         hosts=hosts,
         command=[*prefix, *rank_command(arguments.command, arguments.module, variables)],
         environment=variables,
-        log_folder=str(Path(arguments.log_dir).absolute()) if arguments.log_dir else None,
         starts=starts,
         address=address,
         port=port,

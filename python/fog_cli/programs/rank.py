@@ -1,6 +1,6 @@
 """Runs a rank's command and prefixes each line of its output with the rank.
 
-`python -m fog_cli.programs.rank [--log-dir FOLDER] COMMAND`. It starts a second process that reads both output streams,
+`python -m fog_cli.programs.rank COMMAND`. It starts a second process that reads both output streams,
 and then replaces itself with the command, so that the launcher sees the process ID, the exit status and the signals of
 the command itself.
 """
@@ -15,8 +15,7 @@ import os
 import selectors
 import signal
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import NoReturn
 
 # The exit status of a rank that has lost another one, see `fog_pg._last_words`.
@@ -55,42 +54,8 @@ class LinePrefixer:
         return [self._prefix + line.encode("latin-1") + b"\n" for line in whole]
 
 
-class Log:
-    """A file with the output of a rank, without prefixes. If it cannot be written, the rank continues.
-
-    Args:
-        path: The file; what it has already is kept.
-        tell: Called with the reason when the file cannot be written, once.
-    """
-
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
-        self._path = path
-        self._tell: Callable[[str], None] | None = tell
-        self._descriptor = -1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            self._report(error)
-
-    def write(self, data: bytes) -> None:
-        """Appends data. After an error it tries again with the next data: a full disk may have room again."""
-        if self._descriptor < 0:
-            return
-        try:
-            while data:
-                data = data[os.write(self._descriptor, data) :]
-        except OSError as error:
-            self._report(error)
-
-    def _report(self, error: OSError) -> None:
-        if self._tell is not None:
-            self._tell(f"fog run: {self._path}: {error.strerror}; the log lacks output from here on\n")
-            self._tell = None
-
-
-def copy_lines(streams: Mapping[int, int], prefix: bytes, log: Log | None = None) -> None:
-    """Copies each stream, from descriptor to descriptor, and all of them to the log, until all end."""
+def copy_lines(streams: Mapping[int, int], prefix: bytes) -> None:
+    """Copies each stream, from descriptor to descriptor, until all end."""
     selector = selectors.DefaultSelector()
     prefixers = {source: LinePrefixer(prefix) for source in streams}
     for source in streams:
@@ -103,8 +68,6 @@ def copy_lines(streams: Mapping[int, int], prefix: bytes, log: Log | None = None
                 selector.unregister(source)
             if lines := prefixers[source].lines(data):
                 write_whole(streams[source], b"".join(lines))
-                if log is not None:
-                    log.write(b"".join(line[len(prefix) :] for line in lines))
 
 
 def write_whole(descriptor: int, data: bytes) -> None:
@@ -123,7 +86,7 @@ def write_whole(descriptor: int, data: bytes) -> None:
             fcntl.lockf(descriptor, fcntl.LOCK_UN)
 
 
-def _start_copying(prefix: bytes, log: Log | None) -> None:
+def _start_copying(prefix: bytes) -> None:
     """Replaces both output streams by pipes, and starts a process to read them that is no child of this process."""
     pipes = {1: os.pipe(), 2: os.pipe()}
     child = os.fork()
@@ -137,7 +100,7 @@ def _start_copying(prefix: bytes, log: Log | None) -> None:
             for _, writer in pipes.values():
                 os.close(writer)
             with contextlib.suppress(BaseException):
-                copy_lines({reader: stream for stream, (reader, _) in pipes.items()}, prefix, log)
+                copy_lines({reader: stream for stream, (reader, _) in pipes.items()}, prefix)
         os._exit(0)
     os.waitpid(child, 0)
     for stream, (reader, writer) in pipes.items():
@@ -150,12 +113,7 @@ def main() -> NoReturn:
     """Runs the command of the command line."""
     die_with_parent()
     words = sys.argv[1:]
-    rank, log = os.environ["RANK"], None
-    prefix = f"[{rank}] ".encode()
-    if words[0] == "--log-dir":
-        log = Log(Path(words[1], f"rank-{rank}.log"), lambda text: write_whole(2, prefix + text.encode()))
-        words = words[2:]
-    _start_copying(prefix, log)
+    _start_copying(f"[{os.environ['RANK']}] ".encode())
     os.environ.setdefault("FOG_RUN", "1")
     os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # which is for `fog_cli.one_host` only
     try:

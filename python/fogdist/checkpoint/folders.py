@@ -19,8 +19,6 @@ from fogdist.checkpoint.pieces import Piece, sync
 from fogdist.warn import warn_user
 
 _NAME = re.compile(r"step-(\d+)")
-# The piece with the mean of all ranks, if they saved that; else each has its own.
-MEAN = "mean"
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
@@ -30,10 +28,8 @@ def steps(path: str | os.PathLike[str]) -> list[int]:
         path: The folder that `save` was given; it may be missing.
     """
     found = [(each, _NAME.fullmatch(each.name)) for each in Path(path).glob("step-*")]
-    names = f"{MEAN}/.metadata", f"{piece_of(0)}/.metadata"
-    return sorted(
-        int(match[1]) for each, match in found if match and any((each / n).is_file() for n in names)
-    )
+    metadata = f"{piece_of(0)}/.metadata"
+    return sorted(int(match[1]) for each, match in found if match and (each / metadata).is_file())
 
 
 def latest(path: str | os.PathLike[str]) -> Path | None:

@@ -74,7 +74,7 @@ def write(folder: Path, state: State) -> None:
     entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **state.head},), _REST: (state.rest,)}
     for name, tensor in state.tensors.items():
         part, _, inner = name.partition(".")
-        entries.setdefault(part, {})[inner] = tensor
+        entries.setdefault(part, {})[inner] = tensor.cpu()
     # The steps of `torch.distributed.checkpoint.save`, which warns if it has no group of ranks.
     writer, planner = FileSystemWriter(folder), DefaultSavePlanner()
     writer.set_up_storage_writer(True)

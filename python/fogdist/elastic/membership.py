@@ -152,6 +152,11 @@ class Members:
         """The group of the living: at first the whole group."""
         return self._whole() if self._context is None else self._context
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the last membership."""
+        return self.membership.epoch
+
     def seat(self, name: str, state: Joinable | None = None) -> Seat:
         """Returns a new seat.
 

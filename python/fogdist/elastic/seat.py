@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from fogdist.context import Context
-
-if TYPE_CHECKING:
-    from fogdist.elastic.membership import Members
 
 
 class Joinable(Protocol):
@@ -30,6 +27,17 @@ class Joinable(Protocol):
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """Sets these numbers to those of the other ranks, before the first exchange with them."""
+
+
+class Members(Protocol):
+    """What a place needs of the ranks of its group: a part of `fogdist.elastic.membership.Members`."""
+
+    @property
+    def epoch(self) -> int: ...
+    @property
+    def context(self) -> Context: ...
+    def enter(self, seat: Seat) -> bool: ...
+    def meet(self, failure: BaseException) -> None: ...
 
 
 class Seat:
@@ -55,7 +63,7 @@ class Seat:
     @property
     def epoch(self) -> int:
         """The epoch of the membership that the rank knows of."""
-        return self._members.membership.epoch
+        return self._members.epoch
 
     @property
     def context(self) -> Context:

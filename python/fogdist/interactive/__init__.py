@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import signal
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -116,30 +116,21 @@ class Cluster:
         if self._is_suspended:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
 
-    def interrupt(self, ranks: Iterable[int] | None = None) -> None:
-        """Raises KeyboardInterrupt in the cell that ranks are running, as the notebook's stop button does.
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in the cell that the ranks are running, as the notebook's stop button does.
 
         An operation of fog that waits for other ranks ends by it too. The group may not know then which
         operation is next: `restart`, or ``fogdist.shutdown()`` and ``fogdist.init()`` in a cell. A rank that runs no cell goes on.
 
-        Args:
-            ranks: By default all.
-
         Raises:
-            TypeError: A rank is not an integer.
-            ValueError: There is no such rank.
             RuntimeError: Ranks are suspended, or after `stop`.
         """
-        chosen = range(self._size) if ranks is None else list(ranks)
-        for rank in chosen:
-            if not 0 <= check_int(rank, "ranks") < self._size:
-                raise ValueError(f"ranks must be from 0 to {self._size - 1}, got {rank}")
         processes = self._open()
         if self._is_suspended:
             raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
-        for rank in chosen:
+        for rank, pid in enumerate(processes.pids):
             if processes.end_of(rank) is None:
-                os.kill(processes.pids[rank], signal.SIGINT)
+                os.kill(pid, signal.SIGINT)
 
     def suspend(self) -> None:
         """Stops the processes of the ranks, so that they use no core; `resume` continues them.

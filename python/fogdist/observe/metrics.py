@@ -1,11 +1,10 @@
 """Metrics of training: the consensus distance, the staleness of neighbors' values, and bytes and wait time per peer.
 
 metrics = fogdist.metrics.Metrics(model)
-for step, batch in enumerate(progress := tqdm(batches)):
+for step, batch in enumerate(batches):
     ...
     if step % 100 == 0:
         metrics.collect()
-        progress.set_postfix(metrics.postfix())
         metrics.write(writer, step)  # torch.utils.tensorboard.SummaryWriter
 """
 
@@ -146,19 +145,6 @@ class Metrics:
             values["consensus_distance"] = consensus_distance(self._model, group=self._group)
         self._values = values
         return dict(values)
-
-    def postfix(self) -> dict[str, str]:
-        """Returns the metrics of the last `collect` in a short form for a progress bar (``tqdm.set_postfix``)."""
-        words = {}
-        if "consensus_distance" in self._values:
-            words["apart"] = f"{self._values['consensus_distance']:.2g}"
-        if "wait_fraction" in self._values:
-            words["wait"] = f"{self._values['wait_fraction']:.0%}"
-            if self._values["slowest_peer"] >= 0:
-                words["slowest"] = f"rank {self._values['slowest_peer']:.0f}"
-        if "staleness" in self._values:
-            words["stale"] = f"{self._values['staleness']:.0f}"
-        return words
 
     def write(self, writer: Writer, step: int, *, prefix: str = "fog") -> None:
         """Writes the metrics of the last `collect` as scalars ``prefix/name``.

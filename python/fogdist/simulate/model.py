@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -103,13 +103,6 @@ class StackedModel(nn.Module):
         for name, rows in self.parameters_of_ranks().items():
             named[name].copy_(rows.mean(dim=0) if rank is None else rows[rank])
         return model
-
-    @torch.no_grad()
-    def set_rank(self, rank: int, parameters: Mapping[str, Tensor]) -> None:
-        """Gives a rank other parameters: those of `parameters` by name, as of a model's `named_parameters`."""
-        for name, rows in self.parameters_of_ranks().items():
-            if name in parameters:
-                rows[rank].copy_(parameters[name])
 
     @torch.no_grad()
     def consensus_distance(self) -> float:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fogdist.context import Context, VirtualGroup
-from fogdist.lazy import nx
-from fogdist.static_topology import one_graph, see_topology
-from fogdist.topology import Topology
+from fogdist.static_topology import see_topology
+from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import check_count
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round, topology_of
 
@@ -32,18 +31,17 @@ class VirtualRanks(VirtualGroup):
 
     Args:
         size: Number of ranks, at least 1.
-        topology: The group's topology, which algorithms follow whose `topology` is None, as of `fogdist.set_topology`.
 
     Raises:
-        TypeError: `size` is not an int, or `topology` not one of so many nodes.
+        TypeError: `size` is not an int.
         ValueError: `size` is below 1.
     """
 
-    def __init__(self, size: int, topology: nx.DiGraph | Topology | str | None = None) -> None:
+    def __init__(self, size: int) -> None:
         check_count(size, "size")
         make: Any = super().__init__
         make(0, size)  # of no store: nothing is sent
-        static = see_topology(one_graph(topology, size), None, 0, size)
+        static = see_topology(exponential(size), None, 0, size)
         backend: Any = _OneProcess()
         self.context = _AllRanks(self, backend, 0, size, [0] * size, static)
 

@@ -40,10 +40,6 @@ class Result:
     evaluated: list[tuple[int, float]]
     model: StackedModel
 
-    def steps_to(self, target: float) -> int | None:
-        """Returns the number of steps after which an evaluation was at most `target`; None if none was."""
-        return next((steps for steps, value in self.evaluated if value <= target), None)
-
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return SGD(parameters, lr=0.1)
@@ -62,7 +58,6 @@ def train(
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
     evaluate: Callable[[StackedModel], float] | None = None,
     every: int = 1,
-    until: float | None = None,
     seed: int = 0,
 ) -> Result:
     """Trains a model on many ranks in this process, with the algorithms and topologies of real ranks.
@@ -93,7 +88,6 @@ def train(
         evaluate: Called before the first step and after every `every` steps, with the model in eval mode and without
             gradients; a loss, say, of ``stacked.model_of()``, the mean of all ranks.
         every: Steps from one evaluation to the next.
-        until: Ends the training at an evaluation that is at most this; None to make all steps.
         seed: Of torch's random numbers, which dropout takes; those of the caller stay as they were.
 
     Returns:
@@ -115,18 +109,15 @@ def train(
     losses, distances = torch.zeros(2, steps, dtype=torch.float64)
     evaluated: list[tuple[int, float]] = []
 
-    def reached(step: int) -> bool:
-        if evaluate is None or step % every:
-            return False
-        with stacked.evaluating():
-            evaluated.append((step, float(evaluate(stacked))))
-        return until is not None and evaluated[-1][1] <= until
+    def look(step: int) -> None:
+        if evaluate is not None and step % every == 0:
+            with stacked.evaluating():
+                evaluated.append((step, float(evaluate(stacked))))
 
-    made = 0
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        done = reached(0)
-        while made < steps and not done:
+        look(0)
+        for made in range(steps):
             inputs, targets = data(made)
             view.zero_grad()
             each = of_ranks(stacked(inputs), targets)
@@ -138,6 +129,5 @@ def train(
                 scheduler.step()
             losses[made] = each.detach().mean()
             distances[made] = stacked.consensus_distance()
-            made += 1
-            done = reached(made)
-    return Result(losses[:made], distances[:made], evaluated, stacked)
+            look(made + 1)
+    return Result(losses, distances, evaluated, stacked)

@@ -4,7 +4,7 @@ A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
 alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
 (time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
-lists), `metrics`, `registry` (graphs by name), `comparison` and `drawing` (table and picture).
+lists), `metrics`, `registry` (graphs by name), `comparison` (a table).
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fogdist.removed import missing
 from fogdist.topology.base_graph import base_graph
-from fogdist.topology.comparison import Summary, SummaryRow, summary
-from fogdist.topology.drawing import plot
+from fogdist.topology.comparison import summary
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
     exponential,
@@ -25,7 +24,6 @@ from fogdist.topology.graphs import (
     ring,
     star,
     symmetric_exponential,
-    torus,
 )
 from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.neighbor_lists import (
@@ -38,10 +36,8 @@ from fogdist.topology.neighbor_lists import (
 from fogdist.topology.registry import SEQUENCE_NAMES, TOPOLOGY_NAMES, by_name, named
 from fogdist.topology.sequences import (
     inner_outer_exponential,
-    inner_outer_ring,
     one_peer,
     one_peer_exponential,
-    one_peer_hypercube,
     random_matching,
 )
 from fogdist.topology.topology import Peers, Topology
@@ -59,8 +55,6 @@ __all__ = [
     "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
     "Peers",
-    "Summary",
-    "SummaryRow",
     "Topology",
     "TopologyError",
     "base_graph",
@@ -72,7 +66,6 @@ __all__ = [
     "graph_from_matrix",
     "in_neighbors",
     "inner_outer_exponential",
-    "inner_outer_ring",
     "is_equivalent",
     "is_regular",
     "matrix_from_destinations",
@@ -83,9 +76,7 @@ __all__ = [
     "named",
     "one_peer",
     "one_peer_exponential",
-    "one_peer_hypercube",
     "out_neighbors",
-    "plot",
     "random_matching",
     "recv_weights",
     "ring",
@@ -94,7 +85,6 @@ __all__ = [
     "star",
     "summary",
     "symmetric_exponential",
-    "torus",
     "transpose_neighbor_ranks",
     "uniform_weights",
 ]

@@ -14,6 +14,7 @@ from typing import SupportsIndex
 
 from fogdist.lazy import nx
 from fogdist.topology.errors import TopologyError
+from fogdist.topology.graphs import exponential
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import check_int, check_rank, check_topology
 
@@ -95,14 +96,7 @@ def exp2_machine_ranks(
             f"world_size must be at least 2 * local_size = {2 * local_size} (two machines), "
             f"got world_size {machines * local_size}"
         )
-    machine = rank // local_size
-
-    def steps() -> Iterator[tuple[list[int], list[int]]]:
-        for step in count():
-            distance = _doubling_distance(step, machines)
-            yield [(machine + distance) % machines], [(machine - distance) % machines]
-
-    return steps()
+    return one_peer_ranks(exponential(machines), rank // local_size)
 
 
 def inner_outer_ring_ranks(

@@ -1,8 +1,7 @@
 """The static topologies, and comparisons of topologies.
 
 Every graph is a networkx.DiGraph on the ranks 0 ... size-1 with a self loop at every rank and doubly
-stochastic weights, so that one mixing step keeps the average of all ranks. Names and arguments are those of
-BlueFog, which has no torus.
+stochastic weights, so that one mixing step keeps the average of all ranks. Arguments are those of BlueFog.
 """
 
 from __future__ import annotations
@@ -119,33 +118,6 @@ def mesh(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None 
             grid.add_edge(rank, neighbor)
             grid.add_edge(neighbor, rank)
     return metropolis_hastings_weights(grid)
-
-
-def torus(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None = None) -> nx.DiGraph:
-    """Returns a two-dimensional torus: the grid of `mesh` closed to a ring in both directions.
-
-    Rank ``row * columns + column`` stands at (row, column) and has its four neighbors, fewer where two of
-    them are the same rank. Uniform weights, 1/5 each from a 3 by 3 torus on; W is symmetric.
-
-    Args:
-        size: Number of ranks, at least 1.
-        shape: (rows, columns) with rows * columns == size. None: the factors nearest to the square root, rows
-            first and not more rows than columns (a prime size gives a ring).
-
-    Raises:
-        TypeError: `size` or an entry of `shape` is not an integer, or `shape` is not a pair.
-        TopologyError: `size` or an entry of `shape` is below 1, or the product of `shape` is not `size`.
-    """
-    size = check_int(size, "size", minimum=1)
-    rows, columns = _grid_shape(size, shape)
-    edges = []
-    for rank in range(size):
-        row, column = divmod(rank, columns)
-        near = {rank}
-        near |= {(row + step) % rows * columns + column for step in (-1, 1)}
-        near |= {row * columns + (column + step) % columns for step in (-1, 1)}
-        edges += [(rank, neighbor, Fraction(1, len(near))) for neighbor in near]
-    return build_topology(size, edges)
 
 
 def star(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph:

@@ -22,7 +22,6 @@ _GRAPHS: dict[str, Callable[[SupportsIndex], nx.DiGraph]] = {
     "ring-left": partial(graphs.ring, connect_style=1),
     "ring-right": partial(graphs.ring, connect_style=2),
     "mesh": graphs.mesh,
-    "torus": graphs.torus,
     "star": graphs.star,
     "full": graphs.fully_connected,
 }
@@ -33,7 +32,6 @@ TOPOLOGY_NAMES: tuple[str, ...] = tuple(_GRAPHS)
 
 SEQUENCE_NAMES: tuple[str, ...] = (
     "one-peer-exp2",
-    "one-peer-hypercube",
     "base-2",
     "base-3",
     "base-4",
@@ -42,13 +40,12 @@ SEQUENCE_NAMES: tuple[str, ...] = (
 """The names of sequences of rounds, which only `named` knows."""
 
 
-def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
+def named(name: str, size: SupportsIndex) -> Topology:
     """Returns a static topology or a sequence of rounds by its short name, as `fog topology` lists them.
 
     Args:
         name: One of `TOPOLOGY_NAMES` or `SEQUENCE_NAMES`. base-k is `base_graph` of degree k - 1.
         size: Number of ranks, at least 1.
-        seed: Of "random-matching", the same on all ranks.
 
     Raises:
         TypeError: `name` is not a string, or `size` not an integer.
@@ -63,12 +60,8 @@ def named(name: str, size: SupportsIndex, *, seed: int = 0) -> Topology:
     if name.startswith("base-"):
         return base_graph(size, int(name.removeprefix("base-")) - 1)
     if name == "random-matching":
-        return sequences.random_matching(size, seed=seed)
-    return (
-        sequences.one_peer_exponential(size)
-        if name == "one-peer-exp2"
-        else sequences.one_peer_hypercube(size)
-    )
+        return sequences.random_matching(size)
+    return sequences.one_peer_exponential(size)
 
 
 def by_name(name: str, size: SupportsIndex) -> nx.DiGraph:

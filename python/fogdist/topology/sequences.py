@@ -15,12 +15,7 @@ from typing import SupportsIndex
 import numpy as np
 
 from fogdist.lazy import nx
-from fogdist.topology.base_graph import base_graph
-from fogdist.topology.dynamic import (
-    inner_outer_exponential_ranks,
-    inner_outer_ring_ranks,
-    one_peer_ranks,
-)
+from fogdist.topology.dynamic import inner_outer_exponential_ranks, one_peer_ranks
 from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import exponential
 from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
@@ -43,36 +38,6 @@ def one_peer_exponential(size: SupportsIndex) -> Topology:
         TopologyError: `size` is below 1.
     """
     return _one_peer(exponential(size), "one-peer-exp2", one_peer_exponential)
-
-
-def one_peer_hypercube(size: SupportsIndex) -> Topology:
-    """Returns the one-peer hypercube: in round t each rank exchanges with the rank that differs in bit t.
-
-    The exact average after log2(n) rounds, begun at any round; exchanges go both ways. Pairs that average can
-    do so for powers of two only (Shi, Li, Johansson and Johansson, "Finite-Time Convergent Gossiping",
-    IEEE/ACM Transactions on Networking 24, 2016); `base_graph` with degree 1 weighs some exchanges otherwise.
-
-    Args:
-        size: Number of ranks: a power of two.
-
-    Raises:
-        TypeError: `size` is not an integer.
-        TopologyError: `size` is not a power of two.
-    """
-    size = check_int(size, "size", minimum=1)
-    if size & (size - 1):
-        raise TopologyError(f"size must be a power of two, got {size}; base_graph ('base-2') takes any size")
-    ranks = np.arange(size)
-    rounds = []
-    for bit in range(max(size.bit_length() - 1, 1)):
-        W = np.eye(size) / 2
-        W[ranks, (ranks ^ (1 << bit)) % size] += 0.5
-        rounds.append(W)
-    return Topology("one-peer-hypercube", rounds, resized=_hypercube_or_base)
-
-
-def _hypercube_or_base(size: int) -> Topology:
-    return one_peer_hypercube(size) if size & (size - 1) == 0 else base_graph(size)
 
 
 def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
@@ -132,27 +97,6 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
     if size == 1:
         return Topology("random-matching", [np.eye(1)], resized=resized)
     return Topology.endless("random-matching", size, matching, resized=resized)
-
-
-def inner_outer_ring(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
-    """Returns a ring inside each machine joined with a ring of machines: one local rank in turn goes outside.
-
-    The rounds of `inner_outer_ring_ranks`, weights 1/2; the average of all ranks stays.
-
-    Args:
-        size: Number of ranks, a multiple of `local_size`.
-        local_size: Number of ranks on each machine, at least 3; ranks of a machine are consecutive.
-
-    Raises:
-        TypeError: An argument is not an integer.
-        TopologyError: `size` is not a multiple of `local_size`, or `local_size` below 3.
-    """
-    size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
-
-    def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        return inner_outer_ring_ranks(size, local_size, rank)
-
-    return _walk("inner-outer-ring", size, local_size if size > local_size else 1, peers)
 
 
 def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> Topology:

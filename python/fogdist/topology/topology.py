@@ -233,9 +233,8 @@ class Topology:
         """Returns the topology of some of the ranks only, which get the numbers 0, 1, ... in ascending order.
 
         A pure function, so ranks that know the same living ranks agree without communication. A kind that exists for
-        that number of ranks is made anew for it: one-peer exponential, Base-(k+1), random matchings; a
-        hypercube becomes the Base-(k+1) graph if it does not exist for that number. In circulant graphs (rings,
-        exponential graphs, the complete graph) the living close up around the circle. Other graphs lose the edges of
+        that number of ranks is made anew for it: one-peer exponential, Base-(k+1), random matchings. In circulant
+        graphs (rings, exponential graphs, the complete graph) the living close up around the circle. Other graphs lose the edges of
         the missing ranks; where a graph falls apart by that, the next living rank gets the edges of each missing one.
 
         Rows sum to 1 in the result if they do here, in each round, and columns always do. A matrix that is symmetric stays
