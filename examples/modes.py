@@ -113,9 +113,7 @@ def _ddp_with_gossip(setup: Setup) -> Trainer:
 
 def _wrapper(mode: Any) -> Callable[[Setup], Trainer]:
     def make(setup: Setup) -> Trainer:
-        module = fogdist.DecentralizedDataParallel(
-            setup.model, setup.make_optimizer, setup.sequence, mode, average_buffers=mode == "sync"
-        )
+        module = fogdist.DecentralizedDataParallel(setup.model, setup.make_optimizer, setup.sequence, mode)
         return Trainer(module, module.optimizer, finish=lambda: module.average(buffers=True))
 
     return make
@@ -220,9 +218,6 @@ MODES: dict[str, Mode] = {
     "exact_diffusion": Mode(
         _algorithm(algorithms.ExactDiffusion), "exact diffusion", topology="ring", can_be_dynamic=False
     ),
-    "d2": Mode(
-        _algorithm(algorithms.D2), "D2, exact diffusion's faster form", topology="ring", can_be_dynamic=False
-    ),
     "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "gradient tracking"),
     "aug_dgm": Mode(
         _algorithm(algorithms.GradientTracking, order="aug-dgm"),
@@ -247,11 +242,6 @@ MODES: dict[str, Mode] = {
     "diloco": Mode(
         _algorithm(algorithms.DiLoCo, has_local_steps=True),
         "DiLoCo: local steps, outer Nesterov momentum",
-        local_steps=16,
-    ),
-    "noloco": Mode(
-        _algorithm(algorithms.NoLoCo, has_local_steps=True),
-        "NoLoCo: DiLoCo in random pairs",
         local_steps=16,
     ),
     "gasloc": Mode(

@@ -66,10 +66,10 @@ def choco_sgd(s: Simulation) -> Iterator[np.ndarray]:
 
 
 def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
-    """Sarfi et al., algorithm 1, where all ranks average; else by gossip, and with Nesterov momentum."""
+    """Sarfi et al., algorithm 1, where all ranks average; else by gossip."""
     X = s.X
-    momentum, gamma = s.option.get("outer_momentum", 0.0), s.option.get("gamma", 0.1)
-    E = V = U = np.zeros_like(X)
+    gamma = s.option.get("gamma", 0.1)
+    E = np.zeros_like(X)
     replicas = Replicas(s, X)
     H, mixed = X, X  # before the first round, ranks know nothing of each other
     share = 0.0
@@ -81,15 +81,13 @@ def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
                 replicas.begin_anew()
             if not s.loses(k):  # what is sent when a rank is lost was made before
                 share = 0.0 if np.allclose(W, 1 / s.size) else gamma
-            M = s.option.get("error_decay", 0.95) * E + s.option.get("outer_lr", 1.0) * (X - mixed - U)
+            M = s.option.get("error_decay", 0.95) * E + s.option.get("outer_lr", 1.0) * (X - mixed)
             M = M + share * (mixed - H)
             T = H + M
             H = replicas.follow(T)
             E = T - H
-            V = momentum * V + W @ H - mixed
-            U = U + momentum * V
             mixed = W @ H
             if np.allclose(W, 1 / s.size):
                 replicas.H = H = mixed  # all merge
-            X = mixed + U
+            X = mixed
         yield X

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import fogdist
 import fogdist.bluefog.torch as bf
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 from codec_bounds import bound_of
 from fogdist import topology
-from fogdist.algorithms import AsynchronousGossip, PullGet, WindowPushSum, WinPut
 from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
 from harness import error_of, on_ranks
 from hosts import run_on_hosts
@@ -272,178 +269,6 @@ def test_wrong_arguments_raise_before_anything_is_sent() -> None:
     torch.testing.assert_close(slot(window._open(), other), 2 * x, rtol=0.01, atol=0)
     dist.barrier()
     bf.win_free()
-
-
-# --- algorithms -----------------------------------------------------------------------------------------------
-
-
-class Point(torch.nn.Module):
-    """A model that is one vector, with a loss that is least at `target`."""
-
-    def __init__(self, rank: int, dtype: torch.dtype = torch.float64, numel: int = 500) -> None:
-        super().__init__()
-        self.x = torch.nn.Parameter(make_input(rank, dtype, numel))
-        self.target = make_input(10 + rank, dtype, numel)
-
-    def forward(self, pull: float) -> Tensor:
-        return pull * ((self.x - self.target) ** 2).sum() / 2
-
-
-def mixed(kind: str, codec: Codec, rounds: int, in_step: bool, alike: bool) -> tuple[Tensor, list[float]]:
-    """Mixes models, which are alike or not; returns where the rank is, and its push-sum weights if it has any."""
-    fogdist.init(topology.ring)
-    rank = fogdist.rank()
-    model = Point(0 if alike else rank)
-    plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    generator = random.Random(rank)
-    wrapped, optimizer = model, plain
-    if kind == "wrapper":
-        options = {"mode": "async", "broadcast": False, "compression": codec}
-        wrapped = fogdist.DecentralizedDataParallel(model, plain, **options)
-    else:
-        optimizer = {"WinPut": WinPut, "WindowPushSum": WindowPushSum}[kind](
-            plain, model, compression=codec, broadcast=False
-        )
-        optimizer.force_barrier = in_step
-    for _ in range(rounds):
-        optimizer.zero_grad()
-        wrapped(1.0).backward()
-        optimizer.step()
-        if not in_step:
-            time.sleep(generator.random() * 0.002)
-    weights: list[float] = []
-    dist.barrier()
-    if kind == "WindowPushSum":
-        optimizer.settle()
-        weights = optimizer.push_sum_weights()
-    if kind != "wrapper":
-        optimizer.unregister_window()
-    else:
-        wrapped.pause()
-    dist.barrier()
-    return model.x.detach().clone(), weights
-
-
-@pytest.mark.parametrize("kind", ["WinPut", "WindowPushSum", "wrapper"])
-def test_window_algorithms_come_as_near_as_the_codec_allows(world_of: WorldsByWay, kind: str) -> None:
-    start = torch.stack([make_input(rank, torch.float64, 500) for rank in range(4)])
-    spread = float((start - start.mean(0)).abs().max())
-    for in_step in (True, False) if kind != "wrapper" else (False,):
-        found = world_of("memory", 4).run(mixed, kind, Int8(block=64), 60, in_step, False)
-        x = torch.stack([each for each, _ in found])
-        # Int8 errs by 1/254 of the largest number of a block; such errors of several rounds are on their way.
-        assert (x - x.mean(0)).abs().max() < 0.03 * spread, in_step
-        if kind == "WindowPushSum":
-            p = torch.tensor([weights[0] for _, weights in found], dtype=torch.float64)
-            # x = p z, and the sums of both stay
-            torch.testing.assert_close((p[:, None] * x).sum(0), start.sum(0), rtol=0, atol=1e-10)
-            assert abs(float(p.sum()) - 4) < 1e-12
-        elif in_step:  # with puts, only ranks in step conserve the mean
-            torch.testing.assert_close(x.mean(0), start.mean(0), rtol=0, atol=1e-10)
-    # Ranks that agree stay where they are, although the errors of the codec are large.
-    for x, _ in world_of("memory", 4).run(mixed, kind, Int4(), 5, True, True):
-        assert (x - start[0]).abs().max() < 1e-13
-
-
-@on_ranks(2)
-def test_algorithms_refuse_what_they_cannot_do() -> None:
-    fogdist.init(topology.ring)
-    model = Point(0)
-
-    def plain() -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=0.1)
-
-    different = Int8(block=64 * (1 + fogdist.rank()))
-    with pytest.raises(ValueError, match="compression must be None for PullGet"):
-        PullGet(plain(), model, compression=Int8())
-    wrapper = functools.partial(fogdist.DecentralizedDataParallel, model, plain(), mode="async")
-    for kind in (WinPut, WindowPushSum, AsynchronousGossip):
-        for make in (functools.partial(kind, plain(), model), wrapper):
-            with pytest.raises(TypeError, match="compression must be a codec"):
-                make(compression=8)  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="compression"):
-                make(compression=different)
-
-
-# --- replicas -------------------------------------------------------------------------------------------------
-
-
-def gossip(codec: Codec, steps: int, slow: int | None, lost: float, dtype: torch.dtype) -> tuple[Tensor, int]:
-    """Gossips with random delays; returns where the rank is at last, and how many differences did not arrive.
-
-    Args:
-        codec: Of the algorithm.
-        steps: The number of steps.
-        slow: A rank with longer delays.
-        lost: The share of the differences that are dropped, as if the link had failed.
-        dtype: Of the parameters.
-    """
-    fogdist.init(topology.ring)
-    rank = fogdist.rank()
-    model = Point(rank, dtype)
-    plain = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = AsynchronousGossip(plain, model, compression=codec, broadcast=False)
-    replicas = optimizer._windows._replicas  # type: ignore[union-attr]
-    generator = random.Random(rank)
-    dropped = 0
-    assert replicas is not None
-
-    class Failed:
-        def wait(self) -> None:
-            raise dist.DistBackendError("dropped on purpose")
-
-    class Lossy:
-        """A window whose accumulates are lost sometimes: the own replica counts them, the peers' do not."""
-
-        def __init__(self, window: Any) -> None:
-            self._window = window
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._window, name)
-
-        def accumulate(self, tensor: Tensor, peers: list[tuple[int, float]], **options: Any) -> Any:
-            nonlocal dropped
-            if generator.random() >= lost:
-                return self._window.accumulate(tensor, peers, **options)
-            dropped += 1
-            # one of the peers gets it, the other does not
-            self._window.accumulate(tensor, peers[:1] if len(peers) > 1 else [], **options).wait()
-            return Failed()
-
-    replicas._windows = [Lossy(window) for window in replicas._windows]  # type: ignore[misc]
-    for _ in range(steps):
-        optimizer.zero_grad()
-        model(0.0).backward()
-        try:
-            optimizer.step()
-        except dist.DistBackendError as error:
-            assert "on purpose" in str(error)
-        time.sleep(generator.random() * (0.004 if rank == slow else 0.001))
-    dist.barrier()
-    optimizer.finish()
-    return model.x.detach().clone(), dropped
-
-
-@pytest.mark.parametrize(
-    "codec",
-    [Int8(), Int4(block=64), TopK(0.1)],
-    ids=str,
-)
-def test_replicas_lead_to_the_exact_average(world_of: WorldsByWay, codec: Codec) -> None:
-    dtype = torch.float32 if isinstance(codec, Int8) else torch.float64
-    start = torch.stack([make_input(rank, dtype, 500) for rank in range(4)])
-    found = world_of("memory", 4).run(gossip, codec, 700, 2, 0.0, dtype)
-    x = torch.stack([each for each, _ in found])
-    torch.testing.assert_close(x, start.mean(0).expand(4, -1), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("way", WAYS[:2])
-def test_replicas_survive_lost_differences(world_of: WorldsByWay, way: str) -> None:
-    start = torch.stack([make_input(rank, torch.float64, 500) for rank in range(3)])
-    found = world_of(way, 3).run(gossip, TopK(0.2), 500, None, 0.1, torch.float64)
-    assert all(dropped > 20 for _, dropped in found)
-    x = torch.stack([each for each, _ in found])
-    torch.testing.assert_close(x, start.mean(0).expand(3, -1), rtol=0, atol=1e-6)
 
 
 # --- between hosts --------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 from fogdist import DecentralizedDataParallel
 from fogdist import topology as topologies
+from fogdist.compression import Int8
 from harness import World, on_ranks
-from reference import mix
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -98,7 +98,6 @@ class Run:
         schedule: Whether a scheduler steps.
         function: Whether the wrapper gets a function that makes the optimizer.
         then: Name of the topology from step 3 on; the empty string keeps `topology`.
-        damping: staleness_damping, in mode "async".
     """
 
     optimizer: str = "sgd"
@@ -110,7 +109,6 @@ class Run:
     schedule: bool = False
     function: bool = False
     then: str = ""
-    damping: float = 0.0
 
 
 def backward(model: nn.Module, run: Run, rank: int, step: int) -> None:
@@ -351,39 +349,6 @@ def features(rank: int, step: int) -> Tensor:
 
 
 @on_ranks(3, mode=["sync", "async"])
-def test_buffers_are_mixed_on_request(mode: str) -> None:
-    rank, size = start()
-    matrix = topologies.mixing_matrix(topologies.ring(size))
-    torch.manual_seed(0)
-    model = Norm()
-    wrapper = DecentralizedDataParallel(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.01),
-        topologies.ring(size),
-        mode,
-        average_buffers=True,
-    )
-    means = [torch.zeros(4, dtype=torch.float64) for _ in range(size)]
-    for step in range(4):
-        wrapper.optimizer.zero_grad()
-        wrapper(features(rank, step)).square().mean().backward()
-        wrapper.optimizer.step()
-        changed = [0.9 * m + 0.1 * features(r, step).mean(0) for r, m in enumerate(means)]
-        # In mode "sync" buffers are sent before the forward pass, and the changes of that pass are kept.
-        mixed = mix(means, matrix)
-        means = [new + mix_ - old for new, mix_, old in zip(changed, mixed, means, strict=True)]
-    assert model.norm.num_batches_tracked == 4
-    if mode == "sync":
-        torch.testing.assert_close(model.norm.running_mean, means[rank], **EXACT)
-    mine = [model.norm.running_mean.clone(), model.norm.running_var.clone()]
-    wrapper.average()
-    for got, value in zip([model.norm.running_mean, model.norm.running_var], mine, strict=True):
-        torch.testing.assert_close(got, bf.allreduce(value), rtol=1e-12, atol=1e-12)
-    dist.barrier()
-    wrapper.close()
-
-
-@on_ranks(3, mode=["sync", "async"])
 def test_average(mode: str) -> None:
     rank, _ = start()
     torch.manual_seed(rank)
@@ -573,7 +538,7 @@ def test_bad_arguments() -> None:
             {"max_staleness": 1, "skip_lost": True},
         ),
         (ValueError, "max_staleness must be", (model, sgd, None, "async"), {"max_staleness": -1}),
-        (ValueError, "staleness_damping must be", (model, sgd, None, "async"), {"staleness_damping": -1}),
+        (ValueError, "compression must not", (model, sgd, None, "async"), {"compression": Int8()}),
         (ValueError, "bucket_cap_mb must be above 0", (model, sgd), {"bucket_cap_mb": 0}),
         (TypeError, "topology must be a fogdist.topology.Topology", (model, sgd, [1]), {}),
         (ValueError, "as many nodes as ranks", (model, sgd, topologies.ring(size + 1)), {}),
@@ -595,10 +560,12 @@ def test_a_closed_wrapper_mixes_nothing(mode: str) -> None:
     fogdist.init()
     model = make_net(fogdist.rank())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    attributes = set(vars(optimizer))
     wrapper = DecentralizedDataParallel(model, optimizer, mode=mode)
     train_step(wrapper, optimizer, 0, 0)
     loss_of(wrapper, 0, 1).backward()
     wrapper.close()
+    assert set(vars(optimizer)) == attributes
     with pytest.raises(RuntimeError, match="after close"):
         wrapper.average()
     assert wrapper.staleness() == {}
@@ -637,8 +604,7 @@ def simulate_turns(run: Run, size: int) -> tuple[list[Tensor], list[dict[int, in
             if j != rank and column[j] != 0:
                 weight = 0.0
                 if (j, rank) in slots:
-                    age = done[rank] - slots[j, rank][0]
-                    weight = float(column[j]) * (1 + max(age, 0)) ** -run.damping
+                    weight = float(column[j])
                     taken.append((weight, slots[j, rank][1]))
                 own += float(column[j]) - weight
         with torch.no_grad():
@@ -673,7 +639,6 @@ def take_turns(run: Run) -> tuple[list[Tensor], list[dict[int, int | None]]]:
         mode="async",
         broadcast=False,
         bucket_cap_mb=2e-4,
-        staleness_damping=run.damping,
     )
     scheduler = scheduler_of(wrapper.optimizer, run)
     states, ages, done = [], [], 0
@@ -695,7 +660,7 @@ def take_turns(run: Run) -> tuple[list[Tensor], list[dict[int, int | None]]]:
     "run",
     [
         *(Run(topology=topology) for topology in ("ring", "star", "one-peer")),
-        Run("adamw", "group", damping=0.5, schedule=True),
+        Run("adamw", "group", schedule=True),
     ],
     ids=str,
 )
@@ -716,7 +681,7 @@ def check_turns(world: World, run: Run) -> None:
 def test_turns_between_hosts(new_world):
     # the ranks exchange messages, as between hosts
     world = new_world(4, environment={"_FOG_LOCAL_LINKS": "0"})
-    check_turns(world, Run(topology="one-peer", damping=0.5))
+    check_turns(world, Run(topology="one-peer"))
 
 
 def make_scalar(

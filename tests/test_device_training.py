@@ -38,7 +38,7 @@ COMPRESSED: dict[str, Any] = {
     "ChocoSGD": partial(algorithms.ChocoSGD, compression=TopK(0.3, bits=2), gamma=0.3),
     **{f"neighbors {codec}": partial(compressed, codec=codec) for codec in (Int8(), TopK(0.1))},
 }
-ENTRIES = [*FACTORIES, "atc in backward", "wrapper", *IN_STEP, *WINDOWS, *COMPRESSED]
+ENTRIES = [*FACTORIES, "wrapper", *IN_STEP, *WINDOWS, *COMPRESSED]
 # The step finds out whether parameters without a gradient must move.
 READS_ONCE = ("GradientTracking",)
 
@@ -60,7 +60,7 @@ def train(kind: str, device: str, scaled: bool = False) -> tuple[Tensor, list[st
     there = place(device)
     net = make_net(rank).to(there)
     net.decoder.weight = net.encoder.weight  # `to` leaves them tied on torch's own devices only
-    if kind in FACTORIES or kind in ("atc in backward", "wrapper"):
+    if kind in (*FACTORIES, "wrapper"):
         base: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     else:
         base = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -136,14 +136,14 @@ class Branches(nn.Module):
         return torch.stack([parts[number] for number in range(5)]).sum(0)
 
 
-def in_another_order(kind: str, device: str) -> Tensor:
-    """Returns parameters after steps that send buckets in the backward pass; odd ranks compute in another order."""
+def in_another_order(device: str) -> Tensor:
+    """Returns parameters after steps with averages of gradients; odd ranks compute these in another order."""
     rank, _ = start()
     there = place(device)
     torch.manual_seed(rank)
     model = Branches(rank % 2 == 1).double().to(there)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    _, optimizer = training_cases.distribute(kind, base, model)
+    _, optimizer = training_cases.distribute("gradient", base, model)
     generator = torch.Generator().manual_seed(rank)
     for number in range(6):
         optimizer.zero_grad()
@@ -154,10 +154,9 @@ def in_another_order(kind: str, device: str) -> Tensor:
     return snapshot(model).cpu()
 
 
-@pytest.mark.parametrize("kind", ["atc in backward", "gradient"])
-def test_gradients_in_another_order(worlds, kind):
+def test_gradients_in_another_order(worlds):
     """On a device, operations match by order, so buckets are sent in one order, whichever is complete first."""
-    found, expected = (worlds(4).run(in_another_order, kind, device) for device in (DEVICE, "cpu"))
+    found, expected = (worlds(4).run(in_another_order, device) for device in (DEVICE, "cpu"))
     torch.testing.assert_close(found, expected, **EXACT)
 
 

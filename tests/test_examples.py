@@ -272,7 +272,7 @@ def run_main(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: st
         ("train_digits", "--mode awc --backend gloo", "--backend"),
         ("train_digits", "--mode ddp --backend nccl", "--device cuda"),
         ("train_digits", "--mode ddp --topology ring", "--topology"),
-        ("train_digits", "--mode d2 --dynamic", "--dynamic"),
+        ("train_digits", "--mode exact_diffusion --dynamic", "--dynamic"),
         ("train_digits", "--mode awc --local-steps 4", "--local-steps"),
         ("train_digits", "--steps 0", "--steps"),
         ("train_digits", "--lr nan", "--lr"),

@@ -14,14 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-
-def atc_in_backward(optimizer: torch.optim.Optimizer, model: nn.Module, **options: Any) -> Any:
-    make = bf.DistributedAdaptThenCombineOptimizer
-    return make(optimizer, model, step_in_backward=True, bucket_cap_mb=1e-4, **options)
-
-
 KINDS: dict[str, Any] = {
-    "atc in backward": atc_in_backward,
     "awc": bf.DistributedAdaptWithCombineOptimizer,
     "atc": bf.DistributedAdaptThenCombineOptimizer,
     "gradient tracking": fogdist.algorithms.GradientTracking,

@@ -42,18 +42,17 @@ def matrix_of(name: str, size: int, t: int) -> np.ndarray:
 CASES = [("group", 1, 25), ("star", 1, 0.0001), ("one-peer", 1, 0.0001), ("one-peer", 3, 0.0001)]
 
 
-@on_ranks([1, 4], what=["parameters", "gradients"], case=CASES)
-def test_trajectories(what: str, case: tuple[str, int, float]) -> None:
+@on_ranks([1, 4], case=CASES)
+def test_trajectories(case: tuple[str, int, float]) -> None:
     topology, passes, bucket_cap_mb = case
     rank, size = start()
     model = DistributedDataParallel(
         make_net(7), broadcast_buffers=False, find_unused_parameters=True, bucket_cap_mb=bucket_cap_mb
     )
-    state = fogdist.GossipState(topology_of(topology, size), what)
+    state = fogdist.GossipState(topology_of(topology, size))
     model.register_comm_hook(state, fogdist.gossip_hook)
     optimizer = adamw(model)
-    rule = "awc" if what == "parameters" else "gradient"
-    simulation = Simulation(rule, [make_net(7) for _ in range(size)], adamw)
+    simulation = Simulation("awc", [make_net(7) for _ in range(size)], adamw)
     for step in range(STEPS):
         optimizer.zero_grad()
         for part in range(passes):
@@ -74,13 +73,11 @@ def test_trajectories(what: str, case: tuple[str, int, float]) -> None:
 def fail() -> None:
     fogdist.init()
     size = fogdist.size()
-    with pytest.raises(ValueError, match="what must be 'parameters' or 'gradients', got 'both'"):
-        fogdist.GossipState(what="both")
     with pytest.raises(ValueError, match="as many nodes as ranks"):
         fogdist.GossipState(topologies.ring(size + 1))
     rank = fogdist.rank()
     with pytest.raises(ValueError, match="state must be the same on all ranks"):
-        fogdist.GossipState(what=fogdist.Gossip.gradients if rank else fogdist.Gossip.parameters)
+        fogdist.GossipState(topologies.ring(size) if rank else topologies.one_peer_exponential(size))
     # The parameters that a graph has saved have changed since, and autograd raises an error.
     model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
     model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
@@ -96,10 +93,10 @@ def fail() -> None:
             model(torch.ones(1, 2)).sum().backward()
 
 
-def share_a_state(what: str, together: bool) -> None:
+def share_a_state(together: bool) -> None:
     """Two models with one state raise an error at the second one's first bucket, on all ranks."""
     rank, _ = start()
-    state = fogdist.GossipState(what=what)
+    state = fogdist.GossipState()
     models = []
     for _ in range(2):
         # There are several buckets from the second backward pass on.
@@ -117,10 +114,9 @@ def share_a_state(what: str, together: bool) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("what", ["parameters", "gradients"])
 @pytest.mark.parametrize("together", [False, True])
-def test_a_state_serves_one_model(new_world, what, together):
-    new_world(2, timeout=20.0).run(share_a_state, what, together)
+def test_a_state_serves_one_model(new_world, together):
+    new_world(2, timeout=20.0).run(share_a_state, together)
 
 
 def test_errors(new_world):

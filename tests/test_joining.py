@@ -58,8 +58,7 @@ ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
 IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD"]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
-OWN_PACE += ["wrapper/async", "WinPut", "PullGet", "WindowPushSum", "WindowPushSum/own pace"]
-OWN_PACE += ["WindowPushSum/patience", "AsynchronousGossip"]
+OWN_PACE += ["wrapper/async", "AsynchronousGossip"]
 KINDS = [*IN_STEP, *OWN_PACE]
 
 
@@ -106,8 +105,6 @@ def train(options: Mapping[str, Any]) -> None:
         called = fogdist.DecentralizedDataParallel(model, inner, **more)
     else:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
-        if "own pace" in words:
-            optimizer.force_barrier = False
     if "freezes" in words:
         layers[0].requires_grad_(False)
     weights = torch.tensor([[1.0], [-1.0], [2.0], [0.5]], dtype=dtype)
@@ -150,11 +147,7 @@ def train(options: Mapping[str, Any]) -> None:
         time.sleep(0.01)
     if options.get("settles"):
         optimizer.settle()
-        say(
-            "settled",
-            weights=optimizer.push_sum_weights() if kind == "WindowPushSum" else [1.0],
-            values=values(),
-        )
+        say("settled", values=values())
     say("end", loss=sum(losses[-20:]) / len(losses[-20:]), values=values())
 
 
@@ -491,21 +484,17 @@ def test_ranks_come_and_go(new_job: Callable[..., Job]) -> None:
     job.end()
 
 
-@pytest.mark.parametrize(
-    "kind", ["WindowPushSum/own pace", pytest.param("AsynchronousGossip", marks=pytest.mark.long)]
-)
-def test_a_process_that_joins_adds_its_share(new_job: Callable[..., Job], kind: str) -> None:
+@pytest.mark.long
+def test_a_process_that_joins_adds_its_share(new_job: Callable[..., Job]) -> None:
     """Sums over all ranks: those of before, and those of the process, which begins with another rank's average."""
-    job = new_job(kind=kind, first={"FOG_MAX_RANKS": "5"}, rate=0.0, apart=True, settles=True)
+    first = {"FOG_MAX_RANKS": "5"}
+    job = new_job(kind="AsynchronousGossip", first=first, rate=0.0, apart=True, settles=True)
     job.cool()  # so that ranks have the mean of 1, 2, 3 and 4
     job.admit(4)
     job.cool()
     job.end()
-    weights, values = (np.array(job.last("settled", of)) for of in ("weights", "values"))
-    if kind.startswith("WindowPushSum"):
-        np.testing.assert_allclose(weights.sum(axis=0), 5.0, rtol=1e-9)
-        assert np.ptp(weights) > 0.0
-    np.testing.assert_allclose((weights[:, :1] * values).sum(axis=0), 5 * 2.5, rtol=1e-5)
+    values = np.array(job.last("settled", "values"))
+    np.testing.assert_allclose(values.sum(axis=0), 5 * 2.5, rtol=1e-5)
     np.testing.assert_allclose(values, 2.5, rtol=1e-3)
 
 

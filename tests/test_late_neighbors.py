@@ -1,5 +1,5 @@
-"""Rounds that leave late neighbors out, of averages and of windows: who is late, that both ends decide the same, and that
-nothing of the sums is lost, whoever is late, stopped or killed.
+"""Rounds that leave late neighbors out: who is late, that both ends decide the same, and that the mean of all ranks stays,
+whoever is late, stopped or killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,6 @@ from fogdist import topology as topologies
 from fogdist.training import pace
 from fogdist.training.patient_mixer import PatientMixer
 from harness import RUN_TIMEOUT, World, WorldPool, on_ranks
-from test_window_optimizers import unbalanced
 from torch import nn
 from training_cases import EXACT, make_net, sgd, snapshot, start, train_step, trained
 from window_interfaces import has_stopped
@@ -398,72 +396,61 @@ def test_a_rank_that_ends_early_holds_up_nobody(worlds: WorldPool) -> None:
     assert worlds(3).run(close_early)[:2] == [[2], [2]]
 
 
-# --- windows: who is late --------------------------------------------------------------------------------------------
+# --- how long a rank waits -------------------------------------------------------------------------------------
 
 
 class Clock:
-    """A clock, and in-neighbors whose numbers change at given times."""
+    """A clock, and neighbors that come at given times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, patience: float, neighbors: int = 1) -> None:
         self.now = 0.0
-        self._numbers: dict[int, list[tuple[float, int]]] = {rank: [] for rank in range(neighbors)}
+        self._neighbors = range(neighbors)
+        self._times: dict[int, float] = {}
         self.gone: set[int] = set()
-        self.in_neighbors = list(range(neighbors))
+        self.late: set[int] = set()
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         monkeypatch.setattr(pace, "time", clock)
-        options = SimpleNamespace(_timeout=timedelta(seconds=100))
-        self.context = SimpleNamespace(backend=SimpleNamespace(options=options))
-        stands_for_pace: Any = self
-        self.arrivals = pace.Arrivals(stands_for_pace, patience)
+        self._deadlines = pace.Deadlines(patience, 100.0)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def send(self, rank: int, after: float, number: int) -> None:
-        """Makes a neighbor's number known some time from now."""
-        self._numbers[rank].append((self.now + after, number))
-
-    def told(self, rank: int) -> float:
-        return float(max((number for at, number in self._numbers[rank] if at <= self.now), default=0))
-
-    def is_gone(self, rank: int) -> bool:
-        return rank in self.gone
-
-    def must_give_way(self) -> bool:
-        return False
+    def send(self, rank: int, after: float) -> None:
+        """Makes a neighbor come to this round some time from now."""
+        self._times[rank] = self.now + after
 
     def wait(self) -> float:
-        """Returns the time of a wait of the arrivals."""
+        """Returns the time of a wait, and ends the round."""
+
+        def look(rank: int) -> bool | None:
+            return False if rank in self.gone else self._times.get(rank, np.inf) <= self.now or None
+
         begin = self.now
-        self.arrivals.wait()
+        self.late = self._deadlines.wait(self._neighbors, look)
+        self._deadlines.end_round()
+        self._times.clear()
         return self.now - begin
 
 
 def test_the_deadline_is_median_and_deviations(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Clock(monkeypatch, patience=3.0)
     waits = [0.10, 0.14, 0.20, 0.12, 0.11]
-    for number, wait in enumerate(waits, 1):
-        world.send(0, wait, number)
+    for wait in waits:
+        world.send(0, wait)
         assert world.wait() == pytest.approx(wait, abs=2e-3)
-        assert world.arrivals.late == frozenset()
+        assert world.late == set()
         world.now += 0.05  # a round is short, so that 5 % of it do not count
     usual = np.median(waits)
     deadline = usual + 3.0 * np.median(np.abs(np.array(waits) - usual))
-    assert world.wait() == pytest.approx(deadline, abs=4e-3)
-    assert world.arrivals.late == {0}
-    # Nobody waits for it until it has sent what was due, and the wait that ended so does not count.
-    for _ in range(3):
-        assert world.wait() == 0.0
-    world.send(0, 0.0, 6)
-    assert world.wait() == 0.0
-    assert world.arrivals.late == frozenset()
-    assert world.wait() == pytest.approx(deadline, abs=4e-3)
+    for _ in range(2):  # a wait that ended so does not count
+        assert world.wait() == pytest.approx(deadline, abs=4e-3)
+        assert world.late == {0}
 
 
 def test_a_neighbor_that_is_always_there_has_leeway(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Clock(monkeypatch, patience=4.0)
-    for number in range(1, 9):
-        world.send(0, 0.0, number)
+    for _ in range(8):
+        world.send(0, 0.0)
         assert world.wait() == 0.0
         world.now += 2.0
     assert world.wait() == pytest.approx(4.0 * 0.05 * 2.0, abs=2e-3)
@@ -471,106 +458,25 @@ def test_a_neighbor_that_is_always_there_has_leeway(monkeypatch: pytest.MonkeyPa
 
 def test_the_first_rounds_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Clock(monkeypatch, patience=0.0)
-    for number, wait in enumerate([5.0, 0.0, 40.0], 1):
-        world.send(0, wait, number)
+    for wait in [5.0, 0.0, 40.0]:
+        world.send(0, wait)
         assert world.wait() == pytest.approx(wait, abs=2e-3)
     assert world.wait() == pytest.approx(100.0, abs=2e-3)  # the group's timeout
-    assert world.arrivals.late == {0}
-
-
-def test_who_was_late_itself_is_in_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The neighbor is ahead by many rounds: it is waited for all the same from the second round on."""
-    world = Clock(monkeypatch, patience=1.0)
-    for number in range(1, 6):
-        world.send(0, 0.1, number)
-        world.wait()
-    world.send(0, 0.0, 50)
-    assert world.wait() == 0.0
-    assert world.wait() == 0.0  # a neighbor may be one round ahead
-    world.send(0, 0.1, 51)
-    assert world.wait() == pytest.approx(0.1, abs=2e-3)
+    assert world.late == {0}
 
 
 def test_a_stopped_process_does_not_blame_its_neighbors(monkeypatch: pytest.MonkeyPatch) -> None:
     world = Clock(monkeypatch, patience=1.0, neighbors=2)
-    for number in range(1, 6):
-        world.send(0, 0.1, number)
-        world.send(1, 0.1, number)
+    for _ in range(5):
+        world.send(0, 0.1)
+        world.send(1, 0.1)
         world.wait()
-    world.send(0, 0.05, 6)
+    world.send(0, 0.05)
     world.gone.add(1)
     ordinary = world.sleep
     monkeypatch.setattr(pace.time, "sleep", lambda seconds: ordinary(30.0))
     assert world.wait() >= 30.0
-    assert world.arrivals.late == {1}  # it has ended
-
-
-# --- windows: training ----------------------------------------------------------------------------------------
-
-
-def mean_with_a_late_rank(graph: str, gate: Path) -> dict[str, Any]:
-    """Push-sum without gradients; the last rank stands still until the others have made 40 rounds without it."""
-    rank, size = start(unbalanced if graph == "unbalanced" else fogdist.topology.ring)
-    torch.manual_seed(rank)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    first = bf.allreduce(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))  # the mean
-    optimizer = algorithms.WindowPushSum(
-        torch.optim.SGD(model.parameters(), lr=0.0), model, patience=5.0, broadcast=False
-    )
-    found: dict[str, Any] = {"late": set(), "p": 1.0}
-
-    def rounds(number: int) -> None:
-        for _ in range(number):
-            optimizer.zero_grad()
-            model(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
-            optimizer.step()
-            found["late"].update(optimizer.late_neighbors())
-            found["p"] = min(found["p"], *optimizer.push_sum_weights())
-
-    def own() -> torch.Tensor:
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-    rounds(10)
-    found["late"].clear()
-    if rank == size - 1:
-        while not gate.exists():
-            time.sleep(0.002)
-    else:
-        rounds(40)
-        if rank == 0:
-            gate.touch()
-    rounds(10)
-    optimizer.settle()
-    (weight,) = optimizer.push_sum_weights()
-    total = bf.allreduce(torch.tensor([weight], dtype=torch.float64), average=False)
-    found["errors"] = float((bf.allreduce(weight * own()) - first).abs().max()), abs(float(total) - size)
-    dist.barrier()
-    optimizer.force_barrier = True
-    rounds(40)
-    found["distance"] = float((own() - first).abs().max())
-    optimizer.unregister_window()
-    return found
-
-
-@pytest.mark.parametrize("graph", ["ring", "unbalanced"])
-def test_others_go_on_and_the_mean_stays(worlds: WorldPool, tmp_path: Path, graph: str) -> None:
-    check_mean(worlds(4), tmp_path, graph)
-
-
-def test_windows_between_hosts(new_world: Callable[..., World], tmp_path: Path) -> None:
-    """By messages, in which values and numbers come one after the other."""
-    check_mean(new_world(4, environment=APART), tmp_path, "ring")
-
-
-def check_mean(world: World, tmp_path: Path, graph: str) -> None:
-    results = world.run(mean_with_a_late_rank, graph, tmp_path / "gate")
-    senders = [2, 0] if graph == "ring" else [0]  # the ranks that rank 3 sends to
-    for rank in senders:
-        assert 3 in results[rank]["late"]
-    for result in results:
-        assert max(result["errors"]) < 1e-12
-        assert result["distance"] < 1e-9
-        assert result["p"] > 0.05
+    assert world.late == {1}  # it has ended
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------
@@ -580,7 +486,7 @@ def check_mean(world: World, tmp_path: Path, graph: str) -> None:
 def test_what_patience_refuses() -> None:
     rank, size = start(fogdist.topology.ring)
     model = make_net(0)
-    decentralized, push_sum = algorithms.DecentralizedSGD, algorithms.WindowPushSum
+    decentralized = algorithms.DecentralizedSGD
 
     def wrapper(base: Any, model: nn.Module, **options: Any) -> None:
         fogdist.DecentralizedDataParallel(model, base, **options)
@@ -588,15 +494,10 @@ def test_what_patience_refuses() -> None:
     endless = topologies.random_matching(size)
     no_topology = "topology must be a topology, a graph or None with patience"
     for kinds, options, error, message in [
-        ((decentralized, wrapper, push_sum), {"patience": -1.0}, ValueError, "must be at least 0, got -1.0"),
-        (
-            (decentralized, wrapper, push_sum),
-            {"patience": "5"},
-            TypeError,
-            "patience must be a number, got str",
-        ),
-        ((decentralized, wrapper, push_sum), {"patience": True}, TypeError, "patience"),
-        ((decentralized, push_sum), {"patience": 1.0 + rank}, ValueError, "must be the same on all ranks"),
+        ((decentralized, wrapper), {"patience": -1.0}, ValueError, "must be at least 0, got -1.0"),
+        ((decentralized, wrapper), {"patience": "5"}, TypeError, "patience must be a number, got str"),
+        ((decentralized, wrapper), {"patience": True}, TypeError, "patience"),
+        ((decentralized,), {"patience": 1.0 + rank}, ValueError, "must be the same on all ranks"),
         ((decentralized,), {"patience": 5, "topology": algorithms.GlobalAverage()}, ValueError, no_topology),
         ((decentralized,), {"patience": 5, "topology": algorithms.Machines()}, ValueError, no_topology),
         (
@@ -612,7 +513,6 @@ def test_what_patience_refuses() -> None:
             ValueError,
             "patience must not be given in mode 'async'",
         ),
-        ((wrapper,), {"patience": 5, "average_buffers": True}, ValueError, "average_buffers must be False"),
         ((algorithms.GossipPGA,), {"patience": 5}, TypeError, "GossipPGA.. has no argument patience"),
     ]:
         for kind in kinds:
@@ -624,6 +524,3 @@ def test_what_patience_refuses() -> None:
     with pytest.raises(ValueError, match="self_weight"):
         optimizer.step()
     assert decentralized(sgd(model), model).late_neighbors() == []
-    optimizer = push_sum(sgd(model), model)
-    assert optimizer.late_neighbors() == []
-    optimizer.unregister_window()

@@ -10,6 +10,7 @@ import math
 import re
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import fogdist
 import fogdist.bluefog.torch as bf
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
+from fogdist.operations import begin_average
 from harness import error_of, on_ranks, sizes
 from reference import COMPLEX, FLOATS, Checks, make_input, mix
 from torch import Tensor
@@ -45,13 +47,37 @@ def test_gossips_in_flight() -> None:
     fogdist.init()
     rank = fogdist.rank()
     x = torch.tensor([float(rank)])
+    store = dist.PrefixStore("gossips", dist.distributed_c10d._get_default_store())
+    names = set()
+
+    class Begun:
+        """A gossip in flight, which tells rank 1 that somebody waits for it."""
+
+        def __init__(self, work: dist.Work) -> None:
+            self._work = work
+
+        def wait(self) -> None:
+            store.set("rank 0 waits", "")
+            self._work.wait()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._work, name)
+
+    def begin(context: Any, sources: Any, exchange: Any, name: str, output: Any) -> Any:
+        names.add(name)
+        return Begun(begin_average(context, sources, exchange, name, output))
+
     if rank == 2:
         # The other pair has more operations in flight than are allowed at once, and uses the same names.
         assert fogdist.pair_gossip(x, 3, name="0").item() == 2.5
     elif rank == 3:
         assert fogdist.pair_gossip(x, 2, name="0").item() == 2.5
     else:
-        works = [fogdist.pair_gossip(x + i, 1 - rank, async_op=True) for i in range(150)]
+        if rank == 1:  # it begins when rank 0 has as many in flight as there may be
+            store.wait(["rank 0 waits"])
+        with mock.patch.object(fogdist.operations, "begin_average", begin):
+            works = [fogdist.pair_gossip(x + i, 1 - rank, async_op=True) for i in range(150)]
+        assert len(names) == 64
         works += [fogdist.pair_gossip(x, 1 - rank, name=str(i), async_op=True) for i in range(2)]
         for work in works:
             work.wait()

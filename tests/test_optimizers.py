@@ -27,7 +27,6 @@ from training_cases import (
     FACTORIES,
     OPTIMIZERS,
     Simulation,
-    averages_begun,
     batch,
     loss_of,
     make_net,
@@ -52,7 +51,6 @@ class Run:
         mixing: "static" (the topology's plain mean), "weighted", "dynamic" (one peer, from the generator), "random"
             (new weights and edges each step), "machines" and "random machines" (of two ranks each), "allreduce" or
             "empty".
-        in_backward: step_in_backward, with small buckets.
     """
 
     kind: str
@@ -61,7 +59,6 @@ class Run:
     every: int = 1
     passes: int = 1
     mixing: str = "static"
-    in_backward: bool = False
 
 
 def matrices(run: Run, size: int) -> list[np.ndarray]:
@@ -119,7 +116,7 @@ def simulate(run: Run, size: int) -> list[Tensor]:
         number += run.passes
         done += run.passes
         all_ranks.matrix = matrix if run.kind != "gradient" else all_ranks.matrix
-        all_ranks.step(backward, mixes=done >= run.every)
+        all_ranks.step(backward, mixes=done >= run.every or run.kind == "gradient")
         done = 0 if done >= run.every else done
         for trajectory, model in zip(trajectories, all_ranks.models):
             trajectory.append(snapshot(model))
@@ -152,8 +149,7 @@ def distribute(run: Run, model: nn.Module) -> Any:
     kinds = {"allreduce": bf.CommunicationType.allreduce, "empty": bf.CommunicationType.empty}
     kinds |= {"machines": machines, "random machines": machines}
     kind = kinds.get(run.mixing, bf.CommunicationType.neighbor_allreduce)
-    options: dict[str, Any] = {"step_in_backward": True, "bucket_cap_mb": 1e-4} if run.in_backward else {}
-    return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every, **options)
+    return FACTORIES[run.kind](base, model, kind, num_steps_per_communication=run.every)
 
 
 def train(run: Run) -> Tensor:
@@ -188,7 +184,9 @@ def train_here(run: Run) -> Tensor:
 RUNS = [
     *(Run(kind, optimizer) for kind in FACTORIES for optimizer in OPTIMIZERS),
     *(Run(kind, "adam", every=3, passes=3) for kind in FACTORIES),  # accumulate gradients, then take one step
-    *(Run(kind, "sgd", every=3) for kind in FACTORIES),  # with local steps
+    *(
+        Run(kind, "sgd", every=3) for kind in FACTORIES
+    ),  # with local steps; gradients are averaged in each of them
     *(
         Run(kind, "sgd", mixing=mixing)
         for kind in ("awc", "atc")
@@ -206,7 +204,6 @@ SAMPLES = [
 TRAJECTORIES = [
     *((4, run) for run in RUNS),
     *((size, run) for size in (1, 5) for run in SAMPLES),
-    *((3, dataclasses.replace(run, in_backward=True)) for run in RUNS if run.kind == "atc"),
     *(
         (4, Run(kind, "adamw", mixing=mixing))
         for kind in ("awc", "atc")
@@ -215,7 +212,6 @@ TRAJECTORIES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:step.. after")
 @pytest.mark.parametrize(("size", "run"), TRAJECTORIES, ids=str)
 def test_trajectories(worlds, size, run):
     for got, expected in zip(worlds(size).run(train, run), simulate(run, size), strict=True):
@@ -474,11 +470,6 @@ def test_settings_and_weights_that_are_wrong(kind: str) -> None:
     base = sgd(model)
     with pytest.raises(TypeError, match=r"communication_type.*neighbor_allreduce"):
         make(base, model, "allreduce")
-    if kind == "atc":
-        with pytest.raises(TypeError, match=r"step_in_backward.*int"):
-            make(base, model, step_in_backward=1)
-        with pytest.raises(ValueError, match="LBFGS"):
-            make(torch.optim.LBFGS(model.parameters()), model, step_in_backward=True)
     optimizer = make(base, model)
     assert optimizer.communication_type is bf.CommunicationType.neighbor_allreduce
     with pytest.raises(TypeError, match="communication_type"):
@@ -597,22 +588,6 @@ def test_sparse_gradients() -> None:
 
 
 @on_ranks(2)
-def test_local_steps_of_gradient_averaging_warn_once() -> None:
-    fogdist.init()
-    model = make_net(fogdist.rank())
-    base = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = FACTORIES["gradient"](base, model, num_steps_per_communication=4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for number in range(4):
-            optimizer.zero_grad()
-            loss_of(model, fogdist.rank(), number).backward()
-            optimizer.step()
-    (warning,) = caught
-    assert "after 1 of local_steps=4" in str(warning.message)
-
-
-@on_ranks(2)
 def test_a_scaler_must_not_unscale_before_the_average() -> None:
     """Unscaling before the average raises an error on all ranks, and the next iteration is correct."""
     rank, _ = start()
@@ -649,65 +624,3 @@ def test_atc_counts_the_passes_of_a_step_after_local_steps_were_set() -> None:
         optimizer.step()
         first, second = bf.allgather(model.encoder.weight.detach()[None])
         assert torch.equal(first, second) == is_average
-
-
-# --- steps in the backward pass -----------------------------------------------------------------------------
-
-
-@on_ranks(3)
-def test_atc_averages_during_the_backward_pass() -> None:
-    """The last layer is averaged before the backward pass reaches the first layer."""
-    rank, size = start()
-    simulation = Simulation("atc", map(make_net, range(size)))
-    model = make_net(rank)
-    hidden: list[Tensor] = []
-    model.encoder.register_forward_hook(lambda *given: hidden.append(given[-1]))
-    optimizer = FACTORIES["atc"](sgd(model), model, step_in_backward=True, bucket_cap_mb=1e-4)
-    seen: list[dist.Work] = []
-
-    def watch(_: Tensor) -> None:
-        for work in works:
-            while not work.is_completed():
-                pass
-            seen.append(work)
-
-    with averages_begun() as works:
-        loss = loss_of(model, rank, 0)
-        hidden[0].register_hook(watch)
-        loss.backward()
-    assert seen
-    optimizer.step()
-    simulation.step(lambda m, r: loss_of(m, r, 0).backward())
-    simulation.check(rank, model)
-    places = [[p.data_ptr() for p in group["params"]] for group in optimizer.param_groups]
-    assert places == [[p.data_ptr() for p in model.parameters()]]
-
-
-@on_ranks(2, how=["passes", "clipping", "zero_grad", "scaler"])
-def test_gradients_changed_after_their_step(how: str) -> None:
-    rank, _ = start()
-    model = make_net(rank)
-    optimizer = FACTORIES["atc"](sgd(model), model, step_in_backward=True, bucket_cap_mb=1e-4)
-    scaler = torch.amp.GradScaler("cpu")
-    loss = loss_of(model, rank, 0)
-    (scaler.scale(loss) if how == "scaler" else loss).backward()
-    if how == "passes":
-        with pytest.raises(RuntimeError, match="got more gradient after step_in_backward"):
-            loss_of(model, rank, 1).backward()
-    elif how == "clipping":
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    elif how == "zero_grad":
-        optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"step_in_backward"):
-        scaler.step(optimizer) if how == "scaler" else optimizer.step()
-    # The next step works again.
-    models = bf.allgather(snapshot(model)[None])
-    nets = [copy.deepcopy(model) for _ in models]
-    for net, values in zip(nets, models, strict=True):
-        nn.utils.vector_to_parameters(values, net.parameters())
-    optimizer._fog_wrapped.state.clear()  # clears the momentum
-    simulation = Simulation("atc", nets)
-    for step in range(3):
-        train_step(model, optimizer, rank, step)
-        simulation.train(step)
-    simulation.check(rank, model)

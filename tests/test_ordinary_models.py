@@ -349,7 +349,7 @@ def test_a_pass_that_checkpointing_repeats_counts_once(kind: str, reentrant: boo
     results = []
     for repeats in (False, True):
         interval = "num_steps_per_communication" if kind in (*FACTORIES, *WINDOWS) else "local_steps"
-        run = Run(kind, **({} if kind in ("atc in backward", "wrapper") else {interval: 2}))
+        run = Run(kind, **({} if kind == "wrapper" else {interval: 2}))
         call = partial(checkpoint, run.called, use_reentrant=reentrant) if repeats else None
         for _ in range(5):
             run.train(call)

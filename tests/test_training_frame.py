@@ -59,7 +59,7 @@ from training_cases import (
 from fog_pg import _C
 
 # Algorithms whose recursion uses the learning rate in addition to the optimizer's own step.
-READ_RATES = ("ExactDiffusion", "D2")
+READ_RATES = ("ExactDiffusion",)
 OVERLAPPING = ("awc", "cta", *WINDOWS, "wrapper")
 
 
@@ -98,8 +98,6 @@ class Training:
     def is_in_flight(self) -> bool:
         if self.kind == "wrapper":
             return bool(self.called._driver.is_in_round)
-        if self.kind == "atc in backward":
-            return self.optimizer._backward is not None
         return bool(getattr(self.optimizer, "is_in_round", False))
 
     def loss(self, step: int) -> Tensor:
@@ -194,7 +192,7 @@ def with_reloads(run: Training, step: int) -> None:
     run.loss(step).backward()
     if step % 2:  # loading a state dict ends the exchange in flight
         run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
-        assert run.is_in_flight() == (run.kind in ("wrapper", "atc in backward"))
+        assert run.is_in_flight() == (run.kind == "wrapper")
     run.optimizer.step()
     for each in (run.called, run.optimizer):
         each.load_state_dict(copy.deepcopy(each.state_dict()))
@@ -224,8 +222,8 @@ def synchronized(run: Training, step: int) -> None:
 COMPILED = {"compiled": "called", "given compiled": "given", "called before": "called"}
 VARIATIONS: dict[str, tuple[Callable[[Training, int], None], list[str]]] = {
     "closure": (with_closure, ENTRIES),
-    "scaler": (with_scaler, but("atc in backward")),
-    "option of step": (with_option, but("atc in backward", *READ_RATES)),
+    "scaler": (with_scaler, ENTRIES),
+    "option of step": (with_option, but(*READ_RATES)),
     "other passes": (with_other_passes, ENTRIES),
     "a pass that does not count": (with_a_pass_that_does_not_count, but("cta")),
     "transforms": (with_transforms, ENTRIES),
@@ -233,7 +231,7 @@ VARIATIONS: dict[str, tuple[Callable[[Training, int], None], list[str]]] = {
     "reloads": (with_reloads, ENTRIES),
     "saves": (with_saves, ENTRIES),
     "synchronize": (synchronized, ["awc", *WINDOWS, "gradient"]),
-    "compiled": (plainly, ["awc", "atc", "atc in backward", "gradient", "cta", "put", "wrapper"]),
+    "compiled": (plainly, ["awc", "atc", "gradient", "cta", "put", "wrapper"]),
     "given compiled": (plainly, ["awc", "atc", "gradient", "wrapper"]),
     "called before": (plainly, ["awc", "atc", "gradient"]),
 }
@@ -343,8 +341,7 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
             after.step()
         # The step before the optimizer was distributed counts too.
         checks.equal("steps counted", int(next(iter(base.state.values()))["step"]), 3)
-        if kind != "atc in backward":  # it makes one step per bucket
-            checks.equal("hooks", calls, ["pre", "post"] * 2)
+        checks.equal("hooks", calls, ["pre", "post"] * 2)
         checks.close("schedulers", torch.tensor(base.param_groups[0]["lr"]), torch.tensor(0.02 * 0.25 * 0.1))
         checks.equal("frozen", model.frozen.weight.detach().clone(), frozen)
 
@@ -368,8 +365,11 @@ def test_it_is_the_users_optimizer(kind: str) -> None:
         # All of our state is in the view, so the optimizer can be kept, copied and distributed again.
         checks.equal("attributes", set(vars(base)), attributes)
 
+        with pytest.raises(AttributeError, match="nor the Adam that it wraps has an attribute 'note'"):
+            optimizer.note = 4
+        base.note = 4  # type: ignore[attr-defined]
         optimizer.note = 5
-        checks.equal("attributes are the user's", base.note, 5)
+        checks.equal("attributes are the user's", base.note, 5)  # type: ignore[attr-defined]
         del optimizer.note
         checks.true("deleted", not hasattr(base, "note"))
         with pytest.raises(TypeError, match="state_dict"):
@@ -403,13 +403,10 @@ def test_wrong_arguments(kind: str) -> None:
         ((base, [model, make_net(1)]), {}, ValueError, "position"),
         ((base, []), {}, ValueError, "model"),
         ((named, model), {}, ValueError, "no attributes of its own.*SGD with 'local_steps'; give"),
+        ((sgd(away), away), {}, ValueError, "'weight' must have memory, got one on the device meta"),
     ]
     if kind not in ("atc", "DecentralizedSGD"):
         rows.append(((torch.optim.LBFGS(model.parameters()), model), {}, ValueError, "LBFGS"))
-    if kind != "gradient":  # the gradient entry has no buckets of parameters
-        rows.append(
-            ((sgd(away), away), {}, ValueError, "'weight' must have memory, got one on the device meta")
-        )
     before = snapshot(model)
     for arguments, options, error, message in rows:
         with pytest.raises(error, match=message):
@@ -438,19 +435,15 @@ class WithResult(Scalable):
         return "stepped"
 
 
-@on_ranks(2, kind=["awc", "atc", "atc in backward", "gradient", "put", "GradientTracking"])
+@on_ranks(2, kind=["awc", "atc", "gradient", "put", "GradientTracking"])
 def test_arguments_of_step(kind: str) -> None:
     start()
     model = make_net(0)
     with distributed(kind, WithResult(model.parameters(), lr=0.1), model) as (_, optimizer):
         loss_of(model, 0, 0).backward()
-        if kind == "atc in backward":
-            with pytest.raises(TypeError, match=r"step_in_backward=True, got scale"):
-                optimizer.step(scale=2.0)
-        else:
-            assert optimizer.step() == "stepped"
-            with pytest.raises(TypeError, match="unknown"):
-                optimizer.step(unknown=1)
+        assert optimizer.step() == "stepped"
+        with pytest.raises(TypeError, match="unknown"):
+            optimizer.step(unknown=1)
         for arguments, named in (((None, 3), {}), ((None,), {"closure": None})):
             with pytest.raises(TypeError, match="one argument without a name"):
                 optimizer.step(*arguments, **named)
@@ -519,7 +512,7 @@ FOLLOWED: list[tuple[str, str, Models, dict[str, Any]]] = [
         for kind in ("cta", "wrapper")
         for how in ("", "data", "state dict")
     ),
-    *((kind, "", embedding, {}) for kind in RULES if kind != "atc in backward"),
+    *((kind, "", embedding, {}) for kind in RULES),
 ]
 
 
@@ -537,8 +530,7 @@ def test_parameters_that_change(case: tuple[str, str, Models, dict[str, Any]]) -
         with distributed(kind, sgd(model), model, **options) as (called, optimizer):
             if kind != "gradient":
                 buckets = (called._driver if kind == "wrapper" else optimizer).buckets
-                small = kind == "atc in backward" or "bucket_cap_mb" in options
-                assert len(buckets.flats) > 4 if small else len(buckets.flats) == 1
+                assert len(buckets.flats) > 4 if "bucket_cap_mb" in options else len(buckets.flats) == 1
                 shared = [_C.is_shared(p) for p in model.parameters()]
                 assert shared == [p.requires_grad and "share" in options for p in model.parameters()]
             views = [p.detach().view(-1) for p in model.parameters()] if change == "" else []
@@ -610,7 +602,7 @@ def test_changes_that_are_refused(case: Refusal) -> None:
     end(called, optimizer)
 
 
-@on_ranks([1, 3], kind=[kind for kind in RULES if kind != "wrapper"])
+@on_ranks([1, 3], kind=[kind for kind in RULES if kind not in (*WINDOWS, "wrapper")])
 def test_several_models_and_what_is_added(kind: str) -> None:
     """The optimizer mixes all that it holds: several models, added groups, and parameters that a model gets later."""
     rank, size = start()
@@ -718,7 +710,7 @@ def test_a_model_has_one_owner(kind: str) -> None:
         distribute("atc", sgd(twin), twin)
 
 
-REPLACED = ["awc", "atc", "atc in backward", "gradient", "cta", "put", "push-sum", "ExactDiffusion"]
+REPLACED = ["awc", "atc", "gradient", "cta", "put", "push-sum", "ExactDiffusion"]
 
 
 def hooks_of(model: nn.Module) -> int:
@@ -1244,16 +1236,15 @@ def test_what_one_rank_makes_alone_is_not_counted_by_the_others() -> None:
 
 
 @on_ranks(2)
-def test_parameters_that_a_window_refuses_are_not_in_the_optimizer() -> None:
+def test_parameters_that_have_no_window_are_not_in_the_optimizer() -> None:
     fogdist.init()
     rank = fogdist.rank()
     model = make_net(0)
     optimizer = bf.DistributedWinPutOptimizer(sgd(model), model)
-    model.extra = nn.Parameter(torch.zeros(2 + rank, dtype=torch.float64))
-    with pytest.raises(ValueError, match="only on ranks"):
+    model.extra = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    with pytest.raises(ValueError, match="must be there when DistributedWinPutOptimizer is made"):
         optimizer.add_param_group({"params": [model.extra]})
     assert len(optimizer.param_groups) == 1 and model.extra not in optimizer.buckets
-    model.extra.requires_grad_(False)
     loss_of(model, rank, 0).backward()
     optimizer.step()
     optimizer.unregister_window()

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
+from fogdist.algorithms import PullGet
 from harness import on_ranks, sizes
 from reference import Checks
 from test_optimizers import Run, matrices, simulate
@@ -439,12 +440,17 @@ def test_bad_attributes() -> None:
             optimizer.step()
         assert torch.equal(snapshot(model), before)
         optimizer.unregister_window()
-    for kind, name in [("put", "communication_type"), ("get", "dst_weights"), ("push-sum", "skip_lost")]:
+    for kind, name in [("put", "communication_type"), ("push-sum", "skip_lost")]:
         optimizer = distribute(kind, model, OPTIMIZERS["sgd"])
-        if name != "communication_type":  # attributes that are not ours belong to the user's optimizer
-            with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-                setattr(optimizer, name, {})
+        with pytest.raises(AttributeError, match=f"has an attribute '{name}'"):
+            setattr(optimizer, name, {})
         optimizer.unregister_window()
+    optimizer = PullGet(OPTIMIZERS["sgd"](model.parameters()), model)
+    optimizer.dst_weights = {}
+    with pytest.raises(ValueError, match="dst_weights must stay None"):
+        train_step(model, optimizer, rank, 0)
+    optimizer.dst_weights = None
+    optimizer.unregister_window()
 
 
 # --- ends ---------------------------------------------------------------------------------------------------

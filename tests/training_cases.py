@@ -19,10 +19,10 @@ import networkx as nx
 import numpy as np
 import torch
 import torch.distributed as dist
-from fogdist import algorithms, operations
+from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import TopK
-from fogdist.training import mixing
+from fogdist.context import current
 from reference import mix
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,12 +78,14 @@ def loss_of(model: nn.Module, rank: int, number: int) -> Tensor:
 def averages_begun() -> Iterator[list[dist.Work]]:
     """Yields the exchanges with neighbors that optimizers have begun in this block."""
     works: list[dist.Work] = []
+    backend = type(current().backend)
+    plain = backend.neighbor_allreduce
 
-    def begin(*arguments: Any) -> dist.Work:
-        works.append(operations.begin_average(*arguments))
+    def begin(*arguments: Any, **options: Any) -> dist.Work:
+        works.append(plain(*arguments, **options))
         return works[-1]
 
-    with mock.patch.object(mixing, "begin_average", begin):
+    with mock.patch.object(backend, "neighbor_allreduce", begin):
         yield works
 
 
@@ -124,17 +126,14 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "LocalSGD": {"local_steps": 2},
     "GossipPGA": {},
     "ExactDiffusion": {},
-    "D2": {},
     "GradientTracking": {},
     "PushSumSGD": {},
     "DiLoCo": {"local_steps": 2},
     "GASLoC": {"local_steps": 2},
-    "NoLoCo": {"local_steps": 2},
     "SparseLoCo": {"local_steps": 2, "compression": TopK(1.0)},
 }
 VIEWS: dict[str, Callable[..., Any]] = {
     **FACTORIES,
-    "atc in backward": partial(FACTORIES["atc"], step_in_backward=True, bucket_cap_mb=1e-4),
     "cta": partial(algorithms.DecentralizedSGD, order="cta", broadcast=False),
     **WINDOWS,
     **{
@@ -147,7 +146,6 @@ ENTRIES = [*VIEWS, "wrapper"]
 RULES = {
     "awc": "awc",
     "atc": "atc",
-    "atc in backward": "atc",
     "gradient": "gradient",
     "cta": "cta",
     **dict.fromkeys(WINDOWS, "awc"),

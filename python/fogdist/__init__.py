@@ -28,7 +28,7 @@ from fogdist.ddp import DecentralizedDataParallel
 from fogdist.decentralized_optimizer import DecentralizedOptimizer
 from fogdist.elastic import membership
 from fogdist.elastic.membership import reconfigure
-from fogdist.hook import Gossip, GossipState, gossip_hook
+from fogdist.hook import GossipState, gossip_hook
 from fogdist.machines import (
     in_neighbor_machine_ranks,
     load_machine_topology,
@@ -61,7 +61,6 @@ except ImportError:  # the extension is not built; fogdist.init() raises the err
 __all__ = [
     "DecentralizedDataParallel",
     "DecentralizedOptimizer",
-    "Gossip",
     "GossipState",
     "Window",
     "algorithms",

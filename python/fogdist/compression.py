@@ -16,7 +16,7 @@ import functools
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
@@ -191,24 +191,6 @@ def backend_of(compression: Codec | None) -> _C.Codec | None:
     if not isinstance(compression, Codec):
         raise TypeError(f"compression must be a codec of fogdist.compression or None, got {compression!r}")
     return compression.backend
-
-
-def check_for_windows(compression: Codec | None, tensors: Iterable[Tensor]) -> None:
-    """Checks the codec of an algorithm over windows, before anything is sent.
-
-    Raises:
-        TypeError: It is no codec and not None.
-        ValueError: It does not take the dtype of a tensor; a tensor is not on the CPU.
-    """
-    if backend_of(compression) is None:
-        return
-    assert compression is not None
-    for tensor in tensors:
-        compression.bytes(0, tensor.dtype)
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"compression must be None for parameters on {tensor.device}, got {compression!r}; it takes those on the CPU"
-            )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 torch checks a hook's annotations as objects, so this file does without `from __future__ import annotations`.
 """
 
-import enum
 from functools import partial
 
 import torch
@@ -13,22 +12,14 @@ from torch import Tensor
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import current
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.plans import Plans, TopologyLike
-
-
-class Gossip(enum.Enum):
-    """The values that `gossip_hook` averages with the neighbors."""
-
-    parameters = "parameters"
-    gradients = "gradients"
+from fogdist.training.mixing import Plans, TopologyLike
 
 
 class GossipState:
-    """The state of `gossip_hook`: the topology and the values to average. Collective.
+    """The state of `gossip_hook`: the topology. Collective.
 
     Args:
         topology: As in `DecentralizedDataParallel`; by default the group's topology, that of each step.
-        what: Gossip.parameters or Gossip.gradients, or their values as strings.
         group: A group with a fog backend of the same ranks as the DDP's; by default that of `init`.
 
     Attributes:
@@ -36,22 +27,18 @@ class GossipState:
 
     Raises:
         TypeError: As `DecentralizedDataParallel`.
-        ValueError: As `DecentralizedDataParallel`; `what` is neither; ranks disagree (on all ranks alike).
+        ValueError: As `DecentralizedDataParallel`; ranks disagree (on all ranks alike).
         RuntimeError: After `shutdown`.
     """
 
     def __init__(
         self,
         topology: TopologyLike = None,
-        what: Gossip | str = Gossip.parameters,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        if what not in [value for kind in Gossip for value in (kind, kind.value)]:
-            raise ValueError(f"what must be 'parameters' or 'gradients', got {what!r}")
         self._context = current(group)
         self._plans = Plans(topology, self._context)
-        self._what = Gossip(what)
         self._name = f"fogdist.gossip_hook {self._context.next_number()}"
         self.round = 0
         # Keyed by DDP's buckets, which DDP rebuilds after the first backward pass.
@@ -60,8 +47,7 @@ class GossipState:
         self._parameters: set[Tensor] = set()
         self._has_all = False
         self._in_flight: dict[int, tuple[FlatBuckets, dist.Work]] = {}
-        items = [f"what: {self._what.value}", *self._plans.items()]
-        check_same_everywhere(self._context.backend, "state", items)
+        check_same_everywhere(self._context.backend, "state", self._plans.items())
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
         """Raises RuntimeError for a bucket of a different DDP than before."""
@@ -76,17 +62,13 @@ class GossipState:
         self._parameters.update(parameters)
         self._has_all = self._has_all or bucket.is_last()
 
-    def _begin(self, tensor: Tensor, bucket: int, *, in_place: bool) -> dist.Work:
-        """Starts the average of a tensor."""
-        plan, name = self._plans.plan(self.round), f"{self._name}.{bucket}"
-        output = tensor if in_place else None
-        return self._context.backend.neighbor_allreduce(tensor, plan, output=output, name=name)
-
     def _exchange(self, parameters: FlatBuckets, bucket: int) -> None:
         """Starts the average of a bucket's parameters, which they receive at the end of the backward pass."""
         if not self._in_flight:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        self._in_flight[bucket] = parameters, self._begin(parameters.flats[0], bucket, in_place=False)
+        plan, name = self._plans.plan(self.round), f"{self._name}.{bucket}"
+        work = self._context.backend.neighbor_allreduce(parameters.flats[0], plan, name=name)
+        self._in_flight[bucket] = parameters, work
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -131,13 +113,10 @@ def gossip_hook(
         model = DistributedDataParallel(model, broadcast_buffers=False)
         model.register_comm_hook(fogdist.GossipState(topology), fogdist.gossip_hook)
 
-    With Gossip.parameters, each bucket's parameters are averaged with the neighbors' as soon as its gradients are
-    ready, and each rank keeps its own gradients. When ``backward`` returns, the parameters hold the averages, so the
-    optimizer makes ``x+ = Mix(x) - step(grad f(x))``. This is adapt with combine, as `DecentralizedDataParallel` with
-    mode "sync", without a change to optimizer or loop. With Gossip.gradients the gradients are averaged with the
-    neighbors' and the parameters are not exchanged: ``x+ = x - step(Mix(grad f(x)))``. Replicas then drift apart. Use
-    it with topologies whose rounds make an exact average, and average the parameters from time to time
-    (`fogdist.allreduce_parameters`).
+    Each bucket's parameters are averaged with the neighbors' as soon as its gradients are ready, and each rank keeps its own
+    gradients. When ``backward`` returns, the parameters hold the averages, so the optimizer makes ``x+ = Mix(x) - step(grad
+    f(x))``. This is adapt with combine, as `DecentralizedDataParallel` with mode "sync", without a change to optimizer or
+    loop.
 
     A round of the topology is one backward pass, for any number of buckets; passes in ``no_sync`` do not communicate.
     Each bucket of DDP is one exchange, and the first ones hide behind the rest of the backward pass. So
@@ -158,21 +137,16 @@ def gossip_hook(
         bucket: From DDP.
 
     Returns:
-        A future of the gradients for this rank's optimizer. The hook itself does not wait.
+        A future of this rank's gradients. The hook itself does not wait.
 
     Raises:
         torch.distributed.DistBackendError: From ``backward``: an exchange failed.
         RuntimeError: The state serves another DDP already; nothing of the bucket is sent.
     """
     state._check_model(bucket)
-    gradients: Tensor = bucket.buffer()
-    if state._what is Gossip.gradients:
-        future = state._begin(gradients, bucket.index(), in_place=True).get_future()
-        result = future.then(lambda done: done.value()[0])  # raises the error of a failed exchange
-    else:
-        state._exchange(state._buckets_of(bucket), bucket.index())
-        result = torch.futures.Future()
-        result.set_result(gradients)
+    state._exchange(state._buckets_of(bucket), bucket.index())
+    result: torch.futures.Future[Tensor] = torch.futures.Future()
+    result.set_result(bucket.buffer())
     # Once per backward pass, not once per bucket.
     if bucket.is_last():
         state.round += 1

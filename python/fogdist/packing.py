@@ -94,8 +94,3 @@ def unflatten(bucket: Bucket, flat: Tensor, tensors: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for place, piece in zip(bucket.places, pieces, strict=True):
             tensors[place].copy_(piece.view(tensors[place].shape))
-
-
-def are_same(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Returns whether two lists hold the same tensor objects in the same order."""
-    return len(ours) == len(theirs) and all(one is other for one, other in zip(ours, theirs, strict=True))

@@ -106,8 +106,11 @@ _OF_BLUEFOG: dict[str, str] = {
 }
 
 _OF_FOGDIST = {
-    name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
-    for name, instead in _OF_BLUEFOG.items()
+    **{
+        name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
+        for name, instead in _OF_BLUEFOG.items()
+    },
+    "Gossip": "gossip_hook averages parameters; torch's DistributedDataParallel averages gradients, over all ranks",
 }
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
@@ -116,10 +119,12 @@ REMOVED: dict[str, dict[str, str]] = {
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
+        "D2": "ExactDiffusion has the same fixed point, with any symmetric graph",
         "DeepSqueeze": _REPLICAS,
         "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
         "LEAD": f"{_REPLICAS}, ExactDiffusion has compression=Int8()",
         "MoniquaSGD": _REPLICAS,
+        "NoLoCo": "DiLoCo, or GASLoC in random pairs",
         "PowerGossip": "ChocoSGD with TopK sends few bytes too",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,
         "SlowMo": "DiLoCo makes local steps and an outer step with momentum",

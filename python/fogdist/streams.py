@@ -1,9 +1,7 @@
 """Streams of devices of any kind: the order of work on a device, and when it is complete.
 
-A gradient is ready on the stream that its backward pass runs on, and hooks of autograd run with that stream as the
-current one. Code that uses several gradients together must follow all their streams. Data that reaches other ranks
-without the device, such as a number in a window of the CPU, would overtake the device's pending work, so it must wait for
-a `Mark`. A CPU has no streams, and there these classes do nothing.
+Data that reaches other ranks without the device, such as a number in a window of the CPU, would overtake the device's
+pending work, so it must wait for a `Mark`. A CPU has no streams, and there it does nothing.
 """
 
 from __future__ import annotations
@@ -18,36 +16,6 @@ import torch.distributed as dist
 _SLEEP = 50e-6
 
 
-class StreamJoin:
-    """The streams on which the parts of a result become ready.
-
-    Args:
-        device: The device of the parts.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._has_streams = current_stream(device) is not None
-        self._streams: list[torch.Stream] = []
-
-    def add(self) -> None:
-        """Records that a part is ready on the current stream."""
-        if not self._has_streams:
-            return
-        stream = torch.accelerator.current_stream(self._device)
-        if stream not in self._streams:
-            self._streams.append(stream)
-
-    def join(self) -> None:
-        """Makes the current stream wait for the recorded parts, and forgets them. The host does not wait."""
-        streams, self._streams = self._streams, []
-        current = current_stream(self._device)
-        if current is not None:
-            for stream in streams:
-                if stream != current:
-                    current.wait_stream(stream)
-
-
 class Mark:
     """A point in the work of a device's current stream.
 
@@ -60,10 +28,6 @@ class Mark:
         if device.type != "cpu":
             self._event = torch.Event(device)
             self._event.record(current_stream(device))
-
-    def is_reached(self) -> bool:
-        """Returns whether the device has completed the work before the mark."""
-        return self._event is None or self._event.query()
 
     def wait(self) -> None:
         """Makes the host wait until the device has completed the work before the mark."""

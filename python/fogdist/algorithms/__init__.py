@@ -22,8 +22,8 @@ from fogdist.algorithms.asynchronous_gossip import AsynchronousGossip
 from fogdist.algorithms.choco_sgd import ChocoSGD
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, LocalSGD
-from fogdist.algorithms.diloco import DiLoCo, GASLoC, NoLoCo
-from fogdist.algorithms.exact_diffusion import D2, ExactDiffusion
+from fogdist.algorithms.diloco import DiLoCo, GASLoC
+from fogdist.algorithms.exact_diffusion import ExactDiffusion
 from fogdist.algorithms.gossip_pga import GossipPGA
 from fogdist.algorithms.gradient_tracking import GradientTracking
 from fogdist.algorithms.push_sum import PushSumSGD
@@ -34,7 +34,6 @@ from fogdist.training.algorithm import Algorithm
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing, Round
 
 __all__ = [
-    "D2",
     "Algorithm",
     "AsynchronousGossip",
     "ChocoSGD",
@@ -50,7 +49,6 @@ __all__ = [
     "Machines",
     "Mixing",
     "Neighbors",
-    "NoLoCo",
     "NoMixing",
     "PullGet",
     "PushSumSGD",

@@ -21,11 +21,8 @@ class AsynchronousDiffusion(WindowAlgorithm):
 
     Attributes:
         skip_lost: True to skip neighbors that are known to be lost; their last parameters still count unless
-            the weights of the average exclude them. By default `step` raises. With ``on_loss="continue"`` they are skipped
-            anyway, and do not count any more.
+            the weights of the average exclude them. By default `step` raises.
     """
-
-    can_be_joined: ClassVar[bool] = True
 
     skip_lost: bool = setting(False)
     _mean: tuple[float, dict[int, float]]
@@ -39,26 +36,11 @@ class AsynchronousDiffusion(WindowAlgorithm):
     def take(self, window: Window) -> None:
         """See `WindowAlgorithm`."""
         own, others = self._shift(window, *(self._given_weights() or self._mean))
-        if self._seat is not None and self._pace is not None:
-            gone = set(filter(self._pace.is_gone, others))
-            own += sum(weight for rank, weight in others.items() if rank in gone)
-            others = {rank: weight for rank, weight in others.items() if rank not in gone}
-        remains = self.remains(window, 1.0 - own)
         window.update(self_weight=own, neighbor_weights=others)
-        if remains is not None:
-            window.tensor.add_(remains)
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
         self._given_weights()
-
-    def members_changed(self) -> None:
-        """See `WindowAlgorithm.members_changed`."""
-        self._mean, self._heard = self.context.topology.mean_weights, {}
-        super().members_changed()
-
-    def _skips_lost(self) -> bool:
-        return bool(self.skip_lost) or self._seat is not None
 
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
         """Returns the weights that the user has set for the average, if any.
@@ -112,10 +94,7 @@ class WinPut(AsynchronousDiffusion):
         skip_lost: As in `AsynchronousDiffusion`.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset(
-        {"dst_weights", "self_weight", "src_weights", "skip_lost"}
-    )
-    takes_compression: ClassVar[bool] = True
+    own_weights: ClassVar[tuple[str, ...]] = ("dst_weights", "self_weight", "src_weights")
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
@@ -123,14 +102,8 @@ class WinPut(AsynchronousDiffusion):
             window.tensor,
             async_op=True,
             dst_weights=self.dst_weights,
-            skip_lost=self._skips_lost(),
-            **self.encoding(window),
+            skip_lost=bool(self.skip_lost),
         )
-
-    def reopened(self, window: Window) -> None:
-        """See `WindowAlgorithm.reopened`: between rounds in step, neighbors have what they need."""
-        if self.has_sent or not self.force_barrier:
-            self._in_flight.append(self.send(window))
 
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
         if self.self_weight is None and self.src_weights is not None:
@@ -159,7 +132,7 @@ class PullGet(AsynchronousDiffusion):
         skip_lost: As in `AsynchronousDiffusion`.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "src_weights", "skip_lost"})
+    own_weights: ClassVar[tuple[str, ...]] = ("self_weight", "src_weights")
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
@@ -168,7 +141,7 @@ class PullGet(AsynchronousDiffusion):
         if given is not None:
             sources = list(given[1])
         return window.get(
-            src_weights=sources, require_mutex=True, skip_lost=self._skips_lost(), async_op=True
+            src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost), async_op=True
         )
 
     def begin(self) -> None:
@@ -177,15 +150,9 @@ class PullGet(AsynchronousDiffusion):
 
     def finish(self) -> None:
         """Gets the current values of the neighbors and averages with them."""
-        self.meet_if_needed()
         self.keep_pace()
         super().begin()
         self.take_all()
-
-    def reopened(self, window: Window) -> None:
-        """See `WindowAlgorithm.reopened`."""
-        if self.has_sent:
-            self._in_flight.append(self.send(window))
 
     def stepping(self) -> AbstractContextManager[None]:
         """Holds the mutexes of the windows."""

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fogdist.compression import Codec, backend_of, check_for_windows
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.streams import Mark, wait_until_complete
@@ -22,7 +21,6 @@ from fogdist.training.continuing import Watch
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
-from fogdist.training.window_replicas import WindowReplicas
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -52,19 +50,6 @@ class AsynchronousGossip(Algorithm):
     in the result is proportional to its steps. Gradients are computed at the parameters in the model, which only the
     rank's own `step` changes.
 
-    With `compression`, x_j is not read. Each rank keeps a replica h of its own values, and its neighbors keep copies of it,
-    which compressed differences keep up to date at each step, and the moves are compressed too::
-
-        m   = decoded(C(w_ij (h_j - h_i))),        x_i = x_i + m,   inbox_j = inbox_j - m
-        q   = C(x_i - h_i),                        h_i = h_i + decoded(q)  here and at all neighbors
-
-    (The replicas are those of CHOCO-Gossip: Koloskova, Stich and Jaggi, ICML 2019, arXiv 1902.00340; that x_j gives up
-    exactly what x_i gains keeps the sum, though ranks see replicas of different times.) What a codec loses remains in
-    the differences, which go to zero. So the ranks come to the exact average, with every codec that has a
-    bounded relative error, at any speeds. At first, after a difference whose arrival is not certain, in `settle`, and when
-    the ranks that are left go on after a loss, neighbors get a replica as it is. A step sends a message to each
-    neighbor, and a move.
-
     x_j is read in place and without a lock. On CPUs some of its elements may be from before a step that j is making, and
     others from after its optimizer's part, its inbox or its move: elements that would be equal may differ for a while.
     The sum is not affected, because each element of j loses what the same element of i gains, whatever was read. The
@@ -82,21 +67,19 @@ class AsynchronousGossip(Algorithm):
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: The seed for the choice of neighbors; ranks may use different seeds.
         max_staleness: As in `fogdist.training.WindowAlgorithm`, counted in steps.
-        **options: As in `Algorithm`. Steps without gossip take from the inbox all the same; `topology` must be None;
-            `compression` is for parameters on the CPU.
+        **options: As in `Algorithm`. Steps without gossip take from the inbox all the same; `topology` must be None.
 
     Attributes:
         max_staleness: As above; can be changed at any time.
 
     Raises:
-        TypeError: As `Algorithm`; `compression` is no codec.
-        ValueError: `compression` does not take a parameter's dtype, or needs the receiver's values; the edges of the
-            topology that go both ways do not connect all ranks (the default topology's do not: set a ring, or
-            `fogdist.topology.symmetric_exponential`); and as `Algorithm`.
+        TypeError: As `Algorithm`.
+        ValueError: The edges of the topology that go both ways do not connect all ranks (the default topology's do not: set
+            a ring, or `fogdist.topology.symmetric_exponential`); and as `Algorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
-    compared: ClassVar[tuple[str, ...]] = ("compression",)
+    takes_compression: ClassVar[bool] = False
 
     _seed: int
     _rank: int
@@ -105,7 +88,6 @@ class AsynchronousGossip(Algorithm):
     _windows: _Windows | None
     _watch: Watch | None
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
-    compression: Codec | None
     _is_joining: bool
 
     def __init__(
@@ -121,8 +103,6 @@ class AsynchronousGossip(Algorithm):
             raise ValueError(
                 "topology must be None for AsynchronousGossip, which follows the group's: set_topology"
             )
-        compression = options.pop("compression", None)
-        check_for_windows(compression, (each for group in optimizer.param_groups for each in group["params"]))
         if not isinstance(seed, int) or isinstance(seed, bool):
             raise TypeError(f"seed must be an int, got {type(seed).__name__}")
         if max_staleness is not None:
@@ -141,7 +121,6 @@ class AsynchronousGossip(Algorithm):
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
         self._watches = []
-        self.compression = compression
         options["topology"] = NoMixing()
         super().__init__(optimizer, model, **options)
         with torch.no_grad():
@@ -176,7 +155,7 @@ class AsynchronousGossip(Algorithm):
         if self._windows is not None:
             self._apply_all()
             with torch.no_grad():
-                self._windows.publish(whole=True)
+                self._windows.publish()
             self.await_all()  # so that no rank reads or moves before all have published
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -273,7 +252,7 @@ class AsynchronousGossip(Algorithm):
 
     def _opened(self) -> _Windows:
         gives_way = self._seat is not None
-        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way, self.compression)
+        return _Windows(self.context, self.name, list(self._shares), self.values, gives_way)
 
     def _remove_watches(self) -> None:
         for watch in self._watches:
@@ -319,7 +298,6 @@ class _Windows:
         peers: The ranks to gossip with.
         values: The flat vectors.
         gives_way: As of `Pace`.
-        codec: Of moves and replicas; None if neighbors read the values themselves.
 
     Attributes:
         kept: Moves that had arrived in windows of an earlier epoch, one sum for each vector; `collect` adds them.
@@ -333,19 +311,12 @@ class _Windows:
         peers: list[int],
         values: list[Tensor],
         gives_way: bool,
-        codec: Codec | None,
     ) -> None:
         def window(tensor: Tensor, what: str) -> Window:
             return context.backend.create_window(tensor, f"{name}.{what}", peers, peers, zero_init=True)
 
         self._values = values
-        self._shown: list[Window] = []
-        self._replicas: WindowReplicas | None = None
-        if codec is None:
-            self._shown = [window(x, f"values.{place}") for place, x in enumerate(values)]
-        else:
-            self._replicas = WindowReplicas(context, f"{name}.replicas", peers, values, codec)
-        self._codec = backend_of(codec)
+        self._shown = [window(x, f"values.{place}") for place, x in enumerate(values)]
         self._inboxes = [window(x, f"inbox.{place}") for place, x in enumerate(values)]
         # Three counts for each peer: moves sent to it, those of them that it has applied, and moves received from it.
         self._sent = dict.fromkeys(peers, 0)
@@ -363,8 +334,6 @@ class _Windows:
         self._sending: list[tuple[int, dist.Work]] = []
         # The peer whose values are on their way here, and their gets.
         self.being_read: tuple[int, list[dist.Work]] | None = None
-        if self._replicas is not None:
-            self._replicas.publish()
 
     def collect(self) -> None:
         """Adds the contents of the inboxes to the values."""
@@ -381,8 +350,7 @@ class _Windows:
 
     def ready(self) -> list[int]:
         """Returns the peers that have applied all moves of this rank, and show the resulting values."""
-        ready = [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
-        return ready if self._replicas is None else list(filter(self._replicas.has, ready))
+        return [peer for peer, sent in self._sent.items() if self._has_taken(peer, sent)]
 
     def read(self, peer: int) -> None:
         """Begins to read a peer's values."""
@@ -398,31 +366,18 @@ class _Windows:
         share = shares[peer]
         for place, (x, inbox) in enumerate(zip(self._values, self._inboxes, strict=True)):
             inbox.p = -1.0  # so that 1 is sent
-            if self._replicas is None:
-                move = self._shown[place].update(-share, [(peer, share)], clone=True)
-                work = inbox.accumulate(move, [(peer, -1.0)], with_p=True)
-            else:
-                wanted, move = self._replicas.difference(place, peer, share), torch.empty_like(x)
-                work = inbox.accumulate(
-                    wanted, [(peer, -1.0)], with_p=True, compression=self._codec, decoded=move
-                )
+            move = self._shown[place].update(-share, [(peer, share)], clone=True)
+            work = inbox.accumulate(move, [(peer, -1.0)], with_p=True)
             x.add_(move)
             self._sending.append((peer, work))
         self._sent[peer] += 1
 
-    def publish(self, whole: bool = False) -> None:
+    def publish(self) -> None:
         """Shows this rank's values to the peers, and then the numbers of their moves in the values.
 
         For values on a device, the numbers follow with the next step, when the device is usually done, so that the host
         does not wait.
-
-        Args:
-            whole: Whether to send replicas as they are.
         """
-        if self._replicas is not None:
-            if whole:
-                self._replicas.resynchronize()
-            self._replicas.publish()
         for shown in self._shown:
             if shown.tensor.device.type != "cpu":
                 shown.update(1.0, [])  # neighbors get only values that an update has written
@@ -437,8 +392,6 @@ class _Windows:
         for peer, sending in self._sending:
             self._arrives(sending, peer)
         self._marks, self._sending = [], []
-        if self._replicas is not None:
-            self._replicas.end_transfers()
         self._show_receipts()
 
     def end_transfers(self) -> None:
@@ -446,9 +399,6 @@ class _Windows:
         _, gets = self.being_read or (None, [])
         self.being_read = None
         wait_until_complete([*gets, *(sending for _, sending in self._sending)])
-        if self._replicas is not None:
-            with contextlib.suppress(dist.DistBackendError):  # the peer gets the whole replica next time
-                self._replicas.end_transfers()
 
     def take_moves(self) -> list[Tensor]:
         """Returns the sum of the moves that have arrived and are not in the values yet, one for each vector."""
@@ -465,8 +415,6 @@ class _Windows:
     def free(self) -> None:
         """Frees all windows; collective."""
         self.pace.free()
-        if self._replicas is not None:
-            self._replicas.free()
         for window in (*self._shown, *self._inboxes, self._receipts):
             window.free()
 

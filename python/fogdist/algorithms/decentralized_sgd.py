@@ -8,9 +8,8 @@ from torch.optim import Optimizer
 
 from fogdist.context import current
 from fogdist.training.algorithm import Algorithm, check_factor
-from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import GlobalAverage
-from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.patient_mixer import PatientMixer, patient_mixing
 from fogdist.training.view import Models
 
@@ -41,11 +40,12 @@ class DecentralizedSGD(OverlappingAlgorithm):
     by an embedding's `max_norm`, the exchange starts at its end.) If W is not doubly stochastic, ranks agree on a
     weighted mean: `PushSumSGD` corrects that.
 
-    With `patience` ranks wait for each other, but not for a late one: a rank waits for each neighbor up to a deadline, as
-    in `WindowPushSum`. A neighbor that has not come by then is left out of the round, and until it is back; its weight
+    With `patience` ranks wait for each other, but not for a late one. A rank waits for each neighbor up to a deadline: the
+    median of the times that it had to wait for it lately, plus `patience` times their median absolute deviation, which
+    counts as at least 5 % of a round. A neighbor that has not come by then is left out of the round, and until it is back; its weight
     goes to the rank's own values, so weights add up to 1. The neighbor leaves this rank out of the same round: if the
     weights are symmetric, the mean of all ranks stays as it is. If not, leaving j out at i moves the mean of n ranks by
-    ``w_ji (x_i - x_j) / n``; `WindowPushSum` keeps it on any graph. A value counts in its own round or not at all. A rank
+    ``w_ji (x_i - x_j) / n``. A value counts in its own round or not at all. A rank
     that was left out goes on in the round of its neighbors, so ranks may have made different numbers of steps. A neighbor
     that ends in good order is left out from then on. If one is lost, the step raises, or leaves it out too if `on_loss` is
     "continue".
@@ -129,6 +129,10 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.rounds = self._mixer.begin(self.buckets, self.mixing, self.this_round())
         if self.order == "cta":
             self._mixer.finish()
+
+    def accept_changes(self) -> None:
+        """See `Algorithm.accept_changes`."""
+        self._mixer.accept_changes()
 
     def _hold(self) -> None:
         super()._hold()

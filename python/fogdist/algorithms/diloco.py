@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class DiLoCo(Algorithm):
     outer_momentum along the mean of all -D (Douillard et al., "DiLoCo: Distributed Low-Communication Training
     of Language Models", 2023, arXiv 2311.08105; the form of Nesterov's own paper, which gives the numbers of
     ``torch.optim.SGD(nesterov=True)``). With a `topology` it gossips, with momentum of the
-    averages; `GASLoC` and `NoLoCo` are two published ways to do that. For ranks to agree, eigenvalues of W
+    averages; `GASLoC` is a published way to do that. For ranks to agree, eigenvalues of W
     must be above -1 / (1 + 2 outer_momentum).
 
     The inner optimizer is AdamW in the paper. Any optimizer is allowed, and its state stays local.
@@ -137,66 +137,3 @@ class GASLoC(DiLoCo):
         """See the class."""
         targets = self._targets()
         self._accelerate(self.mix(targets), targets)
-
-
-class NoLoCo(DiLoCo):
-    """NoLoCo: H local steps, then a momentum step with the averages of a random pair.
-
-    With a the parameters before the H local steps, D = x - a, and m at first 0::
-
-        m+ = outer_momentum m + outer_lr W D + consensus (W a - a)
-        a+ = x+ = a + m+
-
-    (Kolehmainen, Blagoev, Donaghy, Ersoy and Nies, "NoLoCo: No-all-reduce Low Communication Training Method
-    for Large Models", 2025, arXiv 2506.10911.) W averages random pairs, drawn anew in each round; a and D
-    travel in one exchange. If W is the exact average it is DiLoCo with heavy-ball momentum.
-
-    Args:
-        optimizer: As in `DiLoCo`.
-        model: As in `DiLoCo`.
-        outer_momentum: Below 1.
-        consensus: How fast partners come together, more than 0; for pairs, between `outer_momentum` and
-            ``sqrt(2 + outer_momentum ** 2)``.
-        **options: As in `DiLoCo`, `outer_lr` (more than 0) included; `topology` is `random_matching` of all ranks by
-            default.
-
-    Raises:
-        ValueError: As `Algorithm`.
-    """
-
-    state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "outer_momentum")
-    compared: ClassVar[tuple[str, ...]] = (*DiLoCo.compared, "consensus")
-
-    consensus: float
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        model: Models,
-        *,
-        outer_momentum: float = 0.5,
-        consensus: float = 0.7,
-        **options: Any,
-    ) -> None:
-        self.consensus = check_factor(consensus, "consensus", positive=True)
-        super().__init__(optimizer, model, outer_momentum=outer_momentum, **options)
-
-    def default_topology(self, group: dist.ProcessGroup | None) -> MixingLike:
-        """See `DiLoCo.default_topology`."""
-        return random_matching(current(group).size)
-
-    def initial(self, name: str) -> list[Tensor]:
-        """See the class."""
-        return self.buckets.copies() if name == "anchor" else self.buckets.zeros()
-
-    def combine(self) -> None:
-        """See the class."""
-        anchors, momenta = self.vectors["anchor"], self.vectors["outer_momentum"]
-        changes = [x.sub(anchor) for x, anchor in zip(self.values, anchors, strict=True)]
-        mixed = self.mix([*changes, *anchors])
-        mean_changes, mean_anchors = mixed[: len(changes)], mixed[len(changes) :]
-        for anchor, momentum, change, mean in zip(anchors, momenta, mean_changes, mean_anchors, strict=True):
-            momentum.mul_(self.outer_momentum).add_(change, alpha=self.outer_lr)
-            momentum.add_(mean.sub_(anchor), alpha=self.consensus)
-            anchor.add_(momentum)
-        self.write(anchors)

@@ -1,4 +1,4 @@
-"""Exact diffusion and D2: diffusion without the bias that comes from different data on the ranks."""
+"""Exact diffusion: diffusion without the bias that comes from different data on the ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ class ExactDiffusion(Algorithm):
 
     state_vectors: ClassVar[tuple[str, ...]] = ("correction",)
     needs_rates: ClassVar[bool] = True
-    is_lazy: ClassVar[bool] = True
-    """Whether V is (I + W) / 2; otherwise V is W."""
 
     _corrected: list[Tensor]
 
@@ -58,23 +56,9 @@ class ExactDiffusion(Algorithm):
             combined = self.mix(corrected)
         finally:
             self._corrected = []
-        if self.is_lazy:
-            combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
+        combined = [x.add_(phi).mul_(0.5) for x, phi in zip(combined, corrected, strict=True)]
         self.vectors["correction"] = [
             x.sub(psi).div_(rate) if rate != 0.0 else correction
             for x, psi, correction, rate in zip(combined, adapted, corrections, rates, strict=True)
         ]
         self.write(combined)
-
-
-class D2(ExactDiffusion):
-    """D2: exact diffusion with V = W.
-
-    With SGD that is ``x+ = W (2 x - x- - g grad f(x) + g grad f(x-))``, and at first ``W (x - g grad f(x))``.
-    (Tang, Lian, Yan, Zhang and Liu, "D2: Decentralized Training over Decentralized Data", ICML 2018, arXiv
-    1803.07068.) Faster than `ExactDiffusion`, but it needs the smallest eigenvalue of W to be above -1/3 (a
-    ring of 4 with weights 1/3 is at the border), and a sequence of graphs, one peer a round, makes it diverge
-    more easily. All else is as in `ExactDiffusion`.
-    """
-
-    is_lazy: ClassVar[bool] = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.compression import TopK
@@ -30,25 +29,23 @@ class SparseLoCo(ReplicaAlgorithm):
         m  = error_decay e + outer_lr D + gamma (W h - h)
         h+ = h + C(m)
         e+ = m - C(m)
-        a+ = x+ = a + W h+ - W h + outer_momentum v+,    v+ = outer_momentum v + W h+ - W h
+        a+ = x+ = a + W h+ - W h
 
     If W is the exact average, which is the default, gamma is left out, and this is SparseLoCo: ``a+ = a`` plus the mean of
     all C(m), the same on all ranks up to the last bit (Sarfi, Thérien, Lidin and Belilovsky, "Communication Efficient LLM
     Pre-training with SparseLoCo", 2025, arXiv 2508.15706, where a chunk's largest elements are sent; `TopK` sends those of
     all parameters of a dtype). h becomes ``W h+`` then, which all ranks know, because changes that cancel out in the mean
-    would add up in it. Error feedback takes the place of DiLoCo's outer momentum there; with `outer_momentum` it is
-    `DiLoCo` with compressed changes. Each rank sends its message to all others.
+    would add up in it. Error feedback takes the place of DiLoCo's outer momentum. Each rank sends its message to all others.
 
-    With another W the ranks gossip. Without outer momentum, a is ``W h``, and h + e follows CHOCO-SGD (Koloskova, Stich and
+    With another W the ranks gossip: a is ``W h``, and h + e follows CHOCO-SGD (Koloskova, Stich and
     Jaggi, ICML 2019): ranks come together however much C loses, if gamma is small. With a codec that loses nothing and a
-    gamma of 1 it is `DiLoCo` by gossip. `fogdist.training.ReplicaAlgorithm` tells when ranks exchange uncompressed.
+    gamma of 1 it is `DiLoCo` by gossip, without its momentum. `fogdist.training.ReplicaAlgorithm` tells when ranks exchange uncompressed.
 
     Args:
         optimizer: The inner optimizer, as in `DiLoCo`.
         model: As in `Algorithm`.
         compression: A codec of `fogdist.compression`, by default ``TopK(0.02, bits=2)``.
         outer_lr: More than 0; 1 in the paper.
-        outer_momentum: Below 1; 0 in the paper.
         error_decay: The share of the error that is kept, from 0 to 1. With 1 nothing is lost, and the mean of all ranks
             moves by the mean of all D.
         gamma: More than 0, at most 1. Ranks come nearer to each other with a larger one, and go past each other with one
@@ -62,22 +59,11 @@ class SparseLoCo(ReplicaAlgorithm):
         ValueError: As `Algorithm`; a number is out of its range, the codec or the mixing does not fit.
     """
 
-    state_vectors: ClassVar[tuple[str, ...]] = (
-        *ReplicaAlgorithm.state_vectors,
-        "error",
-        "outer_velocity",
-        "outer_way",
-    )
+    state_vectors: ClassVar[tuple[str, ...]] = (*ReplicaAlgorithm.state_vectors, "error")
 
-    compared: ClassVar[tuple[str, ...]] = (
-        *ReplicaAlgorithm.compared,
-        "outer_lr",
-        "outer_momentum",
-        "error_decay",
-    )
+    compared: ClassVar[tuple[str, ...]] = (*ReplicaAlgorithm.compared, "outer_lr", "error_decay")
 
     outer_lr: float
-    outer_momentum: float
     error_decay: float
 
     def __init__(
@@ -86,13 +72,11 @@ class SparseLoCo(ReplicaAlgorithm):
         model: Models,
         *,
         outer_lr: float = 1.0,
-        outer_momentum: float = 0.0,
         error_decay: float = 0.95,
         gamma: float = 0.1,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
         self.outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
-        self.outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
         self.error_decay = check_factor(error_decay, "error_decay")
         if self.error_decay > 1.0:
             raise ValueError(f"error_decay must be at most 1, got {error_decay}")
@@ -103,20 +87,14 @@ class SparseLoCo(ReplicaAlgorithm):
             options["compression"] = TopK(0.02, bits=2)
         super().__init__(optimizer, model, gamma=gamma, **options)
 
-    def initial(self, name: str) -> list[Tensor]:
-        """See `ReplicaAlgorithm.initial`; without outer momentum there is nothing to keep for it."""
-        return [] if name.startswith("outer_") and not self.outer_momentum else super().initial(name)
-
     def combine(self) -> None:
         """See the class."""
         replicas, pulls = self.vectors["replica"], self.vectors["replica_pull"]
-        velocities, ways = self.vectors["outer_velocity"], self.vectors["outer_way"]
         share = 0.0 if self._averages_exactly(self.context) else self.gamma
         before = [h.add(p) for h, p in zip(replicas, pulls, strict=True)]  # W h
         targets = []
         for place, (x, h, p) in enumerate(zip(self.values, replicas, pulls, strict=True)):
-            begin = before[place].add(ways[place]) if ways else before[place]
-            change = x.sub(begin.to(x.dtype))  # as x was rounded, if it has 16 bits
+            change = x.sub(before[place].to(x.dtype))  # as x was rounded, if it has 16 bits
             error = self.vectors["error"][place]
             targets.append(
                 h.add(error, alpha=self.error_decay).add_(change, alpha=self.outer_lr).add_(p, alpha=share)
@@ -128,9 +106,6 @@ class SparseLoCo(ReplicaAlgorithm):
         for place, (x, h, p) in enumerate(zip(self.values, replicas, pulls, strict=True)):
             after = h.add(p)
             targets[place].sub_(after.sub(full[place]))  # what this rank's replica lacks, before it is merged
-            if velocities:
-                velocities[place].mul_(self.outer_momentum).add_(after).sub_(before[place])
-                after.add_(ways[place].add_(velocities[place], alpha=self.outer_momentum))
             # What is not finite, and was not sent, stays so on this rank.
             x.copy_(after.add_(targets[place], alpha=0.0))
 

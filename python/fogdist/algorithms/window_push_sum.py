@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.exchange import check_weight
-from fogdist.training.algorithm import check_factor
-from fogdist.training.pace import Arrivals
 from fogdist.training.view import setting
 from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.windows import Window
@@ -44,27 +42,12 @@ class WindowPushSum(WindowAlgorithm):
     gradients of a faster rank count more often. A rank then sends at most as much as leaves it half of its average p.
 
     If a neighbor is lost, the shares on their way to it are lost, of x and of p, and `step` raises. Set the weights so
-    that no shares are sent to it any more. With ``on_loss="continue"`` a rank keeps the shares of lost neighbors itself. What
-    is lost is what the lost rank held and what was on its way to it, of x and of p alike: the ranks that are left go
-    on from the sum of x over the sum of p of what they have. `self_weight` and `dst_weights` stay None then. A process that
-    joins begins with the z of another rank and p = 1, so the sum of p grows by 1, and that of x by this z.
-
-    With `patience` ranks wait for each other, but not for a late one. A rank waits in `step` for the shares of its
-    in-neighbors, each up to a deadline: the median of the times that it had to wait for this neighbor lately, plus
-    `patience` times their median absolute deviation, which counts as at least 5 % of a round. A neighbor that has not
-    come by then is left out until it has sent again. A share that comes late is in one of the next rounds, with its p, so
-    the sums over all ranks stay as they are, and no two ranks need to agree on who was late. A rank keeps the share
-    of an out-neighbor that is late as its in-neighbor. Ranks may be one round apart. A rank that is slower than others from
-    the beginning is waited for, as the median of the waits for it is long.
+    that no shares are sent to it any more.
 
     `state_dict` has p, so that training goes on with the mass that there was (`fogdist.checkpoint`).
 
-    The arguments are those of `WindowAlgorithm`, and `patience`. Between steps the windows hold z, and their own p is 1; see
+    The arguments are those of `WindowAlgorithm`. Between steps the windows hold z, and their own p is 1; see
     `push_sum_weights`.
-
-    Args:
-        patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. It is instead of `max_staleness`,
-            and sets `force_barrier` to False. None to wait for all ranks, or as `force_barrier` says.
 
     Attributes:
         self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
@@ -73,32 +56,22 @@ class WindowPushSum(WindowAlgorithm):
         force_barrier: As in `WindowAlgorithm`, but True by default.
     """
 
-    own_weights: ClassVar[frozenset[str]] = frozenset({"self_weight", "dst_weights"})
-    takes_compression: ClassVar[bool] = True
+    own_weights: ClassVar[tuple[str, ...]] = ("self_weight", "dst_weights")
     zero_init: ClassVar[bool] = True
-    can_be_joined: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
-    compared: ClassVar[tuple[str, ...]] = (*WindowAlgorithm.compared, "patience")
 
     force_barrier: bool = setting(True)
-    _arrivals: Arrivals | None
     # By the windows' names, which are the same in each epoch.
     _p: dict[str, float]
     _mean_p: dict[str, float]
     _before: dict[str, float]  # p before the shares of the round were sent, until those of others are taken
     _biased: set[str]
-    _kept: dict[str, tuple[Tensor, float]]  # shares that had arrived in windows that are closed
 
-    def __init__(self, *arguments: Any, patience: float | None = None, **options: Any) -> None:
-        self.patience = None if patience is None else check_factor(patience, "patience")
-        self._p, self._mean_p, self._before, self._biased, self._kept = {}, {}, {}, set(), {}
-        self._arrivals = None
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._p, self._mean_p, self._before, self._biased = {}, {}, {}, set()
         super().__init__(*arguments, **options)
-        if patience is not None:
-            self.force_barrier = False
-        if self._seat is not None:
-            return
+        self._p, self._mean_p = ({window.name: 1.0 for window in self.windows} for _ in range(2))
         neighbors = self.context.topology.out_neighbors
         share = 1.0 / (len(neighbors) + 1)
         self.self_weight = share
@@ -136,7 +109,7 @@ class WindowPushSum(WindowAlgorithm):
                 )
         for name in self._p:
             self._p[name], self._mean_p[name] = found[name][0] if name in found else (1.0, 1.0)
-        self._kept, self._before = {}, {}
+        self._before = {}
 
     def _shares(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
         """Returns the fractions of a bucket with weight `p` that the rank keeps and sends.
@@ -149,8 +122,6 @@ class WindowPushSum(WindowAlgorithm):
             TypeError: `dst_weights` is not a dict, or a weight is not a real number.
             ValueError: A weight is negative or not finite, nothing is kept, or they do not add up to 1.
         """
-        if self._seat is not None:
-            return self._shares_of_the_living(p, mean_p)
         kept = check_weight(cast("float", self.self_weight), "self_weight")
         if not isinstance(self.dst_weights, Mapping):
             raise TypeError(
@@ -166,36 +137,11 @@ class WindowPushSum(WindowAlgorithm):
             raise ValueError(
                 f"self_weight and dst_weights must add up to 1, got {kept} and {dict(given)}, in all {total}"
             )
-        return self._limited(kept, given, p, mean_p)
-
-    def _shares_of_the_living(self, p: float, mean_p: float) -> tuple[float, dict[int, float]]:
-        """As `_shares`, equal for all neighbors; the rank keeps those of lost ones."""
-        neighbors = self.context.topology.out_neighbors
-        share = 1.0 / (len(neighbors) + 1)
-        given = dict.fromkeys(neighbors, share)
-        kept = share
-        for rank in neighbors:
-            if self._pace is not None and self._pace.is_gone(rank):
-                kept += given.pop(rank)
-        return self._limited(kept, given, p, mean_p)
-
-    def _limited(
-        self, kept: float, given: dict[int, float], p: float, mean_p: float
-    ) -> tuple[float, dict[int, float]]:
-        """Returns the shares of a rank that may be ahead of others: so much that it does not give all away."""
-        if self._arrivals is not None and not self.force_barrier:
-            for rank in self._arrivals.late.intersection(given):
-                kept += given.pop(rank)
-            if p < LEAST_PART * mean_p:  # in-neighbors that it is no neighbor of do not keep its shares
-                return 1.0, {}
-        elif not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
+        # A rank that is ahead of others does not give all away.
+        if not self.force_barrier and kept < 1.0 and kept * p < LEAST_PART * mean_p:
             before, kept = kept, min(1.0, LEAST_PART * mean_p / p)
             given = {rank: weight * (1.0 - kept) / (1.0 - before) for rank, weight in given.items()}
         return kept, {rank: weight for rank, weight in given.items() if weight > 0.0}
-
-    def late_neighbors(self) -> list[int]:
-        """Returns the in-neighbors that were left out of the last round; none without `patience`."""
-        return sorted(self._arrivals.late) if self._arrivals is not None else []
 
     def settle(self) -> None:
         """See `Algorithm.settle`: takes the shares that are on their way. Collective."""
@@ -211,20 +157,6 @@ class WindowPushSum(WindowAlgorithm):
             with self.stepping():
                 pass
             self.buckets.write_changes()
-
-    def unregister_window(self) -> None:
-        """See `WindowAlgorithm.unregister_window`."""
-        try:
-            super().unregister_window()
-        finally:
-            self._arrivals = None
-
-    def keep_pace(self) -> None:
-        """See `WindowAlgorithm.keep_pace`; with `patience` it waits for the shares of this round."""
-        if self._arrivals is None or self.force_barrier:
-            super().keep_pace()
-        else:
-            self._arrivals.wait()
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
@@ -242,8 +174,6 @@ class WindowPushSum(WindowAlgorithm):
             async_op=True,
             dst_weights={rank: weight * p for rank, weight in given.items()},
             with_p=True,
-            skip_lost=self._seat is not None,
-            **self.encoding(window),
         )
         self._before[window.name] = p
         self._p[window.name] = kept * p
@@ -252,46 +182,20 @@ class WindowPushSum(WindowAlgorithm):
     def take(self, window: Window) -> None:
         """See the class."""
         name = window.name
-        given = self._before.get(name, self._p[name]) - self._p[name]
-        remains = self.remains(window, given)
         window.update(
             self_weight=self._p[name],
             neighbor_weights=dict.fromkeys(window.in_neighbors, 1.0),
             reset=True,
             with_p=True,
         )
-        if remains is not None:
-            window.tensor.add_(remains)
         self._p[name], window.p = window.p, 1.0
         self._before.pop(name, None)
-        if name in self._kept:
-            shares, p = self._kept.pop(name)
-            window.tensor.add_(shares)
-            self._p[name] += p
         self._mean_p[name] += (self._p[name] - self._mean_p[name]) / _MEMORY
         self._biased.add(name)
-
-    def keep(self, window: Window) -> None:
-        """See `WindowAlgorithm.keep`: no share of a rank that is left gets lost."""
-        sources = dict.fromkeys(window.in_neighbors, 1.0)
-        shares = window.update(self_weight=0.0, neighbor_weights=sources, reset=True, clone=True, with_p=True)
-        if window.p == 0.0:
-            return
-        if window.name in self._kept:
-            before, p = self._kept[window.name]
-            self._kept[window.name] = before.add_(shares), p + window.p
-        else:
-            self._kept[window.name] = shares, window.p
 
     def stepping(self) -> AbstractContextManager[None]:
         """Sets the parameters to x within the block and to z afterwards."""
         return self._on_biased()
-
-    def _open(self) -> None:
-        super()._open()
-        for window in self.windows:
-            self._p.setdefault(window.name, 1.0)
-            self._mean_p.setdefault(window.name, 1.0)
 
     def _pieces(self) -> dict[str, dict[Tensor, Tensor]]:
         pieces = {
@@ -311,17 +215,6 @@ class WindowPushSum(WindowAlgorithm):
             for number in range(len(self.buckets.flats))
             for parameter in self.buckets.tensors_of(number)
         ]
-
-    def _abandon(self, reason: str) -> None:
-        super()._abandon(reason)
-        self._arrivals = None
-
-    def _open_all(self) -> None:
-        super()._open_all()
-        if self.patience is not None and self._pace is not None:
-            # After a loss some ranks have sent their values of a round and others have not.
-            is_apart = self.context.survivors is not None
-            self._arrivals = Arrivals(self._pace, self.patience, is_apart=is_apart)
 
     @contextmanager
     def _on_biased(self) -> Iterator[None]:

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.compression import Codec, check_for_windows
+from fogdist.compression import Codec
 from fogdist.context import current
 from fogdist.ddp.drivers import AtOwnPace, InStep
-from fogdist.observe.flight_record import count_step
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.continuing import OnLoss
+from fogdist.training.mixing import Plans, TopologyLike, topology_of
 from fogdist.training.pace import MAX_STALENESS
-from fogdist.training.passes import forward_changes_parameters, is_training_pass
-from fogdist.training.plans import Plans, TopologyLike, topology_of
-from fogdist.training.scaler import ScaledSteps
-from fogdist.training.step_hooks import hook_steps
-from fogdist.training.view import only_makes_state
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Mode: TypeAlias = Literal["sync", "async"]
+# The attribute by which an optimizer asks a gradient scaler to leave unscaling to it.
+_TAKES_SCALER = "_step_supports_amp_scaling"
 _Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
 
 
@@ -69,8 +66,7 @@ class DecentralizedDataParallel(nn.Module):
     (`FlatBuckets`). So the optimizer, schedulers, clipping, GradScaler and closures work as before. In mode "sync"
     parameters must not be changed between forward pass and step, and a warning is issued if they are, because the mix
     replaces them. (If the forward pass itself changes them, by an embedding's `max_norm`, the exchange starts at its
-    end.) Frozen parameters are not exchanged. Buffers stay each rank's own unless `average_buffers` is set; then those
-    of floating-point dtypes are mixed like parameters, and the changes by the forward pass are kept.
+    end.) Frozen parameters are not exchanged. Buffers stay each rank's own until `average`.
 
     `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
     from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. ``torch.func.functional_call`` takes
@@ -89,21 +85,14 @@ class DecentralizedDataParallel(nn.Module):
         group: As in `fogdist.algorithms.Algorithm`.
         bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
         broadcast: As in `fogdist.algorithms.Algorithm`.
-        average_buffers: As above.
-        patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with `average_buffers` or DTensors.
-            Ranks may then have made different numbers of steps.
+        patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with DTensors. Ranks may then have made
+            different numbers of steps.
         max_staleness: For "async": as in `fogdist.training.WindowAlgorithm`.
-        staleness_damping: For "async": the exponent a >= 0 in the weight ``w (1 + staleness)^-a`` of a
-            neighbor whose values are `staleness` iterations old; the rest goes to this rank's own. By default
-            0, no damping. (The polynomial form of Xie, Koyejo and Gupta, "Asynchronous federated
-            optimization", arXiv 1903.03934, who use 0.5.) Where ranks' staleness differs, the fixed point
-            moves: weights are not doubly stochastic any more.
         skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
             raises, naming the rank.
         on_loss: As in `fogdist.algorithms.Algorithm`. In mode "async", a rank goes on without lost neighbors at once, and all
             ranks change to what is left of the topology when it would fall apart.
-        compression: A codec of `fogdist.compression` for the exchanges, as in `fogdist.algorithms.Neighbors`; not with
-            `patience`.
+        compression: For "sync": a codec of `fogdist.compression`, as in `fogdist.algorithms.Neighbors`; not with `patience`.
         share: As in `fogdist.algorithms.Algorithm`, for the parameters.
 
     Attributes:
@@ -133,10 +122,8 @@ class DecentralizedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float | None = None,
         broadcast: bool = True,
-        average_buffers: bool = False,
         patience: float | None = None,
         max_staleness: int | None = MAX_STALENESS,
-        staleness_damping: float = 0.0,
         skip_lost: bool = False,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
@@ -149,17 +136,13 @@ class DecentralizedDataParallel(nn.Module):
             raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
         of_async = {
             "max_staleness": max_staleness != MAX_STALENESS,
-            "staleness_damping": staleness_damping != 0,
             "skip_lost": skip_lost,
         }
-        of_others = of_async if mode == "sync" else {"patience": patience is not None}
+        of_sync = {"patience": patience is not None, "compression": compression is not None}
+        of_others = of_async if mode == "sync" else of_sync
         if any(of_others.values()):
             given = ", ".join(name for name, is_given in of_others.items() if is_given)
             raise ValueError(f"{given} must not be given in mode {mode!r}: it is for the other mode")
-        if average_buffers and patience is not None:
-            raise ValueError("average_buffers must be False with patience, got True")
-        if mode == "async":
-            check_for_windows(compression, (each for each in module.parameters() if each.requires_grad))
         self._context = current(group)
         self._mode = mode
         self.module = module
@@ -182,30 +165,18 @@ class DecentralizedDataParallel(nn.Module):
             )
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(trained.values()))
         self._is_alone = self._context.is_alone
-        self._is_exchanging = True  # False in no_sync()
-        self._has_mixed = False  # whether the step in progress has mixed already
-        self._only_makes_state = False  # whether a checkpoint makes the step in progress
-        self._is_iteration = False  # whether the step in progress exchanges
         self._driver: InStep | AtOwnPace | None = None  # with several ranks, until `close`
         self._ties = _ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
             return
-        buffers = {
-            name: buffer
-            for name, buffer in module.named_buffers()
-            if average_buffers and (buffer.is_floating_point() or buffer.is_complex())
-        }
-        mixed = {*trained.values(), *buffers.values()}
-        self._begins_after_forward = mode == "sync" and forward_changes_parameters(module)
-        self._slots = _slots_of(module, mixed)
-        self._frozen = {name: parameter for name, parameter in named.items() if parameter not in mixed}
+        mixed = list(trained.values())
+        self._slots = _slots_of(module, set(mixed))
+        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         options: dict[str, Any] = {
             "wrapper": self,
-            "rounds": rounds,
-            "compression": compression,
-            "parameters": trained,
-            "buffers": buffers,
+            "parameters": mixed,
+            "topology": rounds.topology,
             "group": group,
             "bucket_cap_mb": bucket_cap_mb,
             "on_loss": on_loss,
@@ -213,25 +184,12 @@ class DecentralizedDataParallel(nn.Module):
             "share": share,
         }
         if mode == "sync":
-            self._driver = InStep(
-                self.optimizer,
-                module,
-                late_begin=self._begins_after_forward,
-                patience=patience,
-                **options,
-            )
+            options |= {"patience": patience, "compression": compression}
+            self._driver = InStep(self.optimizer, module, **options)
         else:
-            self._driver = AtOwnPace(
-                self.optimizer,
-                module,
-                max_staleness=max_staleness,
-                damping=staleness_damping,
-                skip_lost=skip_lost,
-                **options,
-            )
-        self._scaled_steps = ScaledSteps(self.optimizer, mode == "sync")
-        handles: list[RemovableHandle | ScaledSteps] = [*_hook_up(self, self.optimizer), self._scaled_steps]
-        self._release = weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+            options |= {"rounds": rounds, "max_staleness": max_staleness, "skip_lost": skip_lost}
+            self._driver = AtOwnPace(self.optimizer, module, **options)
+        self._release = weakref.finalize(self, _replace_step(self, self.optimizer, mode == "sync"))
         self._release.atexit = False
 
     @property
@@ -257,28 +215,14 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: Parameters that shared one tensor no longer do; or as the class.
         """
-        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
-            if getattr(part, key, None) is not getattr(other, other_key, None):
-                raise RuntimeError(
-                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
-                    "the names that named_parameters() has, without 'module.'"
-                )
-        trains = self._driver is not None and is_training_pass(self)
-        if trains and not self._begins_after_forward:
-            self._notice_forward()
-        result = self.module(*args, **kwargs)
-        if trains and self._begins_after_forward:
-            self._notice_forward()
-        return result
+        self._check_ties()
+        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Disables the exchanges of forward passes and steps in a block, for gradient accumulation or local steps."""
-        before, self._is_exchanging = self._is_exchanging, False
-        try:
+        with nullcontext() if self._driver is None else self._driver.no_sync():
             yield
-        finally:
-            self._is_exchanging = before
 
     def set_topology(self, topology: TopologyLike) -> None:
         """Mixes along another topology from the next exchange on, which is its round 0. Collective.
@@ -315,16 +259,14 @@ class DecentralizedDataParallel(nn.Module):
             RuntimeError: After `close`; torch.distributed.DistBackendError if a rank does not come.
         """
         if not self._is_alone:
-            driver = self._opened("average")
-            self._check_places()
-            driver.average(buffers)
+            self._opened("average").average(buffers)
 
     def synchronize(self) -> None:
         """Mixes without a step, for a training loop that skips `step` after a training forward pass.
 
         It does nothing in mode "async", or if there was no such pass since the last step.
         """
-        if self._driver is not None and self._driver.is_in_round:
+        if isinstance(self._driver, InStep):
             self._check_places()
             self._driver.synchronize()
 
@@ -334,7 +276,7 @@ class DecentralizedDataParallel(nn.Module):
         The neighbors no longer use its values and do not wait for it (`max_staleness`). Call it where a rank ends early
         or stops to validate; its process may even end then. `average` calls it by itself. Not collective.
         """
-        if self._driver is not None:
+        if isinstance(self._driver, AtOwnPace):
             self._driver.pause()
 
     def staleness(self) -> dict[int, int | None]:
@@ -345,11 +287,11 @@ class DecentralizedDataParallel(nn.Module):
         have arrived yet or the neighbor is paused or lost. Values that arrive during the call may be newer than the
         result says. The dict is empty in mode "sync", where no values are stale.
         """
-        return {} if self._driver is None else self._driver.staleness()
+        return self._driver.staleness() if isinstance(self._driver, AtOwnPace) else {}
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last exchange; none without `patience`."""
-        return [] if self._driver is None else self._driver.late_neighbors()
+        return self._driver.late_neighbors() if isinstance(self._driver, InStep) else []
 
     def close(self) -> None:
         """Ends mixing: module and optimizer continue alone.
@@ -444,60 +386,17 @@ class DecentralizedDataParallel(nn.Module):
             raise RuntimeError(f"{method}() was called after close()")
         return self._driver
 
-    def _notice_forward(self) -> None:
-        # A closure that the optimizer evaluates again within its step does not begin another exchange.
-        driver = self._driver
-        if driver is not None and self._is_exchanging and not self._has_mixed and not driver.is_in_round:
-            self._check_places()
-            driver.notice_forward()
-
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Mixes, or makes the closure mix after it has computed gradients. Returns the arguments for the step."""
-        self._has_mixed = False
-        self._scaled_steps.begin()
-        self._only_makes_state = only_makes_state(self.optimizer, args[1:], kwargs)
-        if self._only_makes_state:
-            return None
-        if len(args) > 1 and args[1] is not None:
-            return (args[0], partial(self._evaluate, args[1]), *args[2:]), kwargs
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": partial(self._evaluate, kwargs["closure"])}
-        self._mix()
-        return None
-
-    def _evaluate(self, closure: Callable[[], Any]) -> Any:
-        result = closure()
-        if not self._has_mixed:
-            self._mix()
-        return result
-
-    def _mix(self) -> None:
-        self._has_mixed = True
-        driver = self._opened("step")
-        self._is_iteration = self._is_exchanging or driver.is_in_round
-        if self._is_iteration:
-            self._check_places()
-            driver.before_step()
-            if driver.overflowed:  # this process has just joined, and has gradients of other parameters
-                self._scaled_steps.hide()
-        else:
-            driver.discard()
-
-    def _after_step(self) -> None:
-        self._scaled_steps.end()
-        driver = self._opened("step")
-        if self._only_makes_state:
-            driver.accept_changes()
-            return
-        if not self._has_mixed:  # the optimizer did not evaluate the closure
-            self._mix()
-        self._has_mixed = False
-        if self._is_iteration:
-            driver.after_step()
-        count_step()
+    def _check_ties(self) -> None:
+        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
+            if getattr(part, key, None) is not getattr(other, other_key, None):
+                raise RuntimeError(
+                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
+                    "the names that named_parameters() has, without 'module.'"
+                )
 
     def _check_places(self) -> None:
         """Raises RuntimeError for replaced parameters, which mixing would not reach."""
+        self._check_ties()
         for part, key, tensor, name in self._slots:
             # Looking here takes a fraction of the time of getattr(part, key).
             members = part._parameters if key in part._parameters else part._buffers
@@ -533,20 +432,38 @@ def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
     ]
 
 
-def _hook_up(wrapper: DecentralizedDataParallel, optimizer: Optimizer) -> list[RemovableHandle]:
-    # The optimizer may outlive the wrapper, so its hooks must not keep the wrapper alive.
-    reference = weakref.ref(wrapper)
+def _replace_step(
+    wrapper: DecentralizedDataParallel, optimizer: Optimizer, takes_scaler: bool
+) -> Callable[[], None]:
+    """Makes an optimizer's `step`, of this object only, that of the wrapper's driver; returns what undoes it.
 
-    def before_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    Args:
+        wrapper: Not kept alive, as the optimizer may outlive it.
+        optimizer: The user's. Its class makes the step itself.
+        takes_scaler: Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for it.
+    """
+    reference, plain, own = weakref.ref(wrapper), optimizer.step, vars(optimizer)
+    before = {name: own[name] for name in ("step", _TAKES_SCALER) if name in own}
+
+    @wraps(plain)
+    def step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
         alive = reference()
-        return None if alive is None else alive._before_step(args, kwargs)
+        if alive is None or alive._driver is None:
+            return plain(*arguments, **options)
+        return alive._driver.step(*arguments, **options)
 
-    def after_step() -> None:
-        alive = reference()
-        if alive is not None:
-            alive._after_step()
+    made = MethodType(step, optimizer)
+    own["step"] = made
+    if takes_scaler:
+        own[_TAKES_SCALER] = True
 
-    return hook_steps(optimizer, before_step, after_step)
+    def undo() -> None:
+        own.pop(_TAKES_SCALER, None)
+        if own.get("step") is made:  # else a scheduler has wrapped it
+            del own["step"]
+        own.update({name: value for name, value in before.items() if name != "step" or "step" not in own})
+
+    return undo
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

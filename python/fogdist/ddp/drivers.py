@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -13,94 +13,100 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
-from fogdist.compression import Codec, backend_of
+from fogdist.compression import Codec
+from fogdist.elastic.membership import members_of
 from fogdist.elastic.seat import Seat
-from fogdist.packing import cap_bytes
 from fogdist.streams import wait_until_complete
-from fogdist.training.algorithm import Algorithm, check_count, check_factor
-from fogdist.training.buckets import FlatBuckets
-from fogdist.training.continuing import Continuing, Watch, await_all, highest, take_seat
-from fogdist.training.mixing import Finish, Neighbors
+from fogdist.training.algorithm import Algorithm, check_count
+from fogdist.training.continuing import Continuing, Watch, await_all, highest
+from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
+from fogdist.training.overlapping import When, forward_changes_parameters
 from fogdist.training.pace import Pace
-from fogdist.training.plans import Plans, edges_of, neighbors_of
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
     from fog_pg._C import Window
+    from fogdist.ddp.data_parallel import DecentralizedDataParallel
 
 
 class Driver(Algorithm):
-    """Base of both.
-
-    The wrapper calls `notice_forward` at each training forward pass (before it, or after one that changes parameters),
-    `before_step` before each step of the optimizer that takes part, and `after_step` after it. `discard` waits for what is
-    in flight and drops its result; `follow` changes the topology, collectively.
+    """Base of both. It takes the place of the `step` of the user's optimizer, which the script calls as before.
 
     Args:
         optimizer: The user's.
         module: The wrapped module.
         wrapper: The owner of the parameters, which this does not keep alive.
-        rounds: The peers of each round.
-        compression: A codec of `fogdist.compression`, or None.
-        parameters: The parameters to mix, by name.
-        buffers: The module's buffers to mix, by name.
+        parameters: The parameters to mix.
         **options: As in `Algorithm`.
     """
 
     mode: ClassVar[str]
     compared: ClassVar[tuple[str, ...]] = ("mode",)
 
-    extra: FlatBuckets  # the buffers
-    compression: Codec | None
-    _owner: weakref.ref[nn.Module]
+    is_in_round: bool
+    _owner: weakref.ref[DecentralizedDataParallel]
     _parameters: list[Tensor]
     _ends: Seat | None  # of averages of all ranks, which ranks begin after different exchanges
+    _plain_step: Callable[..., Any]
 
     def __init__(
         self,
         optimizer: Optimizer,
         module: nn.Module,
         *,
-        wrapper: nn.Module,
-        rounds: Plans,
-        compression: Codec | None,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
+        wrapper: DecentralizedDataParallel,
+        parameters: list[Tensor],
         **options: Any,
     ) -> None:
-        self._owner, self._parameters = weakref.ref(wrapper), list(parameters.values())
-        self.compression, self._ends = compression, None
-        size = cap_bytes(options.get("bucket_cap_mb"))
-        self.extra = FlatBuckets(list(buffers.values()), size, names=list(buffers), owner=wrapper)
-        with self.extra.released_on_error():
-            super().__init__(optimizer, module, topology=rounds.topology, compression=compression, **options)
+        self._owner, self._parameters, self._ends = weakref.ref(wrapper), parameters, None
+        self._plain_step = optimizer.step
+        super().__init__(optimizer, module, **options)
 
     @property
     def algorithm_name(self) -> str:
         """See `Algorithm.algorithm_name`."""
         return "DecentralizedDataParallel"
 
-    def after_step(self) -> None:
-        """Called after the optimizer's step."""
+    @property
+    def is_running(self) -> bool:
+        """See `Algorithm.is_running`: within `no_sync` steps are local, unless an exchange has begun before."""
+        return super().is_running and (self.is_syncing or self.is_in_round)
 
-    def synchronize(self) -> None:
-        """Mixes in place of a step that would complete an exchange."""
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """See `Algorithm.step`. A gradient scaler sets its attributes on the user's optimizer, and deletes them itself."""
+        held = vars(self._fog_wrapped)
+        marks = {name: held.pop(name) for name in self._scaler_marks if name in held}
+        vars(self).update(marks)
+        result = super().step(*arguments, **options)
+        for name, value in marks.items():
+            del vars(self)[name]
+            held[name] = value
+        return result
 
-    def accept_changes(self) -> None:
-        """Accepts the changes of the parameters since an exchange began."""
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`."""
+        self._check_places()
+        super().refresh()
 
     def set_round(self, value: int) -> None:
         """Sets the round of the next exchange."""
         self.rounds = value
 
-    def staleness(self) -> dict[int, int | None]:
-        """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
-        return {}
+    def discard(self) -> None:
+        """Waits for what is in flight and drops its result."""
 
-    def pause(self) -> None:
-        """Tells the neighbors to go on without this rank until its next step."""
+    def _check_places(self) -> None:
+        wrapper = self._owner()
+        assert wrapper is not None  # it drives this
+        wrapper._check_places()
+
+    def _check_syncing(self) -> None:
+        pass
+
+    def _fog_own_step(self, **options: Any) -> Any:
+        return self._plain_step(**options)
 
     def _fog_owner(self) -> object:
         return self._owner()
@@ -113,81 +119,47 @@ class Driver(Algorithm):
 
     def _hold(self) -> None:
         if self.on_loss == "continue":
-            self._ends = take_seat(self._group, f"{self.name} global")
+            self._ends = members_of(self._group).seat(f"{self.name} global", None)
         super()._hold()
-
-    def _agree_on(self, buckets: FlatBuckets) -> None:
-        self._described += [f"buffer {line}" for line in self.extra.layout()]
-        super()._agree_on(buckets)
-
-    def _fog_give_up(self) -> None:
-        super()._fog_give_up()
-        self.extra.release()
 
 
 class InStep(Driver, DecentralizedSGD):
-    """One exchange per iteration, which runs during forward and backward.
-
-    Parameters must not change between its begin and `before_step`. Buffers do change in a forward pass: the change that mixing makes
-    to the values that were sent is added to them.
-    """
+    """One exchange per iteration, which runs during forward and backward."""
 
     mode: ClassVar[str] = "sync"
     compared: ClassVar[tuple[str, ...]] = (*Driver.compared, *DecentralizedSGD.compared)
 
+    _codec: Codec | None
     _changes_in_forward: bool
-    _sent: list[Finish]
 
-    def __init__(self, optimizer: Optimizer, module: nn.Module, *, late_begin: bool, **options: Any) -> None:
-        self._changes_in_forward, self._sent = late_begin, []
+    def __init__(self, optimizer: Optimizer, module: nn.Module, **options: Any) -> None:
+        self._codec, self._changes_in_forward = options["compression"], forward_changes_parameters(module)
         super().__init__(optimizer, module, order="awc", **options)
 
     def is_joinable(self) -> bool:
         """See `Algorithm.is_joinable`: a backward pass needs the parameters that its forward pass has changed."""
         return super().is_joinable() and not self._changes_in_forward
 
-    def watch_forward(self, when: Any) -> None:
-        """The wrapper calls `notice_forward` instead."""
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`. Passes of the wrapper count, and not those of the module by itself."""
+        from fogdist.training.pass_watch import is_training_pass
 
-    def notice_forward(self) -> None:
-        """See `Driver`."""
-        self._count_forward(0)
+        wrapper = self._owner()
+        assert wrapper is not None  # it makes this
 
-    def begin(self) -> None:
-        """See `OverlappingAlgorithm.begin`."""
-        super().begin()
-        self.extra.load()
-        round = self.this_round()
-        flats = enumerate(self.extra.flats)
-        self._sent = [self.mixing.begin([flat], round.part(-1 - place)) for place, flat in flats]
+        def notice(*_: Any) -> None:
+            if is_training_pass(wrapper):
+                self.notice_forward(0)
 
-    def finish(self) -> None:
-        """See `OverlappingAlgorithm.finish`."""
-        sent, self._sent = self._sent, []
-        try:
-            super().finish()
-        finally:
-            averages = [finish()[0] for finish in sent]
-        changes = [average.sub_(flat) for flat, average in zip(self.extra.flats, averages, strict=True)]
-        self.extra.load()
-        for flat, change in zip(self.extra.flats, changes, strict=True):
-            flat.add_(change)
-        self.extra.write_back()
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """waits for the exchange in flight, or for a new one, and writes it into the tensors."""
-        self.overflowed = False
-        self.complete_round()
+        register = (
+            wrapper.register_forward_hook if self._changes_in_forward else wrapper.register_forward_pre_hook
+        )
+        self._watches.append(register(notice))
 
     def synchronize(self) -> None:
-        """See `Driver.synchronize`."""
-        DecentralizedSGD.synchronize(self)
+        """Mixes in place of a step that would complete an exchange."""
+        super().synchronize()
         self._saw_forward = False
-
-    def accept_changes(self) -> None:
-        """See `Driver.accept_changes`."""
-        self._mixer.accept_changes()
 
     def set_round(self, value: int) -> None:
         """See `Driver.set_round`."""
@@ -203,7 +175,7 @@ class InStep(Driver, DecentralizedSGD):
             # A rank that gives this up has learned of the others' exchanges by the meeting already.
             most = highest(self.context, self._ends, begun, f"{self.name}.begun")
         while self.is_in_round or self.rounds < most:
-            self.before_step()
+            self.complete_round()
 
     def discard(self) -> None:
         """See `Driver`."""
@@ -211,13 +183,10 @@ class InStep(Driver, DecentralizedSGD):
             self.is_in_round = self._saw_forward = False
             self.rounds += 1
             self._mixer.discard()
-            sent, self._sent = self._sent, []
-            for finish in sent:
-                finish()
 
     def follow(self, rounds: Plans) -> None:
-        """See `Driver`."""
-        self.mixing = Neighbors(rounds.topology, compression=self.compression)
+        """Changes the topology; collective."""
+        self.mixing = Neighbors(rounds.topology, compression=self._codec)
         if self._seat is not None and self.patience is None:  # a patient mixer goes on by itself
             self.mixing = Continuing(self.mixing, self._seat)
         self.rounds = -int(self.is_in_round)
@@ -236,9 +205,6 @@ class AtOwnPace(Driver):
     values have not arrived yet, or which is paused or lost, is added to the weight of this rank's own x. The p of the values
     is the number of their iteration, so a neighbor knows their age.
 
-    With a codec a rank adds ``sum_j w_ji (slot_j - d)`` to x, where d is what others decode of its own x, so the codec does not
-    change x if all ranks agree.
-
     With ``on_loss="continue"`` a rank goes on without lost ranks; and once the topology falls apart without them, all ranks
     that are left meet in their next steps and go on along what `Topology.among` makes of it.
 
@@ -246,9 +212,8 @@ class AtOwnPace(Driver):
         optimizer: As in `Driver`.
         module: As in `Driver`.
         max_staleness: As in `fogdist.training.WindowAlgorithm`.
-        damping: Exponent a in the weight ``w_ji (1 + staleness)^-a``.
         skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
-        rounds: As in `Driver`; of a topology with a period.
+        rounds: The peers of each round, of a topology with a period.
         **options: As in `Driver`.
     """
 
@@ -257,6 +222,7 @@ class AtOwnPace(Driver):
     rank_numbers: ClassVar[tuple[str, ...]] = ("first_round",)
     runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
+    takes_compression: ClassVar[bool] = False
 
     is_in_round: bool = False  # no step has an exchange to wait for
     _iteration: int
@@ -265,9 +231,6 @@ class AtOwnPace(Driver):
     _watch: Watch | None
     _pace: Pace
     _windows: list[Window]
-    _decoded: list[
-        Tensor
-    ]  # what others decode of each buffer as it was put last; empty before, or without a codec
     _in: list[int]
     _out: list[int]
     _puts: list[dist.Work]
@@ -276,9 +239,7 @@ class AtOwnPace(Driver):
     # The number of the exchange of the second seat in which ranks agree to close, once this one has come to it.
     _closing: int | None
     _max_staleness: int | None
-    _damping: float
     _skip_lost: bool
-    _codec: Any
 
     def __init__(
         self,
@@ -286,21 +247,19 @@ class AtOwnPace(Driver):
         module: nn.Module,
         *,
         max_staleness: int | None,
-        damping: float,
         skip_lost: bool,
         rounds: Plans,
         **options: Any,
     ) -> None:
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
-        self._max_staleness, self._damping = max_staleness, check_factor(damping, "staleness_damping")
+        self._max_staleness = max_staleness
         self._skip_lost = skip_lost or options.get("on_loss") == "continue"
         self._iteration, self._is_counted = 0, True
         self._closing, self._generation = None, (None, 0)
-        self._windows, self._decoded, self._in, self._out, self._puts = [], [], [], [], []
+        self._windows, self._in, self._out, self._puts = [], [], [], []
         self._whole = self._rounds = rounds
-        super().__init__(optimizer, module, rounds=rounds, **options)
-        self._codec = backend_of(self.compression)
+        super().__init__(optimizer, module, **options)
         if not self.context.is_joining:
             self._open(rounds)
         self._watch = None if self._seat is None else Watch(self._seat, self._edges)
@@ -314,15 +273,12 @@ class AtOwnPace(Driver):
     def rounds(self, value: int) -> None:
         self.numbers["first_round"] = value - self._iteration
 
-    def notice_forward(self) -> None:
-        """Counts the last iteration as soon as possible, if its puts to other hosts have arrived there."""
-        if all(put.is_completed() for put in self._puts):
-            self.discard()
+    def refresh(self) -> None:
+        """See `Algorithm.refresh`. Each exchange loads the buckets anew."""
+        self._check_places()
 
-    @torch.no_grad()
-    def before_step(self) -> None:
-        """mixes with the values that neighbors have put; waits for neighbors without news."""
-        self.overflowed = self.enter()
+    def advance(self) -> Any:
+        """Mixes with the values that neighbors have put, waiting for those without news; makes the step, and puts the result."""
         if self._watch is not None:
             self._watch.meet_if_needed()
         self.discard()
@@ -334,33 +290,24 @@ class AtOwnPace(Driver):
                 self._windows[0].get([(rank, 1.0)]).wait()  # raises the error of the lost neighbor
         self._pace.wait(self._max_staleness)
         plan = self._rounds.plan(self.rounds)
-        own, neighbors = plan.self_weight, []
-        for rank, weight in plan.sources:
-            staleness = self._staleness(rank)
-            share = 0.0 if staleness is None else weight * (1.0 + max(staleness, 0)) ** -self._damping
-            own += weight - share
-            if share != 0.0:
-                neighbors.append((rank, share))
-        if self._codec is not None and not self._decoded:
-            return  # neighbors do not have this rank's values yet
+        heard = [rank for rank, _ in plan.sources if self._staleness(rank) is not None]
+        neighbors = [(rank, weight) for rank, weight in plan.sources if rank in heard]
+        own = plan.self_weight + sum(weight for rank, weight in plan.sources if rank not in heard)
         if neighbors:
-            self._load()
+            self.buckets.load()
             for window in self._windows:
-                window.update(own if self._codec is None else 1.0, neighbors)
-            for flat, decoded in zip(self._flats, self._decoded, strict=False):
-                flat.add_(decoded, alpha=own - 1.0)
+                window.update(own, neighbors)
             self.buckets.write_back()
-            self.extra.write_back()
-
-    @torch.no_grad()
-    def after_step(self) -> None:
-        """See `Driver.after_step`: puts the values to the out-neighbors."""
-        destinations = [rank for rank, _ in self._rounds.plan(self.rounds).destinations]
+        result = self.adapt()
+        self.steps += 1
+        destinations = [rank for rank, _ in plan.destinations]
         self._iteration += 1
         if self._seat is not None:
             self._seat.completed = self._iteration
         self._put(destinations)
-        self.notice_forward()  # on one host all puts have arrived already
+        if all(put.is_completed() for put in self._puts):  # as on one host
+            self.discard()
+        return result
 
     def discard(self) -> None:
         """Waits until the put values have left: from then on the buckets' buffers may change.
@@ -393,12 +340,8 @@ class AtOwnPace(Driver):
         super().average(buffers)
         self._come_together()
 
-    def late_neighbors(self) -> list[int]:
-        """Returns nobody: no rank waits for a late one."""
-        return []
-
     def staleness(self) -> dict[int, int | None]:
-        """See `Driver.staleness`."""
+        """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
         return {rank: self._staleness(rank) for rank in self._in}
 
     def follow(self, rounds: Plans) -> None:
@@ -426,6 +369,10 @@ class AtOwnPace(Driver):
             self.pause()
 
     # --- inside ---
+
+    def _fog_own_step(self, **options: Any) -> Any:
+        self.discard()  # of what is in flight, where parameters are views of the buffers
+        return super()._fog_own_step(**options)
 
     def _fog_finish(self) -> None:
         self._end()
@@ -458,14 +405,6 @@ class AtOwnPace(Driver):
         self._pace.abandon()
         self._windows = []
 
-    @property
-    def _flats(self) -> Sequence[Tensor]:
-        return [*self.buckets.flats, *self.extra.flats]
-
-    def _load(self) -> None:
-        self.buckets.load()
-        self.extra.load()
-
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round of a period."""
         assert self._rounds.topology is not None
@@ -481,35 +420,20 @@ class AtOwnPace(Driver):
         create = self.context.backend.create_window
         self._windows = [
             create(flat, f"{name}.{i}", self._in, self._out, zero_init=True)
-            for i, flat in enumerate(self._flats)
+            for i, flat in enumerate(self.buckets.flats)
         ]
         gives_way = self._seat is not None
         self._pace = Pace(self.context, name, self._in, self._out, gives_way=gives_way)
 
     def _put(self, destinations: list[int]) -> None:
         self._is_counted = False
-        self._load()
-        for window in self._windows:
+        self.buckets.load()
+        for window, flat in zip(self._windows, self.buckets.flats, strict=True):
             window.p = self._iteration + 1.0  # 0 means that no values have arrived
-        if self._codec is not None and not self._decoded:
-            self._decoded = [torch.empty_like(flat) for flat in self._flats]
-        # with a codec in any case, because `before_step` needs what this rank has put last
-        has_decoded = self._codec is None
-        for skip_lost in (False, True):
-            peers = [(rank, 1.0) for rank in destinations if self._may_miss(rank) == skip_lost]
-            if peers or not (has_decoded or skip_lost):
-                self._puts += [
-                    window.put(
-                        flat,
-                        peers,
-                        with_p=True,
-                        skip_lost=skip_lost,
-                        compression=self._codec,
-                        decoded=None if has_decoded else self._decoded[place],
-                    )
-                    for place, (window, flat) in enumerate(zip(self._windows, self._flats, strict=True))
-                ]
-                has_decoded = True
+            for skip_lost in (False, True):
+                peers = [(rank, 1.0) for rank in destinations if self._may_miss(rank) == skip_lost]
+                if peers:
+                    self._puts.append(window.put(flat, peers, with_p=True, skip_lost=skip_lost))
 
     def _may_miss(self, rank: int) -> bool:
         # A rank that has paused may have finished its work, and its process may end.

@@ -1,4 +1,4 @@
-"""Gradient averaging of virtual ranks: the class of real ranks sends gradients within the backward pass."""
+"""Gradient averaging of virtual ranks."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from fogdist.context import Context, VirtualGroup
 from fogdist.static_topology import see_topology
 from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import check_count
-from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
-from fogdist.training.plans import topology_of
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round, topology_of
 
 # A matrix with more than this share of nonzero entries is multiplied as it is. For a sparse one, each entry costs a pass
 # over two rows; the library's product of dense matrices is some times faster for each entry.

@@ -1,11 +1,11 @@
 """The frame of training algorithms: the tensors that are mixed, the mixing, the recursions and their timing.
 
 `buckets` copies parameters to flat memory, which exchanges use in place, and back. `mixing` defines the peers and weights of
-each round, and `mixer` makes one exchange of buckets per round. `algorithm` is the frame of recursions around the
-optimizer's step. `overlapping` begins a round with a forward pass, and `window_algorithm` runs it over one-sided windows.
+each round. `algorithm` is the frame of recursions around the optimizer's step. `overlapping` begins a round, one exchange of
+the buckets, with a forward pass, and `window_algorithm` runs it over one-sided windows.
 `replicas` is for recursions that send compressed differences. `view` wraps the user's optimizer and adds communication.
-`pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss. The other modules determine
-the timing: hooks, passes, and the steps of a gradient scaler.
+`pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss, and `pass_watch` notices
+forward passes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from fogdist.removed import missing
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.buckets import FlatBuckets
-from fogdist.training.mixer import Mixer
 from fogdist.training.mixing import (
     DynamicWeights,
     GlobalAverage,
@@ -25,7 +24,7 @@ from fogdist.training.mixing import (
     NoMixing,
     Round,
 )
-from fogdist.training.overlapping import OverlappingAlgorithm
+from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.replicas import ReplicaAlgorithm
 from fogdist.training.window_algorithm import WindowAlgorithm
 

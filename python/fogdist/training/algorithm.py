@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
@@ -29,18 +30,18 @@ from fogdist.training.continuing import (
     await_all,
     check_joinable,
     check_on_loss,
-    take_seat,
 )
 from fogdist.training.mixing import (
     DynamicWeights,
     GlobalAverage,
+    Machines,
     Mixing,
     MixingLike,
     NoMixing,
     Round,
     as_mixing,
 )
-from fogdist.training.saved_state import AlgorithmState, load_state, save_state
+from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
     DistributedOptimizer,
     Models,
@@ -53,18 +54,6 @@ from fogdist.training.view import (
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Self
-
-# The attributes that users set before a round.
-WEIGHTS = frozenset(
-    {
-        "self_weight",
-        "src_weights",
-        "dst_weights",
-        "src_machine_weights",
-        "dst_machine_weights",
-        "enable_topo_check",
-    }
-)
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -163,6 +152,8 @@ class Algorithm(DistributedOptimizer):
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
+    goes_on_after_losses: ClassVar[bool] = True
+    """Whether `on_loss` may be "continue"."""
     takes_compression: ClassVar[bool] = True
     """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
@@ -249,6 +240,15 @@ class Algorithm(DistributedOptimizer):
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         check_on_loss(on_loss)
+        if on_loss == "continue" and not self.goes_on_after_losses:
+            raise ValueError(
+                f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and mode 'async' of "
+                "DecentralizedDataParallel go on after losses"
+            )
+        if on_loss == "continue" and isinstance(given, Machines):
+            raise ValueError(
+                f"on_loss must be 'raise' with topology={given!r}, whose machines have equally many ranks"
+            )
         self.mixing = context.carried_out(given)
         described = {"local_steps": local_steps, "on_loss": on_loss}
         described.update((name, getattr(self, name)) for name in self.compared)
@@ -273,7 +273,8 @@ class Algorithm(DistributedOptimizer):
             f"{self.algorithm_name} with on_loss={on_loss!r}",
         )
         if on_loss == "continue":
-            self._seat = take_seat(group, self.name, AlgorithmState(self) if self.is_joinable() else None)
+            state = _State(self) if self.is_joinable() else None
+            self._seat = members_of(group).seat(self.name, state)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
@@ -299,7 +300,7 @@ class Algorithm(DistributedOptimizer):
         if self.overflowed:
             return None
         self.buckets.write_changes()
-        result = self._fog_wrapped.step(**self._step_options)
+        result = self._fog_own_step(**self._step_options)
         self.buckets.outdate()
         return result
 
@@ -397,7 +398,7 @@ class Algorithm(DistributedOptimizer):
             if parameter.grad is not None or next(moves):
                 parameter.grad = sharded_as(parameter, direction)
         try:
-            return self._fog_wrapped.step(**self._step_options)
+            return self._fog_own_step(**self._step_options)
         finally:
             for parameter, gradient in kept:
                 parameter.grad = gradient
@@ -542,12 +543,11 @@ class Algorithm(DistributedOptimizer):
             RuntimeError: The optimizer was closed, or another one has taken over the model; within `no_sync`.
         """
         self._fog_check_not_replaced()
-        if not self.is_syncing:
-            raise RuntimeError(
-                "step() must not be called within no_sync(); local_steps=J makes steps without an exchange"
-            )
+        self._check_syncing()
         if only_makes_state(self._fog_wrapped, arguments, options):
-            return self._fog_wrapped.step(**options)
+            result = self._fog_own_step(**options)
+            self.accept_changes()
+            return result
         closure, self._step_options = closure_of(arguments, options)
         if closure is not None and isinstance(self._fog_wrapped, LBFGS):
             self._step_options["closure"] = closure
@@ -565,7 +565,7 @@ class Algorithm(DistributedOptimizer):
                     result = self.advance()
                     self.buckets.write_changes()
                 else:
-                    result = None if self.overflowed else self._fog_wrapped.step(**self._step_options)
+                    result = None if self.overflowed else self._fog_own_step(**self._step_options)
         finally:
             self._step_options = {}  # frees a closure, which may hold a batch
         count_step()
@@ -641,6 +641,9 @@ class Algorithm(DistributedOptimizer):
         """Returns the weights of parameters in the mean of all ranks, where each has its own; see also `mean_weight`."""
         return {}
 
+    def accept_changes(self) -> None:
+        """Accepts changes of the parameters while an exchange of them is in flight, without a warning."""
+
     def settle(self) -> None:
         """Ends exchanges in flight, so that parameters and state have all that there is: before a checkpoint. Collective."""
 
@@ -661,6 +664,16 @@ class Algorithm(DistributedOptimizer):
             other = other if self._seat is None else Continuing(other, seat or self._seat)
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, round, in_place)()
+
+    def _fog_own_step(self, **options: Any) -> Any:
+        """Makes the step of the user's optimizer."""
+        return self._fog_wrapped.step(**options)
+
+    def _check_syncing(self) -> None:
+        if not self.is_syncing:
+            raise RuntimeError(
+                "step() must not be called within no_sync(); local_steps=J makes steps without an exchange"
+            )
 
     def _fog_on_change(self) -> None:
         with torch.no_grad():
@@ -729,10 +742,42 @@ class Algorithm(DistributedOptimizer):
             return self._loaded
         return {name: dict(self.buckets.pieces(vectors)) for name, vectors in self.vectors.items()}
 
-    def _is_own(self, name: str) -> bool:
-        # Also for optimizers that support scalers: they would unscale within their step, but algorithms read the
-        # gradients before it.
-        return name in self._scaler_marks or super()._is_own(name)
+
+class _State:
+    """What a process that joins gets (`fogdist.membership.Joinable`): the models, the optimizer and the algorithm's own state,
+    and its numbers of steps and rounds.
+
+    Args:
+        algorithm: The algorithm, which this does not keep alive.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm: Algorithm = weakref.proxy(algorithm)
+
+    def save(self) -> dict[str, Any]:
+        """See `Joinable`."""
+        models = [model.state_dict() for model in self._algorithm._fog_models]
+        return {"models": models, "optimizer": self._algorithm.state_dict()}
+
+    @torch.no_grad()
+    def load(self, state: dict[str, Any]) -> None:
+        """See `Joinable`."""
+        for model, values in zip(self._algorithm._fog_models, state["models"], strict=True):
+            model.load_state_dict(values)
+        self._algorithm.load_state_dict(state["optimizer"])
+        self._algorithm.refresh()
+
+    def counts(self) -> dict[str, int]:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        numbers = {name: int(algorithm.numbers[name]) for name in algorithm.rank_numbers}
+        return {"steps": algorithm.steps, "rounds": algorithm.rounds, **numbers}
+
+    def set_counts(self, counts: dict[str, int]) -> None:
+        """See `Joinable`."""
+        algorithm = self._algorithm
+        algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
+        algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})
 
 
 def check_count(value: int, argument: str) -> None:

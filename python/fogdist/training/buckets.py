@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,7 +22,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fogdist.memory import empty_flat
 from fogdist.packing import make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
-from fogdist.training.ownership import Ownership
+
+# Buckets that have an owner. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
+_owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
+
+
+@runtime_checkable
+class Replaceable(Protocol):
+    """An owner that releases its tensors when another one takes over."""
+
+    def _fog_give_up(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,10 @@ class FlatBuckets:
     ) -> None:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
-        self._max_bytes = max_bytes
-        self._ownership = None if owner is None else Ownership(owner, takes_over=takes_over)
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._takes_over = takes_over
+        if owner is not None:
+            _owned.add(self)
         self._shares = share
         self._labels: dict[Tensor, str] = {}
         self._flats: list[Tensor] = []
@@ -81,35 +95,27 @@ class FlatBuckets:
         self._has_shards: list[bool] = []
         self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
-        self._bucket_of: dict[Tensor, int] = {}
         self._is_outdated = False  # whether tensors may have changed since the buffers had their values
         self._may_differ = False  # whether the buffers may have changed since the tensors had their values
-        self.extend(tensors, names=names, groups=groups)
-
-    def extend(
-        self,
-        tensors: Sequence[Tensor],
-        *,
-        names: Sequence[str] | None = None,
-        groups: Sequence[int] | None = None,
-    ) -> None:
-        """Adds buckets for more tensors after the existing ones; arguments and errors of the class."""
         if names is not None and len(names) != len(tensors):
             raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
-        known = len(self._labels)
-        labels = dict(self._labels)
-        group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
+        labels: dict[Tensor, str] = {}
         for place, tensor in enumerate(tensors):
-            label = f"tensors[{place + known}]" if names is None else repr(names[place])
+            label = f"tensors[{place}]" if names is None else repr(names[place])
             _check(tensor, label)
             labels.setdefault(tensor, label)
-        distinct = list(labels)[known:]
-        if self._ownership is not None:
-            self._ownership.take({tensor: labels[tensor] for tensor in distinct})
+        if self._kept_by_others(labels) is not None:
+            gc.collect()  # a dropped owner may be part of a reference cycle
+            if (kept := self._kept_by_others(labels)) is not None:
+                raise ValueError(
+                    f"{kept} must belong to one distributed optimizer, algorithm or wrapper, got it while another one "
+                    "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`)"
+                )
         self._labels = labels
+        distinct = list(labels)
+        group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
-        first = len(self._flats)
-        for bucket in make_buckets([local_of(t) for t in distinct], self._max_bytes, groups=numbers):
+        for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=numbers):
             members = [distinct[place] for place in bucket.places]
             self._groups.append(numbers[bucket.places[0]])
             self._places.append(_places([local_of(member) for member in members]))
@@ -118,25 +124,44 @@ class FlatBuckets:
             length = sum(local_of(member).numel() for member in members)
             self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
-            self._bucket_of.update(dict.fromkeys(members, len(self._flats) - 1))
-        for number in range(first, len(self._flats)):
-            self.load(number)
-        if self._shares:
-            self._share(first)
+        self.load()
+        if share:
+            self._share()
 
-    def released_on_error(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def released_on_error(self) -> Iterator[None]:
         """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
-        return nullcontext() if self._ownership is None else self._ownership.released_on_error()
+        try:
+            yield
+        except BaseException:
+            self.release()
+            raise
 
     def take_over(self) -> None:
         """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
-        if self._ownership is not None:
-            self._ownership.take_over()
+        for other in {id(other): other for other, _ in self._others(self._labels)}.values():
+            if isinstance(other, Replaceable):
+                other._fog_give_up()
 
     def release(self) -> None:
         """Releases the tensors. Before `take_over` they go back to their previous owners."""
-        if self._ownership is not None:
-            self._ownership.release()
+        _owned.discard(self)
+
+    def _others(self, labels: Mapping[Tensor, str]) -> list[tuple[object, str]]:
+        """Returns the other owners of tensors, with the name of one that each has."""
+        found: list[tuple[object, str]] = []
+        for each in list(_owned) if self in _owned else ():
+            owner = each._owner and each._owner()
+            shared = (label for tensor, label in labels.items() if tensor in each._labels)
+            if owner not in (None, self._owner and self._owner()) and (label := next(shared, None)):
+                found.append((owner, label))
+        return found
+
+    def _kept_by_others(self, labels: Mapping[Tensor, str]) -> str | None:
+        """Returns the name of a tensor whose owner may not be replaced."""
+        others = self._others(labels)
+        kept = (label for other, label in others if not (self._takes_over and isinstance(other, Replaceable)))
+        return next(kept, None)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -165,7 +190,7 @@ class FlatBuckets:
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether a tensor is in one of the buckets."""
-        return tensor in self._bucket_of
+        return tensor in self._labels
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -179,18 +204,6 @@ class FlatBuckets:
     def tensors_of(self, bucket: int) -> list[Tensor]:
         """Returns the tensors of a bucket, which is given by its index in `flats`."""
         return list(self._tensors[bucket])
-
-    def bucket_of(self, tensor: Tensor) -> int:
-        """Returns the index in `flats` of the buffer that holds a tensor.
-
-        Raises:
-            ValueError: No buffer holds it.
-        """
-        if tensor not in self._bucket_of:
-            raise ValueError(
-                f"tensor must be one of the buckets', got another of shape {tuple(tensor.shape)}"
-            )
-        return self._bucket_of[tensor]
 
     def label_of(self, tensor: Tensor) -> str:
         """Returns the quoted name of a tensor for messages, or its index if it has no name."""
@@ -331,11 +344,11 @@ class FlatBuckets:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    def _share(self, first: int) -> None:
-        """Makes tensors views of the buffers, from a bucket on."""
+    def _share(self) -> None:
+        """Makes tensors views of the buffers."""
         users = Counter(local_of(tensor).untyped_storage().data_ptr() for tensor in self._labels)
-        for number in range(first, len(self._flats)):
-            for tensor, view in zip(self._tensors[number], self._views[number], strict=True):
+        for tensors, views in zip(self._tensors, self._views, strict=True):
+            for tensor, view in zip(tensors, views, strict=True):
                 is_its_own = users[local_of(tensor).untyped_storage().data_ptr()] == 1
                 if is_its_own and not is_sharded(tensor) and not tensor.is_shared():  # type: ignore[no-untyped-call]
                     tensor.data = view

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context, current
-from fogdist.elastic.membership import members_of
-from fogdist.elastic.seat import Joinable, Seat
+from fogdist.elastic.seat import Seat
 from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Mixing, Round
 
@@ -27,11 +26,6 @@ def check_on_loss(on_loss: OnLoss) -> None:
     """Raises ValueError for a value that `on_loss` does not have."""
     if on_loss not in get_args(OnLoss):
         raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
-
-
-def take_seat(group: dist.ProcessGroup | None, name: str, state: Joinable | None = None) -> Seat:
-    """Returns the seat of an object that goes on after losses; arguments as of `Members.seat`."""
-    return members_of(group).seat(name, state)
 
 
 def check_joinable(group: dist.ProcessGroup | None, is_joinable: bool, what: str) -> None:

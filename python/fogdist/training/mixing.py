@@ -7,29 +7,127 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.arguments import outputs_of, weighted_list
+from fogdist.agreement import digest
 from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context, require_session
 from fogdist.exchange import RANKS, Exchange
-from fogdist.machines import machines_are_homogeneous
+from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Topology
-from fogdist.training.plans import Plans, TopologyLike, as_topology, topology_of
+from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
+from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fog_pg._C import NeighborPlan
 
+# The types of the argument `topology`, which `as_topology` converts.
+TopologyLike: TypeAlias = "nx.DiGraph | Sequence[nx.DiGraph] | Topology | str | None"
+
+# The most rounds of a topology that ranks compare and that are cached. Periods are mostly a few rounds, and endless
+# topologies that differ usually differ in an early round.
+_COMPARED_ROUNDS = 64
+_KEPT_PLANS = 1024
 # A function that waits for an exchange in flight and returns its results, one for each given tensor.
 Finish: TypeAlias = "Callable[[], list[Tensor]]"
 
-
 # The backend remembers every name, so the names of rounds repeat.
 _ROUND_NAMES = 64
+
+
+class Plans:
+    """The exchanges of one rank: round t is `plan(t)`.
+
+    Args:
+        topology: As `as_topology`; None for the group's topology at the time of each round.
+        context: The group.
+
+    If the group is what is left of a larger one, a topology of the larger one stands for what is left of it.
+
+    Attributes:
+        topology: The argument as rounds; None for the group's topology.
+        context: The group.
+
+    Raises:
+        TypeError: As `as_topology`.
+        ValueError: Its nodes are not the group's ranks; and as `as_topology`.
+    """
+
+    def __init__(self, topology: TopologyLike, context: Context) -> None:
+        self.topology = as_topology(topology, context.size)
+        self.context = context
+        survivors = context.survivors
+        if survivors and self.topology is not None and self.topology.size == survivors.size:
+            self.topology = self.topology.grown(survivors.numbers).among(survivors.living)
+        if self.topology is not None and self.topology.size != context.size:
+            raise ValueError(
+                f"topology must have as many nodes as ranks, {context.size}, got {self.topology.size}"
+            )
+        # Short sequences repeat often, so the plan of each round is computed once.
+        self._plans: dict[tuple[int, bool], NeighborPlan] = {}
+
+    def items(self) -> list[str]:
+        """Returns the items that must be the same on all ranks."""
+        topology = self.topology
+        if topology is None:
+            return ["topology: the group's topology"]
+        count = _COMPARED_ROUNDS if topology.period is None else min(topology.period, _COMPARED_ROUNDS)
+        rounds = (digest(topology.matrix(t).tobytes().hex()) for t in range(count))
+        return [
+            f"topology: {topology.name!r} of period {topology.period}",
+            *(f"topology: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),
+        ]
+
+    def plan(self, t: int) -> NeighborPlan:
+        """Returns this rank's weighted average in round t."""
+        if self.topology is None:
+            return self.context.topology.along.plan
+        return self._kept(self.topology, t, False)
+
+    def push_plan(self, t: int) -> NeighborPlan:
+        """Returns this rank's sums of push-sum in round t.
+
+        The rank keeps and sends equal shares, which add up to 1. A topology defines only the ranks to
+        send to. Its weights are those of receivers and do not count here.
+        """
+        if self.topology is None:
+            static = self.context.topology
+            return self._push(static.in_neighbors, static.out_neighbors)
+        return self._kept(self.topology, t, True)
+
+    def _kept(self, topology: Topology, t: int, is_push: bool) -> NeighborPlan:
+        round_ = t if topology.period is None else t % topology.period
+        key = (round_, is_push)
+        if key not in self._plans:
+            peers = topology.peers(self.context.rank, round_)
+            if len(self._plans) >= _KEPT_PLANS:
+                self._plans.clear()
+            self._plans[key] = (
+                self._push(peers["src_weights"], peers["dst_weights"]) if is_push else self._average(peers)
+            )
+        return self._plans[key]
+
+    def _average(self, peers: Peers) -> NeighborPlan:
+        # The receivers hold the weights.
+        destinations = [(rank, 1.0) for rank in peers["dst_weights"]]
+        return self._made(peers["self_weight"], sorted(peers["src_weights"].items()), destinations)
+
+    def _push(self, sources: Iterable[int], destinations: Iterable[int]) -> NeighborPlan:
+        receivers = sorted(destinations)
+        share = 1.0 / (len(receivers) + 1)
+        return self._made(share, [(rank, 1.0) for rank in sorted(sources)], [(r, share) for r in receivers])
+
+    def _made(
+        self, own: float, sources: list[tuple[int, float]], destinations: list[tuple[int, float]]
+    ) -> NeighborPlan:
+        size = self.context.size
+        return Exchange(RANKS, self.context.rank, size, own, tuple(sources), tuple(destinations)).plan
 
 
 @dataclass(frozen=True)
@@ -214,7 +312,7 @@ class Neighbors(Mixing):
     def _begin(
         self, tensors: Sequence[Tensor], round: Round, in_place: bool, encoding: Mapping[str, Any]
     ) -> Finish:
-        if self.topology is not None:
+        if self.topology is not None or round.weights == DynamicWeights():
             return _planned(tensors, self._of(round.context).plan(round.number), round, in_place, encoding)
         return self._along_weights(tensors, round, in_place, encoding)
 
@@ -244,9 +342,7 @@ class Machines(Mixing):
     Neighbor machines are those of the machine topology (`fogdist.set_machine_topology`), or of the user's dynamic
     weights `self_weight`, `src_machine_weights` and `dst_machine_weights`.
 
-    If machines have lost ranks (``on_loss="continue"``), so that not all have the same number of them or each has one,
-    the ranks exchange with all ranks of the neighbor machines, to the same averages: those of the means of the
-    machines. These exchanges are not compressed, because the codec would also encode what stays within a machine.
+    All machines have the same number of ranks, and more than one; so ``on_loss="continue"`` is not possible.
 
     Args:
         compression: As in `Neighbors`, for the messages between machines.
@@ -269,10 +365,7 @@ class Machines(Mixing):
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
         """See `Mixing.begin`."""
-        if round.context.survivors is not None and not _fits_machines(round.context):
-            return _planned(tensors, _plan_of_machines(round.context), round, in_place, {})
         weights = round.weights
-
         given = weights.self_weight, weights.src_machine_weights, weights.dst_machine_weights
 
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
@@ -323,35 +416,52 @@ class NoMixing(Mixing):
         return lambda: list(tensors) if in_place else [tensor.clone() for tensor in tensors]
 
 
-def _fits_machines(context: Context) -> bool:
-    """Returns whether machines exchange among themselves: all have the same number of ranks, and more than one."""
-    return len(context.machines[0]) > 1 and machines_are_homogeneous(context.machine_of)
+def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None:
+    """Returns a user's argument `topology` as rounds; topologies and None unchanged.
 
-
-def _plan_of_machines(context: Context) -> NeighborPlan:
-    """Returns the exchange of a rank with single ranks that has the result of the exchange of machines.
+    Args:
+        value: A topology; a graph, whose weights are used and must sum to 1 at each receiver; a sequence of graphs, one a
+            round; or a name that `fog topology` lists.
+        size: The number of ranks, for a name; None if it is not known, so that there can be none.
 
     Raises:
-        RuntimeError: There is no machine topology.
+        TypeError: It is none of these, or a weight is not a real number.
+        ValueError: A rank's weights do not sum to 1; no topology of this name exists for this many ranks.
     """
-    topology, machines = context.machine_topology, context.machines
-    if topology is None:
-        raise RuntimeError(
-            "topology=Machines() needs a machine topology: fogdist.set_machine_topology sets it"
-        )
-    mine = context.machine_of[context.rank]
-    own, others = topology.mean_weights
-    weight_of = {mine: own, **others}
-    weights = {rank: w / len(machines[each]) for each, w in weight_of.items() for rank in machines[each]}
-    receivers = {rank for each in (mine, *topology.out_neighbors) for rank in machines[each]}
-    return Exchange(
-        RANKS,
-        context.rank,
-        context.size,
-        weights.pop(context.rank),
-        tuple(sorted(weights.items())),
-        tuple((rank, 1.0) for rank in sorted(receivers - {context.rank})),
-    ).plan
+    if isinstance(value, str) and size is not None:
+        return named(value, size)
+    if isinstance(value, nx.DiGraph):
+        return Topology.from_graph("graph", value)
+    if isinstance(value, (list, tuple)) and all(isinstance(graph, nx.DiGraph) for graph in value):
+        return Topology("graphs", [mixing_matrix(graph) for graph in value])
+    if value is not None and not isinstance(value, Topology):
+        kinds = "a fogdist.topology.Topology, a networkx.DiGraph, a sequence of graphs, a name that `fog topology` lists"
+        raise no_topology(value, f"{kinds}, None or, for an optimizer, a fogdist.algorithms.Mixing")
+    return value
+
+
+def topology_of(context: Context) -> Topology:
+    """Returns the group's current topology, with the weights that its exchanges use.
+
+    Raises:
+        ValueError: Its weights do not sum to 1 at a rank.
+    """
+    graph = context.topology.graph
+    return Topology.from_graph(
+        "group's topology", graph if context.topology.is_weighted else uniform_weights(graph)
+    )
+
+
+def edges_of(topology: Topology) -> NDArray[np.bool_]:
+    """Returns, as a matrix, whether there is an edge in any round of a topology with a period."""
+    return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0))
+
+
+def neighbors_of(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
+    """Returns a rank's in-neighbors and out-neighbors in any round of a topology with a period."""
+    union = edges_of(topology)
+    others = [r for r in range(topology.size) if r != rank]
+    return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]
 
 
 def as_mixing(topology: MixingLike, context: Context, compression: Codec | None = None) -> Mixing:
@@ -363,8 +473,8 @@ def as_mixing(topology: MixingLike, context: Context, compression: Codec | None 
         compression: The codec of its messages, if it has none of its own.
 
     Raises:
-        TypeError: It is no mixing, and as `fogdist.training.plans.as_topology`.
-        ValueError: As `fogdist.training.plans.as_topology`; a codec is given beside a mixing that takes none.
+        TypeError: It is no mixing, and as `as_topology`.
+        ValueError: As `as_topology`; a codec is given beside a mixing that takes none.
     """
     if not isinstance(topology, Mixing):
         return Neighbors(as_topology(topology, context.size), compression=compression)
@@ -392,7 +502,6 @@ def _planned(
             plan,
             output=output,
             name=name,
-            confirm=round.weights.enable_topo_check,
             **_encoding_for(those, encoding),
         )
 
@@ -413,15 +522,13 @@ def _by_device(
     start: Callable[[list[Tensor], list[Tensor] | None, str], dist.Work],
 ) -> Finish:
     """Starts one exchange per device, for example for numbers on the CPU and parameters on another device."""
-    sources = weighted_list(list(tensors))
-    outputs = outputs_of(list(tensors), sources) if in_place else None
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
     pending = [
         start(
-            [sources[place] for place in mine],
-            None if outputs is None else [outputs[place] for place in mine],
+            (those := [tensors[place] for place in mine]),
+            those if in_place else None,
             f"{name}.{number}" if number else name,
         )
         for number, mine in enumerate(places.values())

@@ -1,17 +1,21 @@
-"""Algorithms whose exchange runs while the gradient is computed: from a forward pass to the step."""
+"""Algorithms whose exchange runs while the gradient is computed, from a forward pass to the step; and that exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
+from torch.nn import Module
 from torch.optim import Optimizer
 
+from fogdist.observe.timeline import shown_as
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.passes import forward_changes_parameters
-from fogdist.training.view import Models, setting
+from fogdist.training.buckets import FlatBuckets
+from fogdist.training.mixing import Finish, Mixing, Round
+from fogdist.training.view import Models
+from fogdist.warn import warn_user
 
 # When a round begins: before a training forward pass, or after it if it changes parameters; always before; after.
 When = Literal["with forward", "before forward", "after forward"]
@@ -27,17 +31,11 @@ class OverlappingAlgorithm(Algorithm):
     models the first one that is called begins the round of all.
     """
 
-    counts_passes: bool = setting(False)
-    """Whether `local_steps` counts forward passes, as it does for BlueFog's optimizers: J passes then make one round, with
-    one step or with a step each."""
-
     is_in_round: bool
-    _passes: list[int]
     _saw_forward: bool
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Any) -> None:
-        self._passes = [0] * len(self._fog_models)
         self._saw_forward = self.is_in_round = False
         self._watches = []
         super().__init__(optimizer, model, **options)
@@ -62,7 +60,7 @@ class OverlappingAlgorithm(Algorithm):
 
         for place, model in enumerate(self._fog_models):
             waits = when == "after forward" or (when == "with forward" and forward_changes_parameters(model))
-            self._watches.append(PassWatch(model, "after" if waits else "before", self._count_forward, place))
+            self._watches.append(PassWatch(model, "after" if waits else "before", self.notice_forward, place))
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
@@ -72,11 +70,11 @@ class OverlappingAlgorithm(Algorithm):
 
     def complete_round(self) -> None:
         """Makes all that comes before the optimizer's step: ends the round that is due, and counts the step."""
-        if not self._saw_forward:
-            # A rank without data for this step still takes part in the round.
-            self._passes = [count + 1 for count in self._passes]
-            if self._begin_if_due():  # it has just joined, and has gradients of other parameters
-                self.overflowed = True
+        # A rank without data for this step still takes part in the round.
+        if (
+            not self._saw_forward and self.begin_if_due()
+        ):  # it has just joined, and has gradients of other parameters
+            self.overflowed = True
         self._saw_forward = False
         self.synchronize_now()
         self.steps += 1  # counted even if the step raises, because the neighbors count it too
@@ -94,22 +92,6 @@ class OverlappingAlgorithm(Algorithm):
         """See `Algorithm.settle`: it is `synchronize`."""
         self.synchronize()
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
-
-        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was
-        called.
-
-        Raises:
-            RuntimeError: An exchange is in flight.
-        """
-        if self.is_in_round:
-            raise RuntimeError(
-                "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
-            )
-        yield
-
     def refresh(self) -> None:
         """See `Algorithm.refresh`. The buckets do not change while a round is in flight."""
         if not self.is_in_round:
@@ -124,7 +106,6 @@ class OverlappingAlgorithm(Algorithm):
         """Completes the round in flight, if any."""
         if self.is_in_round:
             self.is_in_round = False
-            self._passes = [0] * len(self._passes)
             try:
                 self.finish()
             finally:
@@ -137,27 +118,146 @@ class OverlappingAlgorithm(Algorithm):
         for watch in self._watches:
             watch.remove()
 
-    def _count_forward(self, place: int) -> None:
-        if not self.is_syncing:
-            return
-        self._saw_forward = True
-        self._passes[place] += 1
-        self._begin_if_due()
+    def notice_forward(self, place: int) -> None:
+        """Called at each training pass of a model, given its place among them."""
+        if self.is_syncing:
+            self._saw_forward = True
+            self.begin_if_due()
 
     def enters_in_step(self) -> bool:
         """See `Algorithm.enters_in_step`: the round begins with a forward pass."""
         return False
 
-    def _begin_if_due(self) -> bool:
+    def is_round_due(self) -> bool:
+        """Returns whether a round belongs to the next step."""
+        return (self.steps + 1) % self.local_steps == 0
+
+    def begin_if_due(self) -> bool:
         """Begins a round if one is due; returns whether this process has just joined the others."""
-        count = max(self._passes) if self.counts_passes else (self.steps % self.local_steps) + 1
-        if count < self.local_steps or self.is_in_round or self.is_alone:
+        if self.is_in_round or self.is_alone or not self.is_round_due():
             return False
         with torch.no_grad():
             self.refresh()
             has_joined = self.enter()
             self.begin()
-        self.is_in_round = (
-            True  # set only now: if `begin` raised for wrong weights, the user may correct them
-        )
+        # Set only now: if `begin` raised for wrong weights, the user may correct them.
+        self.is_in_round = True
         return has_joined
+
+
+class Mixer:
+    """Successive exchanges of flat buckets.
+
+    Neighbors read buckets on the CPU in place, so these must not change between `begin` and `finish`; buckets on a device
+    become the averages. The tensors get the average in `finish`.
+    """
+
+    def __init__(self) -> None:
+        self._in_flight: dict[int, Finish] = {}
+        self._versions: list[tuple[int, int]] | None = None  # of the values that are sent
+        self._has_warned = False
+        self._buckets: FlatBuckets | None = None
+        self._round: Round | None = None
+
+    @property
+    def left_out(self) -> list[int]:
+        """The neighbors without whom the last exchange was completed."""
+        return []
+
+    @shown_as("begin of an exchange")
+    @torch.no_grad()
+    def begin(self, buckets: FlatBuckets, mixing: Mixing, round: Round) -> int:
+        """Begins the exchange of all buckets, with the values that the tensors have now; raises as `Mixing.begin`.
+
+        Returns:
+            The number of the round: the given one, or a later one where this rank was left out of rounds.
+        """
+        for number in buckets.sending_order:
+            self.add(buckets, number, mixing, round)
+        self._buckets, self._round = buckets, round
+        self.accept_changes()
+        return round.number
+
+    @torch.no_grad()
+    def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
+        """Begins the exchange of one bucket, as `begin` does for all of them. The order of the buckets is free."""
+        if mixing.exchanges:
+            buckets.load(number)
+            flat = buckets.flats[number]
+            self._in_flight[number] = mixing.begin([flat], round.part(number), in_place=not flat.is_cpu)
+        self._buckets, self._round = buckets, round
+
+    @shown_as("end of an exchange")
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for the exchange in flight and writes the average into the tensors.
+
+        Raises:
+            torch.distributed.DistBackendError: The exchange failed; the tensors keep their values.
+        """
+        buckets = self._buckets
+        averages = self._arrive()
+        if buckets is None:
+            return
+        # Checked only now, because neighbors read the values until the exchange is complete.
+        self._warn_of_changes(buckets)
+        buckets.write_back(averages)
+
+    def discard(self) -> None:
+        """Waits for the exchange in flight, and drops its result."""
+        self._versions = None
+        self._arrive()
+
+    def restart(self) -> None:
+        """Makes the next exchange begin anew, whatever the numbers of rounds were: call it on all ranks alike."""
+
+    def renew(self) -> None:
+        """Called after ranks were lost, on all that are left."""
+
+    def close(self) -> None:
+        """Tells the neighbors that no exchange follows."""
+
+    def accept_changes(self) -> None:
+        """Accepts the changes of parameters since `begin`, so that `finish` does not warn of them."""
+        if self._buckets is not None:
+            self._versions = self._buckets.versions()
+
+    def _warn_of_changes(self, buckets: FlatBuckets) -> None:
+        """Warns once of parameters that have changed since the values were sent, before an average replaces them."""
+        versions, self._versions = self._versions, None
+        if versions is None or versions == (now := buckets.versions()) or self._has_warned:
+            return
+        self._has_warned = True
+        tensors = [each for number in range(len(buckets.flats)) for each in buckets.tensors_of(number)]
+        changed = next(t for t, old, new in zip(tensors, versions, now, strict=True) if old != new)
+        warn_user(
+            f"{buckets.label_of(changed)} was changed between the forward pass and step(); the average of the values "
+            "that it had before replaces them. Change parameters after step()."
+        )
+
+    def _arrive(self) -> dict[int, torch.Tensor]:
+        in_flight, self._in_flight = self._in_flight, {}
+        # In one order on all ranks, because exchanges that are repeated after a loss begin again in this order.
+        order = [] if self._buckets is None else self._buckets.sending_order
+        finishing = {number: in_flight[number] for number in order if number in in_flight}
+        self._buckets, round, self._round = None, self._round, None
+        averages: dict[int, torch.Tensor] = {}
+        failure: Exception | None = None
+        for number, finish in finishing.items():
+            try:
+                (averages[number],) = finish()
+            except Exception as error:
+                failure = failure or error
+        if isinstance(failure, dist.DistBackendError) and round is not None:
+            raise dist.DistBackendError(f"in round {round.number} of {round.name}: {failure}") from failure
+        if failure is not None:
+            raise failure
+        return averages
+
+
+def forward_changes_parameters(model: Module) -> bool:
+    """Returns whether a forward pass changes parameters, as embeddings with `max_norm` rescale rows."""
+    return any(
+        isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.max_norm is not None
+        for module in model.modules()
+    )

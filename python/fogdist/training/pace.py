@@ -1,14 +1,12 @@
 """Ranks that are late: whom a rank waits for, and how long.
 
 `Pace` is the limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace.
-`Deadlines` is the rule for all that has a `patience`: with it `Arrivals` are rounds in which each rank decides for itself,
-and those of `fogdist.training.patient_mixer` are rounds in which both ends of an edge decide the same.
+`Deadlines` is the rule for all that has a `patience`, by which the ranks of `fogdist.training.patient_mixer` are late.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -67,7 +65,6 @@ class Pace:
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
         gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
-        tells: Whether each exchange is told to the neighbors at once, for `told`.
 
     Attributes:
         context: The group.
@@ -82,10 +79,9 @@ class Pace:
         out_neighbors: list[int],
         *,
         gives_way: bool = False,
-        tells: bool = False,
     ) -> None:
         self.context = context
-        self._gives_way, self._tells = gives_way, tells
+        self._gives_way = gives_way
         self._peers = sorted({*in_neighbors, *out_neighbors})
         # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
@@ -121,10 +117,6 @@ class Pace:
         """Returns whether a neighbor takes no further part: it is lost, or has ended."""
         return self._window.is_gone(rank)
 
-    def is_any_gone(self) -> bool:
-        """Returns whether any neighbor takes no further part."""
-        return any(map(self.is_gone, self._peers))
-
     def staleness(self) -> dict[int, int]:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
         return {
@@ -147,14 +139,8 @@ class Pace:
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
         note_staleness({self._job_ranks[rank]: count for rank, count in self.staleness().items()})
-        if self.is_paused or self._tells:
+        if self.is_paused:
             self._say(paused=False)
-
-    def told(self, rank: int) -> float:
-        """Returns how many exchanges a neighbor has told of; infinity for one that has paused."""
-        if not self.takes_part(rank):
-            return math.inf
-        return float(self._window.update(0.0, [(rank, 1.0)], clone=True)[0])
 
     def must_give_way(self) -> bool:
         """Returns whether to end a wait, because the group has failed."""
@@ -252,29 +238,21 @@ class Deadlines:
     Args:
         patience: As above; at least 0.
         most: The longest wait, in seconds.
-        first: The longest wait for a neighbor of which little is known; by default `most`.
     """
 
-    def __init__(self, patience: float, most: float, first: float | None = None) -> None:
+    def __init__(self, patience: float, most: float) -> None:
         self._patience = patience
-        self._first = most if first is None else min(first, most)
         self.most = most
         self._waits: dict[int, deque[float]] = {}
         self._rounds = deque[float](maxlen=_WAITS)
         self._last: float | None = None
 
-    def wait(
-        self,
-        ranks: Iterable[int],
-        look: Callable[[int], bool | None],
-        must_give_way: Callable[[], bool] = lambda: False,
-    ) -> set[int]:
+    def wait(self, ranks: Iterable[int], look: Callable[[int], bool | None]) -> set[int]:
         """Waits for neighbors, and returns those that did not come.
 
         Args:
             ranks: The neighbors.
             look: Returns whether a neighbor has come; False if it will not come; None if it may come yet.
-            must_give_way: Returns whether to end the wait now; those that may come yet are not returned then.
         """
         begin = time.monotonic()
         waiting = list(ranks)
@@ -292,7 +270,7 @@ class Deadlines:
                 else:
                     continue
                 waiting.remove(rank)
-            if not waiting or must_give_way():
+            if not waiting:
                 return missing
             time.sleep(sleep)
             sleep = min(2 * sleep, _LAST_SLEEP)
@@ -307,55 +285,8 @@ class Deadlines:
     def _deadline(self, rank: int) -> float:
         waits = self._waits.get(rank, ())
         if len(waits) < _FEW:
-            return self._first
+            return self.most
         usual = median(waits)
         deviation = median(abs(each - usual) for each in waits)
         least = _LEAST_DEVIATION * median(self._rounds)
         return min(usual + self._patience * max(deviation, least), self.most)
-
-
-class Arrivals:
-    """A wait for the in-neighbors of a `Pace` that have not come to this rank's round yet, except for those that are late.
-
-    Nobody waits for a late neighbor until it has sent again; the rounds that it missed are not made up for.
-
-    The two ends of an edge do not agree on who is late. So this is for exchanges that stay right if only one end leaves
-    the other one out, as those of push-sum do: a value that comes too late has its weight with it, and counts later.
-
-    Args:
-        pace: What ranks tell each other of their rounds, at once.
-        patience: Of `Deadlines`.
-        is_apart: Whether ranks may be in different rounds at the beginning; then the first one waits for nobody, and none
-            waits long for a neighbor of which little is known.
-    """
-
-    def __init__(self, pace: Pace, patience: float, *, is_apart: bool = False) -> None:
-        self._pace = pace
-        most = pace.context.backend.options._timeout.total_seconds()
-        self._deadlines = Deadlines(patience, most, _UNKNOWN_SECONDS if is_apart else None)
-        # The number that means that a neighbor has come to this round.
-        self._due: dict[int, float] = dict.fromkeys(pace.in_neighbors, 0 if is_apart else 1)
-        self._late: set[int] = set()
-
-    @property
-    def late(self) -> frozenset[int]:
-        """The in-neighbors that were late in the last round, or before and have not sent since."""
-        return frozenset(self._late)
-
-    def wait(self) -> None:
-        """Waits until the in-neighbors have come to this round, except for late ones."""
-        self._late = {rank for rank in self._late if not self._has_come(rank)}
-        waited_for = [rank for rank, due in self._due.items() if rank not in self._late and due > 0]
-        self._late |= self._deadlines.wait(waited_for, self._look, self._pace.must_give_way)
-        for rank in filter(self._has_come, set(self._due) - self._late):
-            # A neighbor that is further ahead, because this rank was late, is expected to go on from there.
-            self._due[rank] = max(self._due[rank] + 1, self._pace.told(rank))
-        self._deadlines.end_round()
-
-    def _look(self, rank: int) -> bool | None:
-        if self._has_come(rank):
-            return True
-        return False if self._pace.is_gone(rank) else None
-
-    def _has_come(self, rank: int) -> bool:
-        return self._pace.told(rank) >= self._due[rank]

@@ -1,4 +1,4 @@
-"""Notices the training passes of a user's model without a hook on it.
+"""Notices the training passes of a user's model without a hook on it, and marks them for profilers and the timeline.
 
 `torch.jit.script`, `torch.export`, ``torch.compile(fullgraph=True)`` and copies carry a module's hooks along, or fail by them.
 So this module steps in at the attribute by which `torch.nn.Module.compile` replaces a module's call. While a model is watched,
@@ -12,19 +12,37 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch._dynamo.decorators import skip
 from torch.nn import Module
 
-from fogdist.training.passes import is_training_pass
+from fogdist.observe.timeline import timeline_end_activity, timeline_start_activity
 
 # The moments of a training pass: before it, after it, and when it has raised an error.
 When = Literal["before", "after", "failed"]
 
 _ATTRIBUTE = "_compiled_call_impl"
+
+
+def is_training_pass(module: Module) -> bool:
+    """Returns whether a forward pass of the module now would be a training pass.
+
+    A training pass runs in training mode with gradients enabled. Passes that a tool traces or exports, passes in transforms
+    of ``torch.func``, and passes within a backward pass, as activation checkpointing makes them, are none.
+    """
+    return (
+        module.training
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._current_graph_task_id() == -1
+    )
+
+
 # The compiler looks into all that a compiled model calls.
 _counts = torch.compiler.disable(is_training_pass)  # type: ignore[no-untyped-call]
 _watched: weakref.WeakKeyDictionary[Module, _Calls] = weakref.WeakKeyDictionary()
@@ -115,3 +133,51 @@ class PassWatch:
             del _watched[model]
             if not any(isinstance(other, self._kind) for other in _watched):
                 setattr(self._kind, _ATTRIBUTE, None)  # as `Module` has it
+
+
+class PassMarks:
+    """Marks training passes in the trace of ``torch.profiler`` and in the timeline.
+
+    One range covers the forward pass and one the time from its end to the step. Operations of fog and the optimizer's
+    step are in the trace in any case.
+
+    Args:
+        models: Their forward passes count in training mode with gradients enabled.
+    """
+
+    FORWARD = "fogdist.forward"
+    GRADIENT = "fogdist.gradient"
+    TRACK = "passes"
+
+    def __init__(self, models: Sequence[Module]) -> None:
+        self._open: torch.profiler.record_function | None = None
+        self._shown = False  # in the timeline, too
+        self._watches = [
+            watch
+            for model in models
+            for watch in (
+                PassWatch(model, "before", self._begin, self.FORWARD),
+                PassWatch(model, "after", self._begin, self.GRADIENT),
+                PassWatch(model, "failed", self.end),  # a range left open would take in all that follows
+            )
+        ]
+
+    def remove(self) -> None:
+        """Ends the range that is open and marks nothing more."""
+        self.end()
+        for watch in self._watches:
+            watch.remove()
+
+    def end(self) -> None:
+        """Ends the range that is open, if any: a step calls this when its gradients are there."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.__exit__(None, None, None)
+            if self._shown:
+                timeline_end_activity(self.TRACK)
+
+    def _begin(self, name: str) -> None:
+        self.end()
+        self._open = torch.profiler.record_function(name)
+        self._open.__enter__()  # type: ignore[no-untyped-call]
+        self._shown = timeline_start_activity(self.TRACK, name.removeprefix("fogdist."))

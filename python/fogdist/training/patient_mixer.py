@@ -16,10 +16,19 @@ from fogdist.context import Context
 from fogdist.observe.timeline import shown_as
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import Watch
-from fogdist.training.mixer import Mixer
-from fogdist.training.mixing import Mixing, MixingLike, Neighbors, Round, as_mixing
+from fogdist.training.mixing import (
+    Mixing,
+    MixingLike,
+    Neighbors,
+    Plans,
+    Round,
+    as_mixing,
+    edges_of,
+    neighbors_of,
+    topology_of,
+)
+from fogdist.training.overlapping import Mixer
 from fogdist.training.pace import Deadlines
-from fogdist.training.plans import Plans, edges_of, neighbors_of, topology_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -285,7 +294,7 @@ class PatientMixer(Mixer):
                             window.put(buckets.flats[place], [(rank, 1.0)], with_p=True, skip_lost=True)
                         )
         rounds.tell()
-        self._changes.begin(buckets)
+        self.accept_changes()
         return number
 
     @shown_as("end of an exchange")
@@ -297,7 +306,7 @@ class PatientMixer(Mixer):
             return
         with self._named():
             counted = self._settle()
-            self._changes.end(buckets)
+            self._warn_of_changes(buckets)
             neighbors = [(rank, weight) for rank, weight in plan.sources if rank in counted]
             own = plan.self_weight
             for rank, weight in plan.sources:
@@ -309,7 +318,7 @@ class PatientMixer(Mixer):
 
     def discard(self) -> None:
         """See `Mixer.discard`."""
-        self._changes.forget()
+        self._versions = None
         if self._plan is not None:
             with self._named():
                 self._settle()

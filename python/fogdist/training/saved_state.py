@@ -1,20 +1,14 @@
-"""An algorithm's state: within the state dict of its optimizer, which plain optimizers can load as well, and for a process
-that joins."""
+"""An algorithm's state within the state dict of its optimizer, which plain optimizers can load as well."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.shards import local_of, sharded_as
-
-if TYPE_CHECKING:
-    from fogdist.training.algorithm import Algorithm
 
 # The prefix of the names under which a state dict has the algorithm's state, next to the optimizer's own entries.
 _PREFIX = "fog_"
@@ -116,48 +110,3 @@ def _without_prefix(entries: Any) -> Any:
     return {
         key: value for key, value in entries.items() if not (isinstance(key, str) and key.startswith(_PREFIX))
     }
-
-
-class AlgorithmState:
-    """What a process that joins gets (`fogdist.membership.Joinable`): the models, the optimizer and the algorithm's own state,
-    and its numbers of steps and rounds.
-
-    Args:
-        algorithm: The algorithm, which this does not keep alive.
-    """
-
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._reference = weakref.ref(algorithm)
-
-    @property
-    def _algorithm(self) -> Algorithm:
-        algorithm = self._reference()
-        assert algorithm is not None  # the seat belongs to it
-        return algorithm
-
-    def save(self) -> dict[str, Any]:
-        """See `Joinable`."""
-        algorithm = self._algorithm
-        models = [model.state_dict() for model in algorithm._fog_models]
-        return {"models": models, "optimizer": algorithm.state_dict()}
-
-    @torch.no_grad()
-    def load(self, state: dict[str, Any]) -> None:
-        """See `Joinable`."""
-        algorithm = self._algorithm
-        for model, values in zip(algorithm._fog_models, state["models"], strict=True):
-            model.load_state_dict(values)
-        algorithm.load_state_dict(state["optimizer"])
-        algorithm.refresh()
-
-    def counts(self) -> dict[str, int]:
-        """See `Joinable`."""
-        algorithm = self._algorithm
-        numbers = {name: int(algorithm.numbers[name]) for name in algorithm.rank_numbers}
-        return {"steps": algorithm.steps, "rounds": algorithm.rounds, **numbers}
-
-    def set_counts(self, counts: dict[str, int]) -> None:
-        """See `Joinable`."""
-        algorithm = self._algorithm
-        algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
-        algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,23 +21,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.observe import timeline
-from fogdist.training.pass_marks import PassMarks
-from fogdist.training.scaler import unscale
-from fogdist.warn import warn_user
+
+if TYPE_CHECKING:
+    from fogdist.training.pass_watch import PassMarks
 
 Models = Module | Sequence[Module]
-
-# Arguments that would otherwise become attributes of the user's optimizer, without an effect.
-_OF_THE_CONSTRUCTOR = frozenset(
-    {"topology", "compression", "broadcast", "patience", "max_staleness", "order", "bucket_cap_mb"}
-)
-# Attributes of older scripts.
-_RENAMED = {
-    "neighbor_weights": "src_weights",
-    "send_neighbors": "dst_weights",
-    "neighbor_machine_weights": "src_machine_weights",
-    "send_neighbor_machines": "dst_machine_weights",
-}
 
 _View = TypeVar("_View", bound="DistributedOptimizer")
 _Value = TypeVar("_Value")
@@ -82,9 +70,10 @@ def setting(default: _Value) -> _Value:
 class DistributedOptimizer(Optimizer):
     """Base of the distributed optimizers; made by `wrap` only.
 
-    Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All
-    others are read from, written to and deleted in the wrapped optimizer. An optimizer that already has an attribute of
-    such a name is refused: its own methods, called on the view, would read the view's attribute.
+    Attributes that a subclass declares in its body, and names that begin with ``_fog``, live in the view. All others are
+    read from, written to and deleted in the wrapped optimizer, which must have those that are set, unless their names are
+    private. An optimizer that already has an attribute of such a name is refused: its own methods, called on the view,
+    would read the view's attribute.
 
     Frameworks such as Lightning wrap a view in an object of a class that they derive from the view's class, so the
     methods here run on that object too. Attributes that it sets are its own, except those that live in the view.
@@ -115,8 +104,6 @@ class DistributedOptimizer(Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         # Called only for attributes that neither the view nor its classes have.
-        if name in _RENAMED:
-            return getattr(self, _RENAMED[name])
         view = self._fog_view()
         if view is not self:
             return getattr(view, name)
@@ -125,19 +112,12 @@ class DistributedOptimizer(Optimizer):
         return getattr(self._fog_wrapped, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _RENAMED:
-            successor = _RENAMED[name]
-            message = f"the attribute {name!r} is called {successor!r} now"
-            if successor not in self._fog_declared:
-                raise AttributeError(f"{message}, and this optimizer has none")
-            warn_user(f"{message}; the old name will go", DeprecationWarning)
-            setattr(self, successor, value)
-            return
         holder = self._fog_holder(name)
         if holder is self:
             object.__setattr__(self, name, value)
-        elif holder is self._fog_wrapped and name in _OF_THE_CONSTRUCTOR:
-            raise AttributeError(f"{name} is an argument of {type(self).__name__}, and cannot be set later")
+        elif holder is self._fog_wrapped and not name.startswith("_") and not hasattr(holder, name):
+            names = f"neither {type(self).__mro__[1].__name__} nor the {type(holder).__name__} that it wraps"
+            raise AttributeError(f"{names} has an attribute {name!r}, so setting it would have no effect")
         else:
             setattr(holder, name, value)
 
@@ -180,6 +160,8 @@ class DistributedOptimizer(Optimizer):
         step. Exchanges ("fog:neighbor_allreduce" and others) and the optimizer's step are in the traces always.
         """
         if self._fog_marks is None:
+            from fogdist.training.pass_watch import PassMarks
+
             self._fog_marks = PassMarks(self._fog_models)
             # The models outlive their optimizer.
             weakref.finalize(self, self._fog_marks.remove).atexit = False
@@ -222,20 +204,12 @@ class DistributedOptimizer(Optimizer):
         return view if self._fog_is_declared(name) or name in self._scaler_marks else self
 
     def _is_own(self, name: str) -> bool:
-        if name in self._scaler_marks:
-            return not getattr(self._fog_wrapped, "_step_supports_amp_scaling", False)
-        return self._fog_is_declared(name) or name in self._scheduler_marks
+        # A scaler's marks even if the optimizer supports scalers: it would unscale within its step, but algorithms read the
+        # gradients before it.
+        return self._fog_is_declared(name) or name in self._scheduler_marks or name in self._scaler_marks
 
     def _fog_is_declared(self, name: str) -> bool:
         return name.startswith("_fog") or name in self._fog_declared
-
-    def _fog_local_step(self, *arguments: Any, **options: Any) -> Any:
-        """Makes the wrapped optimizer's own step; called by a gradient scaler, it unscales, or skips after an overflow.
-
-        Args:
-            *arguments, **options: The arguments of the step.
-        """
-        return None if self._fog_unscale() else self._fog_wrapped.step(*arguments, **options)
 
     def _fog_unscale(self) -> bool:
         """Divides gradients by the scale of a gradient scaler, if one called `step`. Returns whether they overflowed.
@@ -246,7 +220,7 @@ class DistributedOptimizer(Optimizer):
         """
         scale, overflow = self.__dict__.get("grad_scale"), self.__dict__.get("found_inf")
         if scale is not None:
-            unscale(self._fog_wrapped, scale)
+            _unscale(self._fog_wrapped, scale)
         return overflow is not None and float(overflow) != 0
 
     @contextmanager
@@ -263,15 +237,6 @@ class DistributedOptimizer(Optimizer):
         for mark in self._scaler_marks:
             if hasattr(self, mark):
                 delattr(self, mark)
-
-    def _fog_parameters(self) -> list[Tensor]:
-        """The optimizer's parameters that are not frozen now."""
-        return [
-            parameter
-            for group in self._fog_wrapped.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        ]
 
 
 def wrap(view: type[_View], optimizer: Optimizer, model: Models) -> _View:
@@ -399,3 +364,21 @@ def check_ownership(optimizer: Optimizer, held: Collection[Tensor]) -> None:
                     f"optimizer must hold parameters of the model only, got parameter {place} of group "
                     f"{number}, of shape {tuple(parameter.shape)}, which model.named_parameters() lacks"
                 )
+
+
+@torch.no_grad()
+def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
+    """Divides an optimizer's gradients by a gradient scaler's scale, which stays on its device."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if scale.device.type == "cpu":
+        for gradient in gradients:
+            gradient.mul_(1.0 / float(scale))
+        return
+    # The arithmetic of torch's scaler, without waiting for the device.
+    inverse = scale.double().reciprocal().float()
+    of_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        values = gradient._values() if gradient.layout is torch.sparse_coo else gradient
+        of_device.setdefault(gradient.device, []).append(values)
+    for device, values in of_device.items():
+        torch._foreach_mul_(values, inverse.to(device, non_blocking=device.type != "cpu"))

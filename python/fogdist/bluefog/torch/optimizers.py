@@ -8,31 +8,40 @@ The recursion is the same, as the gradient is that of the old parameters.
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Iterable, Iterator
-from functools import partial
-from typing import Any, ClassVar, TypeVar
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from typing_extensions import Unpack
 
 from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
-from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.algorithms.window_push_sum import WindowPushSum
-from fogdist.bluefog.adapt_then_combine import AdaptThenCombine
 from fogdist.bluefog.deprecation import warn_once
-from fogdist.bluefog.gradient_allreduce import GradientAllreduce
-from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
+from fogdist.shards import local_of, sharded_as
+from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mixing, Neighbors, NoMixing
+from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
+from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.warn import warn_user
 
 # A module, several modules, or pairs as from `model.named_parameters()`.
-_OnWindows = TypeVar("_OnWindows", WinPut, PullGet, WindowPushSum)
 Given = Module | Iterable[Module] | Iterable[tuple[str, Tensor]]
+
+# Attributes before BlueFog 0.3, and what they are called since.
+_RENAMED = {
+    "neighbor_weights": "src_weights",
+    "send_neighbors": "dst_weights",
+    "neighbor_machine_weights": "src_machine_weights",
+    "send_neighbor_machines": "dst_machine_weights",
+}
+# Numbers in names repeat after so many steps.
+_NUMBERS = 64
 
 
 class CommunicationType(enum.Enum):
@@ -57,14 +66,96 @@ _MIXING: dict[CommunicationType, type[Mixing]] = {
 }
 
 
-class _Communicating(Algorithm):
-    """An algorithm whose mixing is chosen by a `CommunicationType`; weights that this does not use are ignored, as in BlueFog."""
+class _OldNames(Algorithm):
+    """An algorithm as a script of BlueFog sees it: attributes have their old names too, and weights without use are ignored."""
 
-    saves_state: ClassVar[bool] = False
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self, _RENAMED[name]) if name in _RENAMED else super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _RENAMED:
+            message = f"the attribute {name!r} is called {_RENAMED[name]!r} now; the old name will go"
+            warn_user(message, DeprecationWarning)
+        super().__setattr__(_RENAMED.get(name, name), value)
 
     def weights(self) -> DynamicWeights:
         """See `Algorithm.weights`."""
         return super().weights().taken_by(self.mixing)
+
+
+class _CountingPasses(_OldNames, OverlappingAlgorithm):
+    """An algorithm whose rounds begin every J forward passes: J passes with one step, or with a step after each."""
+
+    _passes: list[int]
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self._passes = [0] * len(self._fog_models)
+        super().__init__(*arguments, **options)
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
+
+        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was called.
+
+        Raises:
+            RuntimeError: An exchange is in flight.
+        """
+        if self.is_in_round:
+            raise RuntimeError(
+                "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
+            )
+        yield
+
+    def is_round_due(self) -> bool:
+        """See `OverlappingAlgorithm.is_round_due`."""
+        return max(self._passes) >= self.local_steps
+
+    def notice_forward(self, place: int) -> None:
+        """See `OverlappingAlgorithm.notice_forward`."""
+        self._passes[place] += self.is_syncing
+        super().notice_forward(place)
+
+    def complete_round(self) -> None:
+        """See `OverlappingAlgorithm.complete_round`. A step counts as a pass if there was none since the last one."""
+        if not self._saw_forward:
+            self._passes = [count + 1 for count in self._passes]
+        super().complete_round()
+
+    def synchronize_now(self) -> None:
+        """See `OverlappingAlgorithm.synchronize_now`."""
+        if self.is_in_round:
+            self._passes = [0] * len(self._passes)
+        super().synchronize_now()
+
+
+class _Communicating(_CountingPasses, DecentralizedSGD):
+    """AWC or ATC whose mixing is chosen by a `CommunicationType`."""
+
+    saves_state: ClassVar[bool] = False
+    _order: ClassVar[Order]
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+        num_steps_per_communication: int = 1,
+        bucket_cap_mb: float | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        super().__init__(
+            optimizer,
+            model,
+            order=self._order,
+            topology=_mixing_of(communication_type),
+            local_steps=num_steps_per_communication,
+            bucket_cap_mb=bucket_cap_mb,
+            broadcast=False,
+            group=group,
+        )
 
     @property
     def communication_type(self) -> CommunicationType:
@@ -81,32 +172,14 @@ class _Communicating(Algorithm):
         self.mixing = _mixing_of(value)
 
 
-class AdaptWithCombineOptimizer(_Communicating, DecentralizedSGD):
-    """See `DistributedAdaptWithCombineOptimizer`, which makes it."""
-
-    def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
-        super().__init__(optimizer, model, order="awc", **options)
-        self.counts_passes = True
-
-
-class AdaptThenCombineOptimizer(_Communicating, AdaptThenCombine):
-    """See `DistributedAdaptThenCombineOptimizer`, which makes it."""
-
-
-def DistributedAdaptWithCombineOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> AdaptWithCombineOptimizer:
-    """Returns an optimizer that adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
+class DistributedAdaptWithCombineOptimizer(_Communicating):
+    """Adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
 
     It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021). The
     exchange of the current parameters starts with a forward pass and runs during the forward and the backward pass;
-    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average.
+    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average. It has
+    `synchronize`, `skip_synchronize`, the attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`,
+    `dst_machine_weights`, `enable_topo_check`, `communication_type`, and the methods of BlueFog 0.2.2 that set this.
 
     Args:
         optimizer: As in `fogdist.algorithms.Algorithm`.
@@ -116,92 +189,236 @@ def DistributedAdaptWithCombineOptimizer(
             passes, with one step or with a step after each pass.
         bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
         group: As in `fogdist.algorithms.Algorithm`.
-
-    Returns:
-        An instance of the optimizer's class with `step` as above, `synchronize`, `skip_synchronize`, and the
-        attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`, `dst_machine_weights`,
-        `enable_topo_check`, `communication_type`.
     """
-    return AdaptWithCombineOptimizer(
-        optimizer,
-        model,
-        topology=_mixing_of(communication_type),
-        local_steps=_checked(num_steps_per_communication),
-        bucket_cap_mb=bucket_cap_mb,
-        broadcast=False,
-        group=group,
-    )
+
+    _order: ClassVar[Order] = "awc"
+
+    def use_allreduce_in_communication(self) -> None:
+        """Averages with all ranks from now on."""
+        self.communication_type = CommunicationType.allreduce
+
+    def use_neighbor_allreduce_in_communication(self) -> None:
+        """Averages with the neighbors from now on."""
+        self.communication_type = CommunicationType.neighbor_allreduce
+
+    def use_hierarchical_neighbor_allreduce_in_communication(self) -> None:
+        """Averages with the neighbor machines from now on."""
+        self.communication_type = CommunicationType.hierarchical_neighbor_allreduce
+
+    def use_empty_function_in_communication(self) -> None:
+        """Averages with no rank from now on."""
+        self.communication_type = CommunicationType.empty
 
 
-def DistributedAdaptThenCombineOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    step_in_backward: bool = False,
-    *,
-    group: dist.ProcessGroup | None = None,
-) -> AdaptThenCombineOptimizer:
-    """Returns an optimizer that adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
+class DistributedAdaptThenCombineOptimizer(_Communicating):
+    """Adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
-    It is `fogdist.bluefog.adapt_then_combine.AdaptThenCombine`: `step` makes the optimizer's own step with the gradients as they are,
-    after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
-
-    `step_in_backward` is as there; the other arguments, and the attributes, are those of
-    `DistributedAdaptWithCombineOptimizer`, where J counts backward passes.
+    It is `fogdist.algorithms.DecentralizedSGD` with ``order="atc"``: `step` makes the optimizer's own step with the gradients
+    as they are, after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
+    Arguments and attributes are those of `DistributedAdaptWithCombineOptimizer`. BlueFog counted backward passes, of which
+    each has its forward pass.
     """
-    return AdaptThenCombineOptimizer(
-        optimizer,
-        model,
-        step_in_backward=step_in_backward,
-        topology=_mixing_of(communication_type),
-        local_steps=_checked(num_steps_per_communication),
-        bucket_cap_mb=bucket_cap_mb,
-        broadcast=False,
-        group=group,
-    )
+
+    _order: ClassVar[Order] = "atc"
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.watch_forward("before forward")  # only to count the passes
+
+    def adapt(self) -> Any:
+        """See `Algorithm.adapt`. An LBFGS makes passes of its own, on each rank another number of them."""
+        with self.no_sync():
+            return super().adapt()
+
+    def count_step(self) -> bool:
+        """See `Algorithm.count_step`."""
+        self.steps += 1
+        if not self._saw_forward:
+            self._passes = [count + 1 for count in self._passes]
+        self._saw_forward = False
+        is_due = self.is_round_due()
+        if is_due:
+            self._passes = [0] * len(self._passes)
+        return is_due
+
+    def begin_if_due(self) -> bool:
+        """Begins nothing: the average comes after the step."""
+        return False
 
 
-def DistributedGradientAllreduceOptimizer(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    bucket_cap_mb: float | None = None,
-    *,
-    backward_passes_per_step: int | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> GradientAllreduce:
-    """Returns an optimizer that makes its step with the gradients averaged over all ranks, as Horovod does.
+class _OnWindows(_CountingPasses, WindowAlgorithm):
+    """An algorithm over windows with BlueFog's arguments, and a bound of staleness that suits ranks that share cores."""
 
-    `fogdist.bluefog.gradient_allreduce.GradientAllreduce` has the arguments, methods and errors; J is
-    `num_steps_per_communication`, which was `backward_passes_per_step` in BlueFog 0.2.2.
-    """
-    if backward_passes_per_step is not None:
-        warn_once("backward_passes_per_step is called num_steps_per_communication now; the old name will go")
-        num_steps_per_communication = backward_passes_per_step
-    interval = _checked(num_steps_per_communication)
-    return GradientAllreduce(optimizer, model, local_steps=interval, bucket_cap_mb=bucket_cap_mb, group=group)
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        num_steps_per_communication: int = 1,
+        window_prefix: str | None = None,
+        bucket_cap_mb: float | None = None,
+        *,
+        max_staleness: int | None = 1,
+        **options: Any,
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        options |= {"window_prefix": window_prefix, "bucket_cap_mb": bucket_cap_mb, "broadcast": False}
+        steps = num_steps_per_communication
+        super().__init__(optimizer, model, local_steps=steps, max_staleness=max_staleness, **options)
 
 
-def DistributedWinPutOptimizer(*arguments: Any, **options: Any) -> WinPut:
-    """Returns an optimizer that averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
+class DistributedWinPutOptimizer(_OnWindows, WinPut):
+    """Averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
 
     Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
     is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
     other.
     """
-    return _counting_passes(WinPut(**_of_windows(*arguments, **options)))
 
 
-def DistributedPullGetOptimizer(*arguments: Any, **options: Any) -> PullGet:
+class DistributedPullGetOptimizer(_OnWindows, PullGet):
     """As `DistributedWinPutOptimizer`, with the neighbors' present parameters: `fogdist.algorithms.PullGet`."""
-    return _counting_passes(PullGet(**_of_windows(*arguments, **options)))
 
 
-def DistributedPushSumOptimizer(*arguments: Any, **options: Any) -> WindowPushSum:
+class DistributedPushSumOptimizer(_OnWindows, WindowPushSum):
     """As `DistributedWinPutOptimizer`, by push-sum: `fogdist.algorithms.WindowPushSum`."""
-    return _counting_passes(WindowPushSum(**_of_windows(*arguments, **options)))
+
+
+class DistributedGradientAllreduceOptimizer(_OldNames):
+    """Parallel SGD: ``x+ = x + d(x)`` with the mean of all ranks' gradients, as Horovod does (Sergeev and Del Balso, 2018).
+
+    `step` averages the gradients that passes have accumulated since the last one, and waits. A parameter without a gradient
+    on some rank counts as zero there; a parameter without a gradient on every rank does not change.
+
+    Use a gradient scaler as in one process. Its `step` looks for overflows in the averaged gradients, so an overflow on one
+    rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip gradients, call
+    `synchronize` first, then the scaler's `unscale_` if there is one, then clip, and `step` in `skip_synchronize`.
+
+    Args:
+        optimizer: As in `fogdist.algorithms.Algorithm`.
+        model: As in `fogdist.algorithms.Algorithm`.
+        num_steps_per_communication: The number of backward passes before a step. It is not needed: each `step` averages, as
+            in BlueFog.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        backward_passes_per_step: The same in BlueFog 0.2.2.
+        group: As in `fogdist.algorithms.Algorithm`.
+
+    Raises:
+        ValueError: As `Algorithm`. In `step`: a gradient is sparse.
+        RuntimeError: As `Algorithm`. In `step`: a scaler's `unscale_` was called without `synchronize` before it.
+    """
+
+    runs_alone: ClassVar[bool] = False
+    saves_state: ClassVar[bool] = False
+
+    _is_synchronized: bool
+    _skips: bool  # within skip_synchronize()
+    _was_averaged_for_scaler: bool
+    _averages: int  # since the last step
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        num_steps_per_communication: int = 1,
+        bucket_cap_mb: float | None = None,
+        *,
+        backward_passes_per_step: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if backward_passes_per_step is not None:
+            warn_once(
+                "backward_passes_per_step is called num_steps_per_communication now; the old name will go"
+            )
+            num_steps_per_communication = backward_passes_per_step
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        self._is_synchronized = self._skips = self._was_averaged_for_scaler = False
+        self._averages = 0
+        options: Any = {"bucket_cap_mb": bucket_cap_mb, "group": group, "broadcast": False}
+        super().__init__(optimizer, model, topology=GlobalAverage(), **options)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:  # type: ignore[override]
+        # A gradient scaler's step() reads this attribute before it checks the gradients for overflows, and no other
+        # code of this class runs between the backward pass and that check. The scaler must check the average, because
+        # the result determines the next scale, which must be the same on all ranks.
+        if not (self._skips or self._is_synchronized):
+            self.synchronize()
+            self._was_averaged_for_scaler = self.is_running
+        return True
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Averages the gradients now. `step` averages once more, which changes nothing, or not in `skip_synchronize`.
+
+        Raises:
+            RuntimeError: Another distributed optimizer has taken over the model.
+        """
+        self._fog_check_not_replaced()
+        if self.is_running:
+            self.refresh()
+            self._average()
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """A block for a `step` after `synchronize`, which does not average the gradients again.
+
+        Raises:
+            RuntimeError: `synchronize` was not called since the last step.
+        """
+        if not self._is_synchronized and not self.is_alone:
+            raise RuntimeError("skip_synchronize() needs a call of synchronize() since the last step")
+        self._skips = True
+        try:
+            yield
+        finally:
+            self._skips = False
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """Averages the gradients and makes the optimizer's step; as `Algorithm.step`."""
+        was_averaged, self._was_averaged_for_scaler = self._was_averaged_for_scaler, False
+        # A scaler that has already unscaled the gradients sets no scale.
+        if was_averaged and getattr(self, "grad_scale", None) is None:
+            self._is_synchronized = False
+            self._fog_forget_scaler()
+            raise RuntimeError(
+                "a gradient scaler's unscale_() needs a call of synchronize() before it: it has unscaled this rank's "
+                "own gradients, and the average over all ranks is still scaled"
+            )
+        self._skips = self._skips or was_averaged
+        try:
+            return super().step(*arguments, **options)
+        finally:
+            self._skips = self._skips and not was_averaged
+
+    def advance(self) -> Any:
+        """See the class."""
+        if not self._skips:
+            self._average()
+        self._is_synchronized, self._averages = False, 0
+        self.steps += 1
+        return self.adapt()
+
+    def _average(self) -> None:
+        """Averages the gradients. A parameter that has one on any rank has one on all of them afterwards."""
+        flats, backend = self.gradients(), self.context.backend
+        # The number of the step makes a rank that averages once more within it than the others raise an error, instead of
+        # taking the values of the next step. The backend remembers each name, so numbers repeat.
+        name = f"{self.name}.{self.steps % _NUMBERS}.{self._averages % _NUMBERS}"
+        self._averages += 1
+        pieces = list(self.buckets.pieces(flats))
+        present = torch.tensor([float(p.grad is not None) for p, _ in pieces], device="cpu")
+        works = [
+            backend.allreduce_named(each, dist.ReduceOp.AVG, name=f"{name}.{place}")
+            for place, each in enumerate([present, *flats])
+        ]
+        for work in works:
+            work.wait()
+        for (parameter, piece), count in zip(pieces, present.tolist(), strict=True):
+            if parameter.grad is not None:
+                local_of(parameter.grad).copy_(piece)
+            elif count:  # as with a single process, a parameter without a gradient is not updated
+                parameter.grad = sharded_as(parameter, piece)
 
 
 def DistributedAllreduceOptimizer(
@@ -263,30 +480,20 @@ def DistributedBluefogOptimizer(
     *,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     **options: Any,
-) -> WinPut:
+) -> DistributedWinPutOptimizer:
     """As `DistributedWinPutOptimizer`, or with `named_parameters` as `DistributedNeighborAllreduceOptimizer` has them."""
     models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
     return DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
 
 
 def _choosable(optimizer: Optimizer, models: Models, kind: str, interval: int) -> Any:
-    """Returns AWC with the methods of BlueFog 0.2.2 that choose `communication_type`."""
+    """Returns AWC with a warning that BlueFog 0.3 has one name for it."""
     chosen = CommunicationType[kind]
     warn_user(
         f"it is DistributedAdaptWithCombineOptimizer with {chosen} since BlueFog 0.3",
         PendingDeprecationWarning,
     )
-    combining = DistributedAdaptWithCombineOptimizer(optimizer, models, chosen, interval)
-    this = weakref.ref(combining)
-    for each in CommunicationType:
-        name = "empty_function" if each is CommunicationType.empty else each.name
-        setattr(combining, f"use_{name}_in_communication", partial(_choose, this, each))
-    return combining
-
-
-def _choose(reference: weakref.ref[Any], kind: CommunicationType) -> None:
-    optimizer: Any = reference()  # the caller keeps it alive
-    optimizer.communication_type = kind
+    return DistributedAdaptWithCombineOptimizer(optimizer, models, chosen, interval)
 
 
 class _Parameters(Module):
@@ -325,38 +532,6 @@ def _models(
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
             raise TypeError(f"model must be a Module, Modules, or pairs of name and parameter, got {pair!r}")
     return _Parameters(given), True
-
-
-def _of_windows(
-    optimizer: Optimizer,
-    model: Models,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-    bucket_cap_mb: float | None = None,
-    *,
-    max_staleness: int | None = 1,
-    **options: Any,
-) -> dict[str, Any]:
-    return {
-        "optimizer": optimizer,
-        "model": model,
-        "local_steps": _checked(num_steps_per_communication),
-        "window_prefix": window_prefix,
-        "bucket_cap_mb": bucket_cap_mb,
-        "max_staleness": max_staleness,
-        "broadcast": False,
-        **options,
-    }
-
-
-def _counting_passes(made: _OnWindows) -> _OnWindows:
-    made.counts_passes = True
-    return made
-
-
-def _checked(num_steps_per_communication: int) -> int:
-    check_count(num_steps_per_communication, "num_steps_per_communication")
-    return num_steps_per_communication
 
 
 def _mixing_of(kind: CommunicationType) -> Mixing:
