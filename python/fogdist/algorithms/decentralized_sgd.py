@@ -119,6 +119,11 @@ class DecentralizedSGD(OverlappingAlgorithm):
         """See `Algorithm.members_changed`."""
         self._mixer.renew()
 
+    def average(self, buffers: bool = True) -> None:
+        """See `Algorithm.average`."""
+        with self._mixer.away():
+            super().average(buffers)
+
     def combine(self) -> None:
         """Averages after the local steps of "atc"."""
         self.rounds = self._mixer.begin(self.buckets, self.mixing, self.this_round())

@@ -214,6 +214,10 @@ class Mixer:
     def renew(self) -> None:
         """Called after ranks were lost, on all that are left."""
 
+    def away(self) -> AbstractContextManager[object]:
+        """Returns a context in which this rank makes no exchange, although neighbors may wait for one."""
+        return nullcontext()
+
     def close(self) -> None:
         """Tells the neighbors that no exchange follows."""
 

@@ -91,6 +91,8 @@ class MutualRounds:
 
     def begin(self, least: int) -> None:
         """Begins the next round: that of this number, or the one that neighbors are in, if they are ahead."""
+        for told in self._told.values():
+            told[_ENDED] = 0.0
         heard = {rank: self._heard(rank) for rank in self._peers}
         self._before, self.number = self.number, max([least, *(int(each[_ROUND]) for each in heard.values())])
         # Nobody has come to a round before the first one. Values of the last one may be here before their rank's word.
@@ -151,7 +153,7 @@ class MutualRounds:
         return counted
 
     def end(self) -> None:
-        """Tells the neighbors that this rank makes no more rounds."""
+        """Tells the neighbors that this rank makes no more rounds, until `begin`."""
         for rank in self._peers:
             self._told[rank][_ENDED] = 1.0
             self._tell(rank)
@@ -264,6 +266,7 @@ class PatientMixer(Mixer):
         self._plan: NeighborPlan | None = None  # of the exchange in flight
         self._puts: dict[int, list[dist.Work]] = {}
         self._left_out: list[int] = []
+        self._is_away = False
 
     @property
     def left_out(self) -> list[int]:
@@ -341,6 +344,19 @@ class PatientMixer(Mixer):
             self._open(buckets, mixing, self._seat.context)
             self._opened = buckets, mixing, self._seat.context.group
 
+    @contextlib.contextmanager
+    def away(self) -> Iterator[None]:
+        """See `Mixer.away`.
+
+        After a loss, which the ranks in an average of all notice there, those that have not come to it yet would wait for
+        their neighbors' first rounds in the new windows, and these for them in the average.
+        """
+        self._is_away = True
+        try:
+            yield
+        finally:
+            self._is_away = False
+
     def close(self) -> None:
         """See `Mixer.close`."""
         if self._rounds is not None:
@@ -406,6 +422,8 @@ class PatientMixer(Mixer):
             context, name, {*sources, *destinations}, self._patience, gives_way=self._seat is not None
         )
         self._plans = plans
+        if self._is_away:
+            self._rounds.end()
 
     def _settle(self) -> frozenset[int]:
         """Waits for the exchange in flight, and returns the neighbors whose values count."""
