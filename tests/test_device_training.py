@@ -5,13 +5,18 @@ The fake device and its delegate work on streams of their own, so a missing wait
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import device_double
 import device_worlds
 import fogdist
 import fogdist.bluefog.torch as bf
+import numpy as np
 import pytest
 import test_fsdp_gossip
 import torch
@@ -121,6 +126,49 @@ def test_groups_of_fsdp_gossip(worlds, kind):
     found, expected = (worlds(4).run(train_sharded, kind, device) for device in (DEVICE, "cpu"))
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-12)
+
+
+def train_past_a_loss() -> list[float]:
+    """Rank 1 dies while the others' exchange waits for it on the device; returns the values after that."""
+    there, made = place(), []
+    if device_worlds.ON_GPUS:
+        dist.init_process_group("fog")
+    else:
+        device_double.serve_groups(made)
+        dist.init_process_group(f"cpu:fog,{DEVICE}:fog")
+    fogdist.init()
+    rank = fogdist.rank()
+    model = nn.Linear(4, 1, bias=False).to(there)
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = algorithms.DecentralizedSGD(base, model, on_loss="continue")
+    for number in range(6):
+        if number == 3:
+            with torch.no_grad():
+                model.weight.fill_(10.0 * (rank + 1))
+            torch.accelerator.synchronize()
+            dist.barrier()
+            if rank == 1:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                if device_worlds.ON_GPUS:
+                    torch.cuda._sleep(10**10)
+                else:
+                    holding = device_double.held(made[0].stream)
+                    holding.__enter__()
+        optimizer.zero_grad()
+        model(torch.ones(1, 4, device=there)).sum().backward()
+        optimizer.step()
+    return [float(value) for value in model.weight.flatten()]
+
+
+def test_a_loss_leaves_nothing_undefined(new_world, worlds):
+    world = new_world(3, initialize=False, environment=device_worlds.environment(3))
+    outcomes = world.run_raw(train_past_a_loss)
+    assert [each.state for each in outcomes] == ["returned", "died", "returned"], [*map(str, outcomes)]
+    found = np.array([outcomes[rank].value for rank in (0, 2)])
+    np.testing.assert_allclose(
+        found.mean(0), 20.0, rtol=1e-6
+    )  # of 10 and 30, which the ranks that are left have had
+    assert np.abs(found - 20.0).max() < 1.0
 
 
 class Branches(nn.Module):

@@ -133,7 +133,11 @@ REMOVED: dict[str, dict[str, str]] = {
     "fogdist.checkpoint": dict.fromkeys(
         ("save_nonblocking", "Saving"), "save waits until its files are written"
     ),
-    "fogdist.compression": {"Float8": _CODECS, "Moniqua": _CODECS, "RandomK": _CODECS},
+    "fogdist.compression": {
+        "Float8": _CODECS,
+        "Moniqua": _CODECS,
+        "RandomK": "TopK sends as many elements, the largest ones",
+    },
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
         "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",
@@ -144,7 +148,7 @@ REMOVED: dict[str, dict[str, str]] = {
             for name, instead in _GRAPHS.items()
         },
         **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
-        "plot": "networkx draws topology.graph(t)",
+        "plot": "networkx draws the graph of a round, Topology.graph(t)",
         "inner_outer_ring": "inner_outer_exponential(size, local_size) averages in fewer rounds",
         "one_peer_hypercube": "base_graph(size) has the same rounds for powers of two",
         **dict.fromkeys(("Summary", "SummaryRow"), "a Topology has the numbers; summary(size) is a text"),

@@ -97,13 +97,16 @@ void ProcessGroupFog::prepare(const BackendPtr& delegate, const at::Device& devi
   }
   // A delegate's operations in flight would wait for a lost rank until the timeout, with the program if it waits for the
   // device; after that, NCCL's watchdog ends the process.
-  group_->engine.call_when_lost(group_, [backends = std::weak_ptr(device_backends_)](const std::string& which) {
+  const auto lost = group_->engine.call_when_lost(group_, [backends = std::weak_ptr(device_backends_)](const std::string& which) {
     if (const auto alive = backends.lock()) {
       for (const auto& made : alive->close(which)) {
-        made->abort();
+        report_unowned_failure("the abort of a device's backend", [&] { made->abort(); });
       }
     }
   });
+  if (!lost.empty()) {
+    device_backends_->close(lost); // so that this delegate takes no operation
+  }
 }
 
 c10::intrusive_ptr<ProcessGroupFog> ProcessGroupFog::part(
@@ -338,7 +341,7 @@ std::shared_ptr<Window> ProcessGroupFog::create_window(
     bool zero_init,
     std::optional<std::chrono::milliseconds> timeout) {
   CallOptions options;
-  options.name = "win_create";
+  options.name = "Window";
   options.timeout = timeout;
   options.waits = true;
   const auto gather = [&](const std::string& mine) {

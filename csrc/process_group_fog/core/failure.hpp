@@ -22,6 +22,7 @@ inline constexpr const char* kEnded = "ended";
 inline constexpr const char* kLost = "was lost: its process ended";
 inline constexpr const char* kRefused = "was lost: its process ended (its port refuses connections)";
 inline constexpr const char* kNoSign = "was lost: it shows no sign of life";
+inline constexpr const char* kDestroyed = "has destroyed its group";
 inline constexpr const char* kCut = "was lost: the connection to it has broken";
 inline constexpr const char* kNotReached = "was lost: no connection to it could be made";
 inline constexpr const char* kSilent = "was lost: its host does not answer";

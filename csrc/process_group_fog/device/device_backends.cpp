@@ -160,6 +160,7 @@ DelegateCall DeviceBackends::call(const char* op, at::DeviceType type, BackendPt
   } catch (const c10::DistBackendError& error) {
     C10_THROW_ERROR(DistBackendError, c10::str(op, ": ", error.what_without_backtrace()));
   }
+  check_open(op); // only now, as it may have waited long
   return call;
 }
 
@@ -175,7 +176,6 @@ DeviceBackends::Slot& DeviceBackends::slot(at::DeviceType type) {
 BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device, bool eager) {
   const auto type = device.type();
   if (auto found = made(type)) {
-    check_open(op);
     return found;
   }
   const auto factory = factory_for(type);
@@ -282,9 +282,16 @@ void DeviceBackends::split(
       TORCH_CHECK(part, "split: the delegate for ", device, " made no group for this rank");
       child->prepare_(part, device);
       auto& place = child->slot(type);
-      const std::lock_guard<std::mutex> lock(child->mutex_);
-      place.delegate = std::move(part);
-      place.connected = device;
+      bool is_closed = false;
+      {
+        const std::lock_guard<std::mutex> lock(child->mutex_);
+        place.delegate = part;
+        place.connected = device;
+        is_closed = !child->closed_.empty();
+      }
+      if (is_closed) { // a member was lost meanwhile
+        part->abort();
+      }
     }
   }
 }

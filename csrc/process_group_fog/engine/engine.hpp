@@ -100,9 +100,10 @@ class Engine final : public Driver, public MessageHandler {
   Failure failure(const std::shared_ptr<Group>& group);
   // Makes the transport notice the end of these ranks, also if nothing is sent to them.
   void watch(const Group& group, const std::vector<int>& ranks);
-  // A thread of the pool calls `function` once a member of the group is lost, or at once if one is; its argument says
-  // which. The end of members is noticed from now on, even if nothing is sent to them. It replaces an earlier function.
-  void call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function);
+  // A thread of the pool calls `function` once, when a member of the group is lost; its argument says which. It replaces an
+  // earlier function. The end of members is noticed from now on, even if nothing is sent to them. Returns which one is lost
+  // already; empty if none is.
+  std::string call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function);
   uint64_t sequence(const std::shared_ptr<Group>& group);
   // The messages, and the bytes of data in them, that the group's operations have sent from this rank.
   std::pair<uint64_t, uint64_t> sent(const std::shared_ptr<Group>& group);
@@ -296,8 +297,8 @@ class Engine final : public Driver, public MessageHandler {
   void fail(const std::shared_ptr<Operation>& operation, const std::exception& error);
   // Fails all groups and windows. The next round tries again if there is no memory for it.
   void fail_everything(const std::string& reason, bool tell);
+  void tell_of_loss(Group& group, int rank, const std::string& how);
   // Fails the group if an operation waits for `peer`; `announced` as in Operation::awaited().
-  void tell_of_loss(const Group& group, int rank);
   void fail_awaiting(const std::shared_ptr<Group>& group, int peer, const std::string& reason, bool announced);
   // Called when the operation's timeout is over: asks the ranks that it waits for, and the ranks that these wait for,
   // about their state. Returns false once the inquiry is complete.

@@ -161,10 +161,10 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
     if (peer < 0) {
       continue;
     }
-    group->gone.emplace(peer, how);
+    const bool was_there = group->gone.emplace(peer, how).second; // it had not destroyed its group
     service_->on_gone(*group, peer, how);
-    if (announced) {
-      tell_of_loss(*group, peer);
+    if (announced && was_there) {
+      tell_of_loss(*group, peer, how);
     }
     if (group->news && transport_ && !group->closed) { // the peer may not have passed the news on
       spread_news(*group);
@@ -173,10 +173,10 @@ void Engine::lose(int peer_id, const std::string& how, bool announced) {
   }
 }
 
-void Engine::tell_of_loss(const Group& group, int rank) {
-  if (group.when_lost) {
-    const auto which = group.describe_member(rank) + " " + group.gone.at(rank);
-    completions_.run([call = group.when_lost, which] { call(which); }, Refused::kQueue);
+void Engine::tell_of_loss(Group& group, int rank, const std::string& how) {
+  if (group.when_lost && !stopping_) { // a pool that has stopped would call it here, under the lock
+    const auto which = group.describe_member(rank) + " " + how;
+    completions_.run([call = std::exchange(group.when_lost, nullptr), which] { call(which); }, Refused::kQueue);
   }
 }
 

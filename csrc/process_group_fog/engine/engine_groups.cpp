@@ -214,18 +214,24 @@ void Engine::watch(const Group& group, const std::vector<int>& ranks) {
   }
 }
 
-void Engine::call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function) {
+std::string Engine::call_when_lost(const std::shared_ptr<Group>& group, std::function<void(const std::string& which)> function) {
   look_for_ended_peers();
   const auto lock = locked();
+  if (group->closed) {
+    return "";
+  }
   group->when_lost = std::move(function);
   for (int rank = 0; rank < group->size(); ++rank) {
     const int peer_id = group->members[rank].peer_id;
-    if (peers()[peer_id].is_lost()) {
-      tell_of_loss(*group, rank);
-    } else if (transport_ && rank != group->rank) {
+    const auto gone = group->gone.find(rank);
+    if (peers()[peer_id].is_lost() && gone != group->gone.end() && gone->second != kDestroyed) {
+      return group->describe_member(rank) + " " + gone->second;
+    }
+    if (transport_ && rank != group->rank) {
       transport_->watch(peer_id);
     }
   }
+  return "";
 }
 
 std::pair<uint64_t, uint64_t> Engine::sent(const std::shared_ptr<Group>& group) {

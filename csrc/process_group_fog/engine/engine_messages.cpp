@@ -103,7 +103,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
       return;
     }
     case MessageKind::kClosed: {
-      group->gone.emplace(source, "has destroyed its group");
+      group->gone.emplace(source, kDestroyed);
       transport_->forget(group->members[source].peer_id, group->id);
       service_->on_gone(*group, source, group->gone[source]);
       if (group->news) { // the rank may not have passed the news on

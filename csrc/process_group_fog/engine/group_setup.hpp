@@ -18,7 +18,7 @@
 
 namespace fog {
 
-// It is used once.
+// Sets up one group, once.
 class GroupSetup {
  public:
   GroupSetup(

@@ -450,6 +450,10 @@ def _replace_step(
         alive = reference()
         if alive is None or alive._driver is None:
             return plain(*arguments, **options)
+        if hasattr(plain, "_wrapped_by_lr_sched"):
+            own["_opt_called"] = (
+                True  # as a scheduler's wrapper of `step`, which is not called if gradients overflow
+            )
         return alive._driver.step(*arguments, **options)
 
     made = MethodType(step, optimizer)

@@ -147,8 +147,10 @@ class InStep(Driver, DecentralizedSGD):
         wrapper = self._owner()
         assert wrapper is not None  # it makes this
 
-        def notice(*_: Any) -> None:
-            if is_training_pass(wrapper):
+        def notice(
+            called: nn.Module, *_: Any
+        ) -> None:  # which would keep alive a wrapper that it names itself
+            if is_training_pass(called):
                 self.notice_forward(0)
 
         register = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,15 @@ from fogdist.training.view import (
 
 if TYPE_CHECKING:
     from typing_extensions import Never, Self
+
+# Arguments of earlier versions, or of other classes.
+_HINTS = {
+    "mixing": ": it is called topology",
+    "num_steps_per_communication": ": it is called local_steps",
+    "outer_momentum": "; DiLoCo has it",
+    "patience": "; DecentralizedSGD and DecentralizedDataParallel have it",
+    "step_in_backward": "; the exchange of order 'awc' overlaps with the backward pass",
+}
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -217,8 +227,7 @@ class Algorithm(DistributedOptimizer):
         **unknown: Never,
     ) -> None:
         for name in unknown:
-            now = {"mixing": "topology", "num_steps_per_communication": "local_steps"}.get(name)
-            hint = f": it is called {now}" if now else ""
+            hint = _HINTS.get(name, "")
             raise TypeError(f"{self.algorithm_name}() has no argument {name}{hint}")
         self.on_loss = on_loss
         self.is_syncing = True
@@ -235,6 +244,8 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
+        if compression is not None and not self.takes_compression:
+            raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
         given = as_mixing(topology, context, compression)
         codec = getattr(given, "compression", None)
         if codec is not None and not self.takes_compression:
@@ -553,6 +564,8 @@ class Algorithm(DistributedOptimizer):
             self._step_options["closure"] = closure
             closure = None
         loss = self._fog_evaluated(closure)
+        if closure is not None and _needs_closure(self._fog_wrapped):
+            self._step_options["closure"] = lambda: loss
         try:
             with self._fog_scaler_forgotten_on_error(), torch.no_grad():
                 self.weights().check_taken(self.mixing)
@@ -802,6 +815,12 @@ def check_factor(value: float, argument: str, *, below: float = math.inf, positi
         most = "" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{argument} must be {least}{most}, got {value}")
     return float(value)
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer's own `step` cannot be called without a closure."""
+    parameter = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return parameter is not None and parameter.default is inspect.Parameter.empty
 
 
 def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:

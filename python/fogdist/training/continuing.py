@@ -223,6 +223,19 @@ def _holds_without(edges: NDArray[np.bool_], gone: frozenset[int]) -> bool:
     return is_strongly_connected(edges[np.ix_(rest, rest)])
 
 
+def _await_devices(context: Context, results: Sequence[Tensor] | None) -> None:
+    """Waits for devices, whose operations the loss of a rank ends at any time: with undefined values, and without an error.
+
+    Raises:
+        torch.distributed.DistBackendError: A rank of the group is lost.
+    """
+    devices = {result.device for result in results or () if not result.is_cpu}
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+    if devices and (lost := context.backend.lost_ranks()):
+        raise dist.DistBackendError(f"rank {lost[0]} was lost")
+
+
 def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
     """Returns the results after as many attempts as it takes; None if the exchange is given up."""
     while True:
@@ -232,7 +245,9 @@ def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> 
                 if attempt.finish is None:
                     return None
                 try:
-                    return attempt.finish()
+                    results = attempt.finish()
+                    _await_devices(seat.context, results)
+                    return results
                 except dist.DistBackendError as failure:
                     attempt.failure = failure
             seat.meet(attempt.failure)

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +21,6 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fogdist.observe import timeline
-
-if TYPE_CHECKING:
-    from fogdist.training.pass_watch import PassMarks
 
 Models = Module | Sequence[Module]
 
@@ -90,7 +87,7 @@ class DistributedOptimizer(Optimizer):
     _fog_wrapped: Optimizer
     _fog_models: tuple[Module, ...]
     _fog_names: dict[Tensor, str]
-    _fog_marks: PassMarks | None
+    _fog_marks: Any  # a PassMarks, or None; its module imports torch._dynamo
     _fog_title: str  # for messages
     _fog_ended: str  # why it makes no more steps; empty while it does
 

@@ -144,6 +144,7 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
         bucket_cap_mb: float | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        **unknown: Any,
     ) -> None:
         check_count(num_steps_per_communication, "num_steps_per_communication")
         super().__init__(
@@ -155,6 +156,7 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
             bucket_cap_mb=bucket_cap_mb,
             broadcast=False,
             group=group,
+            **unknown,
         )
 
     @property
