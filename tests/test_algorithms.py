@@ -1068,7 +1068,13 @@ def test_wrong_arguments() -> None:
             TypeError,
             r"WinPut\(\) has no argument num_steps_per_communication: it is called local_steps",
         ),
-        ("WinPut", base, {"patience": 3}, TypeError, r"WinPut\(\) has no argument patience; DecentralizedSGD and"),
+        (
+            "WinPut",
+            base,
+            {"patience": 3},
+            TypeError,
+            r"WinPut\(\) has no argument patience; DecentralizedSGD and",
+        ),
         ("DecentralizedSGD", base, {"topology": 3}, TypeError, "topology.*Topology.*int"),
         ("LocalSGD", base, {"topology": larger}, ValueError, "topology.*as many nodes as ranks, 2, got 3"),
         (
