@@ -147,9 +147,8 @@ class InStep(Driver, DecentralizedSGD):
         wrapper = self._owner()
         assert wrapper is not None  # it makes this
 
-        def notice(
-            called: nn.Module, *_: Any
-        ) -> None:  # which would keep alive a wrapper that it names itself
+        # The wrapper keeps this hook, so a hook that named the wrapper would keep it alive.
+        def notice(called: nn.Module, *_: Any) -> None:
             if is_training_pass(called):
                 self.notice_forward(0)
 

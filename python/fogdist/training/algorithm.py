@@ -244,12 +244,10 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        if compression is not None and not self.takes_compression:
-            raise ValueError(f"compression must be None for {self.algorithm_name}, got {compression!r}")
-        given = as_mixing(topology, context, compression)
-        codec = getattr(given, "compression", None)
+        codec = getattr(topology, "compression", None) if compression is None else compression
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
+        given = as_mixing(topology, context, compression)
         check_on_loss(on_loss)
         if on_loss == "continue" and not self.goes_on_after_losses:
             raise ValueError(
