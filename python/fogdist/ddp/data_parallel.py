@@ -21,7 +21,7 @@ from fogdist.ddp.drivers import AtOwnPace, InStep
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixing import Plans, TopologyLike, topology_of
+from fogdist.training.mixing import Plans, TopologyLike, rounds_of
 from fogdist.training.pace import MAX_STALENESS
 
 if TYPE_CHECKING:
@@ -88,8 +88,7 @@ class DecentralizedDataParallel(nn.Module):
         patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with DTensors. Ranks may then have made
             different numbers of steps.
         max_staleness: For "async": as in `fogdist.training.WindowAlgorithm`.
-        skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
-            raises, naming the rank.
+        skip_lost: For "async": as in `fogdist.algorithms.WinPut`. By default a step raises, naming the rank.
         on_loss: As in `fogdist.algorithms.Algorithm`. In mode "async", a rank goes on without lost neighbors at once, and all
             ranks change to what is left of the topology when it would fall apart.
         compression: For "sync": a codec of `fogdist.compression`, as in `fogdist.algorithms.Neighbors`; not with `patience`.
@@ -187,7 +186,7 @@ class DecentralizedDataParallel(nn.Module):
             options |= {"patience": patience, "compression": compression}
             self._driver = InStep(self.optimizer, module, **options)
         else:
-            options |= {"rounds": rounds, "max_staleness": max_staleness, "skip_lost": skip_lost}
+            options |= {"max_staleness": max_staleness, "skip_lost": skip_lost}
             self._driver = AtOwnPace(self.optimizer, module, **options)
         self._release = weakref.finalize(self, _replace_step(self, self.optimizer, mode == "sync"))
         self._release.atexit = False
@@ -374,11 +373,9 @@ class DecentralizedDataParallel(nn.Module):
     # --- inside ---
 
     def _plans_of(self, topology: TopologyLike) -> Plans:
-        if topology is None and self._mode == "async":
-            topology = topology_of(self._context)
         rounds = Plans(topology, self._context)
-        if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
-            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
+        if self._mode == "async":
+            rounds.topology = rounds_of(rounds.topology, self._context, "in mode 'async'")
         return rounds
 
     def _opened(self, method: str) -> InStep | AtOwnPace:

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fogdist.algorithms.asynchronous_diffusion import WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.compression import Codec
-from fogdist.elastic.membership import members_of
-from fogdist.elastic.seat import Seat
 from fogdist.streams import wait_until_complete
-from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import Continuing, Watch, await_all, highest
-from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.continuing import Continuing, highest
+from fogdist.training.mixing import Neighbors, Plans
 from fogdist.training.overlapping import When, forward_changes_parameters
-from fogdist.training.pace import Pace
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fog_pg._C import Window
     from fogdist.ddp.data_parallel import DecentralizedDataParallel
 
 
@@ -44,11 +36,11 @@ class Driver(Algorithm):
 
     mode: ClassVar[str]
     compared: ClassVar[tuple[str, ...]] = ("mode",)
+    has_second_seat: ClassVar[bool] = True
 
     is_in_round: bool
     _owner: weakref.ref[DecentralizedDataParallel]
     _parameters: list[Tensor]
-    _ends: Seat | None  # of averages of all ranks, which ranks begin after different exchanges
     _plain_step: Callable[..., Any]
 
     def __init__(
@@ -60,7 +52,7 @@ class Driver(Algorithm):
         parameters: list[Tensor],
         **options: Any,
     ) -> None:
-        self._owner, self._parameters, self._ends = weakref.ref(wrapper), parameters, None
+        self._owner, self._parameters = weakref.ref(wrapper), parameters
         self._plain_step = optimizer.step
         super().__init__(optimizer, module, **options)
 
@@ -111,16 +103,8 @@ class Driver(Algorithm):
     def _fog_owner(self) -> object:
         return self._owner()
 
-    def _fog_last_seat(self) -> Seat | None:
-        return self._ends
-
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         return self._parameters, [0] * len(self._parameters)
-
-    def _hold(self) -> None:
-        if self.on_loss == "continue":
-            self._ends = members_of(self._group).seat(f"{self.name} global", None)
-        super()._hold()
 
 
 class InStep(Driver, DecentralizedSGD):
@@ -198,138 +182,84 @@ class InStep(Driver, DecentralizedSGD):
         self._mixer.close()
 
 
-class AtOwnPace(Driver):
-    """Mixing through one-sided windows, which hold the neighbors' last values.
+class AtOwnPace(Driver, WinPut):
+    """`WinPut` whose values travel after each step, so that a neighbor gets them a pass earlier.
 
-    In each iteration a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of its round, makes
-    the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
-    values have not arrived yet, or which is paused or lost, is added to the weight of this rank's own x. The p of the values
-    is the number of their iteration, so a neighbor knows their age.
-
-    With ``on_loss="continue"`` a rank goes on without lost ranks; and once the topology falls apart without them, all ranks
-    that are left meet in their next steps and go on along what `Topology.among` makes of it.
+    A step mixes with the values that neighbors have put, makes the optimizer's step, and puts the result to the
+    out-neighbors of its round.
 
     Args:
         optimizer: As in `Driver`.
         module: As in `Driver`.
-        max_staleness: As in `fogdist.training.WindowAlgorithm`.
         skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
-        rounds: The peers of each round, of a topology with a period.
-        **options: As in `Driver`.
+        **options: As in `Driver` and `WinPut`.
     """
 
     mode: ClassVar[str] = "async"
     state_numbers: ClassVar[Mapping[str, float]] = {"first_round": 0}
     rank_numbers: ClassVar[tuple[str, ...]] = ("first_round",)
-    runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
-    takes_compression: ClassVar[bool] = False
+    own_weights: ClassVar[tuple[str, ...]] = ()
 
-    is_in_round: bool = False  # no step has an exchange to wait for
-    _iteration: int
-    _rounds: Plans
-    _whole: Plans  # of all ranks that there were
-    _watch: Watch | None
-    _pace: Pace
-    _windows: list[Window]
-    _in: list[int]
-    _out: list[int]
-    _puts: list[dist.Work]
-    _is_counted: bool  # whether neighbors can see the last iteration in the count
-    _generation: tuple[dist.ProcessGroup | None, int]  # of the windows, in a group
-    # The number of the exchange of the second seat in which ranks agree to close, once this one has come to it.
-    _closing: int | None
-    _max_staleness: int | None
-    _skip_lost: bool
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module,
-        *,
-        max_staleness: int | None,
-        skip_lost: bool,
-        rounds: Plans,
-        **options: Any,
-    ) -> None:
-        if max_staleness is not None:
-            check_count(max_staleness, "max_staleness")
-        self._max_staleness = max_staleness
-        self._skip_lost = skip_lost or options.get("on_loss") == "continue"
-        self._iteration, self._is_counted = 0, True
-        self._closing, self._generation = None, (None, 0)
-        self._windows, self._in, self._out, self._puts = [], [], [], []
-        self._whole = self._rounds = rounds
+    def __init__(self, optimizer: Optimizer, module: nn.Module, *, skip_lost: bool, **options: Any) -> None:
         super().__init__(optimizer, module, **options)
-        if not self.context.is_joining:
-            self._open(rounds)
-        self._watch = None if self._seat is None else Watch(self._seat, self._edges)
+        self.skip_lost = skip_lost
 
     @property
-    def rounds(self) -> int:
-        """The round of the next iteration."""
-        return int(self.numbers["first_round"]) + self._iteration
+    def iteration(self) -> int:
+        """See `WinPut.iteration`: that of the topology's round 0 need not be 0."""
+        return self.rounds - int(self.numbers["first_round"])
 
-    @rounds.setter
-    def rounds(self, value: int) -> None:
-        self.numbers["first_round"] = value - self._iteration
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        self.rounds = int(self.numbers["first_round"]) + value
+
+    def set_round(self, value: int) -> None:
+        """See `Driver.set_round`. The count of iterations goes on."""
+        self.numbers["first_round"] = value - self.iteration
+        super().set_round(value)
+
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`. A step makes all of a round."""
+
+    def enters_in_step(self) -> bool:
+        """See `Algorithm.enters_in_step`."""
+        return True
 
     def refresh(self) -> None:
-        """See `Algorithm.refresh`. Each exchange loads the buckets anew."""
+        """See `Algorithm.refresh`. The buckets do not change while they are sent."""
         self._check_places()
+        self.discard()
+        self.buckets.outdate()
 
     def advance(self) -> Any:
         """Mixes with the values that neighbors have put, waiting for those without news; makes the step, and puts the result."""
-        if self._watch is not None:
-            self._watch.meet_if_needed()
-        self.discard()
-        if self._pace.is_paused:
+        if self._pace is not None and self._pace.is_paused:
             # The neighbors continued during the pause. They should not wait until this rank has caught up.
-            self._iteration = self._pace.catch_up()
-        for rank in self._in:
-            if self._windows[0].is_gone(rank) and not self._may_miss(rank):
-                self._windows[0].get([(rank, 1.0)]).wait()  # raises the error of the lost neighbor
-        self._pace.wait(self._max_staleness)
-        plan = self._rounds.plan(self.rounds)
-        heard = [rank for rank, _ in plan.sources if self._staleness(rank) is not None]
-        neighbors = [(rank, weight) for rank, weight in plan.sources if rank in heard]
-        own = plan.self_weight + sum(weight for rank, weight in plan.sources if rank not in heard)
-        if neighbors:
-            self.buckets.load()
-            for window in self._windows:
-                window.update(own, neighbors)
-            self.buckets.write_back()
+            self.iteration = self._pace.catch_up()
+        self.finish()
         result = self.adapt()
         self.steps += 1
-        destinations = [rank for rank, _ in plan.destinations]
-        self._iteration += 1
-        if self._seat is not None:
-            self._seat.completed = self._iteration
-        self._put(destinations)
-        if all(put.is_completed() for put in self._puts):  # as on one host
-            self.discard()
+        self.rounds += 1
+        self.buckets.load()
+        self.begin()
         return result
+
+    def destinations(self) -> list[tuple[int, float]]:
+        """See `WinPut.destinations`: of the round that the step has completed."""
+        return self._plans.plan(self.rounds - 1).destinations
 
     def discard(self) -> None:
         """Waits until the put values have left: from then on the buckets' buffers may change.
 
         For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
         """
-        puts, self._puts = self._puts, []
-        for put in puts:
-            try:
-                put.wait()
-            except dist.DistBackendError:
-                gone = [rank for rank in self._out if self._windows[0].is_gone(rank)]
-                if not all(map(self._may_miss, gone or self._out)):
-                    raise
-        if not self._is_counted:
-            self._is_counted = True
-            self._pace.advance(self._iteration)
+        if (error := self._wait()) is not None:
+            raise error
 
     def settle(self) -> None:
         """Waits until the put values have left, and tells the neighbors to go on without this rank until its next step."""
-        if self._windows:
+        if self._pace is not None:
             self.discard()
             self._pace.pause()
 
@@ -343,31 +273,15 @@ class AtOwnPace(Driver):
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
-        return {rank: self._staleness(rank) for rank in self._in}
+        return {} if self._pace is None else {rank: self._staleness(rank) for rank in self._pace.in_neighbors}
 
     def follow(self, rounds: Plans) -> None:
         """See `Driver`."""
         self._end()
-        self._whole, self._closing = rounds, None
-        self._open(Plans(rounds.topology, self.context))
+        self._topology, self._closing = rounds.topology, None
+        self._open()
         self._come_together()
-        self.rounds = 0
-
-    def members_changed(self) -> None:
-        """Opens windows among the ranks of an epoch: the first that all of them do after a meeting, wherever they are."""
-        assert self._seat is not None and self._ends is not None
-        if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
-            return  # all ranks have come to `close`, as this one or another one knows
-        with contextlib.suppress(dist.DistBackendError):  # of neighbors that are gone
-            self.discard()
-        self._iteration = max(self._iteration, self._seat.resume)
-        # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
-        # end when the last neighbor has left them.
-        with contextlib.suppress(dist.DistBackendError):
-            self._open(Plans(self._whole.topology, self.context))
-            self._put(self._out)
-        if self._closing is not None:
-            self.pause()
+        self.set_round(0)
 
     # --- inside ---
 
@@ -380,69 +294,13 @@ class AtOwnPace(Driver):
 
     def _come_together(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number. Collective."""
-        self._iteration = highest(self.context, self._ends, self._iteration, f"{self.name}.done")
-        self._put(self._out)
-        wait_until_complete(self._puts)
+        self.iteration = highest(self.context, self._ends, self.iteration, f"{self.name}.done")
+        self.put_to_all()
+        wait_until_complete(self._in_flight)
         self.discard()
         highest(self.context, self._ends, 0, f"{self.name}.all have put")
 
-    def _end(self) -> None:
-        """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""
-        if not self._windows:
-            return
-        self.pause()
-        if self._ends is None:
-            self._pace.free()
-            for window in self._windows:
-                window.free()
-            self._windows = []
-            return
-        # A rank that waited for its neighbors in `free` would not hear of a meeting in which they wait for it. Once all
-        # ranks have come here, nobody writes or reads any more, so nobody has to wait.
-        self._closing = self._ends.completed
-        assert self._watch is not None
-        self._watch.meet_if_needed()
-        await_all(self._ends)
-        self._pace.abandon()
-        self._windows = []
-
-    def _edges(self) -> NDArray[np.bool_]:
-        """Returns whether there is an edge in any round of a period."""
-        assert self._rounds.topology is not None
-        return edges_of(self._rounds.topology)
-
-    def _open(self, rounds: Plans) -> None:
-        assert rounds.topology is not None  # the wrapper checks it
-        self._rounds = rounds
-        self._in, self._out = neighbors_of(rounds.topology, self.context.rank)
-        group, times = self._generation
-        self._generation = self.context.group, times + 1 if group is self.context.group else 0
-        name = f"{self.name}.{self._generation[1]}"
-        create = self.context.backend.create_window
-        self._windows = [
-            create(flat, f"{name}.{i}", self._in, self._out, zero_init=True)
-            for i, flat in enumerate(self.buckets.flats)
-        ]
-        gives_way = self._seat is not None
-        self._pace = Pace(self.context, name, self._in, self._out, gives_way=gives_way)
-
-    def _put(self, destinations: list[int]) -> None:
-        self._is_counted = False
-        self.buckets.load()
-        for window, flat in zip(self._windows, self.buckets.flats, strict=True):
-            window.p = self._iteration + 1.0  # 0 means that no values have arrived
-            for skip_lost in (False, True):
-                peers = [(rank, 1.0) for rank in destinations if self._may_miss(rank) == skip_lost]
-                if peers:
-                    self._puts.append(window.put(flat, peers, with_p=True, skip_lost=skip_lost))
-
-    def _may_miss(self, rank: int) -> bool:
-        # A rank that has paused may have finished its work, and its process may end.
-        return self._skip_lost or not self._pace.takes_part(rank)
-
     def _staleness(self, rank: int) -> int | None:
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
-        put = min(window.slot_p(rank) for window in self._windows)
-        if put == 0.0 or not self._pace.takes_part(rank) or self._windows[0].is_gone(rank):
-            return None
-        return self._iteration - (int(put) - 1)
+        put = min(window.slot_p(rank) for window in self.windows)
+        return None if put == 0.0 or not self._takes_part(rank) else self.iteration - (int(put) - 1)
