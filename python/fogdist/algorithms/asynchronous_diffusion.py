@@ -128,7 +128,7 @@ class WinPut(AsynchronousDiffusion):
 
     def put(self, window: Window, peers: Iterable[int] | Mapping[int, float]) -> dist.Work:
         """Begins to put the parameters into the slots at some neighbors, with the number of their iteration as p."""
-        window.p = self.iteration + 1.0  # 0 means that no values have arrived
+        window.p = self.rounds + 1.0  # 0 means that no values have arrived
         # Neighbors that are lost, and may not be missed, end the next step.
         return window.put(window.tensor, async_op=True, dst_weights=peers, with_p=True, skip_lost=True)
 
@@ -137,26 +137,17 @@ class WinPut(AsynchronousDiffusion):
         self.buckets.load()
         self._in_flight += [self.put(window, window.out_neighbors) for window in self.windows]
         if self._pace is not None:
-            self._pace.advance(self.iteration)
+            self._pace.advance(self.rounds)
 
     def destinations(self) -> list[tuple[int, float]]:
         """Returns the ranks that a round's values are put to, each with the weight 1."""
         return self._plans.plan(self.rounds).destinations
 
-    @property
-    def iteration(self) -> int:
-        """The number of iterations that this rank has made, or has caught up with."""
-        return self.rounds
-
-    @iteration.setter
-    def iteration(self, value: int) -> None:
-        self.rounds = value
-
     def take_all(self) -> None:
         """See `WindowAlgorithm.take_all`."""
         super().take_all()
         if self._seat is not None:
-            self._seat.completed = self.iteration + 1
+            self._seat.completed = self.rounds + 1
 
     def members_changed(self) -> None:
         """Opens windows among the ranks of an epoch: the first that all of them do after a meeting, wherever they are."""
@@ -164,7 +155,7 @@ class WinPut(AsynchronousDiffusion):
         if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
             return  # all ranks have come to `close`, as this one or another one knows
         self._wait()
-        self.iteration = max(self.iteration, self._seat.resume)
+        self.rounds = max(self.rounds, self._seat.resume)
         # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
         # end when the last neighbor has left them.
         with contextlib.suppress(dist.DistBackendError):

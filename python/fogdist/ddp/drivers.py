@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -196,8 +196,6 @@ class AtOwnPace(Driver, WinPut):
     """
 
     mode: ClassVar[str] = "async"
-    state_numbers: ClassVar[Mapping[str, float]] = {"first_round": 0}
-    rank_numbers: ClassVar[tuple[str, ...]] = ("first_round",)
     can_be_joined: ClassVar[bool] = True
     own_weights: ClassVar[tuple[str, ...]] = ()
 
@@ -205,19 +203,11 @@ class AtOwnPace(Driver, WinPut):
         super().__init__(optimizer, module, **options)
         self.skip_lost = skip_lost
 
-    @property
-    def iteration(self) -> int:
-        """See `WinPut.iteration`: that of the topology's round 0 need not be 0."""
-        return self.rounds - int(self.numbers["first_round"])
-
-    @iteration.setter
-    def iteration(self, value: int) -> None:
-        self.rounds = int(self.numbers["first_round"]) + value
-
     def set_round(self, value: int) -> None:
-        """See `Driver.set_round`. The count of iterations goes on."""
-        self.numbers["first_round"] = value - self.iteration
+        """See `Driver.set_round`."""
         super().set_round(value)
+        if self._pace is not None:
+            self._pace.advance(value)
 
     def watch_forward(self, when: When) -> None:
         """See `OverlappingAlgorithm.watch_forward`. A step makes all of a round."""
@@ -236,7 +226,7 @@ class AtOwnPace(Driver, WinPut):
         """Mixes with the values that neighbors have put, waiting for those without news; makes the step, and puts the result."""
         if self._pace is not None and self._pace.is_paused:
             # The neighbors continued during the pause. They should not wait until this rank has caught up.
-            self.iteration = self._pace.catch_up()
+            self.rounds = self._pace.catch_up()
         self.finish()
         result = self.adapt()
         self.steps += 1
@@ -279,9 +269,9 @@ class AtOwnPace(Driver, WinPut):
         """See `Driver`."""
         self._end()
         self._topology, self._closing = rounds.topology, None
+        self.rounds = 0
         self._open()
         self._come_together()
-        self.set_round(0)
 
     # --- inside ---
 
@@ -294,7 +284,7 @@ class AtOwnPace(Driver, WinPut):
 
     def _come_together(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number. Collective."""
-        self.iteration = highest(self.context, self._ends, self.iteration, f"{self.name}.done")
+        self.rounds = highest(self.context, self._ends, self.rounds, f"{self.name}.done")
         self.put_to_all()
         wait_until_complete(self._in_flight)
         self.discard()
@@ -303,4 +293,4 @@ class AtOwnPace(Driver, WinPut):
     def _staleness(self, rank: int) -> int | None:
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
         put = min(window.slot_p(rank) for window in self.windows)
-        return None if put == 0.0 or not self._takes_part(rank) else self.iteration - (int(put) - 1)
+        return None if put == 0.0 or not self._takes_part(rank) else self.rounds - (int(put) - 1)
