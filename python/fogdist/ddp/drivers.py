@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,11 @@ from fogdist.training.overlapping import When, forward_changes_parameters
 if TYPE_CHECKING:
     from fogdist.ddp.data_parallel import DecentralizedDataParallel
 
+# The attribute by which an optimizer asks a gradient scaler to leave unscaling to it.
+_TAKES_SCALER = "_step_supports_amp_scaling"
+# A place where a module holds a tensor: part, attribute, tensor and full name.
+Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
+
 
 class Driver(Algorithm):
     """Base of both. It takes the place of the `step` of the user's optimizer, which the script calls as before.
@@ -37,10 +44,15 @@ class Driver(Algorithm):
     mode: ClassVar[str]
     compared: ClassVar[tuple[str, ...]] = ("mode",)
     has_second_seat: ClassVar[bool] = True
+    mixes_after_overflow: ClassVar[bool] = True
+    """Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for this rank."""
 
     is_in_round: bool
     _owner: weakref.ref[DecentralizedDataParallel]
     _parameters: list[Tensor]
+    _slots: list[Slot]
+    _ties: list[tuple[Slot, Slot]]
+    _frozen: dict[str, Tensor]
     _plain_step: Callable[..., Any]
 
     def __init__(
@@ -53,6 +65,8 @@ class Driver(Algorithm):
         **options: Any,
     ) -> None:
         self._owner, self._parameters = weakref.ref(wrapper), parameters
+        self._slots, self._ties = _slots_of(module, set(parameters)), ties_of(module)
+        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         self._plain_step = optimizer.step
         super().__init__(optimizer, module, **options)
 
@@ -89,10 +103,53 @@ class Driver(Algorithm):
     def discard(self) -> None:
         """Waits for what is in flight and drops its result."""
 
+    def take_place(self) -> Callable[[], None]:
+        """Makes the `step` of the user's optimizer, of this object only, that of this driver; returns what undoes it."""
+        # The optimizer may outlive this driver, which it does not keep alive.
+        reference, optimizer, plain = weakref.ref(self), self._fog_wrapped, self._plain_step
+        own = vars(optimizer)
+        before = {name: own[name] for name in ("step", _TAKES_SCALER) if name in own}
+
+        @wraps(plain)
+        def step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
+            driver = reference()
+            if driver is None or driver._fog_ended:
+                return plain(*arguments, **options)
+            if hasattr(plain, "_wrapped_by_lr_sched"):
+                # As a scheduler's wrapper of `step` does, which is not called if gradients overflow.
+                own["_opt_called"] = True
+            return driver.step(*arguments, **options)
+
+        made = MethodType(step, optimizer)
+        own["step"] = made
+        if self.mixes_after_overflow:
+            own[_TAKES_SCALER] = True
+
+        def undo() -> None:
+            own.pop(_TAKES_SCALER, None)
+            if own.get("step") is made:  # else a scheduler has wrapped it
+                del own["step"]
+            own.update({name: value for name, value in before.items() if name != "step" or "step" not in own})
+
+        return undo
+
     def _check_places(self) -> None:
-        wrapper = self._owner()
-        assert wrapper is not None  # it drives this
-        wrapper._check_places()
+        """Raises RuntimeError for replaced parameters, which mixing would not reach."""
+        check_ties(self._ties)
+        for part, key, tensor, name in self._slots:
+            # Looking here takes a fraction of the time of getattr(part, key).
+            members = part._parameters if key in part._parameters else part._buffers
+            if key not in members or members[key] is not tensor:
+                raise RuntimeError(
+                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
+                    "one. Change it in place, or wrap the module anew"
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
+                    "Wrap the module anew"
+                )
 
     def _check_syncing(self) -> None:
         pass
@@ -143,6 +200,7 @@ class InStep(Driver, DecentralizedSGD):
 
     def synchronize(self) -> None:
         """Mixes in place of a step that would complete an exchange."""
+        self._check_places()
         super().synchronize()
         self._saw_forward = False
 
@@ -197,6 +255,7 @@ class AtOwnPace(Driver, WinPut):
 
     mode: ClassVar[str] = "async"
     can_be_joined: ClassVar[bool] = True
+    mixes_after_overflow: ClassVar[bool] = False
     own_weights: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, *, skip_lost: bool, **options: Any) -> None:
@@ -294,3 +353,32 @@ class AtOwnPace(Driver, WinPut):
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
         put = min(window.slot_p(rank) for window in self.windows)
         return None if put == 0.0 or not self._takes_part(rank) else self.rounds - (int(put) - 1)
+
+
+def check_ties(ties: list[tuple[Slot, Slot]]) -> None:
+    """Raises RuntimeError for parameters that shared one tensor and no longer do."""
+    for (part, key, _, name), (other, other_key, _, tied) in ties:
+        if getattr(part, key, None) is not getattr(other, other_key, None):
+            raise RuntimeError(
+                f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
+                "the names that named_parameters() has, without 'module.'"
+            )
+
+
+def ties_of(module: nn.Module) -> list[tuple[Slot, Slot]]:
+    """Returns pairs of places where the module holds the same parameter."""
+    first: dict[Tensor, Slot] = {}
+    slots = _slots_of(module, set(module.parameters()))
+    pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
+    return [(one, other) for one, other in pairs if one is not other]
+
+
+def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[Slot]:
+    """Returns the places where the module holds the tensors."""
+    return [
+        (part, key, tensor, f"{path}.{key}" if path else key)
+        for path, part in module.named_modules()
+        for members in (part._parameters, part._buffers)
+        for key, tensor in members.items()
+        if tensor is not None and tensor in tensors
+    ]
