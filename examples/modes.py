@@ -231,7 +231,6 @@ MODES: dict[str, Mode] = {
         can_be_dynamic=False,
         topology="ring",
     ),
-    "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "gossip with periodic exact averages"),
     "local_sgd": Mode(
         _algorithm(algorithms.LocalSGD, has_mixing=False, has_local_steps=True),
         "local SGD: local steps, then the exact average",

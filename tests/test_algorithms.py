@@ -268,15 +268,6 @@ def local_sgd(s: Simulation) -> Iterator[np.ndarray]:
         yield X
 
 
-def gossip_pga(s: Simulation) -> Iterator[np.ndarray]:
-    X = s.X
-    for k in range(STEPS):
-        X = X + s.base(X, s.gradient(X, k), s.rates(k))
-        is_global = s.is_due(k) and ((k + 1) // s.every) % s.option["period"] == 0
-        X = s.mean(X) if is_global else s.mix(k) @ X
-        yield X
-
-
 def exact_diffusion(s: Simulation) -> Iterator[np.ndarray]:
     """Yuan et al., algorithm 1: adapt, correct, combine; the correction scales with the learning rate."""
     X, psi, before, anchor = s.X, s.X, s.rates(0), s.X
@@ -398,7 +389,6 @@ def decentlam(s: Simulation) -> Iterator[np.ndarray]:
 REFERENCES: dict[str, Callable[[Simulation], Iterator[np.ndarray]]] = {
     "DecentralizedSGD": decentralized_sgd,
     "LocalSGD": local_sgd,
-    "GossipPGA": gossip_pga,
     "ExactDiffusion": exact_diffusion,
     "GradientTracking": gradient_tracking,
     "PushSumSGD": push_sum,
@@ -541,8 +531,6 @@ CASES = [
     Case("DecentralizedSGD", "graph", "momentum"),
     Case("LocalSGD", "all", "adamw", every=4),
     Case("LocalSGD", "all", "momentum", every=1, decays=True),
-    *(Case("GossipPGA", g, "momentum", (("period", 4),)) for g in ("exp", "one-peer", "attributes")),
-    Case("GossipPGA", "base", "adamw", (("period", 2),), every=2),
     *(Case("ExactDiffusion", g) for g in ("star", "ring", "pairs", "attributes")),
     Case("ExactDiffusion", "ring", "momentum", decays=True),
     Case("ExactDiffusion", "star", "adamw"),
@@ -753,7 +741,6 @@ UNUSED_WEIGHTS: list[tuple[str, dict[str, Any], str, Any]] = [
     ("DecentralizedSGD", {}, "dst_machine_weights", []),
     ("LocalSGD", {"local_steps": 3}, "enable_topo_check", True),
     ("PushSumSGD", {}, "src_machine_weights", {}),
-    ("GossipPGA", {"period": 1, "topology": algorithms.GlobalAverage()}, "dst_weights", [1]),
     ("DecentralizedAdamW", {"topology": FULL}, "enable_topo_check", True),
     ("ChocoSGD", {"compression": Int8(), "gamma": 0.5}, "self_weight", 0.5),
 ]
@@ -1087,9 +1074,7 @@ def test_wrong_arguments() -> None:
         ("LocalSGD", base, {"topology": rounds if rank else None}, ValueError, "random-matching"),
         ("LocalSGD", base, {"topology": pairs[rank]}, ValueError, "topology: round 0 has the matrix"),
         ("GradientTracking", base, {"order": "cta"}, ValueError, "order.*'cta'"),
-        ("GossipPGA", base, {"period": 0}, ValueError, "period.*0"),
-        ("GossipPGA", base, {"period": 2 + rank}, ValueError, "period=2"),
-        ("LocalSGD" if rank else "GossipPGA", base, {}, ValueError, "GossipPGA"),
+        ("LocalSGD" if rank else "DiLoCo", base, {}, ValueError, "DiLoCo"),
         ("DiLoCo", base, {"outer_lr": "1"}, TypeError, "outer_lr.*str"),
         ("GASLoC", base, {"outer_momentum": 1.5}, ValueError, "outer_momentum.*1.5"),
         ("SparseLoCo", base, {"compression": "int8"}, TypeError, "compression.*codec.*'int8'"),

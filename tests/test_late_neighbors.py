@@ -516,7 +516,7 @@ def test_what_patience_refuses() -> None:
             ValueError,
             "patience must not be given in mode 'async'",
         ),
-        ((algorithms.GossipPGA,), {"patience": 5}, TypeError, "GossipPGA.. has no argument patience"),
+        ((algorithms.LocalSGD,), {"patience": 5}, TypeError, "LocalSGD.. has no argument patience"),
     ]:
         for kind in kinds:
             with pytest.raises(error, match=message):

@@ -74,7 +74,6 @@ def topology_of(name: str, size: int) -> Any:
 OF_NAMES: dict[str, dict[str, Any]] = {
     **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC")},
     "ChocoSGD": {"compression": Int8(), "gamma": 0.5},
-    "GossipPGA": {"period": 3},
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
@@ -217,7 +216,7 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
 OWN_PACE = ["wrapper/async", "AsynchronousGossip"]
 IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "wrapper/patience"]
 IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC"]
+IN_STEP += ["DecentralizedAdamW", "PushSumSGD", "DiLoCo", "GASLoC"]
 # Those of which each way that a process comes in has one, and the others.
 JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]

@@ -160,7 +160,6 @@ MIXES = [
     "DecentralizedSGD/base/cta",
     "DecentralizedSGD",  # the group's topology
     "LocalSGD",
-    "GossipPGA/ring",
     "PushSumSGD/ring-right",
     "GradientTracking/ring",
     "ExactDiffusion/ring",
