@@ -285,16 +285,12 @@ def gradient_tracking(s: Simulation) -> Iterator[np.ndarray]:
     G = Y = s.gradient(X, 0)
     for k in range(STEPS):
         W = s.mix(k)
-        if order == "aug-dgm":
-            Y = W @ Y
+        if order == "atc":
             X = W @ (X + s.base(X, Y, s.rates(k)))
         else:
-            if order == "atc":
-                X = W @ (X + s.base(X, Y, s.rates(k)))
-            else:
-                X = W @ X
-                X = X + s.base(X, Y, s.rates(k))
-            Y = W @ Y
+            X = W @ X
+            X = X + s.base(X, Y, s.rates(k))
+        Y = W @ Y
         yield X
         new = s.gradient(X, k + 1)
         Y, G = Y + new - G, new
@@ -537,15 +533,15 @@ CASES = [
     Case("ExactDiffusion", "ring", "sgd", every=3),
     *(
         Case("GradientTracking", g, "sgd", order(o))
-        for o in ("atc", "awc", "aug-dgm")
+        for o in ("atc", "awc")
         for g in ("star", "exp", "base", "attributes")
     ),
     *(
         Case("GradientTracking", "pairs", b, order(o), decays=True)
-        for o in ("atc", "awc", "aug-dgm")
+        for o in ("atc", "awc")
         for b in ("momentum", "adamw")
     ),
-    *(Case("GradientTracking", "ring", "sgd", order(o), every=3) for o in ("atc", "awc", "aug-dgm")),
+    *(Case("GradientTracking", "ring", "sgd", order(o), every=3) for o in ("atc", "awc")),
     *(Case("PushSumSGD", g, b) for g in ("exp", "lopsided", "lopsided rounds") for b in ("sgd", "momentum")),
     Case("PushSumSGD", "lopsided", "adamw", every=3, decays=True),
     Case("PushSumSGD", "attributes", "sgd"),
