@@ -1058,6 +1058,18 @@ def test_wrong_arguments() -> None:
             TypeError,
             r"WinPut\(\) has no argument patience; DecentralizedSGD and",
         ),
+        *(
+            (name, base, {"topology": "ring"}, ValueError, f"topology must be None for {name}")
+            for name in ("AsynchronousGossip", "WindowPushSum")
+        ),
+        ("WinPut", base, {"topology": everyone}, ValueError, "a graph or None for WinPut, got GlobalAverage"),
+        (
+            "DecentralizedSGD",
+            base,
+            {"topology": compressed, "compression": Int8()},
+            ValueError,
+            r"compression must be None with topology=Neighbors\(compression=",
+        ),
         ("DecentralizedSGD", base, {"topology": 3}, TypeError, "topology.*Topology.*int"),
         ("LocalSGD", base, {"topology": larger}, ValueError, "topology.*as many nodes as ranks, 2, got 3"),
         (

@@ -187,6 +187,12 @@ def test_arguments_are_checked():
             {"topology": algorithms.Machines()},
         ),
         (ValueError, "virtual ranks .* have neither messages nor windows", {"algorithm": algorithms.WinPut}),
+        (
+            ValueError,
+            "patience must be None for virtual ranks",
+            {"algorithm": partial(algorithms.DecentralizedSGD, patience=1)},
+        ),
+        (TypeError, "model must be a torch.nn.Module, got int", {"model": 3}),
         (ValueError, "steps must be at least 1, got 0", {"steps": 0}),
         (ValueError, r"inputs\[0\] must have a row for each of 4 ranks", {"data": batches(3)}),
         (ValueError, "model must have trained parameters", {"model": classifier().requires_grad_(False)}),
@@ -200,6 +206,8 @@ def test_arguments_are_checked():
     ):
         with pytest.raises(ValueError, match=message):
             simulate.Shards(torch.zeros(4), torch.zeros(4), ranks=ranks, batch=1, split=split)
+    with pytest.raises(ValueError, match=r"labels must be of shape \(4,\), as inputs, got \(3,\)"):
+        simulate.Shards(torch.zeros(4), torch.zeros(3), ranks=2, batch=1)
 
 
 def test_evaluations_see_the_model_as_it_is_then():
