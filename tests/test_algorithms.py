@@ -35,7 +35,7 @@ from fogdist.simulate import VirtualRanks
 from harness import ALL, on_ranks
 from reference import top_k
 from torch import Tensor, nn
-from training_cases import IN_STEP, start
+from training_cases import EXACT, IN_STEP, snapshot, start
 
 SHAPES = [(2, 3), (4,)]
 DIMENSION = 10
@@ -1133,11 +1133,44 @@ def test_wrong_arguments() -> None:
             algorithms.ChocoSGD(base, model, **{key: both[key] for key in both if key != missing})
     with pytest.raises(TypeError, match="topology.*DiGraph.*int"):
         algorithms.Neighbors(3)
+    with pytest.raises(ValueError, match="must not be called .'steps'.: the frame saves these"):
+        type("Mine", (algorithms.Algorithm,), {"state_vectors": ("steps",)})
+    with pytest.raises(ZeroDivisionError), algorithms.LocalSGD(base, model) as optimizer:
+        1 / 0  # noqa: B018
+    with pytest.raises(RuntimeError, match="was closed"):
+        optimizer.step()
     embedding = nn.Embedding(4, 2, sparse=True)
     tracking = algorithms.GradientTracking(torch.optim.SGD(embedding.parameters(), lr=0.1), embedding)
     embedding(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="dense"):
         tracking.step()
+
+
+class Failing(torch.optim.SGD):
+    """Fails in its second step, before it changes anything."""
+
+    calls = 0
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError
+        super().step()
+
+
+@on_ranks(2)
+def test_push_sum_has_its_estimates_again_if_a_step_fails() -> None:
+    rank, _ = start(lambda size: nx.DiGraph([(0, 1)]))
+    model = nn.Linear(3, 2).double()
+    optimizer = algorithms.PushSumSGD(Failing(model.parameters(), lr=0.1), model)
+    loss = model(torch.ones(1, 3, dtype=torch.float64)).sum()
+    loss.backward()
+    optimizer.step()
+    before = snapshot(model)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    assert optimizer.p == (1.5 if rank else 0.5)
+    torch.testing.assert_close(snapshot(model), before, **EXACT)
 
 
 # --- consensus distance -------------------------------------------------------------------------------------

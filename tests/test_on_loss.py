@@ -160,7 +160,7 @@ MIXES = [
     "DecentralizedSGD/base/cta",
     "DecentralizedSGD",  # the group's topology
     "LocalSGD",
-    "PushSumSGD/ring-right",
+    "PushSumSGD/star",
     "GradientTracking/ring",
     "ExactDiffusion/ring",
     "DecentralizedAdamW/one-peer",
