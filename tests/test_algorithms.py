@@ -1135,6 +1135,9 @@ def test_wrong_arguments() -> None:
         algorithms.Neighbors(3)
     with pytest.raises(ValueError, match="must not be called .'steps'.: the frame saves these"):
         type("Mine", (algorithms.Algorithm,), {"state_vectors": ("steps",)})
+    for mixing in (algorithms.Neighbors(), algorithms.Machines()):
+        optimizer = algorithms.LocalSGD(base, model, topology=mixing, compression=Int8())
+        assert repr(optimizer.mixing) == repr(type(mixing)(compression=Int8()))
     with pytest.raises(ZeroDivisionError), algorithms.LocalSGD(base, model) as optimizer:
         1 / 0  # noqa: B018
     with pytest.raises(RuntimeError, match="was closed"):
