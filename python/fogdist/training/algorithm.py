@@ -338,10 +338,10 @@ class Algorithm(DistributedOptimizer):
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
-        if self._seat is None:
+        if self._ends is None:
             current(self._group).group.barrier().wait()
         else:
-            await_all(self._seat)
+            await_all(self._ends)
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
