@@ -120,7 +120,6 @@ class WinPut(AsynchronousDiffusion):
 
     own_weights: ClassVar[tuple[str, ...]] = ("dst_weights", "self_weight", "src_weights")
     goes_on_after_losses: ClassVar[bool] = True
-    has_second_seat: ClassVar[bool] = True
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""

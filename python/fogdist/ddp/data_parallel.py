@@ -177,8 +177,8 @@ class DecentralizedDataParallel(nn.Module):
             options |= {"patience": patience, "compression": compression}
             self._driver = InStep(self.optimizer, module, **options)
         else:
-            options |= {"max_staleness": max_staleness, "skip_lost": skip_lost}
-            self._driver = AtOwnPace(self.optimizer, module, **options)
+            self._driver = AtOwnPace(self.optimizer, module, max_staleness=max_staleness, **options)
+            self._driver.skip_lost = skip_lost
         self._release = weakref.finalize(self, self._driver.take_place())
         self._release.atexit = False
 

@@ -43,7 +43,6 @@ class Driver(Algorithm):
 
     mode: ClassVar[str]
     compared: ClassVar[tuple[str, ...]] = ("mode",)
-    has_second_seat: ClassVar[bool] = True
     mixes_after_overflow: ClassVar[bool] = True
     """Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for this rank."""
 
@@ -249,7 +248,6 @@ class AtOwnPace(Driver, WinPut):
     Args:
         optimizer: As in `Driver`.
         module: As in `Driver`.
-        skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
         **options: As in `Driver` and `WinPut`.
     """
 
@@ -257,10 +255,6 @@ class AtOwnPace(Driver, WinPut):
     can_be_joined: ClassVar[bool] = True
     mixes_after_overflow: ClassVar[bool] = False
     own_weights: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self, optimizer: Optimizer, module: nn.Module, *, skip_lost: bool, **options: Any) -> None:
-        super().__init__(optimizer, module, **options)
-        self.skip_lost = skip_lost
 
     def set_round(self, value: int) -> None:
         """See `Driver.set_round`."""

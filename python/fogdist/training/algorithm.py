@@ -162,8 +162,6 @@ class Algorithm(DistributedOptimizer):
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
-    has_second_seat: ClassVar[bool] = False
-    """Whether averages of all ranks have a seat of their own, because ranks begin them after different numbers of exchanges."""
     goes_on_after_losses: ClassVar[bool] = True
     """Whether `on_loss` may be "continue"."""
     takes_compression: ClassVar[bool] = True
@@ -192,7 +190,7 @@ class Algorithm(DistributedOptimizer):
     _is_shared: bool
     _group: dist.ProcessGroup | None
     _seat: Seat | None
-    _ends: Seat | None  # of averages of all ranks
+    _ends: Seat | None  # of averages of all ranks, which ranks may begin after different numbers of exchanges
     _number: int
     _described: list[str]
     _bucket_bytes: int | None
@@ -287,7 +285,7 @@ class Algorithm(DistributedOptimizer):
             state = _State(self) if self.is_joinable() else None
             self._seat = members_of(group).seat(self.name, state)
             self._seat.on_change(self._fog_on_change)
-            self._ends = members_of(group).seat(f"{self.name} global") if self.has_second_seat else self._seat
+            self._ends = members_of(group).seat(f"{self.name} global")
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
             self._hold()
