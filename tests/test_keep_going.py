@@ -9,12 +9,11 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts, move_to_host
+from hosts import address, emulated_hosts
 from scripts import ROOT, STUBBORN, WAITING, Job, started
 
 # The tests do not need an installed command line.
@@ -78,15 +77,11 @@ def test_commands_of_agents() -> None:
     by_ssh = launchers.agent_by_ssh(Host("b", 2), 2222, "/p q")
     assert by_ssh[0] == "ssh" and by_ssh[-4:-1] == ["-p", "2222", "b"]
     assert by_ssh[-1] == f"exec env 'PYTHONPATH=/p q' {sys.executable} -m fog_cli.programs.agent"
-    by_srun = launchers.agent_by_srun(Host("b", 2))
-    assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} < set(by_srun)
-    assert by_srun[-3:] == [sys.executable, "-m", "fog_cli.programs.agent"]
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "train.py").touch()
     return "train.py"
 
@@ -96,24 +91,19 @@ def plan(*words: str, **environment: str) -> Ranks:
     return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
-def test_plans(script: str) -> None:
+def test_plans(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     growing = plan("-np", "2", "--max-ranks", "5", script)
     assert (growing.max_ranks, growing.environment["FOG_MAX_RANKS"]) == (5, "5")
     alone = plan("-np", "2", "--max-restarts", "3", script)
     assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.environment
     assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
-    hosts = ["-np", "3", "-H", "a:2,b:2", "--node-rank"]
-    second = plan(*hosts, "1", script)
-    assert second.starts[0] is None and second.starts[1] is not None
-    assert (second.address, second.port) == ("a", 29500)
-    given = plan(*hosts, "0", script, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")
-    assert (given.address, given.port) == ("10.0.0.1", 4000)
-
-
-def test_slurm_without_scontrol(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["-np", "3", "-H", "a:2,b:2", script]
     monkeypatch.setattr(run.shutil, "which", lambda name, **_: f"/bin/{name}")
-    with pytest.raises(UsageError, match=r"scontrol show hostnames.*name the hosts with -H"):
-        plan("-np", "2", script, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]")
+    given = plan(*hosts, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")
+    assert (given.address, given.port) == ("10.0.0.1", 4000) and plan(*hosts).address == "a"
+    monkeypatch.setattr(run.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(UsageError, match="there is no ssh on PATH"):
+        plan(*hosts)
 
 
 # --- one host -------------------------------------------------------------------------------------------------
@@ -433,52 +423,3 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
     reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
     assert reason in running.output and f"[{1 - lost}] goes on\n" in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
-
-
-def test_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
-    """As under Kubernetes. The first host has done its own ranks long before the second one needs the Store."""
-    (tmp_path / "script.py").write_text(STORE.replace("others = [", "time.sleep(0.5 * rank)\nothers = ["))
-    with hosts(tmp_path, 2) as (names, variables):
-        jobs = []
-        for number, name in enumerate(names):
-            words = ["-np", "3", "-H", f"{address(0)}:1,{address(1)}:2", "--node-rank", str(number)]
-            command = [*FOG, *words, tmp_path / "script.py", "0"]
-            log, enter = tmp_path / f"log-{number}.txt", partial(move_to_host, name)
-            jobs.append(ForkedJob(command, log, ENVIRONMENT | variables, enter))
-        with started(jobs):
-            assert [each.wait(TIMEOUT) for each in jobs] == [137, 0], [each.output for each in jobs]
-    assert {"[1] sum 3.0", "[2] sum 3.0"} <= set(jobs[1].output.splitlines()), jobs[1].output
-
-
-FAKE_SRUN = """#!/bin/sh
-for word; do
-  case "$word" in
-  --nodelist=*) name=${word#--nodelist=};;
-  --*) ;;
-  *) break;;
-  esac
-  shift
-done
-SLURM_PROCID=0 PMI_RANK=0 PMI_SIZE=1 PMI_FD=99 exec ip netns exec "$name" "$@"
-"""
-
-
-@pytest.mark.long
-def test_an_allocation_of_slurm(tmp_path: Path) -> None:
-    """Programs in place of srun and scontrol start a step on an emulated host."""
-    (tmp_path / "script.py").write_text(STORE)
-    with hosts(tmp_path, 2) as (names, variables):
-        (tmp_path / "srun").write_text(FAKE_SRUN)
-        (tmp_path / "scontrol").write_text(
-            f'#!/bin/sh\n[ "$*" = "show hostnames n[0-1]" ] && echo {names[0]} && echo {names[1]}\n'
-        )
-        for program in ("srun", "scontrol"):
-            (tmp_path / program).chmod(0o755)
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]"}
-        slurm |= {"MASTER_ADDR": address(0)}
-        words = [sys.executable, *FOG, "-np", "3"]
-        script = [tmp_path / "script.py", "1"]
-        running = Job(script, 0, tmp_path / "log.txt", words, ENVIRONMENT | variables | slurm)
-        with started([running]):
-            assert running.wait(TIMEOUT) == 137, running.output
-    assert {"[0] sum 2.0", "[2] sum 2.0"} <= set(running.output.splitlines()), running.output

@@ -28,8 +28,6 @@ from fog_cli.programs.rank import STATUS_OF_VICTIM, write_whole
 
 # Adds a rank to a job.
 ADD_SIGNAL = signal.SIGUSR1
-# torch's own port: the agents of other hosts must know it where each host starts its own.
-DEFAULT_PORT = 29500
 # The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
 # time, up to this number of seconds.
 _LONGEST_DELAY = 30.0
@@ -62,12 +60,12 @@ def delay_of(short_lives: int) -> float:
 
 
 def _signal_of(status: int) -> int:
-    """Returns the negative number of the signal if an exit status of a shell, ssh or srun stands for one."""
+    """Returns the negative number of the signal if an exit status of a shell, ssh stands for one."""
     return 128 - status if 128 < status <= 128 + signal.SIGRTMAX else status
 
 
 class _Agent:
-    """The process of an agent, or the ssh or srun that started it."""
+    """The process of an agent, or the ssh that started it."""
 
     def __init__(
         self, number: int, token: str, command: Sequence[str], events: queue.SimpleQueue[Any]
@@ -151,9 +149,8 @@ class Supervisor:
         self._members: set[int] = set()
         self._again: object = None  # what starts the job again as a whole
         self._run_id = str(uuid.uuid4())
-        for number, start in enumerate(job.starts):
-            if start is not None:
-                self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
+        for number in range(len(job.hosts)):
+            self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit status of `fog run`."""
@@ -162,9 +159,8 @@ class Supervisor:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                     signal.signal(number, self._on_signal)
-            own = [number for number, start in enumerate(self._job.starts) if start is not None]
-            self._start(own[0])
-            if own[0] != 0 or self._port:
+            self._start(0)
+            if self._port:
                 self._start_others()
             while self._agents:
                 self._handle()
@@ -183,10 +179,8 @@ class Supervisor:
 
     def _start(self, number: int) -> None:
         job = self._job
-        start = job.starts[number]
-        assert start is not None
         token = f"fog-{uuid.uuid4()}"
-        agent = self._agents[number] = _Agent(number, token, start, self._events)
+        agent = self._agents[number] = _Agent(number, token, job.starts[number], self._events)
         agent.write(
             {
                 "token": token,
@@ -200,14 +194,14 @@ class Supervisor:
                 "count": job.hosts[number].slots,
                 "port": self._port,
                 "holds_store": number == 0,
-                "stays": job.is_whole and len(job.starts) > 1,
+                "stays": len(job.starts) > 1,
                 "is_asked": job.max_restarts > 0,
             }
         )
 
     def _start_others(self) -> None:
-        for number, start in enumerate(self._job.starts):
-            if start is not None and number not in self._agents and not self._is_stopping:
+        for number in range(1, len(self._job.starts)):
+            if not self._is_stopping:
                 self._start(number)
 
     def _handle(self) -> None:
@@ -316,8 +310,7 @@ class Supervisor:
         if self._asked or not self._undecided or self._is_stopping:
             return
         ended, self._undecided = self._undecided, {}
-        # Where each host starts its own ranks, this process does not know the others.
-        if self._members or not self._job.is_whole:
+        if self._members:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
                 delay = delay_of(fate.short_lives)
@@ -387,7 +380,7 @@ class Supervisor:
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
         self._decide()
-        if self._job.is_whole and "begun" not in agent.said and not self._is_stopping:
+        if "begun" not in agent.said and not self._is_stopping:
             _say(f"the job cannot start without {self._job.hosts[number].name}, so its other ranks are ended")
             self._end_ranks()
         elif "done" not in agent.said and not self._job.keeps_going:

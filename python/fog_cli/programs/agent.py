@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fog_cli import processes
@@ -35,13 +34,8 @@ from fog_cli.programs.rank import die_with_parent, write_whole
 _STOP_TIMEOUT = 30.0
 # What a member of a job has open, see `fog_pg._joining.note_member`.
 _MEMBER = "fog_member"
-# The pause between two samples of the connections to the Store.
-_STORE_INTERVAL = 1.0
 # The seconds in which the last messages to `fog run` must be written.
 _TELL_TIMEOUT = 10.0
-# A host that has vanished leaves its connections to the Store open; the system closes them after 60 + 6 * 20 s.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
-_ESTABLISHED = "01"  # a state in /proc/net/tcp
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,7 @@ class Task:
         count: The number of ranks of this host.
         port: That of the Store; 0 on the first host for any free one.
         holds_store: Whether this agent holds the Store.
-        stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
-            host uses the Store.
+        stays: Whether it stays until `fog run` says that the other hosts have ended, which use the Store.
         is_asked: Whether `fog run` decides if a rank that did not end well is started again.
     """
 
@@ -74,21 +67,6 @@ class Task:
     holds_store: bool
     stays: bool
     is_asked: bool
-
-
-def uses_of(port: int, tables: str) -> int:
-    """Returns how many processes of other hosts are connected to a port of this host.
-
-    Args:
-        port: The port.
-        tables: The text of /proc/net/tcp and /proc/net/tcp6.
-    """
-    rows = [line.split() for line in tables.splitlines()]
-    # The last four bytes of an address, which is that of IPv4 in both tables, and the port.
-    connections = {(row[1][-13:], row[2][-13:]) for row in rows if len(row) > 3 and row[3] == _ESTABLISHED}
-    # A connection within this host is in the table from both ends.
-    from_others = [own for own, peer in connections if (peer, own) not in connections]
-    return sum(int(own.rpartition(":")[2], 16) == port for own in from_others)
 
 
 @dataclass
@@ -114,7 +92,6 @@ class Agent:
             tuple[float, set[tuple[int, int]]]
         ] = []  # processes of lost ranks, and when they are killed
         self._stop_at: float | None = None  # when ranks that were told to end are killed
-        self._connected = True
         self._stays = task.stays
         self._port = task.port
         self._store: Any = None
@@ -161,9 +138,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         """Whether other hosts use the Store."""
-        if not self._task.holds_store or self._stop_at is not None or self._failure or not self._connected:
-            return False
-        return self._stays or uses_of(self._port, _tables()) > 0
+        return self._stays and self._task.holds_store and self._stop_at is None and not self._failure
 
     def _serve(self, listener: socket.socket) -> None:
         try:
@@ -202,8 +177,6 @@ class Agent:
             times = [time.monotonic() + processes.INTERVAL]
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
-        if not self._living:
-            times.append(time.monotonic() + _STORE_INTERVAL)
         timeout = max(min(times) - time.monotonic(), 0.0) if times else None
         for key, _ in self._selector.select(timeout):
             if key.fd == self._connection:
@@ -216,7 +189,6 @@ class Agent:
     def _read_connection(self) -> None:
         data = os.read(self._connection, 1 << 16)
         if not data:
-            self._connected = False
             self._selector.unregister(self._connection)
             if self._stop_at is None:
                 self._stop(signal.SIGTERM)
@@ -336,24 +308,10 @@ def _is_member(leader: int) -> bool:
 def _listen(port: int, *, only_here: bool) -> socket.socket:
     """Returns the socket of the Store. If all ranks are on this host, only this host reaches it."""
     if only_here:
-        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    else:
-        listener = socket.create_server(("", port), backlog=1024)
-    # Connections that it accepts inherit these.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        listener.setsockopt(socket.IPPROTO_TCP, option, value)
-    return listener
-
-
-def _tables() -> str:
-    tables = ""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # a system without IPv6
-            tables += Path(f"/proc/net/{name}").read_text()
-    return tables
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
 
 
 def _read_line(descriptor: int) -> bytes:
