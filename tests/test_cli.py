@@ -216,11 +216,8 @@ run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --prefix no-such-program train.py | --prefix: got 'no-such-program'
 run -np 2 --prefix \'oops train.py | --prefix: got "'oops": no closing quotation
-run -np 2 --max-ranks 3 train.py | --max-ranks: it is an option of --keep-going
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
 run --keep-going -np 2 --max-restarts -1 train.py | --max-restarts: got -1
-run --keep-going -np 2 --max-ranks 1 train.py | --max-ranks: got 1; allowed are numbers from -np on, 2
-run --keep-going -np 2 -H a,b --max-ranks 3 train.py | from -np on, 2, and no larger one on several hosts
 run -np 2 -H localhost,127.0.0.1 -x MASTER_PORT=many train.py | MASTER_PORT: got 'many'; allowed are 0 to 65535
 advise -np 1 | -np: got 1
 advise -np 2 | Give --parameters and --step-time, or --model

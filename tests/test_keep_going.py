@@ -92,10 +92,7 @@ def plan(*words: str, **environment: str) -> Ranks:
 
 
 def test_plans(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    growing = plan("-np", "2", "--max-ranks", "5", script)
-    assert (growing.max_ranks, growing.environment["FOG_MAX_RANKS"]) == (5, "5")
     alone = plan("-np", "2", "--max-restarts", "3", script)
-    assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.environment
     assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
     hosts = ["-np", "3", "-H", "a:2,b:2", script]
     monkeypatch.setattr(run.shutil, "which", lambda name, **_: f"/bin/{name}")
@@ -204,46 +201,6 @@ def test_a_job_that_nobody_can_join_starts_again_as_a_whole(
     assert ("fog run: 3 of 3 ranks ended well\n" in output) == (statuses == [0])
     assert "; no other has a group that it could join, so all ranks start again (1 of 2)\n" in output
     assert ("; started again, and ended well\n" in output) == (statuses == [0])
-
-
-TRAINS = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-import fogdist
-
-dist.init_process_group("fog")
-fogdist.init(fogdist.topology.ring)
-model = torch.nn.Linear(4, 1)
-optimizer = fogdist.algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), 0.1), model, on_loss="continue")
-known = ()
-while not os.path.exists(sys.argv[1]):
-    model(torch.randn(4)).sum().backward()
-    optimizer.step()
-    if (living := fogdist.membership.current().living) != known:
-        known = living
-        print("living", *known, flush=True)
-    time.sleep(0.02)
-"""
-
-
-def test_ranks_are_added(tmp_path: Path) -> None:
-    """By a signal, with the lowest number that is free, up to the most."""
-    end = tmp_path / "end"
-    running = job(tmp_path, TRAINS, ["-np", "2", "--max-ranks", "3"], end)
-    with started([running]):
-        running.wait_for(lambda output: "[0] living 0 1\n" in output, TIMEOUT)
-        running._process.send_signal(keep_going.ADD_SIGNAL)
-        running.wait_for(
-            lambda output: all(f"[{rank}] living 0 1 2\n" in output for rank in range(3)), TIMEOUT
-        )
-        assert "fog run: rank 2 is added\n" in running.output
-        running._process.send_signal(keep_going.ADD_SIGNAL)
-        running.wait_for(
-            lambda output: "fog run: no rank is added: all 3 run, and --max-ranks is 3\n" in output, TIMEOUT
-        )
-        end.touch()
-        assert running.wait(TIMEOUT) == 0, running.output
 
 
 @pytest.mark.parametrize("who", ["agent", "guard", pytest.param("both", marks=pytest.mark.long)])

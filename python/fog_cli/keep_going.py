@@ -26,8 +26,6 @@ from fog_cli.launchers import Job
 from fog_cli.processes import describe
 from fog_cli.programs.rank import STATUS_OF_VICTIM, write_whole
 
-# Adds a rank to a job.
-ADD_SIGNAL = signal.SIGUSR1
 # The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
 # time, up to this number of seconds.
 _LONGEST_DELAY = 30.0
@@ -154,7 +152,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit status of `fog run`."""
-        before = {number: signal.getsignal(number) for number in (*processes.SIGNALS, ADD_SIGNAL)}
+        before = {number: signal.getsignal(number) for number in processes.SIGNALS}
         try:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
@@ -214,9 +212,7 @@ class Supervisor:
             self._deadline = None
             action()
             return
-        if kind == "signal" and number == ADD_SIGNAL:
-            self._add()
-        elif kind == "signal":
+        if kind == "signal":
             self._stop(number)
         elif kind == "ended":
             self._on_agent_end(number, value)
@@ -258,32 +254,6 @@ class Supervisor:
             agent.close()
             agent.kill()
 
-    def _add(self) -> None:
-        """Starts one more rank, with the lowest number that no process has."""
-        if self._is_stopping or not self._agents:
-            return
-        if len(self._job.hosts) > 1:
-            _say("no rank is added: ranks are added to jobs of one host")
-            return
-        free = [
-            rank
-            for rank in range(self._job.max_ranks)
-            if rank not in self._fates or self._fates[rank].status is not None
-        ]
-        if not free:
-            most = self._job.max_ranks
-            _say(f"no rank is added: all {most} run, and --max-ranks is {most}")
-            return
-        rank = free[0]
-        self._start_rank(rank, self._fates.setdefault(rank, Fate(0, starts=-1)), 0.0)
-        _say(f"rank {rank} is added")
-
-    def _start_rank(self, rank: int, fate: Fate, delay: float) -> None:
-        """Starts a process that joins the others."""
-        fate.status = None
-        fate.starts += 1
-        self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
-
     def _on_rank_end(self, number: int, told: dict[str, Any]) -> None:
         rank, status = told["rank"], told["status"]
         fate = self._fates.get(rank)
@@ -315,7 +285,8 @@ class Supervisor:
                 fate = self._fates[rank]
                 delay = delay_of(fate.short_lives)
                 self._say_again(rank, how, "it starts", delay)
-                self._start_rank(rank, fate, delay)
+                fate.starts += 1
+                self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
         elif any(fate.status is not None for fate in self._fates.values()):
             for rank, (how, status) in ended.items():
                 self._lose(
@@ -331,7 +302,6 @@ class Supervisor:
 
     def _start_all(self, delay: float) -> None:
         """Starts the job again as a whole."""
-        self._fates = {rank: fate for rank, fate in self._fates.items() if rank < self._job.ranks}
         for fate in self._fates.values():
             fate.starts += 1
         self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}

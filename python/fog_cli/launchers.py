@@ -68,7 +68,6 @@ class Job:
         port: Its port; 0 for any free one.
         keeps_going: Whether the other ranks go on when one fails.
         max_restarts: How often each rank is started again.
-        max_ranks: The most ranks, with those that are added at run time.
     """
 
     ranks: int
@@ -80,7 +79,6 @@ class Job:
     port: int
     keeps_going: bool
     max_restarts: int
-    max_ranks: int
 
     def ranks_of(self, host: int) -> range:
         """Returns the ranks of the host of a number."""

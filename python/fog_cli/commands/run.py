@@ -55,12 +55,6 @@ def add(subparsers: Any) -> None:
         metavar="N",
         help="with --keep-going: start a rank that died again, up to N times each (default: 0)",
     )
-    parser.add_argument(
-        "--max-ranks",
-        type=int,
-        metavar="M",
-        help="with --keep-going on one host: let ranks be added, up to M in all (default: N); sets FOG_MAX_RANKS",
-    )
     parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
@@ -91,8 +85,7 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 def add_placing(parser: argparse.ArgumentParser) -> None:
     """Describes the options that say where ranks are and how they start; other commands have them, too."""
     # The other options of `fog run`, for the commands that do not have them.
-    others = ("max_restarts", "max_ranks", "timeline_filename")
-    parser.set_defaults(keep_going=False, **dict.fromkeys(others))
+    parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
     parser.add_argument(
         "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
     )
@@ -146,13 +139,10 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
     Raises:
         UsageError: The arguments are invalid.
     """
-    ranks, most = arguments.num_proc, arguments.max_ranks
+    ranks = arguments.num_proc
     _check_numbers(arguments)
     given = _given_hosts(arguments)
     hosts = place(given, ranks) if given else [Host("localhost", ranks)]
-    if most is not None and (most < ranks or (most > ranks and len(hosts) > 1)):
-        more = ", and no larger one on several hosts" if len(hosts) > 1 else ""
-        raise UsageError(f"--max-ranks: got {most}; allowed are numbers from -np on, {ranks}{more}")
     variables = _variables(arguments, environment)
     prefix = _prefix(arguments.prefix)
 
@@ -180,7 +170,6 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         port=port,
         keeps_going=arguments.keep_going,
         max_restarts=arguments.max_restarts or 0,
-        max_ranks=most or ranks,
     )
 
 
@@ -190,10 +179,8 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
         raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
     if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
         raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
-    for name in ("max_restarts", "max_ranks"):
-        if getattr(arguments, name) is not None and not arguments.keep_going:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option}: it is an option of --keep-going, which is missing")
+    if arguments.max_restarts is not None and not arguments.keep_going:
+        raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
     if (arguments.max_restarts or 0) < 0:
         raise UsageError(f"--max-restarts: got {arguments.max_restarts}; allowed are numbers from 0 on")
 
@@ -280,8 +267,6 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
         variables["FOG_LOG_LEVEL"] = "debug"
     if arguments.timeline_filename:
         variables["FOG_TIMELINE"] = arguments.timeline_filename
-    if (arguments.max_ranks or 0) > arguments.num_proc:
-        variables["FOG_MAX_RANKS"] = str(arguments.max_ranks)
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")
         if not name.isidentifier():
