@@ -195,6 +195,7 @@ def test_variables_of_ranks(script: str) -> None:
 
 # The words after `fog` as in a shell, and a part of the error.
 WRONG = r"""
+run train.py | -np: it is missing; allowed are numbers from 1 on
 run -np 0 train.py | -np: got 0; allowed are numbers from 1 on
 run -np 2 | what shall the ranks run?
 run -np 2 missing.py | missing.py: there is no such script
@@ -251,11 +252,21 @@ def test_wrong_command_lines_start_nothing(
     assert error.startswith(f"fog {words[0]}: error: ") and message in error
 
 
-@pytest.mark.parametrize("line", ["run train.py", "run -np x t.py", "run -np 2 --no-option t.py", "", "no"])
-def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("run -np x t.py", "argument -np/--num-proc: invalid int value: 'x'"),
+        ("run -np 2 --no-option t.py", "unrecognized arguments: --no-option"),
+        ("run --no-option 3 -np 2 t.py", "unrecognized arguments: --no-option"),
+        ("", "required: COMMAND"),
+        ("no", "invalid choice: 'no'"),
+    ],
+)
+def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], line: str, named: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(line.split())
-    assert caught.value.code == 2 and "usage: fog" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage: fog" in error and named in error
 
 
 # --- fog run: output ----------------------------------------------------------------------------------------

@@ -142,8 +142,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument is wrong.
     """
-    if arguments.num_proc < 2:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 2 on")
+    run_command.check_ranks(arguments.num_proc, 2)
     given = arguments.parameters is not None, arguments.step_time is not None
     if arguments.model:
         if any(given):

@@ -86,9 +86,8 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
     """Describes the options that say where ranks are and how they start; other commands have them, too."""
     # The other options of `fog run`, for the commands that do not have them.
     parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
-    parser.add_argument(
-        "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
-    )
+    # argparse would tell that it is missing also if an unknown option before it is what is wrong.
+    parser.add_argument("-np", "--num-proc", type=int, metavar="N", help="how many ranks to start")
     add_hosts(parser)
     parser.add_argument(
         "--network-interface",
@@ -173,10 +172,16 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
     )
 
 
+def check_ranks(number: int | None, least: int) -> None:
+    """Raises UsageError if the number of ranks is missing or too small."""
+    if number is None or number < least:
+        got = "it is missing" if number is None else f"got {number}"
+        raise UsageError(f"-np: {got}; allowed are numbers from {least} on")
+
+
 def _check_numbers(arguments: argparse.Namespace) -> None:
     """Checks what needs no look at hosts."""
-    if arguments.num_proc < 1:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
+    check_ranks(arguments.num_proc, 1)
     if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
         raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
     if arguments.max_restarts is not None and not arguments.keep_going:
