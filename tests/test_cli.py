@@ -29,7 +29,7 @@ import fog_pg
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
 import fog_cli
-from fog_cli import COMMANDS, UsageError, keep_going, launchers, main, one_host, processes
+from fog_cli import COMMANDS, UsageError, keep_going, launchers, machine, main, one_host, processes
 from fog_cli.commands import bench, doctor, run, topology
 from fog_cli.hosts import Host, parse_hosts, read_hostfile
 from fog_cli.programs.rank import LinePrefixer
@@ -415,7 +415,7 @@ def cramp() -> None:
 
 
 def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
-    """With a tiny /dev/shm, no network and few descriptors, one host works, and the report names all three."""
+    """With a tiny /dev/shm, no network and few descriptors, one host works, and the report names what is scarce."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     status, output = forked_fog(tmp_path, "doctor", "--json", first=cramp, FOG_CONFIRMED="1")
@@ -425,7 +425,7 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     bad = {name for name, state in found.items() if state == "bad"}
     assert report["works"] and not bad
     notes = {name for name, state in found.items() if state == "note"}
-    assert {"descriptors", "shared memory", "network", "unknown variables"} <= notes
+    assert {"descriptors", "shared memory", "unknown variables"} <= notes
     assert {"torch", "fog", "extension", "loopback", "ranks share memory"} <= set(found) - notes
     for name in ("start", "collectives", "neighbors", "windows"):
         assert found[f"one host, {name}"] == found[f"TCP, {name}"] == "ok", output
@@ -466,6 +466,51 @@ def test_doctor_with_a_broken_installation(
     assert "Not everything that fog needs on one host works" in output and "Traceback" not in output
 
 
+def refuses(*_: object, **__: object) -> None:
+    raise OSError(1, "it is forbidden")
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "by", "state", "text"),
+    [
+        ("ranks share memory", "os.memfd_create", refuses, "bad", "memfd_create: it is forbidden"),
+        (
+            "ranks share memory",
+            "sys.executable",
+            "/bin/false",
+            "note",
+            "cannot open another one's memory.* it failed",
+        ),
+        ("loopback", "socket.create_connection", refuses, "bad", "does not connect: it is forbidden"),
+        ("host name", "socket.getaddrinfo", refuses, "note", "does not resolve: it is forbidden"),
+        ("host name", "socket.getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.1", 0))], "ok", "is 10.0.0.1"),
+        ("shared memory", "shutil.disk_usage", refuses, "note", "could not be looked at: PermissionError"),
+    ],
+)
+def test_what_doctor_finds_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, check: str, changed: str, by: object, state: str, text: str
+) -> None:
+    monkeypatch.setattr(f"fog_cli.machine.{changed}", by)
+    (found,) = (each for each in machine.findings() if each.name == check)
+    assert found.state == state and re.search(text, found.text), found
+
+
+def test_doctor_starts_no_ranks_on_an_unusable_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = []
+
+    def run_no_program(name: str, **_: object) -> Ended:
+        programs.append(name)
+        return Ended(0, printed({"name": "torch", "begin": True}, {"name": "torch", "text": "2"}), "")
+
+    monkeypatch.setattr(doctor, "run_program", run_no_program)
+    monkeypatch.setattr(machine.socket, "create_connection", refuses)
+    assert main(["doctor"]) == 1 and programs == ["facts"]
+    output = capsys.readouterr().out
+    assert "two ranks: not tried: see above" in output and output.endswith("one host works: loopback.\n")
+
+
 def printed(*lines: dict[str, object], rank: int | None = None) -> str:
     return "".join(f"{'' if rank is None else f'[{rank}] '}{json.dumps(line)}\n" for line in lines)
 
@@ -483,9 +528,9 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
 
     output = printed(begun, {"name": "start", "text": "fine"}, rank=0) + printed(begun, rank=1)
     crashed = Ended(139, output, "Fatal error\nfog run: rank 1 (process 7) ended by SIGSEGV")
-    (found_one,) = doctor.tried(crashed, "one host", ["memory"])
+    (found_one,) = doctor.tried(crashed, "one host", ["loopback"])
     assert found_one.state == "bad" and "rank 1 (process 7) ended by SIGSEGV" in found_one.text
-    assert "memory" in found_one.advice
+    assert "loopback" in found_one.advice
     (optional,) = doctor.tried(crashed, "TCP", optional="nothing to do")
     assert optional.state == "note" and optional.advice == "nothing to do"
     (silent,) = doctor.tried(Ended(1, "", "no torch"), "one host")

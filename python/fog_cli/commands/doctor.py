@@ -44,7 +44,7 @@ _ADVICE = {
 # Ranks of a single host do not need these.
 _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
 # Findings about the machine that can cause the ranks of the self-test to fail.
-_SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "loopback")
+_SUSPECTS = ("descriptors", "shared memory", "ranks share memory", "loopback")
 
 
 def add(subparsers: Any) -> None:
