@@ -843,7 +843,7 @@ def test_a_ticket_that_its_process_has_left_is_over(
     first = rank.ask(child.pid)
     rank.look()
     until_states(1)
-    tickets.delete(rank.store, first, "request", "giver", "answer")
+    tickets.delete(rank.store, first, "request", "answer")
     second = rank.ask(child.pid)
     rank.look()
     assert rank.judged == [first, second]

@@ -73,7 +73,7 @@ class Joiner:
             if state is not None and not unreached:
                 return state
             self._disconnect()
-            delete(self._store, ticket, "request", "giver", "answer")
+            delete(self._store, ticket, "request", "answer")
             waited = time.monotonic() - begin
             if unreached and waited >= environment.HOST_TIMEOUT.get():
                 self._refuse_to_go_on(unreached)
@@ -102,7 +102,7 @@ class Joiner:
         """Ends its ticket, when all ranks have taken it in or it has failed to join."""
         self._disconnect()
         with contextlib.suppress(RuntimeError):  # of the Store
-            delete(self._store, self._ticket, "request", "giver", "answer", "ready", "admitted", "refused")
+            delete(self._store, self._ticket, "request", "answer", "ready", "admitted", "refused")
 
     def _request(self) -> bool:
         """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
@@ -146,7 +146,6 @@ class Joiner:
         """Waits for a value of the ticket."""
         begin = looked = time.monotonic()
         has_warned = False
-        is_given = what != "answer"
         while not self._store.check([key(self._ticket, what)]):
             if self._store.check([key(self._ticket, "refused")]):
                 reason = self._store.get(key(self._ticket, "refused")).decode()
@@ -154,9 +153,6 @@ class Joiner:
                     f"this process, which wants to join the job as rank {self._rank}, is refused: {reason}"
                 )
             now = time.monotonic()
-            if not is_given and self._store.check([key(self._ticket, "giver")]):
-                is_given = True
-                self._announce()  # the rank that is to answer looks again
             if now >= looked + _LIFE_PAUSE:
                 looked = now
                 # It also makes ranks look that have become the lowest one meanwhile.

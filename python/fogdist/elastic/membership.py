@@ -19,10 +19,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
 _log = logging.getLogger("fogdist")
-T = TypeVar("T")
 
 # The pauses between two looks at the Store, in seconds, doubled from the first to the last.
 _FIRST_PAUSE = 1e-3
@@ -402,16 +401,17 @@ class Members:
         if living[0] != rank:
             # If that one is lost, this rank may be the next to answer.
             self.context.backend.watch([self.membership.living.index(living[0])])
-            if self._is_first_of_host(living):
-                self._asking(lambda: admission.help(epoch, rank, self._saved))
-            else:
-                admission.leave_to_another(epoch)
+            admission.leave_to_another(epoch)
             return
         if self._pauses:
             self._pauses -= 1
             return
-        ready = self._asking(lambda: admission.look(epoch, self._judged, self._saved, living, self._giver))
-        if ready is None:
+        try:
+            ready = admission.look(epoch, self._judged, self._saved, living)
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:  # the Store does not answer
+            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
             return
         joins = [request for request in ready if request.seat == seat.name]
         if len(joins) < len(ready):
@@ -420,16 +420,6 @@ class Members:
             ranks = sorted(request.rank for request in joins)
             self.context.backend.abort()
             self.meet(dist.DistBackendError(f"the ranks {ranks} join"), joins)
-
-    def _asking(self, ask: Callable[[], T]) -> T | None:
-        """Calls what asks the Store; returns None if that does not answer."""
-        try:
-            return ask()
-        except dist.DistBackendError:
-            raise
-        except RuntimeError as error:  # of the Store
-            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
-            return None
 
     def _saved(self) -> dict[str, Any]:
         """Returns the state for a process that joins."""
@@ -444,24 +434,6 @@ class Members:
         """Returns the ranks of this epoch that are not known to be gone, ascending."""
         gone = self._gone()
         return [rank for rank in self.membership.living if rank not in gone]
-
-    def _is_first_of_host(self, living: Sequence[int]) -> bool:
-        """Whether this rank is the lowest one of its host, and other ranks are on other hosts."""
-        hosts = dict(zip(self.membership.living, self.context.backend.hosts, strict=True))
-        rank = self._whole().rank
-        beside = [other for other in living if hosts[other] == hosts[rank]]
-        return beside[0] == rank and len(set(hosts.values())) > 1
-
-    def _giver(self, request: Request) -> int | None:
-        """Returns the lowest rank on the host of a process that joins; None if that is this rank, or there is none."""
-        hosts, read = self.context.backend.hosts, _extension.load().read_entry
-        if len(set(hosts)) == 1:
-            return None
-        entries = _joining.read_world(self._joining_store(), self._whole().size).entries
-        host = read(request.entry)["host"]
-        living = self._living()
-        beside = [rank for rank in living if rank in entries and read(entries[rank])["host"] == host]
-        return beside[0] if beside and beside[0] != living[0] else None
 
     def _judged(self, request: Request) -> str | None:
         """Returns why a joiner is refused; "" if it is not, and None if this is not known yet."""
