@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import fogdist
 import fogdist.bluefog.torch as bf
@@ -776,6 +777,15 @@ def test_garbage_is_refused_once(rank: Answering, text: str) -> None:
     assert rank.store.num_keys() == keys
 
 
+def test_an_address_that_cannot_be_read_is_refused(rank: Answering) -> None:
+    """Also where nobody can read which ticket is the first."""
+    rank.store.set("fog/join/first", "many")
+    ticket = rank.ask("no address")
+    rank.look()
+    assert b"its address cannot be read" in rank.store.get(f"fog/join/{ticket}/refused")
+    assert rank.judged == [] and rank.store.get("fog/join/first") == b"2"
+
+
 def test_wrong_types_are_refused(rank: Answering) -> None:
     """Of one that knows the secret, such as another version."""
     told = {"rank": 2, "entry": "1", "seats": ["one"], "seat": "one", "nonce": "00", "challenge": "00"}
@@ -916,6 +926,45 @@ def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPa
     assert len(asked) > 1 and asked == sorted(set(asked))
 
 
+@pytest.mark.parametrize(
+    ("others", "timeout", "answer", "message"),
+    [
+        ([], 10.0, "", "no rank of the job is left"),
+        (["1"], 0.1, "", r"had no answer within 0\.1 s"),
+        (["1"], 10.0, "an answer", "does not come from a process that knows the job's secret"),
+    ],
+)
+def test_a_joiner_says_why_it_ends(
+    rank: Answering,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    others: list[str],
+    timeout: float,
+    answer: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(joiners, "_WARN_AFTER", 0.0)
+    joiner = joiner_of(rank.store, timeout)
+    monkeypatch.setattr(joiner, "_others", lambda: others)
+    if answer:
+        rank.store.set("fog/join/1/answer", answer)
+    with pytest.raises(dist.DistBackendError, match=message):
+        joiner.pull(["one"], "one")
+    assert ("joining as rank 2: no answer yet" in caplog.text) == (not answer)
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_joiner_whose_state_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    joiner = joiner_of(dist.HashStore(), 10.0)
+    monkeypatch.setattr(joiners, "Source", Mock(side_effect=OSError("its port is closed")))
+    assert joiner._read({}) is None and joiner._failure == "its port is closed"
+    monkeypatch.setattr(joiners, "Source", Mock(**{"return_value.read.return_value": None}))
+    with pytest.raises(
+        dist.DistBackendError, match="rank 2: the rank that answered could not write its state"
+    ):
+        joiner._read({})
+
+
 @pytest.mark.usefixtures("rank")
 def test_a_joiner_that_is_forgotten_does_not_wait() -> None:
     """A rank takes a joiner for ended if the connection breaks over which that one has got its state."""
@@ -937,6 +986,11 @@ def test_the_entry_of_a_later_process_stays() -> None:
         _joining.publish(store, 1, GROUP, RANKS, entry, epoch)
     assert _joining.entry_of(store, 1) == "third"
     assert _joining.read_world(store, RANKS).size == RANKS
+    store.set(_joining._ENTRY.format(rank=1), json.dumps({"entry": 1}))
+    with pytest.raises(
+        RuntimeError, match="another version of fog than this process: rank 1 tells 1 as its 'entry'"
+    ):
+        _joining.read_world(store, RANKS)
 
 
 # --- what it costs without joiners ----------------------------------------------------------------------------
