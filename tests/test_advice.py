@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fog_cli
 import pytest
 import torch
 from fog_cli import advice
@@ -313,6 +314,17 @@ def test_a_script_that_fails_is_named(tmp_path: Path) -> None:
     assert (
         output.splitlines()[-1] == "fog advise: the links were measured, but the script has failed: see above"
     )
+
+
+def test_a_model_without_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "mine.py"
+    script.touch()
+    told = json.dumps({"host_of": [0, 0], "compute_s": 1.0, "bytes": 0})
+    monkeypatch.setattr(command.run_command, "run", lambda _: os.write(1, f"[0] {told}\n".encode()) * 0)
+    assert fog_cli.main(["advise", "-np", "2", "--model", str(script)]) == 2
+    assert capfd.readouterr().err == "fog advise: the model has no trained parameters\n"
 
 
 def test_text_of_two_sites() -> None:

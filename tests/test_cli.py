@@ -193,6 +193,19 @@ def test_variables_of_ranks(script: str) -> None:
     assert "OMP_NUM_THREADS" not in prepared("-np", "1", script).environment
 
 
+def test_what_is_started_is_shown(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(one_host, "run", lambda _: 0)
+    monkeypatch.setattr(keep_going, "run", Mock(side_effect=FileNotFoundError(2, "there is none", "ssh")))
+    assert main(["run", "--verbose", "-np", "2", script]) == 0
+    shown = shlex.join([*launchers.RANK, sys.executable, script])
+    assert capsys.readouterr().err == f"fog run: {shown}\n"
+    assert main(["run", "--verbose", "--keep-going", "-np", "2", script]) == 2
+    shown = shlex.join(launchers.AGENT)
+    assert capsys.readouterr().err == f"fog run: {shown}\nfog run: error: ssh: there is none\n"
+
+
 # The words after `fog` as in a shell, and a part of the error.
 WRONG = r"""
 run train.py | -np: it is missing; allowed are numbers from 1 on
@@ -200,6 +213,7 @@ run -np 0 train.py | -np: got 0; allowed are numbers from 1 on
 run -np 2 | what shall the ranks run?
 run -np 2 missing.py | missing.py: there is no such script
 run -np 2 python missing.py | missing.py: there is no such script
+run -np 2 -- --no-option | --no-option: no option of fog run
 run -np 2 no-such-program | no-such-program: there is no such script or program
 run -np 2 -m nothing.at.all | -m nothing.at.all: there is no module nothing
 run -np 4 -H a:1,b:2 train.py | -np: got 4; the hosts have 3 slots: a:1, b:2
@@ -533,6 +547,8 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
     assert "loopback" in found_one.advice
     (optional,) = doctor.tried(crashed, "TCP", optional="nothing to do")
     assert optional.state == "note" and optional.advice == "nothing to do"
+    (late,) = doctor.loaded(Ended(None, "", ""))
+    assert (late.name, late.state) == ("Python", "bad") and "did not end in time" in late.text
     (silent,) = doctor.tried(Ended(1, "", "no torch"), "one host")
     assert silent.state == "bad" and "no torch" in silent.text
 
@@ -581,6 +597,14 @@ def test_bench(tmp_path: Path) -> None:
     assert [row[3] == row[4] == "-" for row in rows[1:]] == [False, False, True]
 
 
+def test_bench_says_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(-40, "", "no memory"))
+    assert main(["bench", "-np", "9999"]) == 1
+    shared, failed = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"fog bench: 9999 ranks share \d+ cores, and their times say little", shared)
+    assert failed == "fog bench: it ended by signal 40: no memory. `fog doctor` says more"
+
+
 def test_a_ratio_has_its_spread() -> None:
     """A slow moment changes neither the medians nor the ratio."""
     times = [(1e-3, 2e-3), (1e-3, 40e-3), (1e-3, 3e-3), (30e-3, 60e-3), (1e-3, 2.5e-3)]
@@ -605,14 +629,22 @@ def test_timeline_merge(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(KeyboardInterrupt, 130, "fog dump: interrupted\n"), (BrokenPipeError, 141, "")],
+)
 def test_an_interrupt_ends_a_command_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], status: int, said: str
 ) -> None:
-    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=KeyboardInterrupt))
-    assert main(["dump"]) == 130
-    assert capsys.readouterr().err == "fog dump: interrupted\n"
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Mock(write=written.append))
+    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=error))
+    assert main(["dump"]) == status and "".join(written) == said
 
 
-def test_dump(capsys):
+def test_dump(monkeypatch, capsys):
     assert fog_cli.main(["dump", str(os.getpid())]) == 2
     assert "has no group of fog" in capsys.readouterr().err
+    monkeypatch.setattr("fogdist.observe.flight_record.read_all", list)
+    assert fog_cli.main(["dump"]) == 1
+    assert "no process of yours on this host has a group of fog" in capsys.readouterr().err

@@ -233,6 +233,7 @@ def commands(folder: str) -> None:
     finally:
         os.dup2(before, 1)
     (job,) = json.loads(lines.read_text())["jobs"]
+    assert main(["dump", pid]) == 0
     (row,) = job["rows"]
     assert (row["pid"], row["size"], row["state"]) == (int(pid), 2, "runs")
     dist.barrier()
