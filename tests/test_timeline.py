@@ -307,9 +307,15 @@ def test_files_that_cannot_be_merged(tmp_path):
         merge([], tmp_path / "merged.json")
     with pytest.raises(ValueError, match="both of rank 0"):
         merge([good, good], tmp_path / "merged.json")
-    (tmp_path / "other.json").write_text('[{"name": "x", "ph": "M"}]')
-    with pytest.raises(ValueError, match=r"other\.json is not a timeline of fog|other\.json, line 1"):
-        merge([tmp_path / "other.json"], tmp_path / "merged.json")
+    other = tmp_path / "other.json"
+    for text, message in [
+        ('[{"name": "x", "ph": "M"}]', r"other\.json, line 1 is no event"),
+        ('{"name": "x", "ph": "M"}', r"other\.json is not a timeline of fog"),
+        (good.read_text().replace('"ts": 10.0', '"ts": 1e30'), r"1e\+30 is no time"),
+    ]:
+        other.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            merge([other], tmp_path / "merged.json")
     lines = good.read_text().splitlines()
     good.write_text("\n".join([*lines[:2], lines[2][:20], *lines[3:]]))
     with pytest.raises(ValueError, match=r"t0\.json, line 3"):

@@ -258,6 +258,7 @@ def test_exact_is_told_from_nearly_exact() -> None:
     assert Topology.from_graph("full", topology.fully_connected(7)).rounds_to_exact_consensus == 1
     assert Topology.from_graph("ring", topology.ring(7)).rounds_to_exact_consensus is None
     assert topology.random_matching(2).rounds_to_exact_consensus is None
+    assert topology.random_matching(1).rounds_to_exact_consensus == 0
     for size in (3, 5, 6, 7, 9, 12):
         one_peer = topology.one_peer_exponential(size)
         assert one_peer.period == math.ceil(math.log2(size)) and one_peer.rounds_to_exact_consensus is None
