@@ -164,26 +164,43 @@ def test_all_well_means_no_words(tmp_path: Path) -> None:
     ]
 
 
-# A rank fails before there is a group, or all of them after its first operation.
+# Some ranks fail in their first processes: before there is a group, or all of them after its first operation.
 FAILS = """
 import os, sys
-if sys.argv[1] == "before" and os.environ["RANK"] == "1":
+failures, where = int(sys.argv[1]), sys.argv[2]
+with open(__file__ + "." + os.environ["RANK"], "a") as starts:
+    restarts = starts.tell()
+    starts.write("x")
+print("start", restarts, flush=True)
+if where == "before" and os.environ["RANK"] == "1" and restarts < failures:
     sys.exit(3)
 import torch
 import torch.distributed as dist
 dist.init_process_group("fog")
 dist.all_reduce(torch.ones(1))
-sys.exit(3)
+if where == "after" and restarts < failures:
+    sys.exit(3)
 """
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_a_job_that_nobody_can_join_ends(tmp_path: Path, where: str) -> None:
-    """The others would wait for a rank that comes back as one that joins them, or are gone as well."""
-    status, output = finished(tmp_path, FAILS, ["-np", "3", "--max-restarts", "2"], where)
-    assert status in ([3] if where == "before" else [1, 3]), output
-    assert "; no other has a group that it could join\n" in output and "go on" not in output
-    assert "fog run: 0 of 3 ranks ended well\n" in output
+@pytest.mark.parametrize(
+    ("failures", "where", "statuses"),
+    [(1, "before", [0]), (9, "before", [143]), (1, "after", [0]), (9, "after", [1, 3])],
+)
+def test_a_job_that_nobody_can_join_starts_again_as_a_whole(
+    tmp_path: Path, failures: int, where: str, statuses: list[int]
+) -> None:
+    """A rank would otherwise come back as one that joins the others, who wait for it, or are gone as well."""
+    running = job(tmp_path, FAILS, ["-np", "3", "--max-restarts", "2"], failures, where)
+    with started([running]):
+        if statuses == [143]:  # the others wait for the rank that does not come
+            running.wait_for(lambda output: "2 ranks go on" in output, TIMEOUT)
+            running._process.terminate()
+        assert running.wait(TIMEOUT) in statuses, running.output
+    output = running.output
+    assert ("fog run: 3 of 3 ranks ended well\n" in output) == (statuses == [0])
+    assert "; no other has a group that it could join, so all ranks start again (1 of 2)\n" in output
+    assert ("; started again, and ended well\n" in output) == (statuses == [0])
 
 
 @pytest.mark.parametrize("who", ["agent", "guard", pytest.param("both", marks=pytest.mark.long)])

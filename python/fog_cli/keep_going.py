@@ -41,12 +41,14 @@ class Fate:
         failures: Its processes that did not end well: how each of them ended.
         status: The exit status of its last process, or the negative number of the signal; None while it runs, or may be
             started again.
+        starts: How often it was started again.
         short_lives: How many of its last processes have lived shortly.
     """
 
     host: int
     failures: list[str] = field(default_factory=list)
     status: int | None = None
+    starts: int = 0
     short_lives: int = 0
 
 
@@ -143,6 +145,7 @@ class Supervisor:
         self._question = 0
         self._asked: set[int] = set()
         self._members: set[int] = set()
+        self._again: object = None  # what starts the job again as a whole
         self._run_id = str(uuid.uuid4())
         for number in range(len(job.hosts)):
             self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
@@ -217,6 +220,9 @@ class Supervisor:
             if number == 0 and not self._port:
                 self._port = value["port"]
                 self._start_others()
+            elif number == 0 and self._again is not None:  # there is a new Store
+                for other in self._agents.keys() - {0}:
+                    self._agents[other].write(self._again)
         elif value["event"] == "ended":
             self._on_rank_end(number, value)
         elif value["event"] == "members":
@@ -250,7 +256,9 @@ class Supervisor:
 
     def _on_rank_end(self, number: int, told: dict[str, Any]) -> None:
         rank, status = told["rank"], told["status"]
-        fate = self._fates[rank]
+        fate = self._fates.get(rank)
+        if fate is None or told["restarts"] != fate.starts:  # it was ended because all ranks start again
+            return
         if status == 0 or self._is_stopping:
             fate.status = status
             return
@@ -268,7 +276,7 @@ class Supervisor:
             agent.write({"members": self._question})
 
     def _decide(self) -> None:
-        """Decides whether ranks that have ended start again, once all agents have answered the last question."""
+        """Decides how ranks that have ended start again, once all agents have answered the last question."""
         if self._asked or not self._undecided or self._is_stopping:
             return
         ended, self._undecided = self._undecided, {}
@@ -276,14 +284,33 @@ class Supervisor:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
                 delay = delay_of(fate.short_lives)
-                when = f" in {delay:.0f} s" if delay else ""
-                times = f"{len(fate.failures)} of {self._job.max_restarts}"
-                _say(f"rank {rank} {how}; it starts again{when} ({times})")
-                self._agents[fate.host].write({"start": rank, "delay": delay})
-        else:
-            self._end_ranks()  # they would wait for a group that does not come
+                self._say_again(rank, how, "it starts", delay)
+                fate.starts += 1
+                self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
+        elif any(fate.status is not None for fate in self._fates.values()):
             for rank, (how, status) in ended.items():
-                self._lose(rank, status, f"{how}; no other has a group that it could join")
+                self._lose(
+                    rank, status, f"{how}; it does not start again, as no rank is left that it could join"
+                )
+        else:
+            delay = max(delay_of(self._fates[rank].short_lives) for rank in ended)
+            for rank, (how, _) in ended.items():
+                self._say_again(
+                    rank, how, "no other has a group that it could join, so all ranks start", delay
+                )
+            self._start_all(delay)
+
+    def _start_all(self, delay: float) -> None:
+        """Starts the job again as a whole."""
+        for fate in self._fates.values():
+            fate.starts += 1
+        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}
+        self._agents[0].write(self._again)
+
+    def _say_again(self, rank: int, how: str, who: str, delay: float) -> None:
+        when = f" in {delay:.0f} s" if delay else ""
+        times = f"{len(self._fates[rank].failures)} of {self._job.max_restarts}"
+        _say(f"rank {rank} {how}; {who} again{when} ({times})")
 
     def _lose(self, rank: int, status: int, how: str) -> None:
         """Reports a rank that is not started again."""
@@ -296,9 +323,7 @@ class Supervisor:
         else:
             self._first_status = self._first_status or code
         left = sum(each.status is None for each in self._fates.values())
-        if self._is_stopping:
-            _say(f"rank {rank} {how}")
-        elif self._job.keeps_going:
+        if self._job.keeps_going:
             _say(f"rank {rank} {how}; {left} rank{'s' if left != 1 else ''} go{'es' if left == 1 else ''} on")
         elif status != STATUS_OF_VICTIM:
             self._end_ranks()

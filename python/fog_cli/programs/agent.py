@@ -74,6 +74,7 @@ class _Rank:
     number: int
     pid: int
     begun: float
+    restarts: int
 
 
 class Agent:
@@ -84,8 +85,8 @@ class Agent:
         self._connection = connection
         self._unread = b""
         self._living: dict[int, _Rank] = {}  # by process ID
-        # Ranks to start: when, and whether they join others.
-        self._due = {rank: (0.0, False) for rank in range(task.first, task.first + task.count)}
+        # Ranks to start: when, how often they were started before, and whether they join others.
+        self._due = {rank: (0.0, 0, False) for rank in range(task.first, task.first + task.count)}
         self._undecided: set[int] = set()  # ranks that have ended and may be started again
         self._left: list[
             tuple[float, set[tuple[int, int]]]
@@ -94,6 +95,7 @@ class Agent:
         self._stays = task.stays
         self._port = task.port
         self._store: Any = None
+        self._serving: threading.Thread | None = None
         self._failure: str | None = None
         self._messages: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         # A thread of its own writes, because the reader of the output may have stopped, as a terminal after Ctrl-S.
@@ -122,12 +124,16 @@ class Agent:
         return 1 if self._failure else 0
 
     def _begin(self) -> None:
-        """Serves the Store, if this agent does so."""
+        """Serves a new Store, if this agent does so; one before it goes with what its ranks have written."""
         if self._task.holds_store:
+            if self._serving is not None:
+                self._serving.join()
+            self._store = None
             listener = _listen(self._port, only_here=self._task.size == self._task.count)
             self._port = listener.getsockname()[1]
             # It takes seconds to import torch; the ranks do the same meanwhile, and connect when the Store is there.
-            threading.Thread(target=self._serve, args=(listener,), daemon=True).start()
+            self._serving = threading.Thread(target=self._serve, args=(listener,), daemon=True)
+            self._serving.start()
         self._tell(event="begun", port=self._port)
 
     def _is_needed(self) -> bool:
@@ -149,7 +155,7 @@ class Agent:
             self._failure = f"the Store cannot be served: {type(error).__name__}: {error}"
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
-    def _start(self, rank: int, joins: bool) -> None:
+    def _start(self, rank: int, restarts: int, joins: bool) -> None:
         own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - self._task.first}
         own |= {"MASTER_PORT": self._port, "FOG_JOIN": int(joins)}
         environment = self._task.environment | {name: str(value) for name, value in own.items()}
@@ -162,11 +168,11 @@ class Agent:
             setsid=True,  # so that its processes can be told from those of other ranks
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # which Python ignores
         )
-        self._living[pid] = _Rank(rank, pid, time.monotonic())
+        self._living[pid] = _Rank(rank, pid, time.monotonic(), restarts)
 
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
-        times = [*(at for at, _ in self._due.values()), *(at for at, _ in self._left)]
+        times = [*(at for at, *_ in self._due.values()), *(at for at, _ in self._left)]
         if self._due and self._left:  # the first wait for the end of the others, which nothing tells
             times = [time.monotonic() + processes.INTERVAL]
         if self._stop_at is not None and self._living:
@@ -197,12 +203,28 @@ class Agent:
                 self._tell(event="members", question=told["members"], ranks=ranks)
             elif "start" in told:
                 self._undecided.discard(told["start"])
-                if self._stop_at is None:
-                    self._due[told["start"]] = time.monotonic() + told["delay"], True
+                self._plan(told["start"], told["delay"], told["restarts"], joins=True)
+            elif "again" in told:
+                self._start_all(told["again"], told["delay"])
             elif "leave" in told:
                 self._undecided.discard(told["leave"])
             else:  # the other hosts have ended
                 self._stays = False
+
+    def _plan(self, rank: int, delay: float, restarts: int, *, joins: bool) -> None:
+        if self._stop_at is None:
+            self._due[rank] = time.monotonic() + delay, restarts, joins
+
+    def _start_all(self, restarts: Mapping[str, int], delay: float) -> None:
+        """Ends the ranks that live, and starts the first ones again."""
+        for rank in self._living.values():
+            self._end_rest(rank)
+        self._living.clear()
+        self._undecided.clear()
+        self._due.clear()
+        self._begin()
+        for number in range(self._task.first, self._task.first + self._task.count):
+            self._plan(number, delay, restarts[str(number)], joins=False)
 
     def _end_rest(self, rank: _Rank) -> None:
         """Ends what lives of a rank's session."""
@@ -245,13 +267,14 @@ class Agent:
             pid=rank.pid,
             status=status,
             seconds=time.monotonic() - rank.begun,
+            restarts=rank.restarts,
         )
 
     def _keep_times(self) -> None:
         now = time.monotonic()
         # Nothing is left of the process before when a rank starts again.
-        for rank in [rank for rank, (at, _) in self._due.items() if at <= now and not self._left]:
-            self._start(rank, self._due.pop(rank)[1])
+        for rank in [rank for rank, (at, *_) in self._due.items() if at <= now and not self._left]:
+            self._start(rank, *self._due.pop(rank)[1:])
         for at, left in list(self._left):
             still = processes.living(left)
             if not still or at <= now:
