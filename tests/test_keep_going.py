@@ -9,7 +9,9 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked_programs import HOSTS, ForkedJob
@@ -101,6 +103,29 @@ def test_plans(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run.shutil, "which", lambda *_, **__: None)
     with pytest.raises(UsageError, match="there is no ssh on PATH"):
         plan(*hosts)
+
+
+def test_what_the_supervisor_says(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a rank that nobody is left for, of an agent that could not serve the Store, and of a rank that lost another."""
+    supervisor = keep_going.Supervisor(plan("-np", "2", "--max-restarts", "2", script))
+    supervisor._agents[0] = agent = Mock()
+    supervisor._fates[0].status = 0
+    supervisor._undecided[1] = "ended by SIGKILL", -signal.SIGKILL
+    supervisor._decide()
+    agent.write.assert_called_once_with({"leave": 1})
+    why = "it does not start again, as no rank is left that it could join"
+    assert capsys.readouterr().err == f"fog run: rank 1 ended by SIGKILL; {why}; 0 ranks go on\n"
+
+    told = {"event": "done", "failure": "the Store cannot be served: its port is taken"}
+    supervisor._events.put(("told", 0, told))
+    supervisor._handle()
+    assert capsys.readouterr().err == f"fog run: the agent: {told['failure']}\n"
+    assert supervisor._first_status == 128 + signal.SIGKILL
+
+    others_end = keep_going.Supervisor(replace(plan("-np", "2", script), keeps_going=False))
+    others_end._agents[0] = agent
+    others_end._lose(1, keep_going.STATUS_OF_VICTIM, "has lost rank 0")
+    assert others_end._deadline is not None and others_end._deadline[1] == others_end._end_ranks
 
 
 # --- one host -------------------------------------------------------------------------------------------------
@@ -317,6 +342,19 @@ def test_a_host_that_cannot_be_reached_ends_the_job(tmp_path: Path) -> None:
         "fog run: 0 of 4 ranks ended well",
         "  rank 2 was lost with the agent on nosuchhost, which ended with exit status 255",
         "  rank 3 was lost with the agent on nosuchhost, which ended with exit status 255",
+    ]
+
+
+def test_a_first_host_that_cannot_be_reached_starts_nothing(tmp_path: Path) -> None:
+    """It has the Store."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    status, output = finished(tmp_path, STORE, ["-np", "2", "-H", "nosuchhost:1,localhost:1"], PATH=path)
+    assert status == 255
+    assert output.splitlines()[-2:] == [
+        "  rank 0 was lost with the agent on nosuchhost, which ended with exit status 255",
+        "  rank 1 was not started, because there is no Store",
     ]
 
 
