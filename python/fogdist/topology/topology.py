@@ -96,7 +96,7 @@ class Topology:
                 column does not sum to 1.
         """
         # These are copies, so later changes of the caller's arrays have no effect.
-        rounds = [check_matrix(W, f"matrices[{t}]", "columns") for t, W in enumerate(matrices)]
+        rounds = [check_matrix(W, f"matrices[{t}]") for t, W in enumerate(matrices)]
         if not rounds:
             raise TopologyError("matrices must hold at least one matrix, got none")
         shapes = {W.shape for W in rounds}
@@ -149,7 +149,7 @@ class Topology:
         ranks = check_int(size, "size", minimum=1)
 
         def checked(t: int) -> Matrix:
-            W = check_matrix(matrix(t), f"matrix({t})", "columns")
+            W = check_matrix(matrix(t), f"matrix({t})")
             if W.shape != (ranks, ranks):
                 raise TopologyError(f"matrix({t}) must have the shape {(ranks, ranks)}, got {W.shape}")
             W.setflags(write=False)
