@@ -294,6 +294,15 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     assert "fog run: 2 of 4 ranks ended well\n" in output
 
 
+def test_the_store_outlives_the_ranks_of_its_host(tmp_path: Path) -> None:
+    """The first host has done its own ranks long before the second one needs the Store."""
+    script = STORE.replace("others = [", "time.sleep(0.5 * rank)\nothers = [")
+    with hosts(tmp_path, 2) as (_, variables):
+        words = ["-np", "3", "-H", f"{address(0)}:1,{address(1)}:2", "-p", "22"]
+        status, output = finished(tmp_path, script, words, 0, **variables)
+    assert status == 137 and {"[1] sum 3.0", "[2] sum 3.0"} <= set(output.splitlines()), output
+
+
 # Rank 0 ends only if it is told to.
 RAISES = """
 import time
