@@ -1,4 +1,4 @@
-"""Who is a member: meetings after a loss, smaller groups, processes that join; `test_on_loss` has the training meanwhile."""
+"""Who is a member: agreement rounds after a loss, smaller groups, processes that join; `test_on_loss` has the training meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fogdist import algorithms, topology
 from fogdist.compression import Int8
 from fogdist.elastic import membership, tickets
-from fogdist.elastic.meeting import Decision, Log, Record
+from fogdist.elastic.agreement_round import Decision, Log, Record
 from fogdist.elastic.membership import Membership
 from harness import Outcome, World, error_of
 from torch import nn
@@ -172,7 +172,7 @@ def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None
 
 
 def reconfigure_alone(timeout: float) -> str:
-    """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
+    """All ranks but rank 1 come to the agreement round; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     dist.barrier(group)
@@ -288,13 +288,13 @@ def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
 def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
     """Not where that one began its last round: it may have settled since, which is no part of a round."""
     told: list[dict[str, Any]] = []
-    members = SimpleNamespace(enter=lambda seat: told.append(seat.report()))
+    members = SimpleNamespace(enter=lambda participant: told.append(participant.report()))
     steps = iter(range(10))
-    seat = membership.Seat(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
+    participant = membership.Participant(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
     for _ in range(2):
-        seat.enter()
+        participant.enter()
         for _ in range(3):  # a round of two exchanges, and one by `settle`
-            seat.completed = seat.take() + 1
+            participant.completed = participant.take() + 1
     assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
 
 
@@ -341,7 +341,7 @@ def test_without_the_store_ranks_train_on_until_one_is_lost(new_world: Callable[
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
 def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
-    """Many threads write to a meeting and decide: none of their words is lost, and one decision holds."""
+    """Many threads write to an agreement round and decide: none of their words is lost, and one decision holds."""
     stores = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "file": lambda: dist.FileStore(str(tmp_path / "store"), -1),
@@ -351,8 +351,8 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
     decisions: list[Any] = []
 
     def take_part(rank: int) -> None:
-        log = Log(store, "meeting")
-        log.append({"came": rank, "seats": {"a": rank}})
+        log = Log(store, "round")
+        log.append({"came": rank, "objects": {"a": rank}})
         log.append({"gone": 100 + rank % 2, "by": rank})
         minutes = log.read()
         assert rank in minutes.came and 100 + rank % 2 in minutes.gone
@@ -363,7 +363,7 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    log = Log(store, "meeting")
+    log = Log(store, "round")
     minutes = log.read()
     assert minutes.came == {rank: {"a": rank} for rank in range(8)} and minutes.gone == {100, 101}
     assert log.is_decided() and len(decisions) == 8
@@ -371,7 +371,7 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
 
 
 class FakeBackend:
-    """The backend of a rank in a meeting without processes; it knows from the beginning who is lost."""
+    """The backend of a rank in an agreement round without processes; it knows from the beginning who is lost."""
 
     id = 7
 
@@ -398,13 +398,15 @@ def meet_in(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size:
     whole = SimpleNamespace(rank=rank, size=size, group=group, backend=backend, is_joining=False)
     monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
-    seat = members.seat("a")
-    seat.completed = 10 + rank
+    participant = members.participant("a")
+    participant.completed = 10 + rank
     try:
         decision = members._agreed(whole, dist.DistBackendError("the first error"), ())
     except dist.DistBackendError as error:
         return str(error)
-    return {} if decision is None else {r: seats["a"]["completed"] for r, seats in decision.living.items()}
+    return (
+        {} if decision is None else {r: objects["a"]["completed"] for r, objects in decision.living.items()}
+    )
 
 
 def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:

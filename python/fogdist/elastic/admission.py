@@ -45,7 +45,7 @@ class Admission:
         self._copies: dict[int, Offer] = {}
 
     def is_quiet(self, epoch: int) -> bool:
-        """Returns whether nothing has happened since the last look. It asks nobody, and makes no system call."""
+        """Returns whether nothing has happened since the last poll. It asks nobody, and makes no system call."""
         return not self._waits and self._announced() == self._seen and epoch == self._epoch
 
     def publish_nonce(self) -> None:
@@ -58,7 +58,7 @@ class Admission:
         for ticket in list(self._copies):
             self._close(ticket)
 
-    def look(
+    def poll(
         self,
         epoch: int,
         judge: Callable[[Request], str | None],
@@ -124,8 +124,8 @@ class Admission:
             self._store.set(FIRST, str(first))
         return list(ready.values())
 
-    def look_again(self) -> None:
-        """Makes the next step look again, although nothing has happened."""
+    def poll_again(self) -> None:
+        """Makes the next step poll again, although nothing has happened."""
         self._waits = True
 
     def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
