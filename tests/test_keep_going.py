@@ -71,10 +71,6 @@ def agent_and_guard(running: ForkedJob) -> tuple[int, int]:
 # --- commands and texts ---------------------------------------------------------------------------------------
 
 
-def test_restarts_wait_longer_and_longer() -> None:
-    assert [keep_going.delay_of(lives) for lives in (0, 1, 2, 3, 4, 20)] == [0.0, 0.0, 1.0, 2.0, 4.0, 30.0]
-
-
 def test_commands_of_agents() -> None:
     by_ssh = launchers.agent_by_ssh(Host("b", 2), 2222, "/p q")
     assert by_ssh[0] == "ssh" and by_ssh[-4:-1] == ["-p", "2222", "b"]

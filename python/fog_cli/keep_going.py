@@ -26,11 +26,6 @@ from fog_cli.launchers import Job
 from fog_cli.processes import describe
 from fog_cli.programs.rank import STATUS_OF_VICTIM, write_whole
 
-# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
-# time, up to this number of seconds.
-_LONGEST_DELAY = 30.0
-_SHORT_LIFE = 60.0
-
 
 @dataclass
 class Fate:
@@ -42,19 +37,12 @@ class Fate:
         status: The exit status of its last process, or the negative number of the signal; None while it runs, or may be
             started again.
         starts: How often it was started again.
-        short_lives: How many of its last processes have lived shortly.
     """
 
     host: int
     failures: list[str] = field(default_factory=list)
     status: int | None = None
     starts: int = 0
-    short_lives: int = 0
-
-
-def delay_of(short_lives: int) -> float:
-    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
-    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
 
 
 def _signal_of(status: int) -> int:
@@ -265,7 +253,6 @@ class Supervisor:
         why = "because it had lost another rank" if status == STATUS_OF_VICTIM else describe(status)
         how = f"(process {told['pid']}{self._on(number)}) ended {why} after {told['seconds']:.1f} s"
         fate.failures.append(how)
-        fate.short_lives = fate.short_lives + 1 if told["seconds"] < _SHORT_LIFE else 0
         if len(fate.failures) > self._job.max_restarts:
             self._lose(rank, status, how)
             return
@@ -283,34 +270,29 @@ class Supervisor:
         if self._members:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
-                delay = delay_of(fate.short_lives)
-                self._say_again(rank, how, "it starts", delay)
+                self._say_again(rank, how, "it starts")
                 fate.starts += 1
-                self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
+                self._agents[fate.host].write({"start": rank, "restarts": fate.starts})
         elif any(fate.status is not None for fate in self._fates.values()):
             for rank, (how, status) in ended.items():
                 self._lose(
                     rank, status, f"{how}; it does not start again, as no rank is left that it could join"
                 )
         else:
-            delay = max(delay_of(self._fates[rank].short_lives) for rank in ended)
             for rank, (how, _) in ended.items():
-                self._say_again(
-                    rank, how, "no other has a group that it could join, so all ranks start", delay
-                )
-            self._start_all(delay)
+                self._say_again(rank, how, "no other has a group that it could join, so all ranks start")
+            self._start_all()
 
-    def _start_all(self, delay: float) -> None:
+    def _start_all(self) -> None:
         """Starts the job again as a whole."""
         for fate in self._fates.values():
             fate.starts += 1
-        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}
+        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}}
         self._agents[0].write(self._again)
 
-    def _say_again(self, rank: int, how: str, who: str, delay: float) -> None:
-        when = f" in {delay:.0f} s" if delay else ""
+    def _say_again(self, rank: int, how: str, who: str) -> None:
         times = f"{len(self._fates[rank].failures)} of {self._job.max_restarts}"
-        _say(f"rank {rank} {how}; {who} again{when} ({times})")
+        _say(f"rank {rank} {how}; {who} again ({times})")
 
     def _lose(self, rank: int, status: int, how: str) -> None:
         """Reports a rank that is not started again."""

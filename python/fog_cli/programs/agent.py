@@ -85,8 +85,8 @@ class Agent:
         self._connection = connection
         self._unread = b""
         self._living: dict[int, _Rank] = {}  # by process ID
-        # Ranks to start: when, how often they were started before, and whether they join others.
-        self._due = {rank: (0.0, 0, False) for rank in range(task.first, task.first + task.count)}
+        # Ranks to start: how often they were started before, and whether they join others.
+        self._due = {rank: (0, False) for rank in range(task.first, task.first + task.count)}
         self._undecided: set[int] = set()  # ranks that have ended and may be started again
         self._left: list[
             tuple[float, set[tuple[int, int]]]
@@ -172,9 +172,9 @@ class Agent:
 
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
-        times = [*(at for at, *_ in self._due.values()), *(at for at, _ in self._left)]
-        if self._due and self._left:  # the first wait for the end of the others, which nothing tells
-            times = [time.monotonic() + processes.INTERVAL]
+        times = [at for at, _ in self._left]
+        if self._due:  # they wait for the end of what is left of those before, which nothing tells
+            times.append(time.monotonic() + processes.INTERVAL)
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
         timeout = max(min(times) - time.monotonic(), 0.0) if times else None
@@ -203,19 +203,19 @@ class Agent:
                 self._tell(event="members", question=told["members"], ranks=ranks)
             elif "start" in told:
                 self._undecided.discard(told["start"])
-                self._plan(told["start"], told["delay"], told["restarts"], joins=True)
+                self._plan(told["start"], told["restarts"], joins=True)
             elif "again" in told:
-                self._start_all(told["again"], told["delay"])
+                self._start_all(told["again"])
             elif "leave" in told:
                 self._undecided.discard(told["leave"])
             else:  # the other hosts have ended
                 self._stays = False
 
-    def _plan(self, rank: int, delay: float, restarts: int, *, joins: bool) -> None:
+    def _plan(self, rank: int, restarts: int, *, joins: bool) -> None:
         if self._stop_at is None:
-            self._due[rank] = time.monotonic() + delay, restarts, joins
+            self._due[rank] = restarts, joins
 
-    def _start_all(self, restarts: Mapping[str, int], delay: float) -> None:
+    def _start_all(self, restarts: Mapping[str, int]) -> None:
         """Ends the ranks that live, and starts the first ones again."""
         for rank in self._living.values():
             self._end_rest(rank)
@@ -224,7 +224,7 @@ class Agent:
         self._due.clear()
         self._begin()
         for number in range(self._task.first, self._task.first + self._task.count):
-            self._plan(number, delay, restarts[str(number)], joins=False)
+            self._plan(number, restarts[str(number)], joins=False)
 
     def _end_rest(self, rank: _Rank) -> None:
         """Ends what lives of a rank's session."""
@@ -272,14 +272,14 @@ class Agent:
 
     def _keep_times(self) -> None:
         now = time.monotonic()
-        # Nothing is left of the process before when a rank starts again.
-        for rank in [rank for rank, (at, *_) in self._due.items() if at <= now and not self._left]:
-            self._start(rank, *self._due.pop(rank)[1:])
         for at, left in list(self._left):
             still = processes.living(left)
             if not still or at <= now:
                 processes.kill_with_descendants(still)
                 self._left.remove((at, left))
+        if not self._left:  # nothing is left of the process before when a rank starts again
+            for rank in list(self._due):
+                self._start(rank, *self._due.pop(rank))
         if self._stop_at is not None and self._stop_at <= now:
             for pid in self._living:
                 with contextlib.suppress(ProcessLookupError):
