@@ -43,6 +43,10 @@ SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
 PATIENCE = 30.0
 
 
+# At least so much of 1 MiB comes before it is asked for, where the path is long and has carried more than that before.
+EARLY = 256 * KIB
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Ranks of one host that reach each other by TCP."""
@@ -68,6 +72,55 @@ def test_between_hosts(tmp_path: Path) -> None:
         assert libraries == [], libraries
         others = [host for peer, host in enumerate(placement) if peer != rank]
         assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
+
+
+def bytes_before_asked(other: int) -> int:
+    """Rank 0 sends 1 MiB to a rank that asks for it late; returns how much of it had come before, on that rank."""
+    counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
+    data = torch.arange(MIB // 4, dtype=torch.float32)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.send(data, other)
+        return 0
+    before = int(counter.read_text())
+    time.sleep(0.5)
+    come = int(counter.read_text()) - before
+    received = torch.zeros_like(data)
+    dist.recv(received, 0)
+    assert received.equal(data)
+    return come
+
+
+def send_over_a_long_path() -> list[int]:
+    """Exchanges data of all sizes, and returns how much comes early: at first, afterwards, and after data was left."""
+    other = 1 - dist.get_rank()
+    found = [bytes_before_asked(other)]
+    for number in range(3):
+        for size in SIZES:
+            sent = torch.full((size // 4,), float(number + other))
+            received = torch.zeros_like(sent)
+            works = [dist.isend(sent, other), dist.irecv(received, other)]
+            for work in works:
+                work.wait()
+            assert received.eq(number + 1 - other).all(), (size, received)
+    found.append(bytes_before_asked(other))
+    for _ in range(
+        5
+    ):  # together more than the limit of what comes early, in pieces that come early as a whole
+        group = dist.new_group([0, 1])
+        for _ in range(8 if other == 1 else 0):
+            dist.isend(torch.zeros(EARLY // 8), 1, group=group)
+        time.sleep(0.1)  # it is on its way
+        dist.destroy_process_group(group)
+    return [*found, bytes_before_asked(other)]
+
+
+def test_a_long_path(tmp_path: Path) -> None:
+    """Data does not wait for its receiver's answer there, also after a receiver has left some; all of it arrives."""
+    calls = [("send_over_a_long_path", ())]
+    found = run_on_hosts(tmp_path, [0, 1], "test_tcp", calls, delay=0.02, environment=TCP)
+    first, then, after = found[1][0]
+    assert first < EARLY <= min(then, after), found
 
 
 def test_parts_that_end_within_an_element(world: World) -> None:
