@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import pytest
@@ -364,8 +365,8 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
     for thread in threads:
         thread.join()
     log = Log(store, "round")
-    minutes = log.read()
-    assert minutes.came == {rank: {"a": rank} for rank in range(8)} and minutes.gone == {100, 101}
+    record = log.read()
+    assert record.came == {rank: {"a": rank} for rank in range(8)} and record.gone == {100, 101}
     assert log.is_decided() and len(decisions) == 8
     assert all(decision == decisions[0] for decision in decisions)
 
@@ -390,18 +391,45 @@ class FakeBackend:
         self.watched.update(ranks)
 
 
-def meet_in(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, lost: list[int]) -> Any:
-    """Returns what a rank of a group agrees on with the others, or the text of its error."""
-    monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
+def members_of_fake(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, lost: list[int]
+) -> membership.Members:
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     backend = FakeBackend(lost, 30.0)
     whole = SimpleNamespace(rank=rank, size=size, group=group, backend=backend, is_joining=False)
     monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
+    members.group_of_test = group  # which it keeps alive
+    return members
+
+
+def test_a_process_that_cannot_come_in_yet_is_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks were in exchanges of different objects. Each round costs all of them, so the next one is exchanges away."""
+    members = members_of_fake(monkeypatch, 0, 2, [])
+    members._admission = admission = Mock(**{"poll.return_value": []})
+    monkeypatch.setattr(members, "_agreed", lambda *_: Decision({0: {}, 1: {}}, {}))
+    monkeypatch.setattr(members, "_adopt", lambda *_: None)
+    for pauses in (2, 4):
+        admission.reset_mock()
+        members.agree(dist.DistBackendError("a process joins"), [Mock()])
+        admission.poll_again.assert_called_once()
+        for _ in range(pauses):
+            members._attend(admission, Mock())
+        admission.poll.assert_not_called()
+        members._attend(admission, Mock())
+        admission.poll.assert_called_once()
+
+
+def agree_in(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, lost: list[int]
+) -> Any:
+    """Returns what a rank of a group agrees on with the others, or the text of its error."""
+    monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
+    members = members_of_fake(monkeypatch, rank, size, lost)
     participant = members.participant("a")
     participant.completed = 10 + rank
     try:
-        decision = members._agreed(whole, dist.DistBackendError("the first error"), ())
+        decision = members._agreed(members.context, dist.DistBackendError("the first error"), ())
     except dist.DistBackendError as error:
         return str(error)
     return (
@@ -413,9 +441,9 @@ def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.
     """Each half of a group takes the other one for lost; the half that decides first is the group."""
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
-        first = [pool.submit(meet_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
+        first = [pool.submit(agree_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
         assert [each.result() for each in first] == [{0: 10, 1: 11}] * 2
-        second = [pool.submit(meet_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
+        second = [pool.submit(agree_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
         assert [each.result() for each in second] == [
             f"this rank {rank} was declared lost in epoch 1, and takes no part any more" for rank in (2, 3)
         ]
@@ -426,10 +454,10 @@ def test_ranks_wait_for_each_other_and_learn_of_losses_from_each_other(
 ) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
-        early = [pool.submit(meet_in, monkeypatch, store, rank, 4, []) for rank in (0, 1)]
+        early = [pool.submit(agree_in, monkeypatch, store, rank, 4, []) for rank in (0, 1)]
         time.sleep(0.2)
         assert not any(each.done() for each in early)
-        last = pool.submit(meet_in, monkeypatch, store, 3, 4, [2])
+        last = pool.submit(agree_in, monkeypatch, store, 3, 4, [2])
         decisions = [each.result() for each in (*early, last)]
     assert decisions == [{0: 10, 1: 11, 3: 13}] * 3
 
