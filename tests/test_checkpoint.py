@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent under kills and full disks.
+"""Checkpoints: means on other numbers of ranks, whole or absent under kills and full disks.
 
 test_training_frame.py has the same bits on as many ranks, with every kind of optimizer.
 """
@@ -25,7 +25,7 @@ from fogdist import algorithms, checkpoint
 from fogdist.checkpoint import pieces
 from harness import World, WorldPool, on_ranks
 from torch import nn
-from training_cases import Net, make_net, sgd, snapshot, start, train_step
+from training_cases import Net, distributed, make_net, sgd, snapshot, start, train_step
 
 
 def go_on(called: Any, optimizer: Any, rank: int, first: int, last: int) -> None:
@@ -38,11 +38,92 @@ def names_in(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-# --- the state of each rank -----------------------------------------------------------------------------------
+# --- other numbers of ranks ---------------------------------------------------------------------------------
+
+LINEAR = ["DecentralizedSGD", "ExactDiffusion", "GradientTracking", "PushSumSGD", "DiLoCo", "wrapper"]
+
+
+def state_of(model: Net, optimizer: Any) -> dict[str, Any]:
+    """Returns all that the tests of means look at, as NumPy's."""
+    state: dict[str, Any] = {"model": snapshot(model).detach().numpy()}
+    base = optimizer.state_dict()["state"]
+    state["momenta"] = [
+        entry["momentum_buffer"].numpy().copy() for entry in base.values() if "momentum_buffer" in entry
+    ]
+    if isinstance(optimizer, algorithms.Algorithm):
+        saved = optimizer.state_dict()
+        for name in optimizer.state_vectors:
+            own = [entry[f"fog_{name}"] for entry in saved["state"].values() if f"fog_{name}" in entry]
+            state[name] = np.concatenate([each.reshape(-1).numpy() for each in own])
+        state["numbers"] = {name: saved["param_groups"][0][f"fog_{name}"] for name in optimizer.state_numbers}
+    return state
 
 
 def star(size: int) -> Any:
-    return fogdist.topology.star(size)
+    return fogdist.topology.star(size) if size > 1 else fogdist.topology.exponential(size)
+
+
+def train_and_save(path: Path, kind: str) -> dict[str, Any]:
+    # On a star, push-sum's weights differ between ranks.
+    rank, _ = start(star if kind == "PushSumSGD" else None)
+    model = make_net(rank)
+    with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
+        go_on(called, optimizer, rank, 0, 5)
+        checkpoint.save(path, called, optimizer, step=5, extra=rank)
+        return state_of(model, optimizer)
+
+
+def load_and_train(path: Path, kind: str, is_mean: bool, saved_by: int) -> dict[str, Any]:
+    rank, _ = start(star if kind == "PushSumSGD" else None)
+    model = make_net(20 + rank)
+    with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
+        loaded = checkpoint.load(path, called, optimizer)
+        assert loaded == checkpoint.Loaded(5, saved_by, is_mean, loaded.extra)
+        state = state_of(model, optimizer)
+        state["extra"] = loaded.extra
+        go_on(called, optimizer, rank, 5, 7)
+        state["later"] = state_of(model, optimizer)
+        return state
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (4, 1)])
+def test_other_numbers_of_ranks_go_on_from_the_mean(
+    worlds: WorldPool, tmp_path: Path, kind: str, before: int, after: int
+) -> None:
+    saved = worlds(before).run(train_and_save, tmp_path, kind)
+    loaded = worlds(after).run(load_and_train, tmp_path, kind, True, before)
+    weights = np.array([state.get("numbers", {}).get("p", 1.0) for state in saved])
+    if kind == "PushSumSGD" and before > 2:
+        assert weights.std() > 0.1  # otherwise the test would not see that they count
+    mean = np.average([state["model"] for state in saved], axis=0, weights=weights)
+    vectors = [name for name in saved[0] if name not in ("model", "momenta", "numbers")]
+    for rank, state in enumerate(loaded):
+        np.testing.assert_allclose(state["model"], mean, rtol=1e-6, atol=1e-7)
+        assert state["momenta"]
+        for place, momentum in enumerate(state["momenta"]):
+            expected = np.mean([each["momenta"][place] for each in saved], axis=0)
+            np.testing.assert_allclose(momentum, expected, rtol=1e-5, atol=1e-7)
+        for name in vectors:
+            expected = np.mean([each[name] for each in saved], axis=0)
+            np.testing.assert_allclose(state[name], expected, rtol=1e-5, atol=1e-7)
+        assert state.get("numbers", {}).get("p", 1.0) == 1.0
+        assert state["extra"] == rank % before
+        for other in loaded:
+            np.testing.assert_array_equal(state["model"], other["model"])
+    _check_sums(kind, loaded)
+    _check_sums(kind, [state["later"] for state in loaded])
+
+
+def _check_sums(kind: str, states: list[dict[str, Any]]) -> None:
+    """Checks what must hold for the sums over all ranks."""
+    if kind == "GradientTracking":
+        trackers, gradients = (np.sum([each[n] for each in states], axis=0) for n in ("tracker", "gradient"))
+        np.testing.assert_allclose(trackers, gradients, rtol=1e-4, atol=1e-6)
+    if kind == "ExactDiffusion":
+        np.testing.assert_allclose(np.sum([each["correction"] for each in states], axis=0), 0.0, atol=1e-4)
+    if kind == "PushSumSGD":
+        assert abs(sum(each["numbers"]["p"] for each in states) - len(states)) < 1e-9
 
 
 def push_sum(seed: int, **options: Any) -> tuple[Net, Any]:
@@ -95,37 +176,20 @@ def test_push_sum_keeps_its_mass(worlds: WorldPool, tmp_path: Path) -> None:
     assert len(weights) > 1
     np.testing.assert_allclose(weights, 4.0, rtol=0.0, atol=1e-12)
     assert np.std([p for p, _, _ in saved]) > 0.1  # otherwise the test would not see that they are kept
-    laters: list[Any] = []
-    for rank, (now, later) in enumerate(worlds(4).run(load_push_sum, tmp_path)):
-        for mine, its in zip(now, saved[rank], strict=True):
-            np.testing.assert_array_equal(mine, its)
-        np.testing.assert_allclose(later[1] / later[2], total / mass, rtol=0.0, atol=1e-3)
-        laters.append(later)
-    for place, expected in ((2, mass), (1, total)):
-        sums = np.sum([later[place] for later in laters], axis=0)
-        np.testing.assert_allclose(sums, expected, rtol=0.0, atol=1e-11)
-
-
-def save_on(path: Path, step: int) -> None:
-    rank, _ = start()
-    checkpoint.save(path, make_net(rank), step=step)
-
-
-def load_on_two(path: Path) -> None:
-    start()
-    model = make_net(9)
-    before = snapshot(model)
-    with pytest.raises(ValueError, match="checkpoint of 2 ranks to go on with so many, got one of 4 in"):
-        checkpoint.load(path, model, step=4)
-    assert torch.equal(snapshot(model), before)
-    checkpoint.load(path, model, step=1)
-    assert torch.equal(snapshot(model), snapshot(make_net(0)))
-
-
-def test_only_the_state_of_one_rank_goes_to_another_number(worlds: WorldPool, tmp_path: Path) -> None:
-    for size in (4, 1):
-        worlds(size).run(save_on, tmp_path, size)
-    worlds(2).run(load_on_two, tmp_path)
+    for size in (4, 2):
+        loaded = worlds(size).run(load_push_sum, tmp_path)
+        for rank, (now, later) in enumerate(loaded):
+            if size == 4:
+                for mine, its in zip(now, saved[rank], strict=True):
+                    np.testing.assert_array_equal(mine, its)
+            else:
+                np.testing.assert_allclose(now[0], 1.0, rtol=0.0, atol=1e-12)
+                np.testing.assert_allclose(now[1] / now[2], total / mass, rtol=0.0, atol=1e-12)
+            np.testing.assert_allclose(later[1] / later[2], total / mass, rtol=0.0, atol=1e-3)
+        for place in (0, 1):
+            sums = np.sum([later[2 - place] for _, later in loaded], axis=0)
+            expected = (mass if place == 0 else total) * size / 4
+            np.testing.assert_allclose(sums, expected, rtol=0.0, atol=1e-11)
 
 
 @on_ranks(2)
@@ -284,7 +348,7 @@ def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     rank, _ = start()
     write = checkpoint.write
     if rank == 1:
-        checkpoint.write = lambda folder, *of: write(tmp_path / "elsewhere" / folder.name, *of)
+        checkpoint.write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
     shared = tmp_path / "checkpoints"
     try:
         with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):

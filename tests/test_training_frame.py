@@ -1091,7 +1091,7 @@ def test_a_rank_whose_gradients_overflow_leaves_out_its_local_step_only(worlds, 
 )
 def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
     """An interrupted training continues from each kind of checkpoint as if it had not been interrupted."""
-    rank, _ = start()
+    rank, size = start()
     own, file = tmp_path / str(rank), io.BytesIO()
 
     def begin(seed: int) -> tuple[Net, torch.optim.Optimizer]:
@@ -1123,7 +1123,7 @@ def test_checkpoints(kind: str, of_sgd: bool, tmp_path: Path) -> None:
 
     def by_fogdist(called: Any, optimizer: Any) -> None:
         loaded = fogdist.checkpoint.load(tmp_path / "fog", called, optimizer)
-        assert loaded == fogdist.checkpoint.Loaded(3, {"rank": rank})
+        assert loaded == fogdist.checkpoint.Loaded(3, size, False, {"rank": rank})
         # Without it, the fourth graph of a sequence would be the first one again.
         assert kind != "wrapper" or called.round == 3
 

@@ -1,6 +1,6 @@
 """Checkpoints of decentralized training, by torch.distributed.checkpoint: each rank's own state.
 
-A checkpoint is whole or absent. ``docs/howto/checkpoints.md`` is the guide.
+A checkpoint is whole or absent, and can be loaded on another number of ranks. ``docs/howto/checkpoints.md`` is the guide.
 """
 
 from __future__ import annotations
@@ -36,10 +36,15 @@ class Loaded:
 
     Attributes:
         step: The checkpoint's step.
-        extra: The `extra` that was saved on the rank of this number.
+        ranks: The number of ranks that saved it.
+        is_mean: Whether this rank now has the mean of all ranks that saved it, in place of the state of one rank.
+        extra: The `extra` that was saved on the rank of this number, or, if there was no such rank, on the rank
+            whose number is the remainder by `ranks`.
     """
 
     step: int
+    ranks: int
+    is_mean: bool
     extra: Any
 
 
@@ -95,7 +100,7 @@ def save(
     is_first = context.rank == 0
     states.settle(model, optimizer)
     state = states.capture(model, optimizer, extra)
-    head = {"ranks": context.size, "versions": {"fogdist": VERSION, "torch": torch.__version__}}
+    state.head.update(ranks=context.size, versions={"fogdist": VERSION, "torch": torch.__version__})
     which = f"the checkpoint of step {step} in {root}"
     what = f"begin {which}"
     check_same_everywhere(context.backend, "checkpoint", [what, f"{keep=}"])
@@ -103,7 +108,7 @@ def save(
     hidden = root / tell(context, what, begun)[0]
     pieces = [piece_of(rank) for rank in range(context.size)]
     try:
-        together(context, f"write {which}", lambda: write(hidden / pieces[context.rank], state, head))
+        together(context, f"write {which}", lambda: write(hidden / pieces[context.rank], state))
         together(
             context,
             f"complete {which}",
@@ -130,8 +135,12 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint of `save` into the model and the optimizer. Collective.
 
-    It takes as many ranks as saved it: each rank gets its own state back, and training continues bit for bit. What one
-    rank alone has saved is loaded on any number of ranks.
+    On as many ranks as saved it, each rank gets its own state back, and training continues bit for bit. On another
+    number of ranks, all ranks get the mean over the ranks that saved it, of parameters, optimizer state and algorithm
+    state. It keeps the mean of the parameters (with push-sum, the mean with the weights p, which become 1) and whatever
+    linear rule the sums over ranks of an algorithm's vectors obey: the sum of gradient tracking's trackers is the sum of
+    its gradients, and the sum of exact diffusion's corrections is 0. Numbers such as counts of steps and rounds are
+    those of rank 0 then.
 
     Call it before the first step. `AsynchronousGossip` has to be made after it, and its checkpoint is loaded into its
     optimizer. Asynchronous modes that have trained before may mix once with what neighbors sent before.
@@ -146,9 +155,8 @@ def load(
 
     Raises:
         TypeError: An argument has a wrong type; the model has DTensors.
-        ValueError: The checkpoint is of another model, optimizer or algorithm, or of a newer version, with the differences,
-            or of another number of ranks; ranks disagree on an argument; before `init`. On all ranks alike; then the
-            model is as it was.
+        ValueError: The checkpoint is of another model, optimizer or algorithm, or of a newer version, with the differences;
+            ranks disagree on an argument; before `init`. On all ranks alike; then the model is as it was.
         OSError: There is no such checkpoint, or it cannot be read, on all ranks alike.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
@@ -168,26 +176,38 @@ def load(
         piece.check()
         return piece
 
-    def begun() -> tuple[Piece, dict[str, Any]]:
-        ranks = opened(piece_of(0)).head()["ranks"]
-        if ranks not in (1, context.size):
-            raise ValueError(
-                f"path must have a checkpoint of {context.size} ranks to go on with so many, got one of {ranks} in {folder}; "
-                "to begin from the parameters of one of its ranks, load them by torch.distributed.checkpoint"
-            )
-        piece = opened(piece_of(context.rank % ranks))
+    def begun() -> tuple[Piece, dict[str, Any], int, bool]:
+        piece = opened(piece_of(0))
+        ranks = piece.head()["ranks"]
+        # From several states, rank 0's gives the numbers, and the names and shapes of the tensors.
+        is_combined = ranks not in (1, context.size)
+        if ranks == context.size:
+            piece = opened(piece_of(context.rank))
         rest = piece.rest()
-        states.check(model, optimizer, piece.shapes, rest)
-        return piece, rest
+        states.check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
+        if is_combined:
+            rest = states.of_all_ranks(rest, optimizer)
+            rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
+        return piece, rest, ranks, is_combined
 
-    piece, rest = together(context, what, begun)
+    def sources() -> list[states.Source]:
+        mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
+        return [
+            states.Source(each.tensors, states.weights_of(each.shapes, each.rest(), each.head()))
+            for each in mine
+        ]
+
+    piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
-    wanted_tensors = [name for name in piece.shapes if name.startswith(parts)]
-    tensors = together(context, what, lambda: piece.tensors(wanted_tensors))
+    shapes = {name: shape for name, shape in piece.shapes.items() if name.startswith(parts)}
+    found: dict[str, torch.Tensor] = {}
+    if is_combined:
+        found = states.means(context, what, shapes, together(context, what, sources))
+    tensors = found | together(context, what, lambda: piece.tensors(shapes.keys() - found.keys()))
     if optimizer is not None:
         together(context, what, lambda: states.restore_optimizer(optimizer, rest, tensors))
     together(context, what, lambda: states.restore_model(model, rest, tensors))
-    return Loaded(int(folder.name.partition("-")[2]), rest["extra"])
+    return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined, rest["extra"])
 
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names

@@ -1,7 +1,7 @@
 """A piece of a checkpoint: the state of one rank as a checkpoint of torch.distributed.checkpoint in a folder of its own.
 
 A rank writes and reads its piece without a word to the others, so what one rank does cannot hold up or confuse another
-one, and torch.distributed.checkpoint itself can read a piece in any program.
+one, and a piece can be read on any number of ranks, also by torch.distributed.checkpoint itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ class State:
     Attributes:
         tensors: By name; a name has its part of the state before its first dot: "model.NAME" and "optimizer.NAME".
         rest: All else, with the names of tensors in their places.
+        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
     """
 
     tensors: dict[str, Tensor]
     rest: dict[str, Any]
+    head: dict[str, Any]
 
 
 def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -64,12 +66,12 @@ def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return replaced(tree, put)
 
 
-def write(folder: Path, state: State, head: Mapping[str, Any]) -> None:
-    """Writes a piece into a new folder, with its head; its files are on the disk when this returns."""
+def write(folder: Path, state: State) -> None:
+    """Writes a piece into a new folder; its files are on the disk when this returns."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **head},), _REST: (state.rest,)}
+    entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **state.head},), _REST: (state.rest,)}
     for name, tensor in state.tensors.items():
         part, _, inner = name.partition(".")
         entries.setdefault(part, {})[inner] = tensor.cpu()
@@ -119,7 +121,7 @@ class Piece:
                     raise FileNotFoundError(errno.ENOENT, text)
 
     def head(self) -> dict[str, Any]:
-        """Reads what the piece's checkpoint is: "ranks", and "versions".
+        """Reads what the piece's checkpoint is: "ranks", "weight" of this piece in the mean of all, and "versions".
 
         Raises:
             ValueError: A newer version of fogdist wrote it.

@@ -1,19 +1,35 @@
-"""The state of a training on one rank, on its way into a piece of a checkpoint and back."""
+"""The state of a training on one rank, on its way into a piece of a checkpoint and back; and the mean of several."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import some
 from fogdist.checkpoint.pieces import State, put_together, take_apart
+from fogdist.checkpoint.together import together
+from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.shards import is_sharded
 from fogdist.training.algorithm import Algorithm
+from fogdist.training.saved_state import set_number
+
+
+@dataclass(frozen=True)
+class Source:
+    """A state that counts in a mean: how its tensors are read, and the weight of each, by name."""
+
+    read: Callable[[list[str]], Mapping[str, Tensor]]
+    weights: Mapping[str, float]
 
 
 def check_arguments(model: Module, optimizer: Optimizer | None) -> None:
@@ -43,6 +59,7 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
     """Returns the state of this rank; the tensors are those of the training itself."""
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {"model": take_apart(model.state_dict(), "model", tensors), "extra": extra}
+    weight = 1.0
     if isinstance(model, DecentralizedDataParallel):
         rest["round"] = model.round
     if optimizer is not None:
@@ -51,13 +68,76 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
             "parameters": _names(model, optimizer),
             "state": take_apart(optimizer.state_dict(), "optimizer", tensors),
         }
-    return State(tensors, rest)
+    if isinstance(optimizer, Algorithm):
+        weight = optimizer.own_weight
+        if weights := optimizer.mean_weights():
+            rest["weights"] = {
+                f"model.{name}": weights[parameter]
+                for name, parameter in model.named_parameters(remove_duplicate=False)
+                if parameter in weights
+            }
+    return State(tensors, rest, {"weight": weight})
+
+
+def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
+    """Returns what goes with the mean of all ranks, from what goes with the state of one rank."""
+    changed = copy.deepcopy(dict(rest))
+    changed.pop("weights", None)
+    if isinstance(optimizer, Algorithm) and "optimizer" in changed:
+        weight = optimizer.mean_weight
+        for name in [*optimizer.rank_numbers, *([] if weight is None else [weight])]:
+            set_number(changed["optimizer"]["state"], name, optimizer.state_numbers[name])
+    return changed
+
+
+def weights_of(
+    names: Mapping[str, Any], rest: Mapping[str, Any], head: Mapping[str, Any]
+) -> dict[str, float]:
+    """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
+    own, weight = rest.get("weights", {}), head["weight"]
+    return {name: own.get(name, weight if name.startswith("model.") else 1.0) for name in names}
+
+
+def has_mean(tensor: Tensor) -> bool:
+    """Returns whether a tensor has a mean; counts do not."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def means(
+    context: Context, what: str, shapes: Mapping[str, Tensor], sources: Sequence[Source]
+) -> dict[str, Tensor]:
+    """Returns the means over the states of all ranks. Collective.
+
+    Sums are in double, so the mean of equal numbers of a smaller type is that number. A state without a tensor does not
+    count in the mean of that tensor.
+
+    Args:
+        context: The group.
+        what: As of `together`.
+        shapes: Of the tensors, as tensors, the same on all ranks; only those that have means count.
+        sources: This rank's part of the states.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        if has_mean(shape):
+            flat = together(context, what, partial(_sum, sources, name, shape))
+            context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
+            mean = flat[:-1].div_(flat[-1]).view(*shape.shape, 1 + shape.is_complex())
+            found[name] = (torch.view_as_complex(mean) if shape.is_complex() else mean[..., 0]).to(
+                shape.dtype
+            )
+    return found
 
 
 def check(
-    model: Module, optimizer: Optimizer | None, shapes: Mapping[str, Tensor], rest: Mapping[str, Any]
+    model: Module,
+    optimizer: Optimizer | None,
+    shapes: Mapping[str, Tensor],
+    rest: Mapping[str, Any],
+    *,
+    is_mean: bool,
 ) -> None:
-    """Raises ValueError if a saved state is of another model or optimizer."""
+    """Raises ValueError if a saved state, or the mean of several, is of another model or optimizer."""
     own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     differences = [
@@ -78,6 +158,10 @@ def check(
     name = type(optimizer).__name__
     if name != known["class"]:
         raise ValueError(f"optimizer must be a {known['class']}, as in the checkpoint, got a {name}")
+    if is_mean and isinstance(optimizer, LBFGS):
+        raise ValueError(
+            "optimizer must not be an LBFGS to go on with another number of ranks: its history has no mean"
+        )
     for place, (mine, its) in enumerate(zip(_names(model, optimizer), known["parameters"], strict=False)):
         if mine != its:
             raise ValueError(
@@ -98,6 +182,19 @@ def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, 
     model.load_state_dict(state)
     if isinstance(model, DecentralizedDataParallel):
         model.round = rest.get("round", 0)
+
+
+def _sum(sources: Sequence[Source], name: str, shape: Tensor) -> Tensor:
+    """Returns the weighted sum of a tensor of the sources, and then the sum of its weights, in double."""
+    kind = torch.complex128 if shape.is_complex() else torch.float64
+    total, weights = torch.zeros(shape.shape, dtype=kind, device="cpu"), 0.0
+    for source in sources:
+        if name in source.weights:
+            tensor = source.read([name])[name].resolve_conj()
+            total.add_(tensor.to("cpu", kind), alpha=source.weights[name])
+            weights += source.weights[name]
+    reals = torch.view_as_real(total) if shape.is_complex() else total
+    return torch.cat([reals.reshape(-1), torch.tensor([weights], dtype=torch.float64, device="cpu")])
 
 
 def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:
