@@ -145,8 +145,8 @@ class Algorithm(DistributedOptimizer):
     state_numbers: ClassVar[Mapping[str, float]] = {}
     """Numbers that are kept, in `numbers`, with their first values."""
     rank_numbers: ClassVar[tuple[str, ...]] = ()
-    """The names of numbers that tell what vectors are good for, the same on all ranks at the beginning of a round. A process
-    that joins has those that the ranks tell when they let it in."""
+    """The names of numbers that tell what vectors are good for, the same on all ranks at the beginning of a round. The mean of
+    all ranks' states has their first values; a process that joins has those that the ranks tell when they let it in."""
     mean_weight: ClassVar[str | None] = None
     """The name of the number that weights this rank's parameters in the mean of all ranks; by default all weigh the same."""
     compared: ClassVar[tuple[str, ...]] = ()

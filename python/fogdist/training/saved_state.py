@@ -90,6 +90,13 @@ def load_state(
     return loaded, {key.removeprefix(_PREFIX): value for key, value in numbers.items()}
 
 
+def set_number(state_dict: Mapping[str, Any], name: str, value: float) -> None:
+    """Sets a number of an algorithm in a state dict from `save_state`; other state dicts stay as they are."""
+    group = state_dict["param_groups"][0]
+    if _PREFIX + name in group:
+        group[_PREFIX + name] = value
+
+
 def keys_of(state_dict: Mapping[str, Any], optimizer: Optimizer) -> dict[Tensor, Any]:
     """Returns the keys of an optimizer's parameters, in order, in its state dict."""
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
