@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import fogdist.bluefog  # noqa: F401  opens the door
+import fogdist.bluefog  # noqa: F401  finds its modules by their own names
 import networkx as nx
 import pytest
 import torch

@@ -71,7 +71,7 @@ def values(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-# --- the door -----------------------------------------------------------------------------------------------
+# --- the package -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")

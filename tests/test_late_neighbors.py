@@ -314,9 +314,9 @@ def train_on(
     rank, _ = start(topologies.ring)
     model = make_net(rank)
     if while_they_reopen and rank == victims[-1]:
-        # In the second meeting: the group of the first one is destroyed then.
-        renew, meetings = PatientMixer.renew, itertools.count()
-        PatientMixer.renew = lambda mixer: end_at_once() if next(meetings) else renew(mixer)  # type: ignore[method-assign]
+        # In the second agreement round: the group of the first one is destroyed then.
+        renew, rounds_of_agreement = PatientMixer.renew, itertools.count()
+        PatientMixer.renew = lambda mixer: end_at_once() if next(rounds_of_agreement) else renew(mixer)  # type: ignore[method-assign]
         victims = victims[:-1]
     base = torch.optim.SGD(model.parameters(), lr=0.0)
     wrapper, *_ = mixing_by("wrapper", base, model, graph, patience=5.0, on_loss="continue")
@@ -327,7 +327,7 @@ def train_on(
     before = own()
     for number in range(60):
         place = victims.index(rank) if rank in victims else number
-        # Each loss has its own meeting, if the last victim is to end in the second one.
+        # Each loss has its own agreement round, if the last victim is to end in the second one.
         if number >= 10 * (1 + place) and fogdist.membership.current().epoch >= place * while_they_reopen:
             end_at_once()
         if is_behind and rank == 3 and number == 40:

@@ -340,7 +340,7 @@ def test_without_the_store_ranks_train_on_until_one_is_lost(new_world: Callable[
 
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
-def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
+def test_agreement_rounds_in_every_store(kind: str, tmp_path: Any) -> None:
     """Many threads write to an agreement round and decide: none of their words is lost, and one decision holds."""
     stores = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),

@@ -266,7 +266,7 @@ def test_a_rank_closes_while_others_meet(
 
 
 def keep_the_sum(kind: str, graph: str, victim: int) -> tuple[Any, ...]:
-    """A rank ends before the first step; the others must keep their own sum, through a meeting with shares on their way."""
+    """A rank ends before the first step; the others keep their own sum, through an agreement round with shares on their way."""
     fogdist.init(lambda size: uniform_weights(getattr(fogdist.topology, graph)(size)))
     rank = dist.get_rank()
     model = Vector(float(rank))

@@ -407,10 +407,10 @@ def _plan(
 
 
 def _check_neighbors(peers: Iterable[int], neighbors: Sequence[int], argument: str, what: str) -> None:
-    strangers = [peer for peer in peers if peer not in neighbors]
-    if strangers:
+    others = [peer for peer in peers if peer not in neighbors]
+    if others:
         hint = "; other peers need dst_weights too" if argument == "src_weights" else ""
         raise ValueError(
             f"{argument} must name {what} only, in the current topology {sorted(neighbors)}, "
-            f"got {strangers}{hint}"
+            f"got {others}{hint}"
         )

@@ -511,10 +511,10 @@ class Window:
         ):  # the most frequent case, kept fast because a put takes only a few microseconds
             return sorted(weights.items())
         ranks = check_neighbor_ranks(weights, self._rank, self._size, argument)
-        strangers = [rank for rank in ranks if rank not in neighbors]
-        if strangers:
+        others = [rank for rank in ranks if rank not in neighbors]
+        if others:
             raise ValueError(
-                f"{argument} must name {what} of rank {self._rank} only, {list(neighbors)}, got {strangers}"
+                f"{argument} must name {what} of rank {self._rank} only, {list(neighbors)}, got {others}"
             )
         if not isinstance(weights, Mapping):
             return [(rank, 1.0) for rank in sorted(ranks)]

@@ -105,7 +105,7 @@ class WinPut(AsynchronousDiffusion):
     gradient of the old parameters. No rank waits for another one: the neighbors of a slow rank use its old parameters.
 
     With ``on_loss="continue"`` a rank goes on without lost ranks; and once the topology falls apart without them, all ranks
-    that are left meet in their next steps and go on along what `Topology.among` makes of it.
+    that are left agree in their next steps and go on along what `Topology.among` makes of it.
 
     The arguments are those of `WindowAlgorithm`.
 
@@ -145,17 +145,17 @@ class WinPut(AsynchronousDiffusion):
     def take_all(self) -> None:
         """See `WindowAlgorithm.take_all`."""
         super().take_all()
-        if self._seat is not None:
-            self._seat.completed = self.rounds + 1
+        if self._participant is not None:
+            self._participant.completed = self.rounds + 1
 
     def members_changed(self) -> None:
-        """Opens windows among the ranks of an epoch: the first that all of them do after a meeting, wherever they are."""
-        assert self._seat is not None and self._ends is not None
+        """Opens windows among the ranks of an epoch: what all of them do first after an agreement round."""
+        assert self._participant is not None and self._ends is not None
         if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
             return  # all ranks have come to `close`, as this one or another one knows
         self._wait()
-        self.rounds = max(self.rounds, self._seat.resume)
-        # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
+        self.rounds = max(self.rounds, self._participant.resume)
+        # If another rank is lost now, the new group fails, and the ranks agree again in their next steps. The old windows
         # end when the last neighbor has left them.
         with contextlib.suppress(dist.DistBackendError):
             self._open()

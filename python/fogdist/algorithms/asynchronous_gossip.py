@@ -58,7 +58,7 @@ class AsynchronousGossip(Algorithm):
 
     The neighbors are those of the group's topology at the time of construction. `finish` applies the last moves to the
     parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). Lost neighbors are skipped.
-    With ``on_loss="continue"`` the ranks that are left also meet once the graph would fall apart, in their next steps, and
+    With ``on_loss="continue"`` the ranks that are left also agree once the graph would fall apart, in their next steps, and
     go on along what is left of the topology. No move between two of them gets lost; those with a lost rank stay as they
     are. If no mutual edges connect them, edges of one direction count as both.
 
@@ -128,8 +128,8 @@ class AsynchronousGossip(Algorithm):
             if not self.is_alone:
                 if not self._is_joining:
                     self._windows = self._opened()
-                if self._seat is not None:
-                    self._watch = Watch(self._seat, self._edges)
+                if self._participant is not None:
+                    self._watch = Watch(self._participant, self._edges)
                 from fogdist.training.pass_watch import PassWatch
 
                 self._watches = [PassWatch(each, "after", self._after_forward) for each in self._fog_models]
@@ -224,7 +224,7 @@ class AsynchronousGossip(Algorithm):
         windows.end_transfers()
         self._shares = _shares_in(self._graph(), self.context.rank)
         # Once all ranks have opened the new windows, all moves have arrived in the old ones. If another rank is lost now,
-        # the new group fails, and the ranks meet again before they use a window.
+        # the new group fails, and the ranks agree again before they use a window.
         opened = windows
         with contextlib.suppress(dist.DistBackendError):
             opened = self._opened()
@@ -251,7 +251,7 @@ class AsynchronousGossip(Algorithm):
         return np.asarray(nx.to_numpy_array(self._graph(), nodelist=range(self.context.size)) != 0)
 
     def _opened(self) -> _Windows:
-        gives_way = self._seat is not None
+        gives_way = self._participant is not None
         return _Windows(self.context, self.name, list(self._shares), self.values, gives_way)
 
     def _remove_watches(self) -> None:

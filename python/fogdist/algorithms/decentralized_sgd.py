@@ -94,7 +94,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         super().__init__(optimizer, model, **options)
         if self.patience is not None:
             self.mixing = mixing  # the mixer goes on after losses by itself
-            self._mixer = PatientMixer(self.name, self.patience, self._seat)
+            self._mixer = PatientMixer(self.name, self.patience, self._participant)
         if order != "atc":
             self.watch_forward("with forward" if order == "awc" else "before forward")
 

@@ -1,4 +1,4 @@
-"""The door for scripts of BlueFog and asyncddp: ``import bluefog.torch as bf`` finds this package.
+"""The package for scripts of BlueFog and asyncddp: ``import bluefog.torch as bf`` finds this package.
 
     torchrun --nproc_per_node=4 -m fogdist.bluefog script.py --its --arguments
 

@@ -7,7 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
-import fogdist.bluefog  # noqa: F401  opens the door
+import fogdist.bluefog  # noqa: F401  finds its modules by BlueFog's names
 from fogdist.bluefog.torch.basics import end
 
 USAGE = "usage: python -m fogdist.bluefog script.py [arguments of the script]"

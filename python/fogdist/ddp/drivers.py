@@ -214,7 +214,7 @@ class InStep(Driver, DecentralizedSGD):
         # Ranks of whom some were left out of rounds have begun different numbers of them, and each completes its own.
         most = begun = self.rounds + self.is_in_round
         if self.patience is None:
-            # A rank that gives this up has learned of the others' exchanges by the meeting already.
+            # A rank that gives this up has learned of the others' exchanges by the agreement round already.
             most = highest(self.context, self._ends, begun, f"{self.name}.begun")
         while self.is_in_round or self.rounds < most:
             self.complete_round()
@@ -229,8 +229,8 @@ class InStep(Driver, DecentralizedSGD):
     def follow(self, rounds: Plans) -> None:
         """Changes the topology; collective."""
         self.mixing = Neighbors(rounds.topology, compression=self._codec)
-        if self._seat is not None and self.patience is None:  # a patient mixer goes on by itself
-            self.mixing = Continuing(self.mixing, self._seat)
+        if self._participant is not None and self.patience is None:  # a patient mixer goes on by itself
+            self.mixing = Continuing(self.mixing, self._participant)
         self.rounds = -int(self.is_in_round)
         self._mixer.restart()
 

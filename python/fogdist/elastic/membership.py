@@ -259,7 +259,7 @@ class Members:
 
     @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
     def _agreed(self, context: Context, failure: BaseException, joins: Sequence[Request]) -> Decision | None:
-        """Meets the other ranks. Returns the decision; None if no rank is gone, and none wanted to join."""
+        """Agrees with the other ranks. Returns the decision; None if no rank is gone, and none wanted to join."""
         before = self.membership
         numbers = before.living
         mine = numbers[context.rank]

@@ -189,7 +189,7 @@ class Algorithm(DistributedOptimizer):
     is_syncing: bool  # False in no_sync()
     _is_shared: bool
     _group: dist.ProcessGroup | None
-    _seat: Participant | None
+    _participant: Participant | None
     _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
     _number: int
     _described: list[str]
@@ -233,7 +233,7 @@ class Algorithm(DistributedOptimizer):
         self.on_loss = on_loss
         self.is_syncing = True
         self._is_shared = share
-        self._seat = self._ends = None
+        self._participant = self._ends = None
         context = current(group)
         if not self.takes_lbfgs:
             reject_lbfgs(optimizer)
@@ -283,10 +283,10 @@ class Algorithm(DistributedOptimizer):
         )
         if on_loss == "continue":
             state = _State(self) if self.is_joinable() else None
-            self._seat = members_of(group).participant(self.name, state)
-            self._seat.on_change(self._fog_on_change)
+            self._participant = members_of(group).participant(self.name, state)
+            self._participant.on_change(self._fog_on_change)
             self._ends = members_of(group).participant(f"{self.name} global")
-            self.mixing = Continuing(self.mixing, self._seat)
+            self.mixing = Continuing(self.mixing, self._participant)
         if self.is_running:
             self._hold()
             if broadcast and context.size > context.held and not context.is_joining:
@@ -332,7 +332,7 @@ class Algorithm(DistributedOptimizer):
 
     def enter(self) -> bool:
         """Lets processes join at the beginning of a round; on one that joins, joins. Returns whether this one has."""
-        return self._seat is not None and self.can_be_joined and self._seat.enter()
+        return self._participant is not None and self.can_be_joined and self._participant.enter()
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
@@ -437,7 +437,7 @@ class Algorithm(DistributedOptimizer):
     @property
     def context(self) -> Context:
         """The current context of the group; after a loss with "continue", of the ranks that are left."""
-        return current(self._group) if self._seat is None else self._seat.context
+        return current(self._group) if self._participant is None else self._participant.context
 
     @property
     def name(self) -> str:
@@ -494,14 +494,16 @@ class Algorithm(DistributedOptimizer):
             self.refresh()
             of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
-            last, seat = Round(self.context, 0, f"{self.name} average"), self._ends
+            last, participant = Round(self.context, 0, f"{self.name} average"), self._ends
             means = []
             for number, values in enumerate(self.values):
                 own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
-                total, weight = self._fog_exchange([values * own, weight], GlobalAverage(), last, True, seat)
+                total, weight = self._fog_exchange(
+                    [values * own, weight], GlobalAverage(), last, True, participant
+                )
                 means.append(total.div_(float(weight)))
-            self._fog_exchange(averaged, GlobalAverage(), last, True, seat)
+            self._fog_exchange(averaged, GlobalAverage(), last, True, participant)
             self.write(means)  # not before, as the loss of a rank meanwhile may have loaded the buckets anew
             self.buckets.write_changes()
 
@@ -572,7 +574,7 @@ class Algorithm(DistributedOptimizer):
                 if self.is_running:
                     self.refresh()
                     # A process that has just joined has others' parameters now, and gradients of its own ones.
-                    if self._seat is not None and self.enters_in_step() and self.enter():
+                    if self._participant is not None and self.enters_in_step() and self.enter():
                         self.overflowed = True
                     result = self.advance()
                     self.buckets.write_changes()
@@ -667,13 +669,15 @@ class Algorithm(DistributedOptimizer):
         mixing: Mixing | None,
         round: Round,
         in_place: bool,
-        seat: Participant | None = None,
+        participant: Participant | None = None,
     ) -> list[Tensor]:
-        """Makes the exchange of a round; see `mix`. `seat` is its place in the exchanges, if not that of rounds."""
+        """Makes the exchange of a round; see `mix`. `participant` is its place in the exchanges, if not that of rounds."""
         other = self.mixing
         if mixing is not None:
             other = self.context.carried_out(mixing)
-            other = other if self._seat is None else Continuing(other, seat or self._seat)
+            other = (
+                other if self._participant is None else Continuing(other, participant or self._participant)
+            )
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, round, in_place)()
 
@@ -740,7 +744,7 @@ class Algorithm(DistributedOptimizer):
     def _agree_on(self, buckets: FlatBuckets) -> None:
         """Compares all that describes the algorithm among the ranks, and tells it to processes that join. Collective."""
         described = [self.name, *self._described, *buckets.layout()]
-        if self._seat is None:
+        if self._participant is None:
             check_same_everywhere(self.context.backend, "model", described)
         else:
             members_of(self._group).check_same(self.name, "model", described)

@@ -56,19 +56,19 @@ class Continuing(Mixing):
 
     When an exchange fails, the rank agrees with the others on who is left (`fogdist.membership`). Then it repeats the
     exchange among them, with what is left of the topology. If other ranks had completed this exchange before the loss, it
-    is given up instead: the rank keeps its own values, and meets the others in the exchange where they are. So no rank waits
+    is given up instead: the rank keeps its own values, and goes on with the others in the exchange where they are. So no rank waits
     for an exchange that another one does not make, and a rank loses nothing but exchanges that it had not completed.
 
     Args:
         mixing: The mixing. Weights that users set before a round are not possible, as they may name lost ranks.
-        seat: The place in the exchanges. Several mixings may have one, if their exchanges end in the order in which they
+        participant: The place in the exchanges. Several mixings may have one, if their exchanges end in the order in which they
             begin.
 
     """
 
-    def __init__(self, mixing: Mixing, seat: Participant) -> None:
+    def __init__(self, mixing: Mixing, participant: Participant) -> None:
         self._mixing = mixing
-        self._seat = seat
+        self._participant = participant
 
     @property
     def exchanges(self) -> bool:  # type: ignore[override]  # that of the mixing
@@ -98,7 +98,7 @@ class Continuing(Mixing):
         in_place: bool,
     ) -> Finish:
         # Not in place: the values are needed for another attempt.
-        end = repeated(self._seat, lambda context: start(tensors, replace(round, context=context)))
+        end = repeated(self._participant, lambda context: start(tensors, replace(round, context=context)))
 
         def finish() -> list[Tensor]:
             results = end()
@@ -111,43 +111,45 @@ class Continuing(Mixing):
         return finish
 
 
-def repeated(seat: Participant, begin: Callable[[Context], Finish]) -> Callable[[], list[Tensor] | None]:
+def repeated(
+    participant: Participant, begin: Callable[[Context], Finish]
+) -> Callable[[], list[Tensor] | None]:
     """Begins an exchange that is repeated after each loss of ranks, until it is complete or given up.
 
     Args:
-        seat: The place in the exchanges.
+        participant: The place in the exchanges.
         begin: Begins it in a group; what it sends must still be there when it is called again.
 
     Returns:
         A function that waits for the exchange and returns its results; None if it is given up, because other ranks have
-        completed it before the loss. Such functions of one seat must be called in the order of the exchanges.
+        completed it before the loss. Such functions of one participant must be called in the order of the exchanges.
     """
-    number = seat.take()
+    number = participant.take()
 
     def attempt() -> _Attempt:
-        if number < seat.resume:
-            return _Attempt(seat.epoch)
+        if number < participant.resume:
+            return _Attempt(participant.epoch)
         try:
-            return _Attempt(seat.epoch, begin(seat.context))
+            return _Attempt(participant.epoch, begin(participant.context))
         except dist.DistBackendError as failure:
-            return _Attempt(seat.epoch, failure=failure)
+            return _Attempt(participant.epoch, failure=failure)
 
     latest = [attempt()]
 
     def finish() -> list[Tensor] | None:
-        results = _completed(seat, latest.pop(), attempt)
-        seat.completed = number + 1
+        results = _completed(participant, latest.pop(), attempt)
+        participant.completed = number + 1
         return results
 
     return finish
 
 
-def highest(context: Context, seat: Participant | None, number: int, name: str) -> int:
+def highest(context: Context, participant: Participant | None, number: int, name: str) -> int:
     """Returns the largest of the numbers of all ranks. Collective.
 
     Args:
         context: The group, for objects that do not go on after losses.
-        seat: The place in the exchanges of one that does; then the ranks are those that are left. The result is this rank's
+        participant: The place in the exchanges of one that does; then the ranks are those that are left. The result is this rank's
             own number if others had got the largest one before a loss.
         number: This rank's.
         name: Of the operation, the same on all ranks.
@@ -163,32 +165,32 @@ def highest(context: Context, seat: Participant | None, number: int, name: str) 
 
         return finish
 
-    result = begin(context)() if seat is None else repeated(seat, begin)()
+    result = begin(context)() if participant is None else repeated(participant, begin)()
     return number if result is None else int(result[0])
 
 
-def await_all(seat: Participant) -> None:
+def await_all(participant: Participant) -> None:
     """Returns when all ranks that are left have called it, or when one had returned from it before a loss. Collective."""
-    highest(seat.context, seat, 0, f"{seat.name} barrier")
+    highest(participant.context, participant, 0, f"{participant.name} barrier")
 
 
 class Watch:
-    """The meetings of ranks that go at their own pace. No exchange of theirs fails, so each step has to look.
+    """The agreement rounds of ranks that go at their own pace. No exchange of theirs fails, so each step has to look.
 
     A rank goes on without lost neighbors until the graph falls apart without them, or until the group has failed, for
-    example because another rank is in a meeting already. Then it meets the others; the seat's listener opens what the
+    example because another rank is in an agreement round already. Then it takes part; the participant's listener opens what the
     ranks that are left need.
 
     Args:
-        seat: The object's.
+        participant: The object's.
         edges: Returns the graph of the present group, as a matrix of whether there is an edge.
     """
 
-    def __init__(self, seat: Participant, edges: Callable[[], NDArray[np.bool_]]) -> None:
-        self._seat = seat
+    def __init__(self, participant: Participant, edges: Callable[[], NDArray[np.bool_]]) -> None:
+        self._participant = participant
         self._edges = edges
         # The ranks without which the graph of this epoch holds together.
-        self._checked: tuple[int, frozenset[int]] = (seat.epoch, frozenset())
+        self._checked: tuple[int, frozenset[int]] = (participant.epoch, frozenset())
 
     def meet_if_needed(self) -> None:
         """Returns once the group works, and its graph holds together without the ranks that are gone.
@@ -197,17 +199,17 @@ class Watch:
             torch.distributed.DistBackendError: The group failed for another reason than a loss; and as `Participant.agree`.
         """
         while reason := self._reason():
-            self._seat.agree(dist.DistBackendError(reason))  # raises if no rank is gone
+            self._participant.agree(dist.DistBackendError(reason))  # raises if no rank is gone
 
     def _reason(self) -> str:
-        backend = self._seat.context.backend
+        backend = self._participant.context.backend
         if backend.failure:
             return backend.failure
         gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
-        known = self._seat.epoch, gone
-        if self._checked[0] != self._seat.epoch:
+        known = self._participant.epoch, gone
+        if self._checked[0] != self._participant.epoch:
             # A graph that is apart from the beginning is the user's choice.
-            self._checked = self._seat.epoch, frozenset()
+            self._checked = self._participant.epoch, frozenset()
         if known == self._checked or _holds_without(self._edges(), gone):
             self._checked = known
             return ""
@@ -233,19 +235,21 @@ def _await_devices(context: Context, results: Sequence[Tensor] | None) -> None:
         raise dist.DistBackendError(f"rank {lost[0]} was lost")
 
 
-def _completed(seat: Participant, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
+def _completed(
+    participant: Participant, attempt: _Attempt, again: Callable[[], _Attempt]
+) -> list[Tensor] | None:
     """Returns the results after as many attempts as it takes; None if the exchange is given up."""
     while True:
         # An exchange of an earlier epoch does not count even if its result has arrived: the others repeat it.
-        if attempt.epoch == seat.epoch:
+        if attempt.epoch == participant.epoch:
             if attempt.failure is None:
                 if attempt.finish is None:
                     return None
                 try:
                     results = attempt.finish()
-                    _await_devices(seat.context, results)
+                    _await_devices(participant.context, results)
                     return results
                 except dist.DistBackendError as failure:
                     attempt.failure = failure
-            seat.agree(attempt.failure)
+            participant.agree(attempt.failure)
         attempt = again()

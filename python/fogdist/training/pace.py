@@ -64,7 +64,7 @@ class Pace:
         name: The same on all ranks.
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
-        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
+        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the agreement round that follows.
 
     Attributes:
         context: The group.

@@ -64,7 +64,7 @@ class MutualRounds:
         name: The same on all ranks.
         peers: The neighbors, in any round and either direction.
         patience: Of `Deadlines`.
-        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the meeting that follows.
+        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the agreement round that follows.
 
     Attributes:
         number: Of this rank's round, from 1 on; 0 before the first one.
@@ -244,16 +244,16 @@ class PatientMixer(Mixer):
     Args:
         name: The same on all ranks, and unique among the mixers of the group.
         patience: Of `Deadlines`.
-        seat: To go on without lost neighbors, as without late ones. Once the topology falls apart without them, all ranks
-            that are left meet before their next exchange, and go on along what `Topology.among` makes of it.
+        participant: To go on without lost neighbors, as without late ones. Once the topology falls apart without them, all ranks
+            that are left agree before their next exchange, and go on along what `Topology.among` makes of it.
     """
 
-    def __init__(self, name: str, patience: float, seat: Participant | None = None) -> None:
+    def __init__(self, name: str, patience: float, participant: Participant | None = None) -> None:
         super().__init__()
         self._name = name
         self._patience = patience
-        self._seat = seat
-        self._watch = None if seat is None else Watch(seat, self._edges)
+        self._participant = participant
+        self._watch = None if participant is None else Watch(participant, self._edges)
         self._generation: tuple[dist.ProcessGroup | None, int] = (
             None,
             0,
@@ -332,16 +332,16 @@ class PatientMixer(Mixer):
     def renew(self) -> None:
         """See `Mixer.renew`. It gives up an exchange in flight, and opens windows among the ranks that are left.
 
-        This is the first that all of them do after a meeting, wherever they are.
+        This is the first that all of them do after an agreement round, wherever they are.
         """
-        if self._opened is None or self._seat is None:
+        if self._opened is None or self._participant is None:
             return
         buckets, mixing, _ = self._opened
         self._buckets, self._plan = None, None
-        # If another rank is lost now, the new group fails, and the ranks meet again before their next exchange.
+        # If another rank is lost now, the new group fails, and the ranks agree again before their next exchange.
         with contextlib.suppress(dist.DistBackendError):
-            self._open(buckets, mixing, self._seat.context)
-            self._opened = buckets, mixing, self._seat.context.group
+            self._open(buckets, mixing, self._participant.context)
+            self._opened = buckets, mixing, self._participant.context.group
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
@@ -373,16 +373,16 @@ class PatientMixer(Mixer):
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round; before windows are open, all ranks wait for each other."""
         if self._plans is None or self._plans.topology is None:
-            size = 1 if self._seat is None else self._seat.context.size
+            size = 1 if self._participant is None else self._participant.context.size
             return np.ones((size, size), dtype=bool)
         return edges_of(self._plans.topology)
 
     def _make_ready(self, buckets: FlatBuckets, mixing: Mixing, context: Context) -> Context:
         """Opens windows if those that are open are others. Returns the group, or what is left of it."""
         while True:
-            if self._watch is not None and self._seat is not None:
+            if self._watch is not None and self._participant is not None:
                 self._watch.meet_if_needed()
-                context = self._seat.context
+                context = self._participant.context
             wanted = buckets, mixing, context.group
             if self._opened is not None and all(
                 now is before for now, before in zip(wanted, self._opened, strict=True)
@@ -391,7 +391,7 @@ class PatientMixer(Mixer):
             try:
                 self._open(buckets, mixing, context)
             except dist.DistBackendError:
-                if self._seat is None or not context.backend.failure:
+                if self._participant is None or not context.backend.failure:
                     raise
                 continue  # a rank was lost meanwhile
             self._opened = wanted
@@ -418,7 +418,7 @@ class PatientMixer(Mixer):
         )
         self._windows = even, odd
         self._rounds = MutualRounds(
-            context, name, {*sources, *destinations}, self._patience, gives_way=self._seat is not None
+            context, name, {*sources, *destinations}, self._patience, gives_way=self._participant is not None
         )
         self._plans = plans
         if self._is_away:
@@ -445,7 +445,7 @@ class PatientMixer(Mixer):
     def _raise_losses(self) -> None:
         """Raises the error of a lost neighbor. One that has ended in good order has made all its rounds."""
         assert self._rounds is not None and self._round is not None
-        gone = self._rounds.gone() if self._seat is None else []
+        gone = self._rounds.gone() if self._participant is None else []
         lost = self._round.context.backend.lost_ranks() if gone else []
         for rank in gone:
             if rank in lost:

@@ -198,7 +198,7 @@ class ReplicaAlgorithm(Algorithm):
 
     def _through_losses(self, begin: Callable[[Context], Finish]) -> list[Tensor] | None:
         """Makes an exchange, with ``on_loss="continue"`` again after each loss; None if it was given up."""
-        return begin(self.context)() if self._seat is None else repeated(self._seat, begin)()
+        return begin(self.context)() if self._participant is None else repeated(self._participant, begin)()
 
     def _begin_anew(self, title: str) -> None:
         """Finds out whether all ranks have the same replicas, which then pull nowhere; if not, they are stale. Collective."""

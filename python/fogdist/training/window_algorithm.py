@@ -73,7 +73,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _plans: Plans
     _watch: Watch | None
     _generation: tuple[dist.ProcessGroup | None, int]  # of the windows, in a group
-    # The number of the exchange of the second seat in which ranks agree to end their windows, once this one has come to it.
+    # The number of the exchange of `_ends` in which ranks agree to end their windows, once this one has come to it.
     _closing: int | None
 
     def __init__(
@@ -98,11 +98,13 @@ class WindowAlgorithm(OverlappingAlgorithm):
             )
             options["topology"] = self._topology
         super().__init__(optimizer, model, **options)
-        self.mixing.weights = self.own_weights if self._seat is None else ()  # these may name lost ranks
+        self.mixing.weights = (
+            self.own_weights if self._participant is None else ()
+        )  # these may name lost ranks
         self._prefix = window_prefix or self.name
         if self.is_running:
-            if self._seat is not None:
-                self._watch = Watch(self._seat, self._edges)
+            if self._participant is not None:
+                self._watch = Watch(self._participant, self._edges)
             if not self.context.is_joining:  # else it opens windows when it has joined the others
                 with self.buckets.released_on_error():
                     self._open()
@@ -232,7 +234,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         for number, flat in enumerate(self.buckets.flats):
             self.windows.append(Window(flat, context, name=f"{prefix}.{number}", zero_init=True))
         sources, destinations = sorted(context.topology.in_neighbors), sorted(context.topology.out_neighbors)
-        self._pace = Pace(context, prefix, sources, destinations, gives_way=self._seat is not None)
+        self._pace = Pace(context, prefix, sources, destinations, gives_way=self._participant is not None)
 
     def _end(self) -> None:
         """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""
@@ -243,7 +245,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
         error = self._wait()
         ends: list[Pace | Window] = [*self.windows, pace]
         if self._watch is not None and self._ends is not None:
-            # A rank that waited for its neighbors in `free` would not hear of a meeting in which they wait for it. Once all
+            # A rank that waited for its neighbors in `free` would not hear of an agreement round in which they wait for it. Once all
             # ranks have come here, nobody writes or reads any more, so nobody has to wait.
             self._closing = self._ends.completed
             self._watch.meet_if_needed()

@@ -1,4 +1,4 @@
-"""`bluefog.run.run`: the command line `bfrun`, which is `fog run` with the script behind the door."""
+"""`bluefog.run.run`: the command line `bfrun`, which is `fog run` with BlueFog's names for the script."""
 
 from __future__ import annotations
 
