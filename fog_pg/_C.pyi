@@ -135,14 +135,10 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: The transport between hosts: "auto", "tcp" or "rma"; "" (default) uses FOG_BETWEEN_HOSTS.
-                The choice of the first group holds for the process, and must be the same on
-                all ranks.
             group_name: The name of the group in error messages.
         """
 
         confirm: bool
-        between_hosts: str
         group_name: str  # type: ignore[assignment]  # torch declares a subtype of str
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -168,12 +164,10 @@ class ProcessGroupFog(Backend):
             known_ranks: Their ranks in it.
 
         Raises:
-            ValueError: `known_ranks` are not different ranks of `known`, one for each rank; `options.between_hosts`,
-                FOG_BETWEEN_HOSTS or FOG_RMA_BYTES has an invalid value, or the first group has chosen another transport
-                between hosts.
+            ValueError: `known_ranks` are not different ranks of `known`, one for each rank.
             torch.distributed.DistBackendError: Some ranks did not come within the timeout, or will not come because they
-                are gone; ranks have different values of `between_hosts` (the error names the ranks), or RMA
-                was requested and is not available.
+                are gone; ranks have different values of FOG_BETWEEN_HOSTS (the error names the ranks), or RMA was requested
+                and is not available.
         """
 
     def neighbor_allreduce(
@@ -701,12 +695,9 @@ def announce(entry: str) -> bool:
     """
 
 def prepare_to_join(
-    rank: int, size: int, entries: Sequence[str], store: Store, between_hosts: str, timeout: timedelta
+    rank: int, size: int, entries: Sequence[str], store: Store, timeout: timedelta
 ) -> None:
     """Makes this process a rank of the job of the processes with these entries, without a connection to any.
-
-    Args:
-        between_hosts: The option of the group.
 
     Raises:
         torch.distributed.DistBackendError: They are of another build, or cannot be reached.

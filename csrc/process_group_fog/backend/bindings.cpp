@@ -170,7 +170,6 @@ PYBIND11_MODULE(_C, module) {
   py::class_<ProcessGroupFog::Options, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupFog::Options>>(group, "Options")
       .def(py::init<>())
       .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
-      .def_readwrite("between_hosts", &ProcessGroupFog::Options::between_hosts)
       .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
       .def(
           "__deepcopy__",

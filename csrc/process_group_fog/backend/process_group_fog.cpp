@@ -12,7 +12,6 @@
 #include "device/pinned_staging.hpp"
 #include "windows/window.hpp"
 #include "engine/process_engine.hpp"
-#include "job/between_hosts.hpp"
 #include "job/mpi_runtime.hpp"
 
 namespace fog {
@@ -46,7 +45,6 @@ ProcessGroupFog::ProcessGroupFog(
   c10d::Backend::setGroupUid(options_->group_name);
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
-  choose_between_hosts(options_->between_hosts);
   PriorGroup prior;
   if (known != nullptr) {
     TORCH_CHECK_VALUE(

@@ -56,9 +56,6 @@ class ProcessGroupFog : public c10d::Backend {
     // Whether ranks that only send in an operation (for example the root of a broadcast) wait until the receivers have
     // accepted their messages. Without it they do not wait, and learn of a disagreement only at their next operation.
     bool confirm = false;
-    // The transport between hosts: "auto", "tcp" or "rma"; "" uses FOG_BETWEEN_HOSTS. The value of the first group holds
-    // for the process.
-    std::string between_hosts;
   };
 
   // Blocks until all `size` ranks have come to `store`. `known`: an older group of this process that contains them, if
