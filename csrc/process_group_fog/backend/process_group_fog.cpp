@@ -263,30 +263,6 @@ bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
   return delegate && delegate->supportsTensorAlloc(index);
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-void ProcessGroupFog::suspend() {
-  for (const auto& delegate : device_backends_->made()) {
-    delegate->suspend();
-  }
-}
-
-void ProcessGroupFog::resume() {
-  for (const auto& delegate : device_backends_->made()) {
-    delegate->resume();
-  }
-}
-
-std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
-  std::unordered_map<std::string, uint64_t> all;
-  for (const auto& delegate : device_backends_->made()) {
-    for (const auto& [name, value] : delegate->getMemoryStats()) {
-      all[name] += value;
-    }
-  }
-  return all;
-}
-#endif
-
 #ifdef C10D_BACKEND_HAS_HOOKS
 void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   for (const auto& delegate : device_backends_->made()) {

@@ -197,11 +197,6 @@ class ProcessGroupFog : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
   // The following use delegates too, if there are any.
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  void suspend() override;
-  void resume() override;
-  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
-#endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
 #endif
