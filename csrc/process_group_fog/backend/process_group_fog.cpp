@@ -434,11 +434,6 @@ WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, Cal
     const auto alive = weak.lock();
     return alive ? engine.describe(alive) : std::string("operation that has ended");
   });
-  work->set_abort([&engine, weak] {
-    if (const auto alive = weak.lock()) {
-      engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
-    }
-  });
   engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
   if (coalescing_) {
     coalesced_.push_back(work);

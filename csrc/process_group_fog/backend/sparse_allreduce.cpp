@@ -86,7 +86,6 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   auto& engine = group_->engine;
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
   work->set_sequence(gathered->getSequencenumber());
-  work->set_abort([gathered] { gathered->abort(); });
   work->set_describe([name = group_->name] { return "allreduce_sparse of group '" + name + "'"; });
   gathered->getFuture()->addCallback([work, tensors, sizes](c10::ivalue::Future& future) {
     std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
