@@ -604,21 +604,17 @@ class Window:
     def is_gone(self, rank: int) -> bool:
         """Returns whether a neighbor takes no further part: its process has ended, or it has closed the group."""
 
-    def lock(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> None:
-        """Locks mutexes, in the same order on all ranks; locks all of them or none.
+    def hold(
+        self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
+    ) -> WindowHold:
+        """Locks mutexes until the returned object releases them.
+
+        It locks them in the same order on all ranks, and all of them or none.
 
         Args:
             ranks: In- or out-neighbors, which own the mutexes.
             own: Locks the mutexes that this rank owns with `ranks` instead.
         """
-
-    def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
-        """Unlocks mutexes. Raises ValueError and unlocks none if this thread does not hold all of them."""
-
-    def hold(
-        self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
-    ) -> WindowHold:
-        """Locks mutexes as `lock` does, until the returned object releases them."""
 
     def free(self, timeout: timedelta | None = None) -> None:
         """Waits for this rank's operations in flight, and until all neighbors that have not gone have called it.
@@ -645,7 +641,7 @@ class Window:
 
 class WindowHold:
     def release(self) -> None:
-        """Unlocks the mutexes; a second call does nothing."""
+        """Unlocks the mutexes; a second call does nothing. Raises ValueError in another thread than `hold`'s."""
 
 def set_version(version: str) -> None:
     """Sets the package's version, before `load_mpi`; all ranks of a job must have the same version."""
