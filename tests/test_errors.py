@@ -18,6 +18,7 @@ from harness import RUN_TIMEOUT, World, WorldPool, error_of, on_ranks, sizes
 from operations import prepare
 from reference import Checks
 from torch import Tensor
+from torch._C import _distributed_c10d as distributed_c10d
 
 from fog_pg import _C
 
@@ -232,6 +233,10 @@ def disagree(calls: list[str]) -> None:
                 error = str(raised)
             except BaseException as raised:
                 checks.true(f"{name}: {raised!r} instead of a DistBackendError on rank {rank}", False)
+            # torch 2.13 asks a backend for its state only in this class.
+            backend = group._get_backend(torch.device("cpu"))
+            state = distributed_c10d._ProcessGroupWrapper(backend, backend).get_error()
+            checks.equal(f"the group's state after {name}", state != distributed_c10d.ErrorType.SUCCESS, bool(error))
             named = [rf"(?i)rank\W*{size - 1}\b"] if size > 2 and rank < size - 1 else []
             if name in DISAGREEMENTS or rank == 1:
                 for pattern in [*shown, *named]:
