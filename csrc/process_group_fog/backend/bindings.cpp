@@ -141,9 +141,7 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("mean") = false)
       .def_property_readonly("rank", &NeighborPlan::rank)
-      .def_property_readonly("size", &NeighborPlan::size)
       .def_property_readonly("self_weight", &NeighborPlan::self_weight)
-      .def_property_readonly("mean", &NeighborPlan::mean)
       .def_property_readonly(
           "sources",
           [](const NeighborPlan& plan) {

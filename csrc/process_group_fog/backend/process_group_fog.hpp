@@ -341,6 +341,9 @@ class ProcessGroupFog : public c10d::Backend {
     return call;
   }
   c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<Operation>& operation, Call call, const CallOptions& options);
+  // `source` is -1 for a message of any rank.
+  c10::intrusive_ptr<c10d::Work> receive(
+      const char* op, c10d::OpType type, const char* title, std::vector<at::Tensor>& tensors, int source, int tag);
   // The result has the outputs of all Works in order, unless `outputs` is given.
   c10::intrusive_ptr<c10d::Work> when_all(
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);
