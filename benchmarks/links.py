@@ -2,6 +2,7 @@
 
     python benchmarks/links.py                                        # as root, some minutes
     python benchmarks/links.py --world 8 100mbit 16x128K 1x4M --ways one-peer gloo --turns 5
+    python benchmarks/links.py --world 8 100mbit 16x128K --ways one-peer allreduce gloo --cut 2
 
 Run it as root on Linux. Each host is a network namespace with one rank, and tc limits what its link carries, both ways
 (emulated_hosts.py). A step exchanges some tensors, all in flight at the same time, as the buckets of a training are.
@@ -15,11 +16,17 @@ hosts: so one peer a step can make at most 2 (n - 1) / n as many steps as an all
 
 Plain sockets show what the network itself allows in the same pattern: they send when they like, or once the receiver
 has said that it has come to this step ("asked").
+
+With --cut, the link of one host drops all packets for so many seconds in each turn. "back" says how long after its return
+a second begins in which the ranks end at least 90 % as many steps as in a second before the cut.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
+import math
 import os
 import random
 import select
@@ -27,7 +34,7 @@ import socket
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +47,7 @@ import torch
 import torch.distributed as dist
 from cluster import prepare
 from cluster_ranks import PORT, ClusterRank, Job, emulated_world
-from emulated_hosts import Unavailable, address, parse_rate, traffic
+from emulated_hosts import INTERFACE, Unavailable, address, cut_link, parse_rate, traffic
 from fogdist import topology
 from forked_ranks import ForkedWorld
 from report import parse_size, size_text, write_results
@@ -49,6 +56,8 @@ from workloads import Dilation
 
 PHASE_SECONDS = 60.0
 TURN_SECONDS = 2.0
+# Of a turn, in seconds, before a link is cut.
+BEFORE_CUT = 2.0
 LEAST_STEPS, MOST_STEPS = 3, 200
 # Of plain sockets: the largest piece that is sent or received at once.
 PIECE = 256 << 10
@@ -142,21 +151,21 @@ class LinkRank(ClusterRank):
         }
         self.buffer = bytearray(PIECE)
 
-    def turn(self, way: str, tensors: Tensors, steps: int) -> tuple[float, float]:
-        """Makes one step, and then so many more; returns when these began, and when they ended."""
+    def turn(self, way: str, tensors: Tensors, steps: int) -> list[float]:
+        """Makes one step, and then so many more; returns when each of these began, and when the last one ended."""
         numel = tensors.bytes // FLOAT_BYTES
         data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
         slices = [torch.empty(-(-numel // self.size)) for _ in data]
         dist.barrier()
         self._step(way, data, slices, 0)
-        begin = time.perf_counter()
+        times = [time.perf_counter()]
         for step in range(1, steps + 1):
             self._step(way, data, slices, step)
-        end = time.perf_counter()
+            times.append(time.perf_counter())
         mean = (self.size - 1) / 2
         if way in ALLREDUCES and not all(torch.allclose(each, torch.tensor(mean)) for each in data):
             raise AssertionError(f"{way}: a wrong average")
-        return begin, end
+        return times
 
     def _step(self, way: str, data: list[Tensor], slices: list[Tensor], step: int) -> None:
         system, _, name = way.removesuffix(", asked").rpartition(" ")
@@ -214,7 +223,44 @@ class LinkRank(ClusterRank):
                     del sending[each]
 
 
-def measure(world: World, ways: Sequence[str], turns: int, seconds: float, seed: int) -> list[dict[str, Any]]:
+@contextlib.contextmanager
+def cut_for(seconds: float, host: str) -> Iterator[list[float]]:
+    """Cuts a host's link once during the block, for so long; the list then has when that began and ended."""
+    moments: list[float] = []
+
+    def cut() -> None:
+        time.sleep(BEFORE_CUT)
+        with cut_link(INTERFACE, namespace=host):
+            moments.append(time.perf_counter())
+            time.sleep(seconds)
+        moments.append(time.perf_counter())
+
+    if not seconds:
+        yield moments
+        return
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        cutting = thread.submit(cut)
+        yield moments
+        cutting.result()
+
+
+def seconds_until_back(ends: Sequence[float], begin: float, cut: float, returned: float) -> float:
+    """How long after a link's return the ranks again end 90 % as many steps in a second as before.
+
+    Args:
+        ends: When each step of each rank ended.
+        begin: When the first one began.
+        cut: When the link was cut.
+        returned: When it returned.
+    """
+    usual = sum(end < cut for end in ends) / (cut - begin)
+    for moment in sorted([returned, *ends]):
+        if moment >= returned and sum(moment <= end < moment + 1 for end in ends) >= 0.9 * usual:
+            return moment - returned
+    return math.inf
+
+
+def measure(world: World, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns the points of one world."""
     job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
     title = f"{world.hosts} hosts, {world.rate}"
@@ -225,33 +271,39 @@ def measure(world: World, ways: Sequence[str], turns: int, seconds: float, seed:
     ):
         ranks.ask("connect")
         for tensors in world.tensors:
-            points += measure_tensors(world, tensors, ways, turns, seconds, seed, ranks, hosts)
+            points += measure_tensors(world, tensors, arguments, ranks, hosts)
     return points
 
 
 def measure_tensors(
     world: World,
     tensors: Tensors,
-    ways: Sequence[str],
-    turns: int,
-    seconds: float,
-    seed: int,
+    arguments: argparse.Namespace,
     ranks: ForkedWorld,
     hosts: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Returns the points of one world and some tensors, by way."""
+    ways, turns = arguments.ways, arguments.turns
     link = parse_rate(world.rate) / 8
+    seconds = arguments.seconds + (BEFORE_CUT + 3 if arguments.cut else 0)
     least = {way: volume(way, world.hosts) * tensors.count * tensors.bytes for way in ways}
-    steps = {way: min(max(round(seconds * link / least[way]), LEAST_STEPS), MOST_STEPS) for way in ways}
+    most = math.inf if arguments.cut else MOST_STEPS
+    steps = {way: int(min(max(round(seconds * link / least[way]), LEAST_STEPS), most)) for way in ways}
     times: dict[str, list[float]] = {way: [] for way in ways}
     sent: dict[str, float] = {}
-    draw = random.Random(seed)
+    back: dict[str, list[float]] = {way: [] for way in ways}
+    draw = random.Random(arguments.seed)
     for _ in range(turns):
         for way in draw.sample(list(ways), len(ways)):
             before = traffic(hosts)
-            ended = ranks.ask("turn", way, tensors, steps[way])[1]
-            begins, ends = zip(*ended, strict=True)
-            times[way].append((max(ends) - min(begins)) / steps[way])
+            with cut_for(arguments.cut, hosts[-1]) as of_cut:
+                ended = ranks.ask("turn", way, tensors, steps[way])[1]
+            begin, end = min(each[0] for each in ended), max(each[-1] for each in ended)
+            times[way].append((end - begin) / steps[way])
+            if of_cut:
+                back[way].append(
+                    seconds_until_back([time for each in ended for time in each[1:]], begin, *of_cut)
+                )
             after = traffic(hosts)
             carried = statistics.fmean(a[0] - b[0] for a, b in zip(after, before, strict=True))
             sent[way] = carried / (steps[way] + 1)
@@ -269,6 +321,7 @@ def measure_tensors(
                 "step_s": {"median": statistics.median(times[way]), "lower": lower, "upper": upper},
                 "used": least[way] / link / median,
                 "sent": sent[way] / least[way],
+                **({"back_s": statistics.median(back[way])} if back[way] else {}),
             }
         )
     return points
@@ -286,7 +339,11 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
         print(
             f"{WAYS[point['way']]:28}{1e3 * step['median']:>10.1f}{quartiles:>18}{1 / step['median']:>9.2f}"
             f"{point['used']:>7.1%}{point['sent']:>7.2f}"
+            + (f"  back {point['back_s']:.2f} s" if "back_s" in point else "")
         )
+    sys.stdout.flush()
+    if "back_s" in first:
+        return  # the goals are those of steps without a cut
     used = {point["way"]: point["used"] for point in points}
     for way, least in LEAST_USED.items():
         if way in used:
@@ -331,6 +388,7 @@ def parse_arguments() -> argparse.Namespace:
     program.add_names(parser, "--ways", WAYS, DEFAULT_WAYS)
     add("--turns", type=int, default=7, help="of each way")
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
+    add("--cut", type=float, default=0, metavar="SECONDS", help="cut a host's link in each turn")
     add("--seed", type=int, default=0, help="of the order of the turns")
     add("--json", type=Path, help="file for the points")
     arguments = parser.parse_args()
@@ -338,8 +396,8 @@ def parse_arguments() -> argparse.Namespace:
         arguments.worlds = [parse_world(words) for words in arguments.world or ()] or WORLDS
     except ValueError as error:
         parser.error(f"--world: {error}")
-    if arguments.turns < 1 or not arguments.seconds > 0:
-        parser.error("--turns and --seconds must be positive")
+    if arguments.turns < 1 or not arguments.seconds > 0 or not 0 <= arguments.cut <= PHASE_SECONDS / 6:
+        parser.error("--turns and --seconds must be positive, and --cut from 0 to 10")
     return arguments
 
 
@@ -350,7 +408,7 @@ def main() -> None:
     points: list[dict[str, Any]] = []
     for world in arguments.worlds:
         try:
-            found = measure(world, arguments.ways, arguments.turns, arguments.seconds, arguments.seed)
+            found = measure(world, arguments)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
         for tensors in world.tensors:

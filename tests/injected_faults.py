@@ -1,10 +1,9 @@
-"""Faults that the soaks and tests inject: into a process by its pid, into the calling one, and into a link of a host."""
+"""Faults that the soaks and tests inject into a process, by its pid or the calling one, and when they happen."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import os
 import random
 import signal
@@ -12,12 +11,11 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
-from hosts import Unavailable, ip, limit_rate
 
 from fog_pg._store import connections
 
@@ -30,14 +28,6 @@ _LASTS: tuple[Kind, ...] = ("stop", "deadlock", "cut", "slow", "lossy")
 
 # More than a mutex of any C library takes. Zeros are a free mutex.
 _MUTEX_BYTES = 256
-# Where packets go that a kernel without the action "drop" drops: a bridge without ports.
-_SINK = "fog-sink"
-# Classic BPF as `tc ... bpf bytecode` takes it: operation, jump if true, jump if false, constant.
-_LOAD_HALF, _LOAD_WORD, _EQUAL, _AT_LEAST, _RETURN = 0x28, 0x20, 0x15, 0x35, 0x06
-# Loads a random number in place of a word of the packet: SKF_AD_OFF + SKF_AD_RANDOM of <linux/filter.h>.
-_RANDOM = 2**32 - 0x1000 + 56
-# Of a frame: where its type stands, and in an IPv4 header its two addresses.
-_TYPE, _SOURCE, _DESTINATION, _IPV4 = 12, 26, 30, 0x0800
 
 
 # --- processes, and their Store -----------------------------------------------------------------------------
@@ -84,91 +74,6 @@ def lose_store() -> int:
             connection.shutdown(socket.SHUT_RDWR)
             broken += 1
     return broken
-
-
-# --- links --------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def lossy_link(device: str, loss: float, *, namespace: str, peer: str | None = None) -> Iterator[None]:
-    """Drops a random part of the packets that a host's device sends and receives in a block, with no word to anybody.
-
-    TCP gives up to 64 KiB to a device as one packet, which is then lost as a whole.
-
-    Args:
-        device: The network device.
-        loss: The probability, in each direction.
-        namespace: The host.
-        peer: An IPv4 address: only packets to it and from it are dropped. By default all.
-
-    Raises:
-        Unavailable: The kernel cannot do it, or the device's packets are filtered already.
-    """
-    other = None if peer is None else int(ipaddress.IPv4Address(peer))
-    with contextlib.ExitStack() as stack:
-        try:
-            _tc(namespace, "qdisc", "add", "dev", device, "clsact")
-            stack.callback(_forget, "tc", "-n", namespace, "qdisc", "delete", "dev", device, "clsact")
-            for direction, offset in (("egress", _DESTINATION), ("ingress", _SOURCE)):
-                program = _program(loss, other, offset)
-                words = ["filter", "add", "dev", device, direction, "bpf", "bytecode", program, "action"]
-                try:
-                    _tc(namespace, *words, "drop")
-                except subprocess.CalledProcessError:
-                    if direction == "egress":
-                        ip("-n", namespace, "link", "add", _SINK, "type", "bridge")
-                        stack.callback(_forget, "ip", "-n", namespace, "link", "delete", _SINK)
-                        ip("-n", namespace, "link", "set", _SINK, "up")
-                    _tc(namespace, *words, "mirred", "egress", "redirect", "dev", _SINK)
-        except subprocess.CalledProcessError as error:
-            raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr}") from error
-        yield
-
-
-def cut_link(
-    device: str, *, namespace: str, peer: str | None = None
-) -> contextlib.AbstractContextManager[None]:
-    """Drops all that a host's device sends and receives in a block; as `lossy_link`."""
-    return lossy_link(device, 1.0, namespace=namespace, peer=peer)
-
-
-@contextlib.contextmanager
-def slow_link(device: str, rate: str, *, namespace: str) -> Iterator[None]:
-    """Limits what a host's device sends in a block, to a rate in the words of tc."""
-    limit_rate(device, rate, namespace=namespace)
-    try:
-        yield
-    finally:
-        _forget("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
-
-
-def _forget(*words: str) -> None:
-    """Removes something that may be gone, with its host."""
-    subprocess.run(words, capture_output=True, timeout=10, check=False)
-
-
-def _program(loss: float, peer: int | None, offset: int) -> str:
-    """A classifier that matches packets with this probability, and only those with this address if one is given."""
-    tests = []  # of which each must hold
-    if peer is not None:
-        tests += [[(_LOAD_HALF, _TYPE), (_EQUAL, _IPV4)], [(_LOAD_WORD, offset), (_EQUAL, peer)]]
-    chance = [(_LOAD_WORD, _RANDOM), (_AT_LEAST, round(loss * 2**32))] if loss < 1.0 else []
-    steps = [step for test in tests for step in test] + chance
-    program: list[tuple[int, int, int, int]] = []
-    for number, (operation, constant) in enumerate(steps):
-        rest = len(steps) - number - 1
-        if operation == _EQUAL:  # goes on, or to the end: no match
-            program.append((operation, 0, rest + 1, constant))
-        elif operation == _AT_LEAST:
-            program.append((operation, rest + 1, 0, constant))
-        else:
-            program.append((operation, 0, 0, constant))
-    program += [(_RETURN, 0, 0, 2**32 - 1), (_RETURN, 0, 0, 0)]
-    return ",".join([str(len(program)), *(" ".join(map(str, step)) for step in program)])
-
-
-def _tc(namespace: str, *words: str) -> None:
-    subprocess.run(["tc", "-n", namespace, *words], check=True, capture_output=True, text=True, timeout=10)
 
 
 # --- schedules ----------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ import hosts
 import leftovers
 import numpy as np
 from harness import Outcome, RankFailures, World
-from injected_faults import Fault, Kind, Schedule, cut_link, lossy_link, slow_link
+from hosts import cut_link, lossy_link, slow_link
+from injected_faults import Fault, Kind, Schedule
 from soak_modes import (
     COMPUTE_SECONDS,
     GROUP_TIMEOUT,

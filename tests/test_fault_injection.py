@@ -18,17 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import World, WorldPool, case
-from hosts import INTERFACE, Unavailable, address, emulated_hosts, ip, move_to_host
-from injected_faults import (
-    Fault,
-    Schedule,
+from hosts import (
+    INTERFACE,
+    Unavailable,
+    address,
     cut_link,
-    deadlock_with_gil,
-    lose_store,
+    emulated_hosts,
+    ip,
     lossy_link,
+    move_to_host,
     slow_link,
-    stop,
 )
+from injected_faults import Fault, Schedule, deadlock_with_gil, lose_store, stop
 
 PAUSE = 0.4
 # A gap that a busy machine does not make by itself in a thread that sleeps for a millisecond at a time is not known, so

@@ -310,6 +310,29 @@ def test_a_host_that_vanishes(tmp_path: Path, way: str) -> None:
         assert re.search(rf"{expected} does not answer", error), error
 
 
+def outlast_a_cut(victim: int) -> str:
+    """Cuts the network of the victim's host for a second, which is no loss; returns the error of the steps, or none."""
+    dist.barrier()
+    if dist.get_rank() == victim:
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        threading.Timer(1.0, subprocess.run, [["ip", "link", "set", "eth0", "up"]], {"check": True}).start()
+    for step in range(20):
+        sums = torch.full((LARGE,), 1.0 + step)
+        if error := error_of(lambda sums=sums: dist.all_reduce(sums)):
+            return error
+        if not sums.eq(RANKS * (1.0 + step)).all():
+            return f"step {step}: {sums}"
+    return ""
+
+
+def test_a_link_that_is_cut_for_a_second(tmp_path: Path) -> None:
+    """Nobody is lost, and all that was in flight arrives once."""
+    [*errors] = run_on_hosts(
+        tmp_path, [0, 1, 2], "test_faults", [("outlast_a_cut", [2])], timeout=LONG_TIMEOUT, environment=TCP
+    )
+    assert errors == [[""]] * RANKS, errors
+
+
 def receive_from_the_lost(numel: int) -> tuple[str, bool]:
     """Rank 1 sends a message and dies; rank 0 receives it afterwards."""
     message = torch.arange(numel, dtype=torch.float32)

@@ -38,8 +38,7 @@ from fogdist.elastic import joiner as joiners
 from fogdist.elastic import tickets, transfer
 from fogdist.topology import mixing_matrix
 from harness import ALL, World
-from hosts import INTERFACE, address, connections, emulated_hosts, move_to_host
-from injected_faults import cut_link
+from hosts import INTERFACE, address, connections, cut_link, emulated_hosts, move_to_host
 from numpy.typing import NDArray
 from scripts import ROOT
 from test_membership import OF_NAMES, OF_WORDS

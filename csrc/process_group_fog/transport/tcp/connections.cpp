@@ -69,11 +69,23 @@ bool leave_bbr(int fd) {
   return true;
 }
 
+// Of <linux/tcp.h>, from Linux 6.15 on.
+constexpr int kLongestRetransmission = 44; // TCP_RTO_MAX_MS
+
+// Data that a link loses is sent again after 0.2 s, and then after twice as long each time: a link that returns after a
+// cut of 2 s would stand still for up to another 1.4 s. So these times end at 1 s, the least that the system allows. It
+// gives up after about 14 of them, which must be later than the silence that ends a host.
+void return_soon(int fd, int host_timeout) {
+  const int milliseconds = std::max(1000, 1000 * host_timeout / 11);
+  setsockopt(fd, IPPROTO_TCP, kLongestRetransmission, &milliseconds, sizeof(milliseconds));
+}
+
 void prepare(int fd, int host_timeout) {
   keep_alive(fd, host_timeout);
   // A receiver that is stopped, or busy, does not read for a while; that is no silence. is_silent() sees silent hosts.
   const unsigned never = 0;
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &never, sizeof(never));
+  return_soon(fd, host_timeout);
   send_at_once(fd);
 }
 
