@@ -85,8 +85,11 @@ dist.gather(parts[1], parts, dst=0) | outputs\[1\].*inputs
 dist.scatter(parts[1], parts, src=0) | outputs.*inputs\[1\]
 dist.all_reduce_coalesced([x, x]) | shares.memory.with
 backend.allreduce_coalesced([x[:5], x[4:]]) | tensors\[1\].*tensors\[0\]
-backend.allreduce([x, x]) | shares.memory.with
-backend.broadcast([parts[0], x[2:6]]) | shares.memory.with
+backend.allreduce([x, x]) | 2.tensors one
+backend.broadcast([parts[0], parts[1]]) | 2.tensors one
+backend.allgather([parts, parts], [ones(4), ones(4)]) | 2.tensors one
+backend.allreduce([torch.eye(3).to_sparse()] * 2) | 2.tensors one
+backend.allreduce_named(ones(2, dtype=torch.complex64), op.PRODUCT) | (?i)product (?i)complex
 dist.all_reduce(x[:8].unfold(0, 4, 2)) | share.memory
 dist.broadcast(ones(1).expand(4), 0) | share.memory
 dist.irecv(x.as_strided((2, 3), (4, 2)), 1) | share.memory
