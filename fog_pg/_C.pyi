@@ -216,7 +216,7 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> list[Tensor]:
-        """neighbor_allreduce that waits for the result. It creates no Python Work and wakes no other thread.
+        """neighbor_allreduce that waits, without a codec. It creates no Python Work and wakes no other thread.
 
         Returns:
             `[output]`, or the list of outputs.
@@ -224,20 +224,6 @@ class ProcessGroupFog(Backend):
         Raises:
             torch.distributed.DistBackendError: The operation failed in flight.
         """
-
-    def compressed_neighbor_allreduce_blocking(
-        self,
-        tensor: Tensor | Sequence[Tensor],
-        plan: NeighborPlan,
-        *,
-        compression: Codec,
-        output: Tensor | Sequence[Tensor] | None = None,
-        name: str = "",
-        confirm: bool | None = None,
-        timeout: timedelta | None = None,
-        conserve: bool = False,
-    ) -> list[Tensor]:
-        """neighbor_allreduce_blocking with a codec."""
 
     def hierarchical_neighbor_allreduce(
         self,
@@ -717,9 +703,6 @@ def connect_with(entries: Mapping[int, str], is_member: bool, timeout: timedelta
         The ranks that have come.
     """
 
-def mpi_library() -> str:
-    """Path of the chosen library; empty if no library was chosen."""
-
 def mpi_version() -> str:
     """The result of MPI_Get_library_version; needs an open library."""
 
@@ -766,9 +749,6 @@ def protocol() -> str:
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
     """For tests: the HMAC with SHA-256."""
-
-def random_secret() -> str:
-    """For tests: a secret as rank 0 makes it, in hexadecimal digits."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """The largest size of the memory that a rank shares.

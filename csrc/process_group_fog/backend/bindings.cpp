@@ -209,7 +209,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("decoded") = py::none(),
           py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
-      .def(
+      .def( // without the arguments of a codec, which would take a fifth of the time of a small exchange
           "neighbor_allreduce_blocking",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
              Confirm confirm, Timeout timeout) -> Tensors {
@@ -224,27 +224,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
-      // Not arguments of the function above, where they would take a fifth of the time of a small exchange.
-      .def(
-          "compressed_neighbor_allreduce_blocking",
-          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, fog::BoundCodec compression,
-             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout, bool conserve) -> Tensors {
-            const auto work = self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true),
-                compression_of(std::move(compression), std::nullopt, conserve));
-            work->wait();
-            return work->result();
-          },
-          py::arg("tensor"),
-          py::arg("plan"),
-          py::kw_only(),
-          py::arg("compression").none(false),
-          py::arg("output") = py::none(),
-          py::arg("name") = "",
-          py::arg("confirm") = py::none(),
-          py::arg("timeout") = py::none(),
-          py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",
@@ -404,7 +383,6 @@ PYBIND11_MODULE(_C, module) {
         fog::set_protocol(fog::protocol());
       },
       py::arg("version"));
-  module.def("mpi_library", &fog::library_path);
   module.def("mpi_version", &fog::library_version);
   py::class_<fog::Settings>(module, "Settings")
       .def(py::init())
