@@ -672,9 +672,7 @@ def announce(entry: str) -> bool:
     A process that is not visible (`read_entry`) is called over TCP, which may take seconds.
     """
 
-def prepare_to_join(
-    rank: int, size: int, entries: Sequence[str], store: Store, timeout: timedelta
-) -> None:
+def prepare_to_join(rank: int, size: int, entries: Sequence[str], store: Store, timeout: timedelta) -> None:
     """Makes this process a rank of the job of the processes with these entries, without a connection to any.
 
     Raises:

@@ -222,7 +222,8 @@ OF_ALL = [list(DISAGREEMENTS)[place] for place in (0, 1, 6, 14)]
 
 def _state(group: dist.ProcessGroup) -> distributed_c10d.ErrorType:
     backend = group._get_backend(torch.device("cpu"))
-    return distributed_c10d._ProcessGroupWrapper(backend, backend).get_error()  # torch 2.13 asks only in this class
+    wrapper = distributed_c10d._ProcessGroupWrapper(backend, backend)  # torch 2.13 asks only in this class
+    return wrapper.get_error()
 
 
 def disagree(calls: list[str]) -> None:
@@ -234,7 +235,9 @@ def disagree(calls: list[str]) -> None:
         for name in calls:
             shown = (DISAGREEMENTS | MESSAGES)[name]
             group = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
-            checks.equal(f"{name}: the group's state before", _state(group), distributed_c10d.ErrorType.SUCCESS)
+            checks.equal(
+                f"{name}: the group's state before", _state(group), distributed_c10d.ErrorType.SUCCESS
+            )
             error = ""
             try:
                 eval(name, names | {"r": int(rank == size - 1), "g": group})
