@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
-#include <torch/version.h>
 
 #include "core/codecs/codec.hpp"
 #include "device/device_backends.hpp"
