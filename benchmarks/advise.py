@@ -167,7 +167,6 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
             "between_bits_per_s": [8 * each for each in network.trunks.values()],
             "latency_s": network.latency,
         },
-        "reasons": advice.reasons(settings, choice, compute, TOLERANCE),
         **judged(points, compute),
         "points": points,
         "facts": facts,

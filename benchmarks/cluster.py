@@ -90,7 +90,7 @@ PHASE_SECONDS = 90.0
 SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
 SCALING_WAYS = [*SYNCHRONOUS, "async_win", "local_sgd", "gossip_diloco"]
 STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip"]
-WAYS = list(dict.fromkeys([*SCALING_WAYS, *STRAGGLER_WAYS, "hierarchical"]))
+WAYS = list(dict.fromkeys([*SCALING_WAYS, *STRAGGLER_WAYS, "hierarchical", "sites"]))
 # Goals: the least efficiency, by scenario, hosts and way.
 GOALS = {
     ("a", 16, "one_peer_exp"): 0.95,
@@ -165,7 +165,15 @@ def worlds_of(
                 if count < 2 or count % 2:
                     continue
                 compute, options = seconds / 10, {"group": 500 // EMULATED_LOCAL_STEPS}
-                chosen = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "local_sgd", "gossip_diloco"]
+                chosen = [
+                    "none",
+                    "ddp_gloo",
+                    "ddp_fog",
+                    "one_peer_exp",
+                    "sites",
+                    "local_sgd",
+                    "gossip_diloco",
+                ]
             elif name == "a strong":
                 real = scenario.compute * 2 / count
                 scenario = Scenario(**{**asdict(scenario), "compute": real})

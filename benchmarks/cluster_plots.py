@@ -26,6 +26,7 @@ WAYS = {
     "ddp_gloo": ("DDP on Gloo", "tab:red", "s"),
     "ddp_fog": ("DDP on fog", "tab:orange", "D"),
     "one_peer_exp": ("one-peer exponential", "tab:blue", "o"),
+    "sites": ("one peer, sites known", "tab:blue", "p"),
     "static_exp": ("static exponential", "tab:cyan", "^"),
     "base_k": ("Base-3", "tab:olive", "v"),
     "hierarchical": ("hierarchical", "tab:green", "P"),

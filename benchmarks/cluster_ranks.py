@@ -16,6 +16,7 @@ from typing import Any
 
 import fogdist
 import fogdist.bluefog.torch as bf
+import networkx
 import program
 import torch
 import torch.distributed as dist
@@ -339,6 +340,8 @@ class ClusterRank:
             return ddp(None)
         if way == "one_peer_exp":
             return wrapped(topology.one_peer_exponential(size))
+        if way == "sites":
+            return wrapped(sites_topology(size, job.centers))
         if way == "static_exp":
             return wrapped(topology.by_name("exp2", size))
         if way == "base_k":
@@ -387,6 +390,28 @@ class ClusterRank:
 
         trainer.prepare = prepare
         return trainer
+
+
+def sites_topology(size: int, centers: int) -> list[networkx.DiGraph]:
+    """Rounds of one peer in the own data center, and in every fourth one a rank of each, in turn, of the next center.
+
+    The line between two centers carries one model each way in four rounds, as weights are 1/2 and the other ranks keep
+    what they have.
+    """
+    local = size // centers
+    rounds = []
+    for t in range(4 * local):
+        graph = networkx.DiGraph()
+        for rank in range(size):
+            first = rank - rank % local
+            peer = first + (rank + (1 << t % 4)) % local
+            if t % 4 == 3:
+                peer = (rank + local) % size if rank % local == t // 4 else rank
+            graph.add_edge(rank, rank, weight=1.0 if peer == rank else 0.5)
+            if peer != rank:
+                graph.add_edge(rank, peer, weight=0.5)
+        rounds.append(graph)
+    return rounds
 
 
 def prefer() -> None:

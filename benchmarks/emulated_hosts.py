@@ -1,22 +1,31 @@
 """Several hosts on one machine: network namespaces, joined by bridges in namespaces of their own.
 
 A process in one of them reaches the others by TCP only, over links that can have a rate, lose packets, and be cut for a
-while. Needs Linux, root, and the programs ip and tc of iproute2. The namespaces of a program that was killed are removed
-when the next one starts: their names contain the process that made them, and when it started.
+while; a line between two data centers can take a time as well. Needs Linux, root, and the programs ip and tc of iproute2.
+The namespaces of a program that was killed are removed when the next one starts: their names contain the process that
+made them, and when it started.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
+import fcntl
 import ipaddress
 import itertools
 import json
+import math
 import os
 import re
+import select
 import shutil
 import signal
+import struct
 import subprocess
+import threading
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -36,6 +45,12 @@ LEAST_BURST = 70_000
 # What a limited link keeps of what it cannot send yet: so much at its rate, and at least so many bytes, so that the
 # packets of 64 KiB of several connections find room in a slow one.
 QUEUE_SECONDS, LEAST_QUEUE = 0.05, 512 << 10
+# Of <linux/if_tun.h>: a device whose frames a program reads and writes; with a header of so many bytes, the system passes
+# TCP's packets of 64 KiB as they are.
+_TUNSETIFF, _TUNSETOFFLOAD, _TUNSETVNETHDRSZ = 0x400454CA, 0x400454D0, 0x400454D8
+_IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x2, 0x1000, 0x4000
+_TUN_F_CSUM, _TUN_F_TSO4 = 0x1, 0x2
+_FRAME_HEADER, _MOST_OF_FRAME = 12, 70_000
 # Of <sched.h> and <sys/mount.h>.
 _CLONE_NEWNS, _CLONE_NEWNET = 0x20000, 0x40000000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 0x2
@@ -94,6 +109,7 @@ def emulated_hosts(
     rates: Mapping[int, str] | None = None,
     centers: int = 1,
     between: str | None = None,
+    delay: float = 0.0,
 ) -> Iterator[list[str]]:
     """Names of network namespaces that reach each other; they are gone afterwards, with what runs in them.
 
@@ -103,6 +119,7 @@ def emulated_hosts(
         rates: The same of single hosts, by number, instead.
         centers: Data centers that consecutive hosts are divided into, equally many in each; each has a bridge.
         between: Limit, each way, of the link from each center to the next.
+        delay: Seconds that this link takes, each way. Netem, which not every kernel has, is not needed.
 
     Raises:
         ValueError: Hosts cannot be divided so.
@@ -117,6 +134,7 @@ def emulated_hosts(
     names = [f"{prefix}-{number}" for number in range(count)]
     switches = [f"{prefix}-switch{center}" for center in range(centers)]
     made = []
+    stack = contextlib.ExitStack()
     try:
         try:
             for name in [*switches, *names]:
@@ -139,18 +157,69 @@ def emulated_hosts(
                     limit_rate(port, own, namespace=switch)
             for center, (here, there) in enumerate(itertools.pairwise(switches)):
                 ends = f"next{center}", f"last{center}"
-                peer = ["peer", "name", ends[1], "netns", there]
-                ip("-n", here, "link", "add", ends[0], "type", "veth", *peer)
+                if delay:
+                    stack.enter_context(_delayed_link(here, there, ends, delay))
+                else:
+                    peer = ["peer", "name", ends[1], "netns", there]
+                    ip("-n", here, "link", "add", ends[0], "type", "veth", *peer)
                 for switch, end in zip((here, there), ends, strict=True):
                     ip("-n", switch, "link", "set", end, "master", "bridge", "up")
                     if between is not None:
                         limit_rate(end, between, namespace=switch)
         except subprocess.CalledProcessError as error:
             raise Unavailable(f"{' '.join(error.cmd)}: {error.stderr.strip()}") from error
+        except OSError as error:  # of a delayed link
+            raise Unavailable(f"/dev/net/tun: {error}") from error
         yield names
     finally:
+        stack.close()
         for name in made:
             _remove(name)
+
+
+@contextlib.contextmanager
+def _delayed_link(here: str, there: str, names: tuple[str, str], delay: float) -> Iterator[None]:
+    """Makes a device in each of two namespaces; a thread moves the frames of each to the other one, so much later."""
+    ends = [_tap(*each) for each in zip((here, there), names, strict=True)]
+    closing, close = os.pipe()
+    thread = threading.Thread(target=_move_frames, args=(ends, delay, closing), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.close(close)
+        thread.join()
+        for each in (*ends, closing):
+            os.close(each)
+
+
+def _tap(namespace: str, name: str) -> int:
+    """Makes a device whose frames this process reads and writes, in a namespace; returns its descriptor."""
+    with concurrent.futures.ThreadPoolExecutor(1) as other:  # this thread stays in its namespace
+        other.submit(move_to_host, namespace).result()
+        device = other.submit(os.open, "/dev/net/tun", os.O_RDWR | os.O_NONBLOCK).result()
+        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+        other.submit(fcntl.ioctl, device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags)).result()
+    fcntl.ioctl(device, _TUNSETVNETHDRSZ, struct.pack("i", _FRAME_HEADER))
+    fcntl.ioctl(device, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
+    return device
+
+
+def _move_frames(ends: Sequence[int], delay: float, closing: int) -> None:
+    """Moves frames from each end to the other one until `closing` can be read."""
+    held: tuple[deque[tuple[float, bytes]], ...] = (deque(), deque())
+    while True:
+        due = min((frames[0][0] for frames in held if frames), default=math.inf)
+        patience = None if math.isinf(due) else max(0.0, due - time.monotonic())
+        ready, _, _ = select.select([*ends, closing], [], [], patience)
+        if closing in ready:
+            return
+        for end, frames in zip(ends, held, strict=True):
+            if end in ready:
+                frames.append((time.monotonic() + delay, os.read(end, _MOST_OF_FRAME)))
+        for end, frames in zip(reversed(ends), held, strict=True):
+            while frames and frames[0][0] <= time.monotonic():
+                os.write(end, frames.popleft()[1])
 
 
 def traffic(names: Sequence[str]) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
     python benchmarks/links.py                                        # as root, some minutes
     python benchmarks/links.py --world 8 100mbit 16x128K 1x4M --ways one-peer gloo --turns 5
     python benchmarks/links.py --world 8 100mbit 16x128K --ways one-peer allreduce gloo --cut 2
+    python benchmarks/links.py --world 4 100mbit 16x128K --ways one-peer allreduce gloo --delay 20
 
 Run it as root on Linux. Each host is a network namespace with one rank, and tc limits what its link carries, both ways
 (emulated_hosts.py). A step exchanges some tensors, all in flight at the same time, as the buckets of a training are.
@@ -16,6 +17,8 @@ hosts: so one peer a step can make at most 2 (n - 1) / n as many steps as an all
 
 Plain sockets show what the network itself allows in the same pattern: they send when they like, or once the receiver
 has said that it has come to this step ("asked").
+
+With --delay, the hosts are in two data centers, and the line between these takes so many milliseconds each way.
 
 With --cut, the link of one host drops all packets for so many seconds in each turn. "back" says how long after its return
 a second begins in which the ranks end at least 90 % as many steps as in a second before the cut.
@@ -265,7 +268,8 @@ def measure(world: World, arguments: argparse.Namespace) -> list[dict[str, Any]]
     job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
     title = f"{world.hosts} hosts, {world.rate}"
     points = []
-    with emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job) as (
+    network = {"centers": 2, "delay": 1e-3 * arguments.delay} if arguments.delay else {}
+    with emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job, **network) as (
         ranks,
         hosts,
     ):
@@ -388,6 +392,7 @@ def parse_arguments() -> argparse.Namespace:
     program.add_names(parser, "--ways", WAYS, DEFAULT_WAYS)
     add("--turns", type=int, default=7, help="of each way")
     add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
+    add("--delay", type=float, default=0, metavar="MS", help="from one half of the hosts to the other")
     add("--cut", type=float, default=0, metavar="SECONDS", help="cut a host's link in each turn")
     add("--seed", type=int, default=0, help="of the order of the turns")
     add("--json", type=Path, help="file for the points")
@@ -398,6 +403,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--world: {error}")
     if arguments.turns < 1 or not arguments.seconds > 0 or not 0 <= arguments.cut <= PHASE_SECONDS / 6:
         parser.error("--turns and --seconds must be positive, and --cut from 0 to 10")
+    if arguments.delay < 0 or (arguments.delay and any(world.hosts % 2 for world in arguments.worlds)):
+        parser.error("--delay must not be negative, and needs an even number of hosts")
     return arguments
 
 

@@ -786,7 +786,7 @@ class Liveness:
     def suspects(self, peer: int) -> bool: ...
 
 class Rendezvous:
-    """For tests: the meeting of ranks in a Store, which every group uses."""
+    """For tests: the rendezvous of ranks in a Store, which every group uses."""
 
     def __init__(
         self,

@@ -18,7 +18,7 @@ from fog_pg import environment
 
 # EX_TEMPFAIL of <sysexits.h>; `fog_cli.programs.rank` knows it, too.
 _STATUS = 75
-# The longest wait for the end of a process that was lost, in seconds, and the pauses between two looks.
+# The longest wait for the end of a process that was lost, in seconds, and the pauses between two samples.
 _PATIENCE = 10.0
 _PAUSE = 0.02
 _LOST = re.compile(r" \(pid (?P<pid>\d+) on host (?P<host>[^)]*)\) (?:was lost|has ended|ended)\b")

@@ -67,7 +67,7 @@ class Variable(Generic[T]):
         name: Its name.
         kind: The type of its values.
         default: The value if the variable is not set or empty.
-        reader: "Python", "C++", "fog run", or "build" (setup.py and the programs that it calls).
+        reader: "Python", "C++", or "build" (setup.py and the programs that it calls).
         meaning: One or two sentences.
         owner: The program that defines the variable; "fog" for fog's own variables, "tests" for private ones.
         is_secret: Whether nothing may show the value.
@@ -310,8 +310,7 @@ MASTER_PORT = Variable(
     whole(0, 65535, "port numbers"),
     0,
     "Python",
-    "Under mpiexec and srun, and with `fog run` on several hosts: the store's port. By default (0) it is any free one; with "
-    "--node-rank it is 29500.",
+    "Under mpiexec and srun, and with `fog run` on several hosts: the store's port. By default (0) it is any free one.",
     owner="torch",
 )
 DISTRIBUTED_DEBUG = Variable(
@@ -409,11 +408,6 @@ OPEN_MPI_LOCAL_SIZE = _whole_of(
 )
 SLURM_RANK = _whole_of("Slurm", "SLURM_PROCID", "Python", "This process's rank, if PMI or PMIx is served.")
 SLURM_SIZE = _whole_of("Slurm", "SLURM_NTASKS", "Python", "The number of ranks, if PMI or PMIx is served.")
-SLURM_JOB = Variable(
-    "SLURM_JOB_ID", TEXT, "", "fog run", "If it is set, this is an allocation of Slurm.", owner="Slurm"
-)
-SLURM_NODES = _whole_of("Slurm", "SLURM_JOB_NUM_NODES", "fog run", "The nodes of the allocation.")
-SLURM_NODE_LIST = Variable("SLURM_JOB_NODELIST", TEXT, "", "fog run", "Their names.", owner="Slurm")
 
 VARIABLES: tuple[Variable[object], ...] = tuple(
     value for value in list(globals().values()) if isinstance(value, Variable)

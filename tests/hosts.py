@@ -49,13 +49,11 @@ def sent_bytes(name: str) -> int:
 
 
 @contextlib.contextmanager
-def emulated_hosts(
-    count: int, rate: str | None = None, *, centers: int = 1, between: str | None = None
-) -> Iterator[list[str]]:
+def emulated_hosts(count: int, rate: str | None = None, **network: Any) -> Iterator[list[str]]:
     """Makes hosts as the benchmarks do; skips the test if that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
-            names = stack.enter_context(unskipped_hosts(count, rate, centers=centers, between=between))
+            names = stack.enter_context(unskipped_hosts(count, rate, **network))
         except Unavailable as reason:
             pytest.skip(f"several hosts: {reason}")
         yield names
@@ -146,6 +144,7 @@ def run_on_hosts(
     *,
     rate: str | None = None,
     between: str | None = None,
+    delay: float = 0.0,
     timeout: float = 60.0,
     killed: Sequence[int] = (),
     mortal: Sequence[int] = (),
@@ -161,6 +160,7 @@ def run_on_hosts(
         calls: Names of functions, with their arguments.
         rate: As for `emulated_hosts`.
         between: The hosts are in two centers, with a link of this rate.
+        delay: The hosts are in two centers, with a link that takes so many seconds each way.
         timeout: The timeout of the group, in seconds.
         killed: Ranks that end by SIGKILL.
         mortal: Ranks that MPI may then end by a signal.
@@ -176,7 +176,8 @@ def run_on_hosts(
     # fog's own default, unless the test has set something else
     variables = {"_FOG_CONFIRM": os.environ.get("_FOG_CONFIRM", "0")} | dict(environment or {})
     found: list[list[Any]] = [[] for _ in placement]
-    with emulated_hosts(max(placement) + 1, rate, centers=2 if between else 1, between=between) as names:
+    centers = 2 if between or delay else 1
+    with emulated_hosts(max(placement) + 1, rate, centers=centers, between=between, delay=delay) as names:
         world = world_on_hosts(names, placement, folder, variables, timeout=timeout, finalizing=finalizing)
         try:
             for name, arguments in calls:

@@ -33,9 +33,10 @@ LR, MOMENTUM = 0.1, 0.5
 
 
 def weighted_ring(size: int) -> nx.DiGraph:
-    return topologies.graph_from_matrix(
-        [[0.6 if i == j else 0.4 if j == (i + 1) % size else 0.0 for j in range(size)] for i in range(size)]
-    )
+    matrix = [
+        [0.6 if i == j else 0.4 if j == (i + 1) % size else 0.0 for j in range(size)] for i in range(size)
+    ]
+    return topologies.Topology("given", [matrix]).graph()
 
 
 class Net(nn.Module):

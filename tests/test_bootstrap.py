@@ -499,9 +499,9 @@ def join_on_host(names: list[str], placement: list[int], clones: bool) -> None:
     assert addresses == [address(placement[my_rank()])]
     assert count_connections() == 0
     # Connections of other programs are closed.
-    with socket.create_connection((addresses[0], int(port)), timeout=10) as stranger:
-        stranger.sendall(bytes(48))  # the length of a hello
-        assert stranger.recv(1) == b""
+    with socket.create_connection((addresses[0], int(port)), timeout=10) as unknown:
+        unknown.sendall(bytes(48))  # the length of a hello
+        assert unknown.recv(1) == b""
 
 
 def check_hosts(placement: list[int]) -> None:

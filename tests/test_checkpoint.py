@@ -9,9 +9,11 @@ import os
 import resource
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import fogdist.bluefog.torch as bf
@@ -374,6 +376,14 @@ def test_old_checkpoints_go_when_the_new_one_is_there(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model, step=2, keep=1)  # never the one that was just saved
     dist.barrier()
     assert checkpoint.steps(tmp_path) == [2]
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        patch.setattr("shutil.rmtree", Mock(side_effect=PermissionError("read-only")))
+        checkpoint.save(tmp_path, model, step=9, keep=1)
+    assert any(
+        "an old checkpoint could not be removed: read-only" in str(each.message) for each in warned
+    ) == (dist.get_rank() == 0)
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
@@ -382,6 +392,13 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
         assert checkpoint.latest(path) is None
     (tmp_path / "step-00000004").mkdir()  # not a checkpoint
     assert checkpoint.steps(str(tmp_path)) == []
+
+
+def test_names_with_dots_are_told_apart() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}}
+    put = pieces.put_together(pieces.take_apart(state, "model", tensors), tensors)
+    assert len(tensors) == 2 and put == state
 
 
 # --- beside the training ------------------------------------------------------------------------------------
@@ -463,6 +480,24 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"(?s)step {step}.*{message}"):
             checkpoint.load(tmp_path, other, optimizer, step=step)
         assert torch.equal(snapshot(other), before)
+    with pytest.raises(
+        FileNotFoundError, match=r"a checkpoint of step 9, got .* with those of steps \[4, 5, 6\]"
+    ):
+        checkpoint.load(tmp_path, model, step=9)
+    with pytest.raises(FileExistsError, match="no checkpoint of step 4 yet"):
+        checkpoint.save(tmp_path, model, step=4)
+    for arguments, message in [
+        (("model",), "model must be a torch.nn.Module, got str"),
+        ((model, "sgd"), "optimizer must be a torch.optim.Optimizer or None, got str"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            checkpoint.load(tmp_path, *arguments)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(TypeError, match="got the DTensor 'position'"),
+    ):
+        patch.setattr(checkpoint.states, "is_sharded", lambda _: True)
+        checkpoint.load(tmp_path, model)
     assert checkpoint.load(tmp_path, model, diffusion, step=4).step == 4  # of the plain optimizer
     assert checkpoint.load(tmp_path, model, step=5).step == 5
 

@@ -29,7 +29,7 @@ import fog_pg
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
 import fog_cli
-from fog_cli import COMMANDS, UsageError, keep_going, launchers, main, one_host, processes
+from fog_cli import COMMANDS, UsageError, keep_going, launchers, machine, main, one_host, processes
 from fog_cli.commands import bench, doctor, run, topology
 from fog_cli.hosts import Host, parse_hosts, read_hostfile
 from fog_cli.programs.rank import LinePrefixer
@@ -193,12 +193,27 @@ def test_variables_of_ranks(script: str) -> None:
     assert "OMP_NUM_THREADS" not in prepared("-np", "1", script).environment
 
 
+def test_what_is_started_is_shown(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(one_host, "run", lambda _: 0)
+    monkeypatch.setattr(keep_going, "run", Mock(side_effect=FileNotFoundError(2, "there is none", "ssh")))
+    assert main(["run", "--verbose", "-np", "2", script]) == 0
+    shown = shlex.join([*launchers.RANK, sys.executable, script])
+    assert capsys.readouterr().err == f"fog run: {shown}\n"
+    assert main(["run", "--verbose", "--keep-going", "-np", "2", script]) == 2
+    shown = shlex.join(launchers.AGENT)
+    assert capsys.readouterr().err == f"fog run: {shown}\nfog run: error: ssh: there is none\n"
+
+
 # The words after `fog` as in a shell, and a part of the error.
 WRONG = r"""
+run train.py | -np: it is missing; allowed are numbers from 1 on
 run -np 0 train.py | -np: got 0; allowed are numbers from 1 on
 run -np 2 | what shall the ranks run?
 run -np 2 missing.py | missing.py: there is no such script
 run -np 2 python missing.py | missing.py: there is no such script
+run -np 2 -- --no-option | --no-option: no option of fog run
 run -np 2 no-such-program | no-such-program: there is no such script or program
 run -np 2 -m nothing.at.all | -m nothing.at.all: there is no module nothing
 run -np 4 -H a:1,b:2 train.py | -np: got 4; the hosts have 3 slots: a:1, b:2
@@ -216,15 +231,9 @@ run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --prefix no-such-program train.py | --prefix: got 'no-such-program'
 run -np 2 --prefix \'oops train.py | --prefix: got "'oops": no closing quotation
-run -np 2 --max-ranks 3 train.py | --max-ranks: it is an option of --keep-going
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
-run -np 2 --node-rank 1 train.py | --node-rank: it is an option of --keep-going
 run --keep-going -np 2 --max-restarts -1 train.py | --max-restarts: got -1
-run --keep-going -np 2 --node-rank 0 train.py | --node-rank: it is the number of a host
-run --keep-going -np 2 -H a,b --node-rank 2 train.py | --node-rank: got 2; the ranks fill 2 hosts
-run --keep-going -np 2 --max-ranks 1 train.py | --max-ranks: got 1; allowed are numbers from -np on, 2
-run --keep-going -np 2 -H a,b --max-ranks 3 train.py | from -np on, 2, and no larger one on several hosts
-run --keep-going -np 2 -H a,b --node-rank 0 -x MASTER_PORT=many train.py | MASTER_PORT: got 'many'; allowed are 0 to 65535
+run -np 2 -H localhost,127.0.0.1 -x MASTER_PORT=many train.py | MASTER_PORT: got 'many'; allowed are 0 to 65535
 advise -np 1 | -np: got 1
 advise -np 2 | Give --parameters and --step-time, or --model
 advise -np 2 --parameters x --step-time 1 | --parameters: got 'x'
@@ -251,18 +260,27 @@ def test_wrong_command_lines_start_nothing(
 ) -> None:
     for module, name in ((one_host, "run"), (keep_going, "run"), (bench, "run_program")):
         monkeypatch.setattr(module, name, lambda *_: pytest.fail("something was started"))
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     words = shlex.split(line)
     assert main(words) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"fog {words[0]}: error: ") and message in error
 
 
-@pytest.mark.parametrize("line", ["run train.py", "run -np x t.py", "run -np 2 --no-option t.py", "", "no"])
-def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], line: str) -> None:
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("run -np x t.py", "argument -np/--num-proc: invalid int value: 'x'"),
+        ("run -np 2 --no-option t.py", "unrecognized arguments: --no-option"),
+        ("run --no-option 3 -np 2 t.py", "unrecognized arguments: --no-option"),
+        ("", "required: COMMAND"),
+        ("no", "invalid choice: 'no'"),
+    ],
+)
+def test_what_the_parser_refuses(capsys: pytest.CaptureFixture[str], line: str, named: str) -> None:
     with pytest.raises(SystemExit) as caught:
         main(line.split())
-    assert caught.value.code == 2 and "usage: fog" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert caught.value.code == 2 and "usage: fog" in error and named in error
 
 
 # --- fog run: output ----------------------------------------------------------------------------------------
@@ -411,7 +429,7 @@ def cramp() -> None:
 
 
 def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
-    """With a tiny /dev/shm, no network and few descriptors, one host works, and the report names all three."""
+    """With a tiny /dev/shm, no network and few descriptors, one host works, and the report names what is scarce."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     status, output = forked_fog(tmp_path, "doctor", "--json", first=cramp, FOG_CONFIRMED="1")
@@ -421,7 +439,7 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     bad = {name for name, state in found.items() if state == "bad"}
     assert report["works"] and not bad
     notes = {name for name, state in found.items() if state == "note"}
-    assert {"descriptors", "shared memory", "network", "unknown variables"} <= notes
+    assert {"descriptors", "shared memory", "unknown variables"} <= notes
     assert {"torch", "fog", "extension", "loopback", "ranks share memory"} <= set(found) - notes
     for name in ("start", "collectives", "neighbors", "windows"):
         assert found[f"one host, {name}"] == found[f"TCP, {name}"] == "ok", output
@@ -462,6 +480,51 @@ def test_doctor_with_a_broken_installation(
     assert "Not everything that fog needs on one host works" in output and "Traceback" not in output
 
 
+def refuses(*_: object, **__: object) -> None:
+    raise OSError(1, "it is forbidden")
+
+
+@pytest.mark.parametrize(
+    ("check", "changed", "by", "state", "text"),
+    [
+        ("ranks share memory", "os.memfd_create", refuses, "bad", "memfd_create: it is forbidden"),
+        (
+            "ranks share memory",
+            "sys.executable",
+            "/bin/false",
+            "note",
+            "cannot open another one's memory.* it failed",
+        ),
+        ("loopback", "socket.create_connection", refuses, "bad", "does not connect: it is forbidden"),
+        ("host name", "socket.getaddrinfo", refuses, "note", "does not resolve: it is forbidden"),
+        ("host name", "socket.getaddrinfo", lambda *_: [(0, 0, 0, "", ("10.0.0.1", 0))], "ok", "is 10.0.0.1"),
+        ("shared memory", "shutil.disk_usage", refuses, "note", "could not be looked at: PermissionError"),
+    ],
+)
+def test_what_doctor_finds_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, check: str, changed: str, by: object, state: str, text: str
+) -> None:
+    monkeypatch.setattr(f"fog_cli.machine.{changed}", by)
+    (found,) = (each for each in machine.findings() if each.name == check)
+    assert found.state == state and re.search(text, found.text), found
+
+
+def test_doctor_starts_no_ranks_on_an_unusable_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = []
+
+    def run_no_program(name: str, **_: object) -> Ended:
+        programs.append(name)
+        return Ended(0, printed({"name": "torch", "begin": True}, {"name": "torch", "text": "2"}), "")
+
+    monkeypatch.setattr(doctor, "run_program", run_no_program)
+    monkeypatch.setattr(machine.socket, "create_connection", refuses)
+    assert main(["doctor"]) == 1 and programs == ["facts"]
+    output = capsys.readouterr().out
+    assert "two ranks: not tried: see above" in output and output.endswith("one host works: loopback.\n")
+
+
 def printed(*lines: dict[str, object], rank: int | None = None) -> str:
     return "".join(f"{'' if rank is None else f'[{rank}] '}{json.dumps(line)}\n" for line in lines)
 
@@ -479,11 +542,13 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
 
     output = printed(begun, {"name": "start", "text": "fine"}, rank=0) + printed(begun, rank=1)
     crashed = Ended(139, output, "Fatal error\nfog run: rank 1 (process 7) ended by SIGSEGV")
-    (found_one,) = doctor.tried(crashed, "one host", ["memory"])
+    (found_one,) = doctor.tried(crashed, "one host", ["loopback"])
     assert found_one.state == "bad" and "rank 1 (process 7) ended by SIGSEGV" in found_one.text
-    assert "memory" in found_one.advice
+    assert "loopback" in found_one.advice
     (optional,) = doctor.tried(crashed, "TCP", optional="nothing to do")
     assert optional.state == "note" and optional.advice == "nothing to do"
+    (late,) = doctor.loaded(Ended(None, "", ""))
+    assert (late.name, late.state) == ("Python", "bad") and "did not end in time" in late.text
     (silent,) = doctor.tried(Ended(1, "", "no torch"), "one host")
     assert silent.state == "bad" and "no torch" in silent.text
 
@@ -532,6 +597,14 @@ def test_bench(tmp_path: Path) -> None:
     assert [row[3] == row[4] == "-" for row in rows[1:]] == [False, False, True]
 
 
+def test_bench_says_what_failed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "run_program", lambda *_, **__: Ended(-40, "", "no memory"))
+    assert main(["bench", "-np", "9999"]) == 1
+    shared, failed = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"fog bench: 9999 ranks share \d+ cores, and their times say little", shared)
+    assert failed == "fog bench: it ended by signal 40: no memory. `fog doctor` says more"
+
+
 def test_a_ratio_has_its_spread() -> None:
     """A slow moment changes neither the medians nor the ratio."""
     times = [(1e-3, 2e-3), (1e-3, 40e-3), (1e-3, 3e-3), (30e-3, 60e-3), (1e-3, 2.5e-3)]
@@ -556,14 +629,22 @@ def test_timeline_merge(tmp_path, capsys):
     assert "there is no file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [(KeyboardInterrupt, 130, "fog dump: interrupted\n"), (BrokenPipeError, 141, "")],
+)
 def test_an_interrupt_ends_a_command_in_a_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], status: int, said: str
 ) -> None:
-    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=KeyboardInterrupt))
-    assert main(["dump"]) == 130
-    assert capsys.readouterr().err == "fog dump: interrupted\n"
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", Mock(write=written.append))
+    monkeypatch.setattr("fog_cli.commands.dump.run", Mock(side_effect=error))
+    assert main(["dump"]) == status and "".join(written) == said
 
 
-def test_dump(capsys):
+def test_dump(monkeypatch, capsys):
     assert fog_cli.main(["dump", str(os.getpid())]) == 2
     assert "has no group of fog" in capsys.readouterr().err
+    monkeypatch.setattr("fogdist.observe.flight_record.read_all", list)
+    assert fog_cli.main(["dump"]) == 1
+    assert "no process of yours on this host has a group of fog" in capsys.readouterr().err

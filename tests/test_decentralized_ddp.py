@@ -742,7 +742,7 @@ def to_the_last(size: int) -> nx.DiGraph:
     """Returns a graph in which all ranks send to the last one, which sends to no other rank."""
     matrix = np.eye(size)
     matrix[:, -1] = 1 / size
-    return topologies.graph_from_matrix(matrix)
+    return topologies.Topology("given", [matrix]).graph()
 
 
 @on_ranks(3)
@@ -771,7 +771,7 @@ def from_the_first(size: int) -> nx.DiGraph:
     matrix = np.eye(size)
     matrix[:, 1:] /= 2
     matrix[0, 1:] = 0.5
-    return topologies.graph_from_matrix(matrix)
+    return topologies.Topology("given", [matrix]).graph()
 
 
 def lose_a_neighbor_beside_one_that_pauses() -> None:

@@ -107,9 +107,9 @@ def test_another_topology_has_other_exchanges() -> None:
                 mixed = fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={source: 1.0})
                 checks.equal(f"{step} the only one", mixed.item(), float(source))
                 checks.equal(f"{step} gather", fogdist.neighbor_allgather(x).item(), float(source))
-            stranger = next(r for r in range(size) if r not in (rank, source))
+            other = next(r for r in range(size) if r not in (rank, source))
             with pytest.raises(ValueError, match=rf"src_weights must name in-neighbors of rank {rank} only"):
-                fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={stranger: 1.0})
+                fogdist.neighbor_allreduce(x, self_weight=0.0, src_weights={other: 1.0})
 
 
 @on_ranks(2)

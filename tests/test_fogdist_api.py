@@ -33,7 +33,7 @@ SIZES = sizes([1, 3], [2, 5])
 # --- names --------------------------------------------------------------------------------------------------
 
 
-# A name that is added here needs a reason that a newcomer sees; names of BlueFog are in fogdist.bluefog only.
+# A name that is added here needs a reason that a new user sees; names of BlueFog are in fogdist.bluefog only.
 NAMES = """
     DecentralizedDataParallel DecentralizedOptimizer GossipState Window algorithms allreduce_parameters bluefog
     broadcast_optimizer_state broadcast_parameters checkpoint compression consensus_distance empty flight_record gossip_hook

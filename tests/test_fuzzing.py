@@ -94,9 +94,9 @@ def no_secret(*_: str) -> str:
 GREETING = bytes(16) + no_secret().encode()
 
 
-def end(visitor: socket.socket) -> None:
+def end(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the other side has dropped it already
-        visitor.shutdown(socket.SHUT_WR)
+        connection.shutdown(socket.SHUT_WR)
 
 
 def write(path: Path, data: bytes | str) -> None:
@@ -137,11 +137,11 @@ def record(folder: Path) -> None:
         torch.save(plain, saved, _use_new_zipfile_serialization=is_zip)
         write(folder / f"state/{is_zip}", saved.getvalue())
     offer = transfer.Offer(STATE, [], no_secret)
-    with socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor:
-        visitor.sendall(GREETING)
-        end(visitor)
-        write(folder / "a state's wire/of the giver", b"".join(iter(lambda: visitor.recv(1 << 16), b"")))
-    write(folder / "a state's visitor/greeting", GREETING)
+    with socket.create_connection(("127.0.0.1", offer.place["port"])) as connection:
+        connection.sendall(GREETING)
+        end(connection)
+        write(folder / "a state's wire/of the rank", b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+    write(folder / "a state's reader/greeting", GREETING)
     values = torch.randn(300, generator=torch.Generator().manual_seed(rank))
     for place, codec in enumerate(CODECS):
         for number, dtype in enumerate(DTYPES):
@@ -220,15 +220,15 @@ def feed_state_wire(_: str, data: bytes, __: Path) -> None:
             source.read(HANG)
 
 
-def feed_state_visitor(_: str, data: bytes, __: Path) -> None:
+def feed_state_reader(_: str, data: bytes, __: Path) -> None:
     offer = transfer.Offer(STATE, [], no_secret)
     with (
-        socket.create_connection(("127.0.0.1", offer.place["port"])) as visitor,
+        socket.create_connection(("127.0.0.1", offer.place["port"])) as connection,
         contextlib.suppress(ConnectionError),
     ):
-        visitor.sendall(data)
-        end(visitor)
-        if len(visitor.recv(17, socket.MSG_WAITALL)) == 17:
+        connection.sendall(data)
+        end(connection)
+        if len(connection.recv(17, socket.MSG_WAITALL)) == 17:
             return
     with contextlib.closing(transfer.Source(offer.place, no_secret)) as source:
         assert source.read(HANG)
@@ -251,7 +251,7 @@ TARGETS = {
     "joining": Target(feed_joining, (RuntimeError,)),
     "state": Target(feed_state, (dist.DistBackendError,)),
     "a state's wire": Target(feed_state_wire, (dist.DistBackendError, OSError)),
-    "a state's visitor": Target(feed_state_visitor, (ConnectionRefusedError,), 0.2),
+    "a state's reader": Target(feed_state_reader, (ConnectionRefusedError,), 0.2),
 }
 
 # What was found once, by the target: it comes first, as seed -1.
@@ -344,16 +344,16 @@ def greet(tries: int) -> dict[str, int]:
         right = hello
         while draw.random() < 0.5 and hello == right:
             hello = mutated(right, draw)
-        with contextlib.suppress(ConnectionError), visit(port, hello) as visitor:
+        with contextlib.suppress(ConnectionError), visit(port, hello) as connection:
             counts["greetings"] += 1
             if len(hello) < HELLO.size:
-                end(visitor)
-            nonce = visitor.recv(16, socket.MSG_WAITALL)
+                end(connection)
+            nonce = connection.recv(16, socket.MSG_WAITALL)
             counts["nonces"] += len(nonce) == 16
             proof = _C.hmac_sha256(_C.job_secret(), b"fog tcp connects" + hello[: HELLO.size] + nonce)
-            visitor.sendall(mutated(proof, draw) if draw.random() < 0.3 else proof)
-            end(visitor)
-            counts["welcomes"] += visitor.recv(33, socket.MSG_WAITALL)[:1] == b"y"
+            connection.sendall(mutated(proof, draw) if draw.random() < 0.3 else proof)
+            end(connection)
+            counts["welcomes"] += connection.recv(33, socket.MSG_WAITALL)[:1] == b"y"
     exchange_with_all()
     return counts
 

@@ -101,6 +101,20 @@ def test_a_sequence_shrinks_to_its_own_construction(name: str) -> None:
         np.testing.assert_array_equal(healed.matrix(t)[np.ix_(living, living)], smaller.matrix(t))
 
 
+def test_an_endless_sequence_of_a_user_shrinks_and_grows() -> None:
+    """It is healed round by round, as a period of the same rounds is."""
+    rounds = [topology.by_name(name, 6) for name in ("ring-left", "ring-right")]
+    period = Topology("mine", [topology.mixing_matrix(each) for each in rounds])
+    endless = Topology.endless("mine", 6, lambda t: period.matrix(t))
+    for its, expected in (
+        (endless.among([0, 2, 3, 5]), period.among([0, 2, 3, 5])),
+        (endless.grown(8), period.grown(8)),
+    ):
+        assert its.period is None and its.size == expected.size
+        for t in range(4):
+            np.testing.assert_array_equal(its.matrix(t), expected.matrix(t))
+
+
 def test_a_ring_closes_around_lost_ranks() -> None:
     for style, neighbors in (("ring", {1, 4}), ("ring-left", {1}), ("ring-right", {4})):
         healed = Topology.from_graph(style, topology.by_name(style, 6)).without([2, 3])

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import Mock
 
 import fogdist
 import fogdist.bluefog.torch as bf
@@ -53,7 +54,7 @@ PLACEMENT, HOSTS, FREE = (0, 0, 1, 2), 4, 3
 COOL_STEPS = 100
 ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
-# Kinds of training, as of `test_membership.make`; those that go at their own pace do not meet because of a loss.
+# Kinds of training, as of `test_membership.make`; those that go at their own pace do not agree because of a loss.
 IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
 IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD"]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
@@ -261,12 +262,12 @@ class Job:
         self.agree()
         return self.members[rank]
 
-    def lose(self, rank: int, *, meet: bool = True) -> None:
-        """Kills a rank, and waits until the others know it, unless they do not meet because of that."""
+    def lose(self, rank: int, *, agrees: bool = True) -> None:
+        """Kills a rank, and waits until the others know it, unless they do not agree because of that."""
         number = self.members.pop(rank)
         self.kill(number)
         assert self.status(number) == -signal.SIGKILL
-        if meet:
+        if agrees:
             self.agree()
 
     def kill(self, number: int, signal_: int = signal.SIGKILL) -> None:
@@ -399,11 +400,11 @@ def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> No
     The second one comes when nobody learns: it must not change the parameters, because it begins with those of another.
     """
     job = new_job(kind=kind)
-    job.lose(2, meet=kind in IN_STEP)
+    job.lose(2, agrees=kind in IN_STEP)
     job.admit(2, fresh=kind == "wrapper")
     job.cool()
     before = job.last("cooled", "values")
-    job.lose(1, meet=kind in IN_STEP)
+    job.lose(1, agrees=kind in IN_STEP)
     job.admit(1)
     after = end_alike(job, job.last("epoch", "step"), in_step=kind in IN_STEP)
     # With its own parameters, the mean would be another by some 0.1. DiLoCo's outer momentum still moves it a little.
@@ -427,10 +428,10 @@ def test_processes_join_on_each_kind_of_host(new_job: Callable[..., Job], way: s
 def test_ranks_that_go_at_their_own_pace(
     new_job: Callable[..., Job], at: str, ranks: tuple[int, ...]
 ) -> None:
-    """Nobody meets because of a loss, so each epoch has the same ranks. At last the rank is lost that has answered."""
+    """Nobody agrees because of a loss, so each epoch has the same ranks. At last the rank is lost that has answered."""
     job = new_job(at, kind="wrapper/async")
     for epoch, rank in enumerate(ranks, start=1):
-        job.lose(rank, meet=False)
+        job.lose(rank, agrees=False)
         job.admit(rank)
         job.until(lambda: set(job.last("epoch", "epoch")) == {epoch}, "they are not in one epoch")
     job.end()
@@ -708,17 +709,17 @@ class Answering:
         """Asks as a joiner does; returns its ticket."""
         joiner = joiner_of(self.store, 10.0)
         joiner._entry = str(entry)
-        joiner._seats = ["one"], "one"
+        joiner._objects = ["one"], "one"
         joiner._ticket = self.store.add("fog/join/count", 1)
         joiner._request()
         return joiner._ticket
 
-    def look(self, admission: admissions.Admission | None = None) -> None:
+    def poll(self, admission: admissions.Admission | None = None) -> None:
         def judge(request: tickets.Request) -> str:
             self.judged.append(request.ticket)
             return ""
 
-        (admission or self.admission).look(0, judge, lambda: {"one": {"values": torch.ones(1000)}}, [0])
+        (admission or self.admission).poll(0, judge, lambda: {"one": {"values": torch.ones(1000)}}, [0])
 
 
 @pytest.fixture
@@ -762,23 +763,32 @@ def until_states(number: int) -> None:
 
 @pytest.mark.parametrize("text", GARBAGE)
 def test_garbage_is_refused_once(rank: Answering, text: str) -> None:
-    """Whatever the Store contains; the next rank that answers does not meet it again, and nothing stays but the reason."""
+    """Whatever the Store contains; the next rank that answers does not read it again, and nothing stays but the reason."""
     ticket = rank.store.add("fog/join/count", 1)
     rank.store.set(f"fog/join/{ticket}/request", text)
-    rank.look()
+    rank.poll()
     assert rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])
     keys = rank.store.num_keys()
-    rank.look(admissions.Admission(rank.store, GROUP))
+    rank.poll(admissions.Admission(rank.store, GROUP))
     assert rank.judged == []
     assert rank.store.get("fog/join/first") == b"2"
     assert rank.store.num_keys() == keys
 
 
+def test_an_address_that_cannot_be_read_is_refused(rank: Answering) -> None:
+    """Also where nobody can read which ticket is the first."""
+    rank.store.set("fog/join/first", "many")
+    ticket = rank.ask("no address")
+    rank.poll()
+    assert b"its address cannot be read" in rank.store.get(f"fog/join/{ticket}/refused")
+    assert rank.judged == [] and rank.store.get("fog/join/first") == b"2"
+
+
 def test_wrong_types_are_refused(rank: Answering) -> None:
     """Of one that knows the secret, such as another version."""
-    told = {"rank": 2, "entry": "1", "seats": ["one"], "seat": "one", "nonce": "00", "challenge": "00"}
-    wrong = [{"rank": "2"}, {"rank": True}, {"seats": [1]}, {"seats": 3}, {"entry": None}, {"another": 1}]
+    told = {"rank": 2, "entry": "1", "objects": ["one"], "at": "one", "nonce": "00", "challenge": "00"}
+    wrong = [{"rank": "2"}, {"rank": True}, {"objects": [1]}, {"objects": 3}, {"entry": None}, {"another": 1}]
     for values in ({}, *wrong, {"nonce": []}):
         text = tickets.signed("request", told | values, group=GROUP, ticket=1)
         if not values:
@@ -796,11 +806,11 @@ def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.P
     """A copy of a request is refused under another ticket and in another job, and is not answered by another rank."""
     ticket = rank.ask(child.pid)
     text = rank.store.get(f"fog/join/{ticket}/request")
-    rank.look()
+    rank.poll()
     assert rank.judged == [ticket]
     again = rank.store.add("fog/join/count", 1)
     rank.store.set(f"fog/join/{again}/request", text)
-    rank.look()
+    rank.poll()
     assert b"does not know the job's secret" in rank.store.get(f"fog/join/{again}/refused")
     # another job; a rank that has never seen it
     for group, is_refused in ((GROUP + 1, True), (GROUP, False)):
@@ -808,7 +818,7 @@ def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.P
         other.add("fog/join/count", 1)
         other.set("fog/join/1/request", text)
         rank.judged.clear()
-        rank.look(admissions.Admission(other, group))
+        rank.poll(admissions.Admission(other, group))
         assert other.check(["fog/join/1/refused"]) == is_refused
         assert rank.judged == [] and not other.check(["fog/join/1/answer"])
     rank.admission.leave_to_another(0)
@@ -819,17 +829,17 @@ def test_a_state_is_kept_only_for_a_process_that_comes_for_it(
 ) -> None:
     monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
     rank.ask(child.pid)
-    rank.look()
+    rank.poll()
     until_states(1)
     rank.admission.leave_to_another(1)  # a rank with a lower number answers now
     until_states(0)
     rank.ask(child.pid)
-    rank.look()
+    rank.poll()
     until_states(1)
-    child.kill()  # nobody looks again
+    child.kill()  # nobody polls again
     until_states(0)
     child.wait()
-    rank.look()
+    rank.poll()
     assert rank.store.get("fog/join/first") == b"3"
     assert not rank.store.check(["fog/join/1/request"]) and not rank.store.check(["fog/join/2/answer"])
 
@@ -840,14 +850,14 @@ def test_a_ticket_that_its_process_has_left_is_over(
     """A process that asks anew leaves its first ticket. It lives on, and the first copy must not live as long."""
     monkeypatch.setattr(admissions, "_EMPTY_TIMEOUT", 0.0)
     first = rank.ask(child.pid)
-    rank.look()
+    rank.poll()
     until_states(1)
-    tickets.delete(rank.store, first, "request", "giver", "answer")
+    tickets.delete(rank.store, first, "request", "answer")
     second = rank.ask(child.pid)
-    rank.look()
+    rank.poll()
     assert rank.judged == [first, second]
     until_states(1)
-    rank.look()
+    rank.poll()
     assert rank.store.get("fog/join/first") == b"2"
     rank.admission.leave_to_another(1)
     until_states(0)
@@ -866,7 +876,7 @@ def test_a_process_that_could_not_join_leaves_no_ticket(
         joiner.leave()
     next_one = admissions.Admission(rank.store, GROUP)
     for _ in range(2):
-        rank.look(next_one)
+        rank.poll(next_one)
     assert not rank.store.check(["fog/join/1/request"]) and rank.store.get("fog/join/first") == b"2"
 
 
@@ -884,7 +894,7 @@ def test_a_rank_that_cannot_give_its_state_trains_on(
         monkeypatch.setattr(os, "memfd_create", fail)
     if part == "thread":
         monkeypatch.setattr(threading.Thread, "start", fail)
-    rank.admission.look(0, lambda _: "", fail if part == "state" else lambda: {"one": {}}, [3, 4])
+    rank.admission.poll(0, lambda _: "", fail if part == "state" else lambda: {"one": {}}, [3, 4])
     assert b"rank 3 could not copy its state" in rank.store.get(f"fog/join/{ticket}/refused")
     assert b"no more of these" in rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])
@@ -915,12 +925,51 @@ def test_a_joiner_asks_again_until_its_time_is_over(monkeypatch: pytest.MonkeyPa
     assert len(asked) > 1 and asked == sorted(set(asked))
 
 
+@pytest.mark.parametrize(
+    ("others", "timeout", "answer", "message"),
+    [
+        ([], 10.0, "", "no rank of the job is left"),
+        (["1"], 0.1, "", r"had no answer within 0\.1 s"),
+        (["1"], 10.0, "an answer", "does not come from a process that knows the job's secret"),
+    ],
+)
+def test_a_joiner_says_why_it_ends(
+    rank: Answering,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    others: list[str],
+    timeout: float,
+    answer: str,
+    message: str,
+) -> None:
+    monkeypatch.setattr(joiners, "_WARN_AFTER", 0.0)
+    joiner = joiner_of(rank.store, timeout)
+    monkeypatch.setattr(joiner, "_others", lambda: others)
+    if answer:
+        rank.store.set("fog/join/1/answer", answer)
+    with pytest.raises(dist.DistBackendError, match=message):
+        joiner.pull(["one"], "one")
+    assert ("joining as rank 2: no answer yet" in caplog.text) == (not answer)
+
+
+@pytest.mark.usefixtures("rank")
+def test_a_joiner_whose_state_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    joiner = joiner_of(dist.HashStore(), 10.0)
+    monkeypatch.setattr(joiners, "Source", Mock(side_effect=OSError("its port is closed")))
+    assert joiner._read({}) is None and joiner._failure == "its port is closed"
+    monkeypatch.setattr(joiners, "Source", Mock(**{"return_value.read.return_value": None}))
+    with pytest.raises(
+        dist.DistBackendError, match="rank 2: the rank that answered could not write its state"
+    ):
+        joiner._read({})
+
+
 @pytest.mark.usefixtures("rank")
 def test_a_joiner_that_is_forgotten_does_not_wait() -> None:
     """A rank takes a joiner for ended if the connection breaks over which that one has got its state."""
     store = dist.HashStore()
     joiner = joiner_of(store, 10.0)
-    joiner._seats = ["one"], "one"
+    joiner._objects = ["one"], "one"
     joiner._ticket = store.add("fog/join/count", 1)
     joiner._others = lambda: [str(os.getpid())]  # type: ignore[method-assign]
     joiner._request()
@@ -936,6 +985,11 @@ def test_the_entry_of_a_later_process_stays() -> None:
         _joining.publish(store, 1, GROUP, RANKS, entry, epoch)
     assert _joining.entry_of(store, 1) == "third"
     assert _joining.read_world(store, RANKS).size == RANKS
+    store.set(_joining._ENTRY.format(rank=1), json.dumps({"entry": 1}))
+    with pytest.raises(
+        RuntimeError, match="another version of fog than this process: rank 1 tells 1 as its 'entry'"
+    ):
+        _joining.read_world(store, RANKS)
 
 
 # --- what it costs without joiners ----------------------------------------------------------------------------

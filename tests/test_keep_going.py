@@ -9,12 +9,13 @@ import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts, move_to_host
+from hosts import address, emulated_hosts
 from scripts import ROOT, STUBBORN, WAITING, Job, started
 
 # The tests do not need an installed command line.
@@ -70,23 +71,15 @@ def agent_and_guard(running: ForkedJob) -> tuple[int, int]:
 # --- commands and texts ---------------------------------------------------------------------------------------
 
 
-def test_restarts_wait_longer_and_longer() -> None:
-    assert [keep_going.delay_of(lives) for lives in (0, 1, 2, 3, 4, 20)] == [0.0, 0.0, 1.0, 2.0, 4.0, 30.0]
-
-
 def test_commands_of_agents() -> None:
     by_ssh = launchers.agent_by_ssh(Host("b", 2), 2222, "/p q")
     assert by_ssh[0] == "ssh" and by_ssh[-4:-1] == ["-p", "2222", "b"]
     assert by_ssh[-1] == f"exec env 'PYTHONPATH=/p q' {sys.executable} -m fog_cli.programs.agent"
-    by_srun = launchers.agent_by_srun(Host("b", 2))
-    assert {"--nodelist=b", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"} < set(by_srun)
-    assert by_srun[-3:] == [sys.executable, "-m", "fog_cli.programs.agent"]
 
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     (tmp_path / "train.py").touch()
     return "train.py"
 
@@ -96,24 +89,39 @@ def plan(*words: str, **environment: str) -> Ranks:
     return run.prepare(arguments, {"PATH": os.environ["PATH"], **environment})
 
 
-def test_plans(script: str) -> None:
-    growing = plan("-np", "2", "--max-ranks", "5", script)
-    assert (growing.max_ranks, growing.environment["FOG_MAX_RANKS"]) == (5, "5")
+def test_plans(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan("-np", "2", "--max-restarts", "3", script)
-    assert alone.max_ranks == 2 and "FOG_MAX_RANKS" not in alone.environment
     assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
-    hosts = ["-np", "3", "-H", "a:2,b:2", "--node-rank"]
-    second = plan(*hosts, "1", script)
-    assert second.starts[0] is None and second.starts[1] is not None
-    assert (second.address, second.port) == ("a", 29500)
-    given = plan(*hosts, "0", script, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")
-    assert (given.address, given.port) == ("10.0.0.1", 4000)
-
-
-def test_slurm_without_scontrol(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = ["-np", "3", "-H", "a:2,b:2", script]
     monkeypatch.setattr(run.shutil, "which", lambda name, **_: f"/bin/{name}")
-    with pytest.raises(UsageError, match=r"scontrol show hostnames.*name the hosts with -H"):
-        plan("-np", "2", script, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]")
+    given = plan(*hosts, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")
+    assert (given.address, given.port) == ("10.0.0.1", 4000) and plan(*hosts).address == "a"
+    monkeypatch.setattr(run.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(UsageError, match="there is no ssh on PATH"):
+        plan(*hosts)
+
+
+def test_what_the_supervisor_says(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a rank that nobody is left for, of an agent that could not serve the Store, and of a rank that lost another."""
+    supervisor = keep_going.Supervisor(plan("-np", "2", "--max-restarts", "2", script))
+    supervisor._agents[0] = agent = Mock()
+    supervisor._fates[0].status = 0
+    supervisor._undecided[1] = "ended by SIGKILL", -signal.SIGKILL
+    supervisor._decide()
+    agent.write.assert_called_once_with({"leave": 1})
+    why = "it does not start again, as no rank is left that it could join"
+    assert capsys.readouterr().err == f"fog run: rank 1 ended by SIGKILL; {why}; 0 ranks go on\n"
+
+    told = {"event": "done", "failure": "the Store cannot be served: its port is taken"}
+    supervisor._events.put(("told", 0, told))
+    supervisor._handle()
+    assert capsys.readouterr().err == f"fog run: the agent: {told['failure']}\n"
+    assert supervisor._first_status == 128 + signal.SIGKILL
+
+    others_end = keep_going.Supervisor(replace(plan("-np", "2", script), keeps_going=False))
+    others_end._agents[0] = agent
+    others_end._lose(1, keep_going.STATUS_OF_VICTIM, "has lost rank 0")
+    assert others_end._deadline is not None and others_end._deadline[1] == others_end._end_ranks
 
 
 # --- one host -------------------------------------------------------------------------------------------------
@@ -216,46 +224,6 @@ def test_a_job_that_nobody_can_join_starts_again_as_a_whole(
     assert ("; started again, and ended well\n" in output) == (statuses == [0])
 
 
-TRAINS = """
-import os, sys, time
-import torch
-import torch.distributed as dist
-import fogdist
-
-dist.init_process_group("fog")
-fogdist.init(fogdist.topology.ring)
-model = torch.nn.Linear(4, 1)
-optimizer = fogdist.algorithms.DecentralizedSGD(torch.optim.SGD(model.parameters(), 0.1), model, on_loss="continue")
-known = ()
-while not os.path.exists(sys.argv[1]):
-    model(torch.randn(4)).sum().backward()
-    optimizer.step()
-    if (living := fogdist.membership.current().living) != known:
-        known = living
-        print("living", *known, flush=True)
-    time.sleep(0.02)
-"""
-
-
-def test_ranks_are_added(tmp_path: Path) -> None:
-    """By a signal, with the lowest number that is free, up to the most."""
-    end = tmp_path / "end"
-    running = job(tmp_path, TRAINS, ["-np", "2", "--max-ranks", "3"], end)
-    with started([running]):
-        running.wait_for(lambda output: "[0] living 0 1\n" in output, TIMEOUT)
-        running._process.send_signal(keep_going.ADD_SIGNAL)
-        running.wait_for(
-            lambda output: all(f"[{rank}] living 0 1 2\n" in output for rank in range(3)), TIMEOUT
-        )
-        assert "fog run: rank 2 is added\n" in running.output
-        running._process.send_signal(keep_going.ADD_SIGNAL)
-        running.wait_for(
-            lambda output: "fog run: no rank is added: all 3 run, and --max-ranks is 3\n" in output, TIMEOUT
-        )
-        end.touch()
-        assert running.wait(TIMEOUT) == 0, running.output
-
-
 @pytest.mark.parametrize("who", ["agent", "guard", pytest.param("both", marks=pytest.mark.long)])
 def test_a_killed_agent_leaves_nothing(tmp_path: Path, who: str) -> None:
     """If the guard lives, also ranks that ignore SIGTERM, and processes in sessions of their own."""
@@ -322,6 +290,15 @@ def test_two_hosts_by_ssh(tmp_path: Path) -> None:
     assert "fog run: 2 of 4 ranks ended well\n" in output
 
 
+def test_the_store_outlives_the_ranks_of_its_host(tmp_path: Path) -> None:
+    """The first host has done its own ranks long before the second one needs the Store."""
+    script = STORE.replace("others = [", "time.sleep(0.5 * rank)\nothers = [")
+    with hosts(tmp_path, 2) as (_, variables):
+        words = ["-np", "3", "-H", f"{address(0)}:1,{address(1)}:2", "-p", "22"]
+        status, output = finished(tmp_path, script, words, 0, **variables)
+    assert status == 137 and {"[1] sum 3.0", "[2] sum 3.0"} <= set(output.splitlines()), output
+
+
 # Rank 0 ends only if it is told to.
 RAISES = """
 import time
@@ -370,6 +347,19 @@ def test_a_host_that_cannot_be_reached_ends_the_job(tmp_path: Path) -> None:
         "fog run: 0 of 4 ranks ended well",
         "  rank 2 was lost with the agent on nosuchhost, which ended with exit status 255",
         "  rank 3 was lost with the agent on nosuchhost, which ended with exit status 255",
+    ]
+
+
+def test_a_first_host_that_cannot_be_reached_starts_nothing(tmp_path: Path) -> None:
+    """It has the Store."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    (tmp_path / "ssh").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    status, output = finished(tmp_path, STORE, ["-np", "2", "-H", "nosuchhost:1,localhost:1"], PATH=path)
+    assert status == 255
+    assert output.splitlines()[-2:] == [
+        "  rank 0 was lost with the agent on nosuchhost, which ended with exit status 255",
+        "  rank 1 was not started, because there is no Store",
     ]
 
 
@@ -433,52 +423,3 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
     reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
     assert reason in running.output and f"[{1 - lost}] goes on\n" in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
-
-
-def test_each_host_starts_its_own_ranks(tmp_path: Path) -> None:
-    """As under Kubernetes. The first host has done its own ranks long before the second one needs the Store."""
-    (tmp_path / "script.py").write_text(STORE.replace("others = [", "time.sleep(0.5 * rank)\nothers = ["))
-    with hosts(tmp_path, 2) as (names, variables):
-        jobs = []
-        for number, name in enumerate(names):
-            words = ["-np", "3", "-H", f"{address(0)}:1,{address(1)}:2", "--node-rank", str(number)]
-            command = [*FOG, *words, tmp_path / "script.py", "0"]
-            log, enter = tmp_path / f"log-{number}.txt", partial(move_to_host, name)
-            jobs.append(ForkedJob(command, log, ENVIRONMENT | variables, enter))
-        with started(jobs):
-            assert [each.wait(TIMEOUT) for each in jobs] == [137, 0], [each.output for each in jobs]
-    assert {"[1] sum 3.0", "[2] sum 3.0"} <= set(jobs[1].output.splitlines()), jobs[1].output
-
-
-FAKE_SRUN = """#!/bin/sh
-for word; do
-  case "$word" in
-  --nodelist=*) name=${word#--nodelist=};;
-  --*) ;;
-  *) break;;
-  esac
-  shift
-done
-SLURM_PROCID=0 PMI_RANK=0 PMI_SIZE=1 PMI_FD=99 exec ip netns exec "$name" "$@"
-"""
-
-
-@pytest.mark.long
-def test_an_allocation_of_slurm(tmp_path: Path) -> None:
-    """Programs in place of srun and scontrol start a step on an emulated host."""
-    (tmp_path / "script.py").write_text(STORE)
-    with hosts(tmp_path, 2) as (names, variables):
-        (tmp_path / "srun").write_text(FAKE_SRUN)
-        (tmp_path / "scontrol").write_text(
-            f'#!/bin/sh\n[ "$*" = "show hostnames n[0-1]" ] && echo {names[0]} && echo {names[1]}\n'
-        )
-        for program in ("srun", "scontrol"):
-            (tmp_path / program).chmod(0o755)
-        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[0-1]"}
-        slurm |= {"MASTER_ADDR": address(0)}
-        words = [sys.executable, *FOG, "-np", "3"]
-        script = [tmp_path / "script.py", "1"]
-        running = Job(script, 0, tmp_path / "log.txt", words, ENVIRONMENT | variables | slurm)
-        with started([running]):
-            assert running.wait(TIMEOUT) == 137, running.output
-    assert {"[0] sum 2.0", "[2] sum 2.0"} <= set(running.output.splitlines()), running.output

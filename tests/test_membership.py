@@ -1,4 +1,4 @@
-"""Who is a member: meetings after a loss, smaller groups, processes that join; `test_on_loss` has the training meanwhile."""
+"""Who is a member: agreement rounds after a loss, smaller groups, processes that join; `test_on_loss` has the training meanwhile."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import pytest
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from fogdist import algorithms, topology
 from fogdist.compression import Int8
 from fogdist.elastic import membership, tickets
-from fogdist.elastic.meeting import Decision, Log, Record
+from fogdist.elastic.agreement_round import Decision, Log, Record
 from fogdist.elastic.membership import Membership
 from harness import Outcome, World, error_of
 from torch import nn
@@ -172,7 +173,7 @@ def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None
 
 
 def reconfigure_alone(timeout: float) -> str:
-    """All ranks but rank 1 come to the meeting; it has not noticed, and goes on with other work."""
+    """All ranks but rank 1 come to the agreement round; it has not noticed, and goes on with other work."""
     fogdist.init()
     group = dist.new_group(timeout=timedelta(seconds=timeout))
     dist.barrier(group)
@@ -288,13 +289,13 @@ def test_a_copied_state_does_not_decide_what_a_process_does_with_others(
 def test_a_process_begins_where_the_rank_is_that_lets_it_in() -> None:
     """Not where that one began its last round: it may have settled since, which is no part of a round."""
     told: list[dict[str, Any]] = []
-    members = SimpleNamespace(enter=lambda seat: told.append(seat.report()))
+    members = SimpleNamespace(enter=lambda participant: told.append(participant.report()))
     steps = iter(range(10))
-    seat = membership.Seat(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
+    participant = membership.Participant(members, "a", SimpleNamespace(counts=lambda: {"steps": next(steps)}))  # type: ignore[arg-type]
     for _ in range(2):
-        seat.enter()
+        participant.enter()
         for _ in range(3):  # a round of two exchanges, and one by `settle`
-            seat.completed = seat.take() + 1
+            participant.completed = participant.take() + 1
     assert told == [report(0, 0, 0, 0), report(3, 3, 3, 1)]
 
 
@@ -341,7 +342,7 @@ def test_without_the_store_ranks_train_on_until_one_is_lost(new_world: Callable[
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
 def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
-    """Many threads write to a meeting and decide: none of their words is lost, and one decision holds."""
+    """Many threads write to an agreement round and decide: none of their words is lost, and one decision holds."""
     stores = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "file": lambda: dist.FileStore(str(tmp_path / "store"), -1),
@@ -351,8 +352,8 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
     decisions: list[Any] = []
 
     def take_part(rank: int) -> None:
-        log = Log(store, "meeting")
-        log.append({"came": rank, "seats": {"a": rank}})
+        log = Log(store, "round")
+        log.append({"came": rank, "objects": {"a": rank}})
         log.append({"gone": 100 + rank % 2, "by": rank})
         minutes = log.read()
         assert rank in minutes.came and 100 + rank % 2 in minutes.gone
@@ -363,15 +364,15 @@ def test_meetings_in_every_store(kind: str, tmp_path: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    log = Log(store, "meeting")
-    minutes = log.read()
-    assert minutes.came == {rank: {"a": rank} for rank in range(8)} and minutes.gone == {100, 101}
+    log = Log(store, "round")
+    record = log.read()
+    assert record.came == {rank: {"a": rank} for rank in range(8)} and record.gone == {100, 101}
     assert log.is_decided() and len(decisions) == 8
     assert all(decision == decisions[0] for decision in decisions)
 
 
 class FakeBackend:
-    """The backend of a rank in a meeting without processes; it knows from the beginning who is lost."""
+    """The backend of a rank in an agreement round without processes; it knows from the beginning who is lost."""
 
     id = 7
 
@@ -390,30 +391,59 @@ class FakeBackend:
         self.watched.update(ranks)
 
 
-def meet_in(monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, lost: list[int]) -> Any:
-    """Returns what a rank of a group agrees on with the others, or the text of its error."""
-    monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
+def members_of_fake(
+    monkeypatch: pytest.MonkeyPatch, rank: int, size: int, lost: list[int]
+) -> membership.Members:
     group = dist.ProcessGroup(dist.HashStore(), rank, size)
     backend = FakeBackend(lost, 30.0)
     whole = SimpleNamespace(rank=rank, size=size, group=group, backend=backend, is_joining=False)
     monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
-    seat = members.seat("a")
-    seat.completed = 10 + rank
+    members.group_of_test = group  # which it keeps alive
+    return members
+
+
+def test_a_process_that_cannot_come_in_yet_is_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks were in exchanges of different objects. Each round costs all of them, so the next one is exchanges away."""
+    members = members_of_fake(monkeypatch, 0, 2, [])
+    members._admission = admission = Mock(**{"poll.return_value": []})
+    monkeypatch.setattr(members, "_agreed", lambda *_: Decision({0: {}, 1: {}}, {}))
+    monkeypatch.setattr(members, "_adopt", lambda *_: None)
+    for pauses in (2, 4):
+        admission.reset_mock()
+        members.agree(dist.DistBackendError("a process joins"), [Mock()])
+        admission.poll_again.assert_called_once()
+        for _ in range(pauses):
+            members._attend(admission, Mock())
+        admission.poll.assert_not_called()
+        members._attend(admission, Mock())
+        admission.poll.assert_called_once()
+
+
+def agree_in(
+    monkeypatch: pytest.MonkeyPatch, store: dist.Store, rank: int, size: int, lost: list[int]
+) -> Any:
+    """Returns what a rank of a group agrees on with the others, or the text of its error."""
+    monkeypatch.setattr(membership.distributed_c10d, "_get_process_group_store", lambda group: store)
+    members = members_of_fake(monkeypatch, rank, size, lost)
+    participant = members.participant("a")
+    participant.completed = 10 + rank
     try:
-        decision = members._agreed(whole, dist.DistBackendError("the first error"), ())
+        decision = members._agreed(members.context, dist.DistBackendError("the first error"), ())
     except dist.DistBackendError as error:
         return str(error)
-    return {} if decision is None else {r: seats["a"]["completed"] for r, seats in decision.living.items()}
+    return (
+        {} if decision is None else {r: objects["a"]["completed"] for r, objects in decision.living.items()}
+    )
 
 
 def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each half of a group takes the other one for lost; the half that decides first is the group."""
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
-        first = [pool.submit(meet_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
+        first = [pool.submit(agree_in, monkeypatch, store, rank, 4, [2, 3]) for rank in (0, 1)]
         assert [each.result() for each in first] == [{0: 10, 1: 11}] * 2
-        second = [pool.submit(meet_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
+        second = [pool.submit(agree_in, monkeypatch, store, rank, 4, [0, 1]) for rank in (2, 3)]
         assert [each.result() for each in second] == [
             f"this rank {rank} was declared lost in epoch 1, and takes no part any more" for rank in (2, 3)
         ]
@@ -424,10 +454,10 @@ def test_ranks_wait_for_each_other_and_learn_of_losses_from_each_other(
 ) -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor() as pool:
-        early = [pool.submit(meet_in, monkeypatch, store, rank, 4, []) for rank in (0, 1)]
+        early = [pool.submit(agree_in, monkeypatch, store, rank, 4, []) for rank in (0, 1)]
         time.sleep(0.2)
         assert not any(each.done() for each in early)
-        last = pool.submit(meet_in, monkeypatch, store, 3, 4, [2])
+        last = pool.submit(agree_in, monkeypatch, store, 3, 4, [2])
         decisions = [each.result() for each in (*early, last)]
     assert decisions == [{0: 10, 1: 11, 3: 13}] * 3
 

@@ -7,11 +7,16 @@ Ranks of one host use MPI RMA here, as ranks of several hosts do on a fabric, by
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +24,8 @@ import torch.distributed as dist
 from harness import RUN_TIMEOUT, World, error_of, exception_of, init_process_group
 from test_bootstrap import join, launcher_store, my_rank
 from wrapped_mpi import compile_wrapper
+
+from fog_pg import _extension
 
 pytestmark = pytest.mark.usefixtures("no_shared_memory_left")
 
@@ -191,6 +198,34 @@ def test_a_start_that_does_not_return(
     for first, second in world.run(start_with_a_stuck_rank):
         assert "did not start within 3000 ms: MPI_Comm_dup does not return" in first
         assert "cannot be started a second time" in second and "MPI_Comm_dup" in second
+
+
+def test_where_the_library_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That of the package mpich, one in the folders of Python, and that of the system, in this order."""
+    monkeypatch.delenv("FOG_MPI_LIBRARY", raising=False)
+    monkeypatch.setattr(_extension, "find_library", lambda name: f"lib{name}.so of the system")
+    for name in ("prefix", "base_prefix"):
+        monkeypatch.setattr(sys, name, str(tmp_path))
+    missing = importlib.metadata.PackageNotFoundError("mpich")
+    for files in (Mock(side_effect=missing), Mock(return_value=None)):
+        monkeypatch.setattr(importlib.metadata, "files", files)
+        assert _extension.find_mpi_library() == "libmpi_abi.so of the system"
+    own, package = tmp_path / "lib" / "libmpi_abi.so.0", tmp_path / "libmpi_abi.so.1"
+    own.parent.mkdir()
+    own.touch()
+    assert _extension.find_mpi_library() == str(own)
+    package.touch()
+    files.return_value = [SimpleNamespace(name=each.name, locate=each.resolve) for each in (own, package)]
+    assert _extension.find_mpi_library() == str(package)
+
+
+def test_a_package_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fog_pg._build_info", None)
+    monkeypatch.delattr("fog_pg._build_info")
+    with pytest.raises(
+        ImportError, match="the C\\+\\+ extension is not built. In fog's checkout run: pip install"
+    ):
+        _extension._check_build()
 
 
 # --- another user of MPI ------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_no_secret_enters_a_file(
 ) -> None:
     """Other users can read it. With no secret, ranks of one host work, but nobody can connect with them or join them.
 
-    Regression: they listened nevertheless, and a stranger's first proof ended the job.
+    Regression: they listened nevertheless, and the first proof of an unknown process ended the job.
     """
     path = tmp_path / "store"
     world = new_world(2, initialize=False, environment={"FOG_BETWEEN_HOSTS": "tcp"})

@@ -34,7 +34,9 @@ CASES: list[tuple[Callable[..., Any], Callable[[int], Any] | None, str]] = [
     (algorithms.DecentralizedSGD, topologies.one_peer_exponential, "sgd"),
     (
         partial(algorithms.PushSumSGD, local_steps=2),
-        lambda size: topologies.graph_from_matrix(np.triu(np.ones((size, size))) / np.arange(1, size + 1)),
+        lambda size: topologies.Topology(
+            "triangle", [np.triu(np.ones((size, size))) / np.arange(1, size + 1)]
+        ).graph(),
         "adam",
     ),
     (partial(algorithms.DiLoCo, local_steps=2), topologies.base_graph, "sgd"),

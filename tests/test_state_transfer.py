@@ -228,7 +228,7 @@ def through_a_connection(state: Any, _: Path) -> Any:
 def through_a_checkpoint(state: Any, path: Path) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     rest = pieces.take_apart(state, "one", tensors)
-    pieces.write(path / "piece", pieces.State(tensors, rest, {}))
+    pieces.write(path / "piece", pieces.State(tensors, rest), {})
     piece = pieces.Piece(path / "piece")
     return pieces.put_together(piece.rest(), piece.tensors(tensors))
 
@@ -301,7 +301,7 @@ def test_a_copy_is_not_written_before_the_device_has_made_it(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("wrong", [Secret("wrong"), Secret("right", 2)], ids=["secret", "ticket"])
-def test_a_stranger_gets_nothing(offer: Offer, wrong: Secret) -> None:
+def test_who_does_not_know_the_secret_gets_nothing(offer: Offer, wrong: Secret) -> None:
     """The port stays open for the process that the state is for."""
     with pytest.raises(OSError):
         Source(offer.place, wrong).read(SOON)
@@ -368,17 +368,17 @@ def test_nobody_waits_for_a_process_that_does_not_come(monkeypatch: pytest.Monke
     assert offer._state is None
 
 
-def test_a_stranger_that_sends_byte_by_byte_keeps_no_port_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sends_byte_by_byte_keeps_no_port_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_PATIENCE", 1.0)
     offer = Offer(STATE, [], Secret("right"))
     deadline = time.monotonic() + SOON
     with (
-        socket.create_connection(("127.0.0.1", offer.place["port"]), SOON) as stranger,
+        socket.create_connection(("127.0.0.1", offer.place["port"]), SOON) as unknown,
         contextlib.suppress(OSError),
     ):
         while offer.is_wanted:
             assert time.monotonic() < deadline
-            stranger.sendall(b"x")
+            unknown.sendall(b"x")
             time.sleep(0.2)
 
 

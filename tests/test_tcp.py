@@ -1,4 +1,4 @@
-"""Tests of messages over TCP (FOG_BETWEEN_HOSTS=tcp): data, connections, strangers, forked children.
+"""Tests of messages over TCP (FOG_BETWEEN_HOSTS=tcp): data, connections, unknown processes, forked children.
 
 ``make test-tcp`` runs the tests of exchanges, collectives and windows over it; test_faults tests losses, and
 test_wire_bytes counts its bytes.
@@ -39,8 +39,12 @@ TCP = {"FOG_BETWEEN_HOSTS": "tcp"}
 APART = {**TCP, "_FOG_LOCAL_LINKS": "0"}
 # From small data, which comes with its header, to data of many parts.
 SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
-# A stranger has five seconds to say who it is; the rest is for a busy machine.
+# An unknown process has five seconds to say who it is; the rest is for a busy machine.
 PATIENCE = 30.0
+
+
+# At least so much of 1 MiB comes before it is asked for, where the path is long and has carried more than that before.
+EARLY = 256 * KIB
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +72,55 @@ def test_between_hosts(tmp_path: Path) -> None:
         assert libraries == [], libraries
         others = [host for peer, host in enumerate(placement) if peer != rank]
         assert ways == ["shared memory" if host == placement[rank] else "tcp" for host in others]
+
+
+def bytes_before_asked(other: int) -> int:
+    """Rank 0 sends 1 MiB to a rank that asks for it late; returns how much of it had come before, on that rank."""
+    counter = Path("/sys/class/net/eth0/statistics/rx_bytes")
+    data = torch.arange(MIB // 4, dtype=torch.float32)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.send(data, other)
+        return 0
+    before = int(counter.read_text())
+    time.sleep(0.5)
+    come = int(counter.read_text()) - before
+    received = torch.zeros_like(data)
+    dist.recv(received, 0)
+    assert received.equal(data)
+    return come
+
+
+def send_over_a_long_path() -> list[int]:
+    """Exchanges data of all sizes, and returns how much comes early: at first, afterwards, and after data was left."""
+    other = 1 - dist.get_rank()
+    found = [bytes_before_asked(other)]
+    for number in range(3):
+        for size in SIZES:
+            sent = torch.full((size // 4,), float(number + other))
+            received = torch.zeros_like(sent)
+            works = [dist.isend(sent, other), dist.irecv(received, other)]
+            for work in works:
+                work.wait()
+            assert received.eq(number + 1 - other).all(), (size, received)
+    found.append(bytes_before_asked(other))
+    for _ in range(
+        5
+    ):  # together more than the limit of what comes early, in pieces that come early as a whole
+        group = dist.new_group([0, 1])
+        for _ in range(8 if other == 1 else 0):
+            dist.isend(torch.zeros(EARLY // 8), 1, group=group)
+        time.sleep(0.1)  # it is on its way
+        dist.destroy_process_group(group)
+    return [*found, bytes_before_asked(other)]
+
+
+def test_a_long_path(tmp_path: Path) -> None:
+    """Data does not wait for its receiver's answer there, also after a receiver has left some; all of it arrives."""
+    calls = [("send_over_a_long_path", ())]
+    found = run_on_hosts(tmp_path, [0, 1], "test_tcp", calls, delay=0.02, environment=TCP)
+    first, then, after = found[1][0]
+    assert first < EARLY <= min(then, after), found
 
 
 def test_parts_that_end_within_an_element(world: World) -> None:
@@ -180,9 +233,9 @@ HELLO = struct.Struct("<8siiQQ16s")
 def visit(port: int, word: bytes) -> socket.socket:
     address = next((line for line in _own_addresses() if _connects(line, port)), None)
     assert address is not None, f"nobody listens at port {port}"
-    stranger = socket.create_connection((address, port), timeout=PATIENCE)
-    stranger.sendall(word)
-    return stranger
+    unknown = socket.create_connection((address, port), timeout=PATIENCE)
+    unknown.sendall(word)
+    return unknown
 
 
 def _own_addresses() -> list[str]:
@@ -199,7 +252,7 @@ def _connects(address: str, port: int) -> bool:
 
 
 def bother(victim: int) -> list[int]:
-    """Visits a rank as strangers do; returns the bytes that each of them got before it was dropped."""
+    """Visits a rank as unknown processes do; returns the bytes that each of them got before it was dropped."""
     ports: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ports, listening_ports())
     assert all(len(each) == 1 for each in ports), ports
@@ -220,21 +273,21 @@ def bother(victim: int) -> list[int]:
             hello[:5],
             b"",
         ]
-        found = [heard(stranger) for stranger in [visit(port, word) for word in words]]
+        found = [heard(unknown) for unknown in [visit(port, word) for word in words]]
         crowd = [visit(port, b"") for _ in range(300)]
     exchange_with_all()
-    for stranger in crowd:
-        assert heard(stranger) == 0
+    for unknown in crowd:
+        assert heard(unknown) == 0
     return found
 
 
-def heard(stranger: socket.socket) -> int:
-    """Returns the number of bytes that a stranger gets before it is dropped; raises if that takes too long."""
+def heard(unknown: socket.socket) -> int:
+    """Returns the number of bytes that an unknown process gets before it is dropped; raises if that takes too long."""
     got = b""
     with contextlib.suppress(ConnectionError):
-        while more := stranger.recv(1000):
+        while more := unknown.recv(1000):
             got += more
-    stranger.close()
+    unknown.close()
     return len(got)
 
 
@@ -317,7 +370,7 @@ def test_data_that_is_withdrawn_within_a_part_does_not_change(tmp_path: Path) ->
     assert received or values == [1.0], (received, values)
 
 
-# --- ends, limits and strangers ------------------------------------------------------------------------------
+# --- ends, limits and unknown processes -----------------------------------------------------------------------------
 
 
 def lose_a_stranger(victim: int, moment: str) -> tuple[str, str]:
@@ -411,17 +464,17 @@ def test_the_limit_of_descriptors(tmp_path: Path) -> None:
 
 
 def watch_beside_strangers(folder: str, descriptors: int) -> str:
-    """Before rank 0 watches rank 1, strangers on that host connect with it and say nothing; returns rank 0's log."""
+    """Before rank 0 watches rank 1, unknown processes on that host connect with it and say nothing; returns rank 0's log."""
     told, connected = Path(folder, "told"), Path(folder, "connected")
     if dist.get_rank() == 1:
         while not told.exists():
             time.sleep(0.01)
         place = address(0), int(told.read_text())
-        strangers = [socket.create_connection(place) for _ in range(descriptors // 2 + 10)]
+        crowd = [socket.create_connection(place) for _ in range(descriptors // 2 + 10)]
         connected.touch()
         dist.barrier()
-        for stranger in strangers:
-            stranger.close()
+        for unknown in crowd:
+            unknown.close()
         return ""
     resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     with stderr_in_file() as log:

@@ -235,12 +235,12 @@ def write_trace(path: Path, rank: int, clock: str, wall: float, events: list[Eve
 
 
 def test_clocks_are_aligned_by_messages(tmp_path):
-    """Four ranks are on two hosts whose clocks differ by 3 s and drift; messages take 50 us or more."""
+    """Four ranks are on two hosts whose clocks differ by 3 s; messages take 50 us or more."""
     rng = random.Random(1)
-    skew, drift = -7e8, 4e-5
+    skew = -7e8
 
     def of_rank(rank: int, time: float) -> float:
-        return time if rank < 2 else time * (1 + drift) + skew
+        return time if rank < 2 else time + skew
 
     events: dict[int, list[Event]] = {rank: [] for rank in range(4)}
     truth: dict[tuple[int, int], float] = {}
@@ -265,7 +265,7 @@ def test_clocks_are_aligned_by_messages(tmp_path):
         e["ts"] for e in merged if e["ph"] == "X" and e["pid"] == 0 and e["args"]["key"] == "0"
     )
     errors = [abs(e["ts"] + first - truth[e["pid"], int(e["args"]["key"])]) for e in merged if e["ph"] == "X"]
-    assert max(errors) < 60  # in us; wall clocks differ by 3 s, and the drift adds 2.4 ms per minute
+    assert max(errors) < 30  # in us
     arrows = defaultdict(dict)
     for event in merged:
         if event["ph"] in "sf":
@@ -307,9 +307,15 @@ def test_files_that_cannot_be_merged(tmp_path):
         merge([], tmp_path / "merged.json")
     with pytest.raises(ValueError, match="both of rank 0"):
         merge([good, good], tmp_path / "merged.json")
-    (tmp_path / "other.json").write_text('[{"name": "x", "ph": "M"}]')
-    with pytest.raises(ValueError, match=r"other\.json is not a timeline of fog|other\.json, line 1"):
-        merge([tmp_path / "other.json"], tmp_path / "merged.json")
+    other = tmp_path / "other.json"
+    for text, message in [
+        ('[{"name": "x", "ph": "M"}]', r"other\.json, line 1 is no event"),
+        ('{"name": "x", "ph": "M"}', r"other\.json is not a timeline of fog"),
+        (good.read_text().replace('"ts": 10.0', '"ts": 1e30'), r"1e\+30 is no time"),
+    ]:
+        other.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            merge([other], tmp_path / "merged.json")
     lines = good.read_text().splitlines()
     good.write_text("\n".join([*lines[:2], lines[2][:20], *lines[3:]]))
     with pytest.raises(ValueError, match=r"t0\.json, line 3"):

@@ -258,6 +258,7 @@ def test_exact_is_told_from_nearly_exact() -> None:
     assert Topology.from_graph("full", topology.fully_connected(7)).rounds_to_exact_consensus == 1
     assert Topology.from_graph("ring", topology.ring(7)).rounds_to_exact_consensus is None
     assert topology.random_matching(2).rounds_to_exact_consensus is None
+    assert topology.random_matching(1).rounds_to_exact_consensus == 0
     for size in (3, 5, 6, 7, 9, 12):
         one_peer = topology.one_peer_exponential(size)
         assert one_peer.period == math.ceil(math.log2(size)) and one_peer.rounds_to_exact_consensus is None
@@ -357,14 +358,13 @@ def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
 # --- weights of a matrix ------------------------------------------------------------------------------------
 
 
-def test_graph_from_matrix() -> None:
+def test_graph_of_a_matrix() -> None:
     W = np.array([[0.5, 0.0, 0.25], [0.5, 1.0, 0.25], [0.0, 0.0, 0.5]])
-    graph = topology.graph_from_matrix(W)
+    graph = Topology("given", [W]).graph()
     np.testing.assert_array_equal(topology.mixing_matrix(graph), W)
     assert not graph.has_edge(0, 1) and graph.has_edge(1, 0)
-    np.testing.assert_array_equal(topology.mixing_matrix(topology.graph_from_matrix(W.T, sums="rows")), W.T)
-    assert topology.graph_from_matrix([[3, -1], [0, 0]], sums="none")[0][1]["weight"] == -1.0
-    topology.graph_from_matrix(np.full((3, 3), 1 / 3, dtype=np.float32), sums="both")
+    assert Topology("given", [[[3, 1], [-2, 0]]]).graph()[1][0]["weight"] == -2.0
+    Topology("given", [np.full((3, 3), 1 / 3, dtype=np.float32)])
 
 
 def test_given_matrices_are_copied() -> None:
@@ -394,17 +394,10 @@ WRONG = {
         (lambda: topology.one_peer_exponential(4).rounds_to(0.0), "distance must be at least 1e-12"),
         (lambda: topology.one_peer(nx.fast_gnp_random_graph(40, 0.5, 0, True)), "least common multiple"),
         (lambda: topology.summary(4, [topology.base_graph(5)]), "size = 4, got <Topology base-2"),
-        (lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.7]]), r"got 0\.9 in column 1$"),
-        (
-            lambda: topology.graph_from_matrix([[0.5, 0.2], [0.5, 0.8]], sums="both"),
-            r"each row of W must sum to 1, got 0\.7 in row 0 \(and 1 more\)",
-        ),
-        (lambda: topology.graph_from_matrix([[1.0], [0.0, 1.0]]), "W must be a square matrix"),
-        (
-            lambda: topology.graph_from_matrix([[math.nan]], sums="none"),
-            r"finite numbers, got W\[0, 0\] = nan",
-        ),
-        (lambda: topology.graph_from_matrix([[1.0]], sums="diagonal"), "sums must be .*, got 'diagonal'"),
+        (lambda: Topology("w", [[[0.5, 0.2], [0.5, 0.7]]]), r"got 0\.9 in column 1$"),
+        (lambda: Topology("w", [[[0.5, 0.7], [0.0, 0.5]]]), r"got 0\.5 in column 0 \(and 1 more\)$"),
+        (lambda: Topology("w", [[[1.0], [0.0, 1.0]]]), r"matrices\[0\] must be a square matrix"),
+        (lambda: topology.spectral_gap([[math.nan]]), r"finite numbers, got W\[0, 0\] = nan"),
     ],
     TypeError: [
         (lambda: topology.base_graph(4.0), "size must be an integer"),

@@ -489,53 +489,6 @@ def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
     return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))
 
 
-def reasons(found: Sequence[Setting], choice: Setting, compute: float, tolerance: float) -> list[str]:
-    """Returns why a setting is recommended, a sentence each."""
-    over = choice.step / compute - 1
-    said = [
-        f"An exchange takes {_ms(choice.exchange)}, most of it for {choice.limit}; compute takes {_ms(compute)}, "
-        + ("which hides it." if over < 0.001 else f"and a step {over:.1%} longer.")
-    ]
-    fewer = [
-        each
-        for each in found
-        if each.way == choice.way
-        and each.local_steps < choice.local_steps
-        and each.bucket_mb == choice.bucket_mb
-    ]
-    if fewer:
-        near = max(fewer, key=lambda each: each.local_steps)
-        said.append(
-            f"Local steps: with {near.local_steps} instead of {choice.local_steps} a step would take "
-            f"{near.step / compute - 1:.0%} longer than compute; up to {tolerance:.0%} are allowed."
-        )
-    else:
-        said.append("No local steps are needed: ranks average in each step.")
-    denser = [each for each in found if each.way.rounds < choice.way.rounds]
-    if denser:
-        rival = min(denser, key=lambda each: (each.step > compute * (1 + tolerance), each.agreement))
-        same = min(
-            (each for each in denser if each.way == rival.way and each.local_steps == choice.local_steps),
-            key=lambda each: each.step,
-            default=rival,
-        )
-        said.append(
-            f"{rival.way.name} needs fewer rounds ({rival.way.rounds} instead of {choice.way.rounds}), but its exchange "
-            f"takes {_ms(same.exchange)}, most of it for {same.limit}: with {_exchanges(same.local_steps)} a step would take "
-            f"{_ms(same.step)}."
-        )
-    else:
-        said.append(f"No topology needs fewer rounds to a tenth of the disagreement ({choice.way.rounds}).")
-    same_way = [e for e in found if e.way == choice.way and e.local_steps == choice.local_steps]
-    slowest = max(same_way, key=lambda each: each.exchange)
-    if slowest.exchange > EQUALLY_GOOD * choice.exchange:
-        said.append(
-            f"Buckets of {choice.bucket_mb:g} MiB: with {slowest.bucket_mb:g} MiB an exchange would take "
-            f"{_ms(slowest.exchange)}."
-        )
-    return said
-
-
 @dataclass(frozen=True)
 class Compression:
     """What a codec would do.
@@ -543,13 +496,11 @@ class Compression:
     Attributes:
         codec: Which.
         choice: What the rule recommends with it.
-        seconds: That a rank encodes and decodes in an exchange of `choice`.
         pays: Whether ranks agree sooner than without, to at most `PAYS` of the time.
     """
 
     codec: Codec
     choice: Setting
-    seconds: float
     pays: bool
 
 
@@ -583,15 +534,5 @@ def compressions(
     found, plain = [], chosen(None)
     for codec in codecs:
         choice = chosen(codec)
-        elements = choice.way.encoded * size / element_bytes
-        seconds = statistics.fmean(codec.seconds(elements, each.messages) for each in choice.way.traffic)
-        found.append(Compression(codec, choice, seconds, choice.agreement <= PAYS * plain.agreement))
+        found.append(Compression(codec, choice, choice.agreement <= PAYS * plain.agreement))
     return found
-
-
-def _exchanges(steps: int) -> str:
-    return "an exchange in each step" if steps == 1 else f"one in {steps} steps"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"

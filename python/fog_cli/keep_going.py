@@ -26,15 +26,6 @@ from fog_cli.launchers import Job
 from fog_cli.processes import describe
 from fog_cli.programs.rank import STATUS_OF_VICTIM, write_whole
 
-# Adds a rank to a job.
-ADD_SIGNAL = signal.SIGUSR1
-# torch's own port: the agents of other hosts must know it where each host starts its own.
-DEFAULT_PORT = 29500
-# The first new start of a rank is immediate. If it dies again within a minute, the next ones wait, twice as long each
-# time, up to this number of seconds.
-_LONGEST_DELAY = 30.0
-_SHORT_LIFE = 60.0
-
 
 @dataclass
 class Fate:
@@ -46,28 +37,21 @@ class Fate:
         status: The exit status of its last process, or the negative number of the signal; None while it runs, or may be
             started again.
         starts: How often it was started again.
-        short_lives: How many of its last processes have lived shortly.
     """
 
     host: int
     failures: list[str] = field(default_factory=list)
     status: int | None = None
     starts: int = 0
-    short_lives: int = 0
-
-
-def delay_of(short_lives: int) -> float:
-    """Returns the seconds to wait before a rank is started again, which has so often in a row died soon."""
-    return min(2.0 ** (short_lives - 2), _LONGEST_DELAY) if short_lives > 1 else 0.0
 
 
 def _signal_of(status: int) -> int:
-    """Returns the negative number of the signal if an exit status of a shell, ssh or srun stands for one."""
+    """Returns the negative number of the signal if an exit status of a shell, ssh stands for one."""
     return 128 - status if 128 < status <= 128 + signal.SIGRTMAX else status
 
 
 class _Agent:
-    """The process of an agent, or the ssh or srun that started it."""
+    """The process of an agent, or the ssh that started it."""
 
     def __init__(
         self, number: int, token: str, command: Sequence[str], events: queue.SimpleQueue[Any]
@@ -151,20 +135,18 @@ class Supervisor:
         self._members: set[int] = set()
         self._again: object = None  # what starts the job again as a whole
         self._run_id = str(uuid.uuid4())
-        for number, start in enumerate(job.starts):
-            if start is not None:
-                self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
+        for number in range(len(job.hosts)):
+            self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
 
     def run(self) -> int:
         """Runs the job to its end; returns the exit status of `fog run`."""
-        before = {number: signal.getsignal(number) for number in (*processes.SIGNALS, ADD_SIGNAL)}
+        before = {number: signal.getsignal(number) for number in processes.SIGNALS}
         try:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                     signal.signal(number, self._on_signal)
-            own = [number for number, start in enumerate(self._job.starts) if start is not None]
-            self._start(own[0])
-            if own[0] != 0 or self._port:
+            self._start(0)
+            if self._port:
                 self._start_others()
             while self._agents:
                 self._handle()
@@ -183,10 +165,8 @@ class Supervisor:
 
     def _start(self, number: int) -> None:
         job = self._job
-        start = job.starts[number]
-        assert start is not None
         token = f"fog-{uuid.uuid4()}"
-        agent = self._agents[number] = _Agent(number, token, start, self._events)
+        agent = self._agents[number] = _Agent(number, token, job.starts[number], self._events)
         agent.write(
             {
                 "token": token,
@@ -200,14 +180,14 @@ class Supervisor:
                 "count": job.hosts[number].slots,
                 "port": self._port,
                 "holds_store": number == 0,
-                "stays": job.is_whole and len(job.starts) > 1,
+                "stays": len(job.starts) > 1,
                 "is_asked": job.max_restarts > 0,
             }
         )
 
     def _start_others(self) -> None:
-        for number, start in enumerate(self._job.starts):
-            if start is not None and number not in self._agents and not self._is_stopping:
+        for number in range(1, len(self._job.starts)):
+            if not self._is_stopping:
                 self._start(number)
 
     def _handle(self) -> None:
@@ -220,9 +200,7 @@ class Supervisor:
             self._deadline = None
             action()
             return
-        if kind == "signal" and number == ADD_SIGNAL:
-            self._add()
-        elif kind == "signal":
+        if kind == "signal":
             self._stop(number)
         elif kind == "ended":
             self._on_agent_end(number, value)
@@ -264,32 +242,6 @@ class Supervisor:
             agent.close()
             agent.kill()
 
-    def _add(self) -> None:
-        """Starts one more rank, with the lowest number that no process has."""
-        if self._is_stopping or not self._agents:
-            return
-        if len(self._job.hosts) > 1:
-            _say("no rank is added: ranks are added to jobs of one host")
-            return
-        free = [
-            rank
-            for rank in range(self._job.max_ranks)
-            if rank not in self._fates or self._fates[rank].status is not None
-        ]
-        if not free:
-            most = self._job.max_ranks
-            _say(f"no rank is added: all {most} run, and --max-ranks is {most}")
-            return
-        rank = free[0]
-        self._start_rank(rank, self._fates.setdefault(rank, Fate(0, starts=-1)), 0.0)
-        _say(f"rank {rank} is added")
-
-    def _start_rank(self, rank: int, fate: Fate, delay: float) -> None:
-        """Starts a process that joins the others."""
-        fate.status = None
-        fate.starts += 1
-        self._agents[fate.host].write({"start": rank, "restarts": fate.starts, "delay": delay})
-
     def _on_rank_end(self, number: int, told: dict[str, Any]) -> None:
         rank, status = told["rank"], told["status"]
         fate = self._fates.get(rank)
@@ -301,7 +253,6 @@ class Supervisor:
         why = "because it had lost another rank" if status == STATUS_OF_VICTIM else describe(status)
         how = f"(process {told['pid']}{self._on(number)}) ended {why} after {told['seconds']:.1f} s"
         fate.failures.append(how)
-        fate.short_lives = fate.short_lives + 1 if told["seconds"] < _SHORT_LIFE else 0
         if len(fate.failures) > self._job.max_restarts:
             self._lose(rank, status, how)
             return
@@ -316,38 +267,32 @@ class Supervisor:
         if self._asked or not self._undecided or self._is_stopping:
             return
         ended, self._undecided = self._undecided, {}
-        # Where each host starts its own ranks, this process does not know the others.
-        if self._members or not self._job.is_whole:
+        if self._members:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
-                delay = delay_of(fate.short_lives)
-                self._say_again(rank, how, "it starts", delay)
-                self._start_rank(rank, fate, delay)
+                self._say_again(rank, how, "it starts")
+                fate.starts += 1
+                self._agents[fate.host].write({"start": rank, "restarts": fate.starts})
         elif any(fate.status is not None for fate in self._fates.values()):
             for rank, (how, status) in ended.items():
                 self._lose(
                     rank, status, f"{how}; it does not start again, as no rank is left that it could join"
                 )
         else:
-            delay = max(delay_of(self._fates[rank].short_lives) for rank in ended)
             for rank, (how, _) in ended.items():
-                self._say_again(
-                    rank, how, "no other has a group that it could join, so all ranks start", delay
-                )
-            self._start_all(delay)
+                self._say_again(rank, how, "no other has a group that it could join, so all ranks start")
+            self._start_all()
 
-    def _start_all(self, delay: float) -> None:
+    def _start_all(self) -> None:
         """Starts the job again as a whole."""
-        self._fates = {rank: fate for rank, fate in self._fates.items() if rank < self._job.ranks}
         for fate in self._fates.values():
             fate.starts += 1
-        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}, "delay": delay}
+        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}}
         self._agents[0].write(self._again)
 
-    def _say_again(self, rank: int, how: str, who: str, delay: float) -> None:
-        when = f" in {delay:.0f} s" if delay else ""
+    def _say_again(self, rank: int, how: str, who: str) -> None:
         times = f"{len(self._fates[rank].failures)} of {self._job.max_restarts}"
-        _say(f"rank {rank} {how}; {who} again{when} ({times})")
+        _say(f"rank {rank} {how}; {who} again ({times})")
 
     def _lose(self, rank: int, status: int, how: str) -> None:
         """Reports a rank that is not started again."""
@@ -387,7 +332,7 @@ class Supervisor:
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
         self._decide()
-        if self._job.is_whole and "begun" not in agent.said and not self._is_stopping:
+        if "begun" not in agent.said and not self._is_stopping:
             _say(f"the job cannot start without {self._job.hosts[number].name}, so its other ranks are ended")
             self._end_ranks()
         elif "done" not in agent.said and not self._job.keeps_going:

@@ -63,34 +63,27 @@ class Job:
         hosts: The hosts with the ranks of each, in the order of ranks.
         command: The command of each rank.
         environment: All environment variables of the ranks.
-        starts: For each host, the command of its agent; None if that host starts its own.
+        starts: For each host, the command of its agent.
         address: The address of the Store.
         port: Its port; 0 for any free one.
         keeps_going: Whether the other ranks go on when one fails.
         max_restarts: How often each rank is started again.
-        max_ranks: The most ranks, with those that are added at run time.
     """
 
     ranks: int
     hosts: Sequence[Host]
     command: Sequence[str]
     environment: Mapping[str, str]
-    starts: Sequence[Sequence[str] | None]
+    starts: Sequence[Sequence[str]]
     address: str
     port: int
     keeps_going: bool
     max_restarts: int
-    max_ranks: int
 
     def ranks_of(self, host: int) -> range:
         """Returns the ranks of the host of a number."""
         first = sum(each.slots for each in self.hosts[:host])
         return range(first, first + self.hosts[host].slots)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all agents are started here."""
-        return all(start is not None for start in self.starts)
 
     @property
     def rank(self) -> list[str]:
@@ -114,13 +107,3 @@ def agent_by_ssh(host: Host, port: int | None, path: str | None) -> list[str]:
         ssh += ["-p", str(port)]
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     return [*ssh, host.name, shlex.join(["exec", *variables, *AGENT])]
-
-
-def agent_by_srun(host: Host) -> list[str]:
-    """Returns the command for the agent of a host of the allocation: a step of its own, so that no other ends with it.
-
-    The allocation needs --no-kill to survive the loss of a node. The step must not have it: it is to end with its node,
-    so that its end is seen.
-    """
-    words = ["srun", "--nodes=1", "--ntasks=1", f"--nodelist={host.name}", "--overlap", "--cpu-bind=none"]
-    return [*words, "--no-kill=off", "--kill-on-bad-exit=0", "--unbuffered", "--export=ALL", *AGENT]

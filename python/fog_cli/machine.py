@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 _MIB = 1 << 20
 # A rank opens about 40 descriptors, and one more for each other rank of its host.
@@ -57,19 +56,6 @@ def _descriptors() -> _Found:
         "for all logins in /etc/security/limits.conf, in Docker --ulimit nofile=65536"
     )
     return state, f"{soft} open files, at most {hard} (ulimit -n)", advice
-
-
-def _memory() -> _Found:
-    """The free memory and the limit of the control group."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(lines["MemAvailable"].split()[0]) >> 10
-    text = f"{free} MiB free"
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        limit = Path(path).read_text().strip() if os.path.exists(path) else ""
-        if limit.isdecimal() and int(limit) < 1 << 60:
-            text += f", the control group allows {int(limit) // _MIB} MiB"
-            break
-    return "note" if free < 512 else "ok", text, "two ranks that import torch take about 500 MiB"
 
 
 def _shared_memory() -> _Found:
@@ -120,20 +106,6 @@ def _loopback() -> _Found:
         return "bad", text, "bring it up: ip link set lo up"
 
 
-def _interfaces() -> _Found:
-    """The network interfaces that other hosts may reach."""
-
-    def is_up(name: str) -> bool:
-        path = Path(f"/sys/class/net/{name}/operstate")
-        return not path.exists() or path.read_text().strip() in ("up", "unknown")
-
-    names = [name for _, name in socket.if_nameindex() if name != "lo" and is_up(name)]
-    if names:
-        return "ok", f"interfaces that are up: {', '.join(names)}", ""
-    advice = "one host works; for several, give the container a network (--network=host)"
-    return "note", "no network interface is up but the loopback", advice
-
-
 def _host_name() -> _Found:
     """Whether this host's name resolves to an address that other hosts can reach."""
     name = socket.gethostname()
@@ -153,11 +125,9 @@ def _host_name() -> _Found:
 
 _CHECKS: Mapping[str, Callable[[], _Found]] = {
     "descriptors": _descriptors,
-    "memory": _memory,
     "shared memory": _shared_memory,
     "ranks share memory": _anonymous_files,
     "loopback": _loopback,
-    "network": _interfaces,
     "host name": _host_name,
 }
 

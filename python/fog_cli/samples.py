@@ -43,11 +43,6 @@ class Row:
         recorded = self.process.operations
         return next(iter(self.process.in_flight), recorded[-1] if recorded else None)
 
-    @property
-    def is_bad(self) -> bool:
-        """Whether a row is to be seen first."""
-        return self.state in ("stopped", "traced", "ended") or self.process.failed > 0
-
 
 @dataclass(frozen=True)
 class Job:

@@ -517,7 +517,7 @@ void Engine::run_profiled(Operation& operation, bool computes) {
   // even while an operation runs.
   at::RecordFunction range(at::RecordScope::USER_SCOPE);
   if (range.isActive()) {
-    range.before(c10::str("fog:", name_of(operation.signature().kind), computes ? " combined" : " moved"));
+    range.before(c10::str(computes ? "fog:combined " : "fog:moved ", name_of(operation.signature().kind)));
   }
   operation.run();
 }

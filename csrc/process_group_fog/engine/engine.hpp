@@ -329,6 +329,8 @@ class Engine final : public MessageHandler {
   // Asks processes whose early messages take too much memory to hold their data back, and tells them when they may send
   // again.
   void tell_early_load();
+  // No operation takes the messages that came early for that group.
+  void ignore_early(Group& group);
   // Tells this rank's share of the group why it failed, each member at most once.
   void spread_news(Group& group);
   void tell_all_closed(const Group& group);

@@ -125,6 +125,7 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
     keep_watching(*operation);
     complete(operation, backend_error("fog: " + text(*operation)));
   }
+  ignore_early(*group);
   if (transport_) {
     transport_->withdraw_group(group->id);
   }
@@ -132,8 +133,16 @@ void Engine::fail_now(const std::shared_ptr<Group>& group, c10d::ErrorType type,
     outbox_.retired.push_back(receive);
   }
   group->posted.clear();
-  group->unexpected.clear();
-  group->early.clear();
+}
+
+void Engine::ignore_early(Group& group) {
+  auto ignored = std::exchange(group.unexpected, {});
+  for (auto& [key, messages] : std::exchange(group.early, {})) {
+    ignored.splice(ignored.end(), messages);
+  }
+  for (const auto& message : ignored) {
+    transport_->ignore(group.members[message.source].peer_id, message.header);
+  }
 }
 
 void Engine::tell_early_load() {

@@ -160,16 +160,7 @@ void Engine::close(const std::shared_ptr<Group>& group) {
       tell_all_closed(*group); // also to the ranks that have closed the group: they can now forget it
     }
     group->closed = true;
-    for (const auto& message : group->unexpected) {
-      transport_->ignore(group->members[message.source].peer_id, message.header);
-    }
-    for (const auto& [key, messages] : group->early) {
-      for (const auto& message : messages) {
-        transport_->ignore(group->members[message.source].peer_id, message.header);
-      }
-    }
-    group->unexpected.clear();
-    group->early.clear();
+    ignore_early(*group);
     service_->fail_group(*group, "the group was destroyed");
     groups_.erase(group->id);
     for (int peer = 0; peer < group->size(); ++peer) {

@@ -285,7 +285,8 @@ Transport::Sent ProcessTransport::send(
         header.delivery = Delivery::kPayload;
         header.payload_tag = wire_.next_tag(peer);
         send_header(peer, header, nullptr, 0);
-        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended);
+        const bool may_go_early = !links_.reaches(peer) && held_.count(peer) == 0;
+        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended, may_go_early);
         break;
       }
     }
@@ -408,6 +409,8 @@ void ProcessTransport::ignore(PeerId source, const Header& header) {
     streams_.ignore(source, header);
   } else if (header.delivery == Delivery::kRemote) {
     arrivals_->ignore(source, header);
+  } else if (header.delivery == Delivery::kPayload) {
+    wire_.ignore(source, header);
   }
 }
 

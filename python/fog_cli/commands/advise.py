@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
 import math
 import os
 import re
@@ -24,7 +22,7 @@ _EXAMPLES = """\
 examples:
   fog advise -np 4 --parameters 25.6M --step-time 0.18          a model by its size and the time of a step
   fog advise -np 4 --model mine.py                              the script's function make() is timed
-  fog advise -np 8 -H a:4,b:4 --parameters 124M --step-time 0.14 --json
+  fog advise -np 8 -H a:4,b:4 --parameters 124M --step-time 0.14
 
 make() of the script returns a model and a function without arguments that computes one step of it (forward and backward
 pass). Ranks are started as by `fog run`; nothing else should use the links meanwhile. It takes about a second a host.
@@ -45,7 +43,7 @@ def add(subparsers: Any) -> None:
         "advise",
         "measure links and compute, and recommend how to average",
         "Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
-        "and a bucket size, with reasons, and says whether compression pays.",
+        "and a bucket size, and says whether compression pays.",
         _EXAMPLES,
         allow_abbrev=False,
     )
@@ -55,9 +53,6 @@ def add(subparsers: Any) -> None:
         "--parameters", metavar="COUNT", help="trained parameters of the model, as 25.6M or 124000000"
     )
     parser.add_argument("--step-time", type=float, metavar="SECONDS", help="of a step without any exchange")
-    parser.add_argument(
-        "--json", action="store_true", help="print all settings and what was measured as JSON"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -94,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("fog advise: the model has no trained parameters", file=sys.stderr)
         return 2
     report = Report.of(measured, arguments.parameters, arguments.step_time)
-    print(json.dumps(as_json(report), indent=1) if arguments.json else "\n".join(as_text(report)))
+    print("\n".join(as_text(report)))
     return 0
 
 
@@ -131,10 +126,6 @@ class Report:
         compressed = advice.compressions(network, compute, size, codecs, _TOLERANCE, element_bytes=each)
         return cls(network, compute, size, found, advice.best(found, compute, _TOLERANCE), compressed)
 
-    def reasons(self) -> list[str]:
-        """Returns why the choice is recommended, a sentence each."""
-        return advice.reasons(self.found, self.choice, self.compute, _TOLERANCE)
-
 
 def check(arguments: argparse.Namespace) -> None:
     """Refuses what cannot be advised on.
@@ -142,8 +133,7 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument is wrong.
     """
-    if arguments.num_proc < 2:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 2 on")
+    run_command.check_ranks(arguments.num_proc, 2)
     given = arguments.parameters is not None, arguments.step_time is not None
     if arguments.model:
         if any(given):
@@ -174,7 +164,7 @@ def count(text: str) -> int:
 
 
 def as_text(report: Report) -> list[str]:
-    """Returns the lines for people: what was measured, the best setting of each topology, the choice, why, and codecs."""
+    """Returns the lines for people: what was measured, the best setting of each topology and codec, and the choice."""
     network, compute, choice = report.network, report.compute, report.choice
     lines = [
         f"{len(network.host_of)} ranks on {network.hosts} hosts, {report.size / 1e6:.3g} MB of parameters"
@@ -190,16 +180,24 @@ def as_text(report: Report) -> list[str]:
         rate = min(network.local_rates)
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
     rows = [
-        ("", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds", "s to a tenth")
+        (
+            *("", "local steps", "bucket MiB", "exchange ms", "mostly", "step ms", "over compute", "rounds"),
+            "s to a tenth",
+        )
     ]
-    for name in dict.fromkeys(each.way.name for each in report.found):
-        each = advice.best([one for one in report.found if one.way.name == name], compute, _TOLERANCE)
+    by_way = [
+        advice.best([each for each in report.found if each.way.name == name], compute, _TOLERANCE)
+        for name in dict.fromkeys(each.way.name for each in report.found)
+    ]
+    for each in [*by_way, *(compressed.choice for compressed in report.compressed)]:
+        codec = f", {each.codec.code}" if each.codec else ""
         rows.append(
             (
-                f"{'*' if each.way == choice.way else ' '} {name}",
+                f"{'*' if each.way == choice.way and not codec else ' '} {each.way.name}{codec}",
                 str(each.local_steps),
                 f"{each.bucket_mb:g}",
                 f"{1e3 * each.exchange:.3g}",
+                each.limit,
                 f"{1e3 * each.step:.4g}",
                 f"{each.step / compute - 1:.1%}",
                 str(each.way.rounds),
@@ -207,29 +205,12 @@ def as_text(report: Report) -> list[str]:
             )
         )
     lines += ["", *table(rows), "", f"Recommended: {choice.way.name}", f"  {in_code(choice)}"]
-    lines += [*(f"  {each}" for each in report.reasons()), ""]
     if network.hosts < 2:
         lines.append("Compression: ranks of one host read each other's tensors in place, so no codec pays.")
-    elif not report.compressed:
-        lines.append("Compression: no codec takes parameters of one byte.")
     for compressed in report.compressed:
-        lines += _of_codec(choice, compressed)
+        verdict = f"pays: {in_code(compressed.choice)}" if compressed.pays else "does not pay"
+        lines.append(f"Compression with {compressed.codec.code} {verdict}")
     return lines
-
-
-def _of_codec(choice: Setting, found: Compression) -> list[str]:
-    """Returns the lines about a codec."""
-    best, codec = found.choice, found.codec
-    verdict = f"pays: {in_code(best)}" if found.pays else "does not pay."
-    return [
-        (
-            f"Compression with {codec.code}: {codec.element_bytes:.3g} bytes an element, {1e3 * found.seconds:.3g} ms for "
-            f"encoding and decoding. With {best.way.name}, {best.local_steps} local steps and buckets of {best.bucket_mb:g} MiB "
-            f"an exchange takes {1e3 * best.exchange:.3g} ms, most of it for {best.limit}, and a step {1e3 * best.step:.4g} ms; "
-            f"{best.agreement:.3g} s to a tenth instead of {choice.agreement:.3g}."
-        ),
-        f"  It {verdict}",
-    ]
 
 
 def in_code(choice: Setting) -> str:
@@ -244,45 +225,3 @@ def in_code(choice: Setting) -> str:
         options.append(f"compression={choice.codec.code}")
     call = f'fogdist.DecentralizedOptimizer(optimizer, model, order="awc", {", ".join(options)})'
     return f"{before}; {call}" if before else call
-
-
-def as_json(report: Report) -> dict[str, Any]:
-    """Returns the same for programs, with all settings."""
-
-    def shown(each: Setting) -> dict[str, Any]:
-        return {
-            "topology": each.way.name,
-            "local_steps": each.local_steps,
-            "bucket_mb": each.bucket_mb,
-            "exchange_s": each.exchange,
-            "limit": each.limit,
-            "step_s": each.step,
-            "rounds": each.way.rounds,
-            "agreement_s": each.agreement,
-            "sent_bytes": each.sent,
-            "code": in_code(each),
-        }
-
-    network = report.network
-    about = dataclasses.asdict(network)
-    for name in ("host_rates", "local_rates"):
-        about[name] = [None if rate == math.inf else rate for rate in about[name]]
-    about["trunks"] = [[a, b, rate] for (a, b), rate in sorted(network.trunks.items())]
-    compression = [
-        {
-            **shown(each.choice),
-            "codec": dataclasses.asdict(each.codec),
-            "codec_s": each.seconds,
-            "pays": each.pays,
-        }
-        for each in report.compressed
-    ]
-    return {
-        "network": about,
-        "compute_s": report.compute,
-        "parameter_bytes": report.size,
-        "choice": shown(report.choice),
-        "reasons": report.reasons(),
-        "settings": [shown(each) for each in report.found],
-        "compression": compression,
-    }

@@ -12,6 +12,7 @@ from typing import Any
 
 from fog_cli import UsageError, add_command
 from fog_cli import table as columns
+from fog_cli.commands.run import check_ranks
 from fog_cli.spawn import run_program
 
 _EXAMPLES = """\
@@ -67,8 +68,7 @@ def byte_count(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the table."""
-    if arguments.num_proc < 2:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 2 on")
+    check_ranks(arguments.num_proc, 2)
     if not 0 < arguments.seconds <= 60:
         raise UsageError(f"--seconds: got {arguments.seconds}; allowed are numbers above 0, up to 60")
     cores = len(os.sched_getaffinity(0))

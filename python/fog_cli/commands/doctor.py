@@ -41,10 +41,12 @@ _ADVICE = {
     "MPI": _MPI_ADVICE,
     "environment": "docs/environment.md lists the variables; correct or unset this one",
 }
+# The seconds that each program may take that it starts.
+_LIMIT = 60.0
 # Ranks of a single host do not need these.
 _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
 # Findings about the machine that can cause the ranks of the self-test to fail.
-_SUSPECTS = ("descriptors", "memory", "shared memory", "ranks share memory", "loopback")
+_SUSPECTS = ("descriptors", "shared memory", "ranks share memory", "loopback")
 
 
 def add(subparsers: Any) -> None:
@@ -58,20 +60,13 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
     parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="what each program that it starts may take (default: 60)",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the report."""
     found = []
     area = ""
-    for finding in findings(arguments.self_test, arguments.timeout):
+    for finding in findings(arguments.self_test):
         found.append(finding)
         if arguments.json:
             continue
@@ -94,11 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if bad else 0
 
 
-def findings(self_test: bool, limit: float) -> Iterator[Finding]:
+def findings(self_test: bool) -> Iterator[Finding]:
     """Runs all checks in order and yields their findings."""
     yield Finding("versions", "fogdist", "ok", version())
     usable = True
-    for finding in loaded(run_program("facts", limit=limit)):
+    for finding in loaded(run_program("facts", limit=_LIMIT)):
         usable = usable and finding.state != "bad"
         yield finding
     suspects = []
@@ -118,7 +113,7 @@ def findings(self_test: bool, limit: float) -> Iterator[Finding]:
         ("TCP", _TCP_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "tcp"}),
         ("MPI RMA", _RMA_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}),
     ):
-        ended = run_program("self_test", words, limit=limit, ranks=2, variables=variables)
+        ended = run_program("self_test", words, limit=_LIMIT, ranks=2, variables=variables)
         yield from tried(ended, where, suspects, advice)
 
 

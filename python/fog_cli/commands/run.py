@@ -10,7 +10,6 @@ import secrets
 import shlex
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ examples:
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
   fog run -np 8 --keep-going train.py         the other ranks go on when one dies
 
-Within an allocation of Slurm the ranks are on its nodes, which srun reaches.
 Options come before the script; what follows it is the script's. Each line of output begins with its rank:
 "[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
 has been started.
@@ -56,18 +54,6 @@ def add(subparsers: Any) -> None:
         type=int,
         metavar="N",
         help="with --keep-going: start a rank that died again, up to N times each (default: 0)",
-    )
-    parser.add_argument(
-        "--max-ranks",
-        type=int,
-        metavar="M",
-        help="with --keep-going on one host: let ranks be added, up to M in all (default: N); sets FOG_MAX_RANKS",
-    )
-    parser.add_argument(
-        "--node-rank",
-        type=int,
-        metavar="K",
-        help="with --keep-going: start only the ranks of host K, as each host starts its own (Kubernetes)",
     )
     parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
@@ -99,11 +85,9 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
 def add_placing(parser: argparse.ArgumentParser) -> None:
     """Describes the options that say where ranks are and how they start; other commands have them, too."""
     # The other options of `fog run`, for the commands that do not have them.
-    others = ("max_restarts", "max_ranks", "node_rank", "timeline_filename")
-    parser.set_defaults(keep_going=False, **dict.fromkeys(others))
-    parser.add_argument(
-        "-np", "--num-proc", type=int, required=True, metavar="N", help="how many ranks to start"
-    )
+    parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
+    # argparse would tell that it is missing also if an unknown option before it is what is wrong.
+    parser.add_argument("-np", "--num-proc", type=int, metavar="N", help="how many ranks to start")
     add_hosts(parser)
     parser.add_argument(
         "--network-interface",
@@ -137,8 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     is_here = not job.keeps_going and all(is_local(host.name) for host in job.hosts)
     if arguments.verbose:
         for start in [job.rank] if is_here else job.starts:
-            if start is not None:
-                print(f"fog run: {shlex.join(start)}", file=sys.stderr, flush=True)
+            print(f"fog run: {shlex.join(start)}", file=sys.stderr, flush=True)
     try:
         return one_host.run(job) if is_here else keep_going.run(job)
     except OSError as error:
@@ -155,43 +138,27 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
     Raises:
         UsageError: The arguments are invalid.
     """
-    ranks, node, most = arguments.num_proc, arguments.node_rank, arguments.max_ranks
+    ranks = arguments.num_proc
     _check_numbers(arguments)
     given = _given_hosts(arguments)
-    if node is not None and given is None:
-        raise UsageError("--node-rank: it is the number of a host; name the hosts with -H or --hostfile")
-    by_srun = node is None and _is_for_srun(given, environment)
-    if by_srun and given is None:
-        given = _allocated_hosts(ranks, environment)
     hosts = place(given, ranks) if given else [Host("localhost", ranks)]
-    if most is not None and (most < ranks or (most > ranks and len(hosts) > 1)):
-        more = ", and no larger one on several hosts" if len(hosts) > 1 else ""
-        raise UsageError(f"--max-ranks: got {most}; allowed are numbers from -np on, {ranks}{more}")
-    if node is not None and not 0 <= node < len(hosts):
-        raise UsageError(f"--node-rank: got {node}; the ranks fill {len(hosts)} hosts, from 0 on")
     variables = _variables(arguments, environment)
     prefix = _prefix(arguments.prefix)
 
-    def start_of(number: int, host: Host) -> list[str] | None:
-        if node is not None:
-            return launchers.AGENT if number == node else None
-        if by_srun:
-            return launchers.agent_by_srun(host)
-        if is_local(host.name):
-            return launchers.AGENT
-        return launchers.agent_by_ssh(host, arguments.ssh_port, variables.get("PYTHONPATH"))
-
-    starts = [start_of(number, host) for number, host in enumerate(hosts)]
-    for program in ("ssh", "srun"):
-        if any(start and start[0] == program for start in starts) and shutil.which(program) is None:
-            raise UsageError(f"there is no {program} on PATH, which starts the agents of other hosts")
+    starts = [
+        launchers.AGENT
+        if is_local(host.name)
+        else launchers.agent_by_ssh(host, arguments.ssh_port, variables.get("PYTHONPATH"))
+        for host in hosts
+    ]
+    if any(start[0] == "ssh" for start in starts) and shutil.which("ssh") is None:
+        raise UsageError("there is no ssh on PATH, which starts the agents of other hosts")
     address, port = "127.0.0.1", 0
     if len(hosts) > 1:
         address = variables.get("MASTER_ADDR") or hosts[0].name
-        if is_local(address) and node is None:
+        if is_local(address):
             address = socket.gethostname()  # "localhost" is another host there
-        default = keep_going.DEFAULT_PORT if node is not None else 0
-        port = _port(variables.get("MASTER_PORT", "")) or default
+        port = _port(variables.get("MASTER_PORT", ""))
     return Job(
         ranks=ranks,
         hosts=hosts,
@@ -202,20 +169,23 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         port=port,
         keeps_going=arguments.keep_going,
         max_restarts=arguments.max_restarts or 0,
-        max_ranks=most or ranks,
     )
+
+
+def check_ranks(number: int | None, least: int) -> None:
+    """Raises UsageError if the number of ranks is missing or too small."""
+    if number is None or number < least:
+        got = "it is missing" if number is None else f"got {number}"
+        raise UsageError(f"-np: {got}; allowed are numbers from {least} on")
 
 
 def _check_numbers(arguments: argparse.Namespace) -> None:
     """Checks what needs no look at hosts."""
-    if arguments.num_proc < 1:
-        raise UsageError(f"-np: got {arguments.num_proc}; allowed are numbers from 1 on")
+    check_ranks(arguments.num_proc, 1)
     if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
         raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
-    for name in ("max_restarts", "max_ranks", "node_rank"):
-        if getattr(arguments, name) is not None and not arguments.keep_going:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option}: it is an option of --keep-going, which is missing")
+    if arguments.max_restarts is not None and not arguments.keep_going:
+        raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
     if (arguments.max_restarts or 0) < 0:
         raise UsageError(f"--max-restarts: got {arguments.max_restarts}; allowed are numbers from 0 on")
 
@@ -243,29 +213,6 @@ def _given_hosts(arguments: argparse.Namespace) -> list[Host] | None:
     if arguments.hostfile:
         return read_hostfile(arguments.hostfile)
     return parse_hosts(arguments.hosts) if arguments.hosts else None
-
-
-def _allocated_hosts(ranks: int, environment: Mapping[str, str]) -> list[Host]:
-    """Returns the hosts of an allocation of Slurm, with about the same number of ranks each."""
-    words = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UsageError(f"{shlex.join(words)}: {error}; name the hosts with -H") from error
-    names = done.stdout.split()[:ranks]
-    return [
-        Host(name, ranks // len(names) + (number < ranks % len(names))) for number, name in enumerate(names)
-    ]
-
-
-def _is_for_srun(given: Sequence[Host] | None, environment: Mapping[str, str]) -> bool:
-    """Whether the ranks are for several nodes, or others, of an allocation of Slurm."""
-    nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
-    if given is None:
-        needs_others = nodes.isdecimal() and int(nodes) > 1
-    else:
-        needs_others = not all(is_local(host.name) for host in given)
-    return needs_others and "SLURM_JOB_ID" in environment
 
 
 def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
@@ -316,8 +263,7 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     # PYTHONUNBUFFERED makes the output of the ranks visible at once.
     variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
     variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
-    # With --node-rank each host has a `fog run` of its own, and rank 0 makes the secret.
-    if arguments.node_rank is None and not variables.get("FOG_JOB_SECRET"):
+    if not variables.get("FOG_JOB_SECRET"):
         variables["FOG_JOB_SECRET"] = secrets.token_hex(32)
     if arguments.network_interface:
         names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
@@ -326,8 +272,6 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
         variables["FOG_LOG_LEVEL"] = "debug"
     if arguments.timeline_filename:
         variables["FOG_TIMELINE"] = arguments.timeline_filename
-    if (arguments.max_ranks or 0) > arguments.num_proc:
-        variables["FOG_MAX_RANKS"] = str(arguments.max_ranks)
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")
         if not name.isidentifier():

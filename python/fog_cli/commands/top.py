@@ -7,14 +7,12 @@ import contextlib
 import json
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fog_cli import UsageError, add_command
+from fog_cli import table as columns
 from fog_cli.commands.dump import NOTHING, add_pids, read_records
 from fog_cli.samples import Job, Watch, cells
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 _EXAMPLES = """\
 examples:
@@ -26,8 +24,8 @@ examples:
 It reads memory that the ranks write to in any case, so it disturbs none of them, and works on ranks that hang.
 """
 _LONGEST = 3600.0
-# The columns of numbers, which go to the right.
-_NUMBERS = ("rank", "process", "membership", "steps", "steps/s", "last step", "age", "failed")
+# Moves the cursor of a terminal to its first line, and clears what follows.
+_CLEAR = "\033[H\033[J"
 
 
 def add(subparsers: Any) -> None:
@@ -52,14 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Shows the ranks."""
     if not 0.1 <= arguments.interval <= _LONGEST:
         raise UsageError(f"--interval: got {arguments.interval:g}; allowed are 0.1 to {_LONGEST:g} seconds")
-    if not arguments.json:
-        try:
-            import rich.console
-        except ImportError:
-            raise UsageError(
-                "the table needs the package rich: pip install rich, or the extra `top` of fogdist. "
-                "--json does without it"
-            ) from None
     watch = _watch(arguments.pids)
     if not (arguments.once or arguments.json) and sys.stdout.isatty():
         return _live(watch, arguments.interval)
@@ -67,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"jobs": [job.as_json() for job in jobs]}))
     elif jobs:
-        rich.console.Console(width=None if sys.stdout.isatty() else 200).print(table(jobs))
+        print(table(jobs))
     if not jobs:
         print(f"fog top: {NOTHING}", file=sys.stderr)
     return 0 if jobs else 1
@@ -91,31 +81,17 @@ def _watch(pids: list[int]) -> Watch:
 
 
 def _live(watch: Watch, interval: float) -> int:
-    from rich.live import Live
-
-    with Live(auto_refresh=False, screen=True) as live:
-        try:
-            while True:
-                live.update(table(watch.sample()), refresh=True)
-                time.sleep(interval)
-        except KeyboardInterrupt:
-            return 0
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            print(_CLEAR + table(watch.sample()), flush=True)
+            time.sleep(interval)
+    return 0
 
 
-def table(jobs: list[Job]) -> RenderableType:
-    """Returns what the terminal shows; needs rich."""
-    from rich import box
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    parts: list[RenderableType] = [] if jobs else [Text(NOTHING)]
+def table(jobs: list[Job]) -> str:
+    """Returns what the terminal shows."""
+    parts = []
     for job in jobs:
-        shown = Table(title=job.title, title_justify="left", box=box.SIMPLE_HEAD)
-        for name in cells(job.rows[0]):
-            shown.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
-        for row in job.rows:
-            style = "dim" if row.state == "ended" else "red" if row.is_bad else ""
-            shown.add_row(*map(Text, cells(row).values()), style=style)
-        parts += [shown, *(Text(line, style="red") for line in job.late)]
-    return Group(*parts)
+        rows = [tuple(cells(row).values()) for row in job.rows]
+        parts.append("\n".join([job.title, *columns([tuple(cells(job.rows[0])), *rows]), *job.late]))
+    return "\n\n".join(parts) or NOTHING

@@ -25,7 +25,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn
 
 from fog_cli import processes
@@ -35,13 +34,8 @@ from fog_cli.programs.rank import die_with_parent, write_whole
 _STOP_TIMEOUT = 30.0
 # What a member of a job has open, see `fog_pg._joining.note_member`.
 _MEMBER = "fog_member"
-# The pause between two samples of the connections to the Store.
-_STORE_INTERVAL = 1.0
 # The seconds in which the last messages to `fog run` must be written.
 _TELL_TIMEOUT = 10.0
-# A host that has vanished leaves its connections to the Store open; the system closes them after 60 + 6 * 20 s.
-_KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 20), (socket.TCP_KEEPCNT, 6))
-_ESTABLISHED = "01"  # a state in /proc/net/tcp
 
 
 @dataclass(frozen=True)
@@ -58,8 +52,7 @@ class Task:
         count: The number of ranks of this host.
         port: That of the Store; 0 on the first host for any free one.
         holds_store: Whether this agent holds the Store.
-        stays: Whether it stays until `fog run` says that the other hosts have ended. In any case it stays while another
-            host uses the Store.
+        stays: Whether it stays until `fog run` says that the other hosts have ended, which use the Store.
         is_asked: Whether `fog run` decides if a rank that did not end well is started again.
     """
 
@@ -74,21 +67,6 @@ class Task:
     holds_store: bool
     stays: bool
     is_asked: bool
-
-
-def uses_of(port: int, tables: str) -> int:
-    """Returns how many processes of other hosts are connected to a port of this host.
-
-    Args:
-        port: The port.
-        tables: The text of /proc/net/tcp and /proc/net/tcp6.
-    """
-    rows = [line.split() for line in tables.splitlines()]
-    # The last four bytes of an address, which is that of IPv4 in both tables, and the port.
-    connections = {(row[1][-13:], row[2][-13:]) for row in rows if len(row) > 3 and row[3] == _ESTABLISHED}
-    # A connection within this host is in the table from both ends.
-    from_others = [own for own, peer in connections if (peer, own) not in connections]
-    return sum(int(own.rpartition(":")[2], 16) == port for own in from_others)
 
 
 @dataclass
@@ -107,14 +85,13 @@ class Agent:
         self._connection = connection
         self._unread = b""
         self._living: dict[int, _Rank] = {}  # by process ID
-        # Ranks to start: when, how often they were started before, and whether they join others.
-        self._due = {rank: (0.0, 0, False) for rank in range(task.first, task.first + task.count)}
+        # Ranks to start: how often they were started before, and whether they join others.
+        self._due = {rank: (0, False) for rank in range(task.first, task.first + task.count)}
         self._undecided: set[int] = set()  # ranks that have ended and may be started again
         self._left: list[
             tuple[float, set[tuple[int, int]]]
         ] = []  # processes of lost ranks, and when they are killed
         self._stop_at: float | None = None  # when ranks that were told to end are killed
-        self._connected = True
         self._stays = task.stays
         self._port = task.port
         self._store: Any = None
@@ -161,9 +138,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         """Whether other hosts use the Store."""
-        if not self._task.holds_store or self._stop_at is not None or self._failure or not self._connected:
-            return False
-        return self._stays or uses_of(self._port, _tables()) > 0
+        return self._stays and self._task.holds_store and self._stop_at is None and not self._failure
 
     def _serve(self, listener: socket.socket) -> None:
         try:
@@ -197,13 +172,11 @@ class Agent:
 
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
-        times = [*(at for at, *_ in self._due.values()), *(at for at, _ in self._left)]
-        if self._due and self._left:  # the first wait for the end of the others, which nothing tells
-            times = [time.monotonic() + processes.INTERVAL]
+        times = [at for at, _ in self._left]
+        if self._due:  # they wait for the end of what is left of those before, which nothing tells
+            times.append(time.monotonic() + processes.INTERVAL)
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
-        if not self._living:
-            times.append(time.monotonic() + _STORE_INTERVAL)
         timeout = max(min(times) - time.monotonic(), 0.0) if times else None
         for key, _ in self._selector.select(timeout):
             if key.fd == self._connection:
@@ -216,7 +189,6 @@ class Agent:
     def _read_connection(self) -> None:
         data = os.read(self._connection, 1 << 16)
         if not data:
-            self._connected = False
             self._selector.unregister(self._connection)
             if self._stop_at is None:
                 self._stop(signal.SIGTERM)
@@ -231,19 +203,19 @@ class Agent:
                 self._tell(event="members", question=told["members"], ranks=ranks)
             elif "start" in told:
                 self._undecided.discard(told["start"])
-                self._plan(told["start"], told["delay"], told["restarts"], joins=True)
+                self._plan(told["start"], told["restarts"], joins=True)
             elif "again" in told:
-                self._start_all(told["again"], told["delay"])
+                self._start_all(told["again"])
             elif "leave" in told:
                 self._undecided.discard(told["leave"])
             else:  # the other hosts have ended
                 self._stays = False
 
-    def _plan(self, rank: int, delay: float, restarts: int, *, joins: bool) -> None:
+    def _plan(self, rank: int, restarts: int, *, joins: bool) -> None:
         if self._stop_at is None:
-            self._due[rank] = time.monotonic() + delay, restarts, joins
+            self._due[rank] = restarts, joins
 
-    def _start_all(self, restarts: Mapping[str, int], delay: float) -> None:
+    def _start_all(self, restarts: Mapping[str, int]) -> None:
         """Ends the ranks that live, and starts the first ones again."""
         for rank in self._living.values():
             self._end_rest(rank)
@@ -252,7 +224,7 @@ class Agent:
         self._due.clear()
         self._begin()
         for number in range(self._task.first, self._task.first + self._task.count):
-            self._plan(number, delay, restarts[str(number)], joins=False)
+            self._plan(number, restarts[str(number)], joins=False)
 
     def _end_rest(self, rank: _Rank) -> None:
         """Ends what lives of a rank's session."""
@@ -300,14 +272,14 @@ class Agent:
 
     def _keep_times(self) -> None:
         now = time.monotonic()
-        # Nothing is left of the process before when a rank starts again.
-        for rank in [rank for rank, (at, *_) in self._due.items() if at <= now and not self._left]:
-            self._start(rank, *self._due.pop(rank)[1:])
         for at, left in list(self._left):
             still = processes.living(left)
             if not still or at <= now:
                 processes.kill_with_descendants(still)
                 self._left.remove((at, left))
+        if not self._left:  # nothing is left of the process before when a rank starts again
+            for rank in list(self._due):
+                self._start(rank, *self._due.pop(rank))
         if self._stop_at is not None and self._stop_at <= now:
             for pid in self._living:
                 with contextlib.suppress(ProcessLookupError):
@@ -336,24 +308,10 @@ def _is_member(leader: int) -> bool:
 def _listen(port: int, *, only_here: bool) -> socket.socket:
     """Returns the socket of the Store. If all ranks are on this host, only this host reaches it."""
     if only_here:
-        listener = socket.create_server(("127.0.0.1", port), backlog=1024)
-    elif socket.has_dualstack_ipv6():
-        listener = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    else:
-        listener = socket.create_server(("", port), backlog=1024)
-    # Connections that it accepts inherit these.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEP_ALIVE:
-        listener.setsockopt(socket.IPPROTO_TCP, option, value)
-    return listener
-
-
-def _tables() -> str:
-    tables = ""
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):  # a system without IPv6
-            tables += Path(f"/proc/net/{name}").read_text()
-    return tables
+        return socket.create_server(("127.0.0.1", port), backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    return socket.create_server(("", port), backlog=1024)
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.compression import Codec
 from fogdist.elastic.membership import members_of
-from fogdist.elastic.seat import Seat
+from fogdist.elastic.participant import Participant
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import Continuing, Watch, await_all, highest
@@ -48,7 +48,7 @@ class Driver(Algorithm):
     is_in_round: bool
     _owner: weakref.ref[DecentralizedDataParallel]
     _parameters: list[Tensor]
-    _ends: Seat | None  # of averages of all ranks, which ranks begin after different exchanges
+    _ends: Participant | None  # of averages of all ranks, which ranks begin after different exchanges
     _plain_step: Callable[..., Any]
 
     def __init__(
@@ -111,7 +111,7 @@ class Driver(Algorithm):
     def _fog_owner(self) -> object:
         return self._owner()
 
-    def _fog_last_seat(self) -> Seat | None:
+    def _fog_last_seat(self) -> Participant | None:
         return self._ends
 
     def _trained(self) -> tuple[list[Tensor], list[int]]:
@@ -119,7 +119,7 @@ class Driver(Algorithm):
 
     def _hold(self) -> None:
         if self.on_loss == "continue":
-            self._ends = members_of(self._group).seat(f"{self.name} global", None)
+            self._ends = members_of(self._group).participant(f"{self.name} global", None)
         super()._hold()
 
 

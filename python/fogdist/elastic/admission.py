@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fog_pg import _extension
-from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, opened, proof_of, signed
+from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, proof_of, signed
 from fogdist.elastic.transfer import Offer
 
 _log = logging.getLogger("fogdist")
@@ -43,10 +43,9 @@ class Admission:
             int, float
         ] = {}  # tickets without a request to this rank, and when they were first seen
         self._copies: dict[int, Offer] = {}
-        self._helped: dict[int, str] = {}  # entries of joiners that another rank answers
 
     def is_quiet(self, epoch: int) -> bool:
-        """Returns whether nothing has happened since the last look. It asks nobody, and makes no system call."""
+        """Returns whether nothing has happened since the last poll. It asks nobody, and makes no system call."""
         return not self._waits and self._announced() == self._seen and epoch == self._epoch
 
     def publish_nonce(self) -> None:
@@ -59,41 +58,12 @@ class Admission:
         for ticket in list(self._copies):
             self._close(ticket)
 
-    def help(self, epoch: int, rank: int, save: Callable[[], Mapping[str, Any]]) -> None:
-        """Gives the state to the joiners of this host that the rank that answers has left to this one.
-
-        Args:
-            epoch: The present one.
-            rank: This one.
-            save: As of `look`.
-        """
-        self._seen, self._epoch, self._waits = self._announced(), epoch, False
-        for ticket in list(self._copies):
-            if not self._has(ticket, "giver"):  # the joiner has come in, or another rank answers
-                self._close(ticket)
-            elif ticket in self._helped and not self._is_there(self._helped[ticket]):
-                self._end(ticket)
-        for ticket in range(self._first(), self._store.add(COUNT, 0) + 1):
-            if ticket in self._copies or self._has(ticket, "answer") or not self._has(ticket, "giver"):
-                continue
-            try:
-                request = Request.from_text(self._group, ticket, self._read(ticket, "request"))
-                told = opened(
-                    self._read(ticket, "giver"), "giver", request.nonce, group=self._group, ticket=ticket
-                )
-            except (ValueError, TypeError, KeyError, RecursionError, PermissionError):
-                continue  # the rank that answers refuses it
-            if told["rank"] == rank:
-                self._helped[ticket] = request.entry
-                self._give(request, save, told["living"], rank)
-
-    def look(
+    def poll(
         self,
         epoch: int,
         judge: Callable[[Request], str | None],
         save: Callable[[], Mapping[str, Any]],
         living: Sequence[int],
-        giver: Callable[[Request], int | None] = lambda _: None,
     ) -> list[Request]:
         """Answers joiners.
 
@@ -102,7 +72,6 @@ class Admission:
             judge: Returns why a joiner is refused, "" if it is not, None if that is not known yet.
             save: Returns the state for a joiner; its tensors may change later.
             living: The ranks that a joiner must reach; this one is the first.
-            giver: Returns the rank that gives a joiner its state; None if it is this one.
 
         Returns:
             The requests of those that are ready, of several for one rank the first.
@@ -145,11 +114,7 @@ class Admission:
             elif self._has(ticket, "ready"):
                 ready.setdefault(request.rank, request)
             elif not self._has(ticket, "answer"):
-                rank = giver(request)
-                if rank is None:
-                    self._give(request, save, living, living[0])
-                else:
-                    self._tell(ticket, request.nonce, "giver", {"rank": rank, "living": list(living)})
+                self._give(request, save, living)
         before = first
         while first in self._over:
             self._over.discard(first)
@@ -159,8 +124,8 @@ class Admission:
             self._store.set(FIRST, str(first))
         return list(ready.values())
 
-    def look_again(self) -> None:
-        """Makes the next step look again, although nothing has happened."""
+    def poll_again(self) -> None:
+        """Makes the next step poll again, although nothing has happened."""
         self._waits = True
 
     def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
@@ -175,9 +140,7 @@ class Admission:
         copy = self._copies.get(request.ticket)
         return copy is None or copy.is_wanted
 
-    def _give(
-        self, request: Request, save: Callable[[], Mapping[str, Any]], living: Sequence[int], rank: int
-    ) -> None:
+    def _give(self, request: Request, save: Callable[[], Mapping[str, Any]], living: Sequence[int]) -> None:
         """Gives a joiner a copy of the state of this rank, or refuses it if there is no memory or file for that."""
         ticket, extension = request.ticket, _extension.load()
         try:
@@ -186,7 +149,9 @@ class Admission:
             copy = self._copies[ticket] = Offer(save(), addresses, prove)
         except Exception as error:
             _log.exception("the state for a process that joins could not be copied")
-            self._refuse(ticket, f"rank {rank} could not copy its state: {type(error).__name__}: {error}")
+            self._refuse(
+                ticket, f"rank {living[0]} could not copy its state: {type(error).__name__}: {error}"
+            )
             return
         self._tell(ticket, request.nonce, "answer", {**copy.place, "living": list(living)})
 
@@ -215,7 +180,7 @@ class Admission:
     def _end(self, ticket: int) -> None:
         """Ends a ticket; what the joiner has not read yet, it deletes itself."""
         self._over.add(ticket)
-        delete(self._store, ticket, "request", "giver", "answer", "ready")
+        delete(self._store, ticket, "request", "answer", "ready")
         self._close(ticket)
 
     def _end_if_silent(self, ticket: int) -> None:
@@ -225,6 +190,5 @@ class Admission:
 
     def _close(self, ticket: int) -> None:
         """Ends the copy of a ticket, if there is one."""
-        self._helped.pop(ticket, None)
         if (copy := self._copies.pop(ticket, None)) is not None:
             copy.close()

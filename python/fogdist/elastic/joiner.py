@@ -20,7 +20,7 @@ from fogdist.elastic.transfer import Source
 
 _log = logging.getLogger("fogdist")
 
-# The pauses between two looks of a joiner at the Store, in seconds, and between two looks at the ranks' processes.
+# The pauses between two reads of the Store by a joiner, in seconds, and between two samples of the ranks' processes.
 _PAUSE = 2e-3
 _LIFE_PAUSE = 0.5
 # How long ranks of other hosts may take to hear a joiner, before it asks anew which ranks are left.
@@ -44,24 +44,24 @@ class Joiner:
         self._extension = _extension.load()
         self._entry = self._extension.own_entry()
         self._nonce = secrets.token_hex(16)
-        self._seats: tuple[list[str], str] = [], ""
+        self._objects: tuple[list[str], str] = [], ""
         self._ticket = 0
         self._asked = 0, ""  # the ticket, and the random number of the rank that answered
         self._calls = _Calls(self._extension.announce)
         self._source: Source | None = None
         self._failure = "the rank that gave it has ended"  # why no state came at last
 
-    def pull(self, seats: Sequence[str], seat: str) -> dict[str, Any]:
+    def pull(self, objects: Sequence[str], at: str) -> dict[str, Any]:
         """Returns the state that a rank of the job gives this process.
 
         Args:
-            seats: The names of this process's seats.
-            seat: That at whose next exchange it wants to come in.
+            objects: The names of this process's objects.
+            at: That at whose next exchange it wants to come in.
 
         Raises:
             torch.distributed.DistBackendError: It is refused; no rank is left; or the timeout.
         """
-        self._seats = sorted(seats), seat
+        self._objects = sorted(objects), at
         begin = time.monotonic()
         while True:
             self._ticket = ticket = self._store.add(COUNT, 1)
@@ -73,7 +73,7 @@ class Joiner:
             if state is not None and not unreached:
                 return state
             self._disconnect()
-            delete(self._store, ticket, "request", "giver", "answer")
+            delete(self._store, ticket, "request", "answer")
             waited = time.monotonic() - begin
             if unreached and waited >= environment.HOST_TIMEOUT.get():
                 self._refuse_to_go_on(unreached)
@@ -102,15 +102,15 @@ class Joiner:
         """Ends its ticket, when all ranks have taken it in or it has failed to join."""
         self._disconnect()
         with contextlib.suppress(RuntimeError):  # of the Store
-            delete(self._store, self._ticket, "request", "giver", "answer", "ready", "admitted", "refused")
+            delete(self._store, self._ticket, "request", "answer", "ready", "admitted", "refused")
 
     def _request(self) -> bool:
         """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
         challenge = self._store.get(NONCE).decode() if self._store.check([NONCE]) else ""
         if (self._ticket, challenge) != self._asked:
             self._asked = self._ticket, challenge
-            seats, seat = self._seats
-            told: dict[str, Any] = {"rank": self._rank, "entry": self._entry, "seats": seats, "seat": seat}
+            objects, at = self._objects
+            told: dict[str, Any] = {"rank": self._rank, "entry": self._entry, "objects": objects, "at": at}
             told |= {"nonce": self._nonce, "challenge": challenge}
             text = signed("request", told, group=self.world.id, ticket=self._ticket)
             self._store.set(key(self._ticket, "request"), text)
@@ -146,7 +146,6 @@ class Joiner:
         """Waits for a value of the ticket."""
         begin = looked = time.monotonic()
         has_warned = False
-        is_given = what != "answer"
         while not self._store.check([key(self._ticket, what)]):
             if self._store.check([key(self._ticket, "refused")]):
                 reason = self._store.get(key(self._ticket, "refused")).decode()
@@ -154,12 +153,9 @@ class Joiner:
                     f"this process, which wants to join the job as rank {self._rank}, is refused: {reason}"
                 )
             now = time.monotonic()
-            if not is_given and self._store.check([key(self._ticket, "giver")]):
-                is_given = True
-                self._announce()  # the rank that is to answer looks again
             if now >= looked + _LIFE_PAUSE:
                 looked = now
-                # It also makes ranks look that have become the lowest one meanwhile.
+                # It also makes ranks read tickets that have become the lowest one meanwhile.
                 if not self._request():
                     raise dist.DistBackendError(
                         f"this process cannot join the job as rank {self._rank}: no rank of the job is left"

@@ -1,17 +1,18 @@
 """Which ranks of a group are left, and the group that they form: agreed in the Store, without a collective.
 
-A group that loses a rank has failed on all its ranks: each operation in flight raises, and so does the next one of a rank
-that has none in flight. So every living rank comes to a *meeting* in the Store sooner or later. Each appends that it has come, and
-which ranks it knows to be lost or to have left. As soon as every member has come or is known to be gone, one rank's
-compare-and-set decides for all who is left: the next epoch. The living then form a group over the same engine, which sends
-nothing and waits for nobody, so a further loss at this point is simply the next epoch's. All that follows from an epoch is a
-pure function of it (`fogdist.topology.Topology.without`).
+A group that loses a rank has failed on all its ranks: each operation in flight raises, and so does the next one of a
+rank that has none in flight. So every living rank comes to an *agreement round* in the Store sooner or later. Each
+appends that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
+known to be gone, one rank's compare-and-set decides for all who is left: the next epoch. The living then form a group
+over the same engine, which sends nothing and waits for nobody, so a further loss at this point is simply the next
+epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.without`).
 
-A process that joins becomes a member by such a meeting too (`fogdist.elastic.joiner`), in the place of a rank that is gone.
+A process that joins becomes a member by such a round too (`fogdist.elastic.joiner`), with the number of
+a rank that is gone.
 
-Objects that exchange in step with other ranks have a `Seat`. Ranks may have come to the meeting in different exchanges. Each tells the
-number of exchanges that it has completed, and the largest number is where all go on: a rank that has made fewer gives
-up those between, and keeps its own values in them.
+Objects that exchange in step with other ranks have a `Participant`. Ranks may have come to the agreement round in
+different exchanges. Each tells the number of exchanges that it has completed, and the largest number is where all go on: a rank
+that has made fewer gives up those between, and keeps its own values in them.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -34,10 +35,10 @@ from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
 from fogdist.elastic.admission import Admission
+from fogdist.elastic.agreement_round import Decision, Log
 from fogdist.elastic.groups import healed, new_group, topology_of
 from fogdist.elastic.joiner import Joiner
-from fogdist.elastic.meeting import Decision, Log
-from fogdist.elastic.seat import Joinable, Seat
+from fogdist.elastic.participant import Joinable, Participant
 from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
 from fogdist.exchange import MACHINES
 from fogdist.observe.detection import suspend_detection
@@ -48,9 +49,8 @@ if TYPE_CHECKING:
     from fog_pg._C import ProcessGroupFog
 
 _log = logging.getLogger("fogdist")
-T = TypeVar("T")
 
-# The pauses between two looks at the Store, in seconds, doubled from the first to the last.
+# The pauses between two reads of the Store, in seconds, doubled from the first to the last.
 _FIRST_PAUSE = 1e-3
 _LAST_PAUSE = 50e-3
 # How long the ranks wait for a process that joins after they have agreed: it is ready, and waits for them.
@@ -61,7 +61,7 @@ _DOUBT = 2.0
 _NO_SECRET = (
     "its ranks know no secret, because their Store is a file: set FOG_JOB_SECRET, the same on all ranks"
 )
-# A meeting to let a process in that has to be postponed is repeated after 2, 4, 8 ... rounds, and at most so many.
+# A round to let a process in that has to be postponed is repeated after 2, 4, 8 ... exchanges, and at most so many.
 _MOST_PAUSES = 64
 
 
@@ -97,7 +97,7 @@ def current(group: dist.ProcessGroup | None = None) -> Membership:
 def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Returns a working group of the ranks that are left, after an operation of a group has raised because of a loss.
 
-    Every living rank must call it; operations of the group raise on all of them. The ranks meet in the group's Store, and a
+    Every living rank must call it; operations of the group raise on all of them. The ranks agree in the group's Store, and a
     rank that is lost meanwhile is left out. The new group is one of torch's, over the connections that exist already. Its
     ranks are the living ones in their order, and its topology is what is left of the old group's. The old group stays as it
     is, whether this succeeds or not. If nothing was lost, the result is the group that is in use.
@@ -115,7 +115,7 @@ def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
             loss; this rank was declared lost; a rank did not come within the group's timeout; or the Store is lost.
     """
     members = members_of(group)
-    members.meet_if_needed()
+    members.agree_if_needed()
     members.is_given = True
     return members.context.group
 
@@ -133,10 +133,11 @@ class Members:
         self.is_given = True
         self._group = weakref.ref(group)
         self._context: Context | None = None
-        self._seats: weakref.WeakValueDictionary[str, Seat] = weakref.WeakValueDictionary()
+        self._objects: weakref.WeakValueDictionary[str, Participant] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
         self._admission: Admission | None = None
-        self._postponed = self._pauses = 0  # meetings in a row that let nobody in; rounds before the next one
+        # Agreement rounds in a row that let nobody in, and exchanges before the next one.
+        self._postponed = self._pauses = 0
         self._joiner: Joiner | None = None
         self._asked: dict[
             int, float
@@ -157,19 +158,19 @@ class Members:
         """The epoch of the last membership."""
         return self.membership.epoch
 
-    def seat(self, name: str, state: Joinable | None = None) -> Seat:
-        """Returns a new seat.
+    def participant(self, name: str, state: Joinable | None = None) -> Participant:
+        """Returns a new participant.
 
         Args:
-            name: The same on all ranks, and that of no other living seat.
-            state: What a process that joins gets of the object; None if the object has another seat for that, or cannot
-                be joined.
+            name: The same on all ranks, and that of no other living participant.
+            state: What a process that joins gets of the object; None if the object has another one for that, or cannot be
+                joined.
         """
-        seat = self._seats[name] = Seat(self, name, state)
+        participant = self._objects[name] = Participant(self, name, state)
         self._open_admission()
         # Other ranks may have made theirs, and exchanges, before the last loss.
-        seat.resume = self._numbers.get(name, 0)
-        return seat
+        participant.resume = self._numbers.get(name, 0)
+        return participant
 
     def check_same(self, name: str, argument: str, items: Sequence[str]) -> None:
         """Compares an object of the ranks: among themselves, or with that of the job if this process joins. Collective.
@@ -192,29 +193,29 @@ class Members:
             publish_object(self._joining_store(), TOPOLOGY, self._whole().topology.items())
             publish_object(self._joining_store(), name, items)
 
-    def enter(self, seat: Seat) -> bool:
-        """See `Seat.enter`."""
+    def enter(self, participant: Participant) -> bool:
+        """See `Participant.enter`."""
         if self._joiner is not None:
-            self._join(self._joiner, seat)
+            self._join(self._joiner, participant)
             return True
         if self._admission is not None and not self._admission.is_quiet(self.membership.epoch):
-            self._attend(self._admission, seat)
+            self._attend(self._admission, participant)
         return False
 
-    def meet_if_needed(self) -> None:
+    def agree_if_needed(self) -> None:
         """Agrees on the next membership if the present group has failed or a rank of it is gone."""
         backend = self.context.backend
         reason = backend.failure
         if reason:
-            self.meet(dist.DistBackendError(reason))
+            self.agree(dist.DistBackendError(reason))
         elif backend.lost_ranks() or backend.left_ranks():
-            self.meet(dist.DistBackendError(f"{_described(backend)} is gone"))
+            self.agree(dist.DistBackendError(f"{_described(backend)} is gone"))
 
-    def meet(self, failure: BaseException, joins: Sequence[Request] = ()) -> None:
-        """Agrees on the next membership with the other ranks, who all come to this too; see `Seat.meet`.
+    def agree(self, failure: BaseException, joins: Sequence[Request] = ()) -> None:
+        """Agrees on the next membership with the other ranks, who all come to this too; see `Participant.agree`.
 
         Args:
-            failure: Why they meet, which is raised if there is no change.
+            failure: Why they agree anew, which is raised if there is no change.
             joins: Processes that are ready to join.
         """
         if self._joiner is not None:  # it is none of them yet
@@ -233,16 +234,16 @@ class Members:
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
             self._postponed = 0
         elif joins and self._admission is not None:  # the ranks were in exchanges of different objects
-            self._admission.look_again()
+            self._admission.poll_again()
             self._postponed += 1
             self._pauses = min(2**self._postponed, _MOST_PAUSES)
         ended = self._adopt(decision, before.epoch + 1)
-        seats = list(self._seats.values())
-        for seat in seats:
-            seat.resume = self._numbers.get(seat.name, 0)
+        objects = list(self._objects.values())
+        for participant in objects:
+            participant.resume = self._numbers.get(participant.name, 0)
         try:
-            for seat in seats:
-                seat.tell_of_change()
+            for participant in objects:
+                participant.tell_of_change()
         finally:
             if ended is not None:  # only now: until here, its windows have what arrived in them
                 dist.destroy_process_group(ended)
@@ -269,7 +270,12 @@ class Members:
             log = Log(self._store(), prefix)
             for join in joins:
                 log.append({"joins": asdict(join)})
-            log.append({"came": mine, "seats": {name: seat.report() for name, seat in self._seats.items()}})
+            log.append(
+                {
+                    "came": mine,
+                    "objects": {name: participant.report() for name, participant in self._objects.items()},
+                }
+            )
             told: set[int] = set()
             while True:
                 gone = self._gone()
@@ -393,47 +399,38 @@ class Members:
         host = hosts[rank] if rank < len(hosts) else hosts[first.rank]  # a later rank is on this host
         _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch, host)
 
-    def _attend(self, admission: Admission, seat: Seat) -> None:
-        """Answers joiners, on the rank with the lowest number, and meets the others if one is ready.
+    def _attend(self, admission: Admission, participant: Participant) -> None:
+        """Answers joiners, on the rank with the lowest number, and agrees with the others if one is ready.
 
-        Ranks that go at their own pace may not have met since a rank was lost, so that one does not count.
+        Ranks that go at their own pace may not have agreed since a rank was lost, so that one does not count.
         """
         epoch, rank, living = self.membership.epoch, self._whole().rank, self._living()
         if living[0] != rank:
             # If that one is lost, this rank may be the next to answer.
             self.context.backend.watch([self.membership.living.index(living[0])])
-            if self._is_first_of_host(living):
-                self._asking(lambda: admission.help(epoch, rank, self._saved))
-            else:
-                admission.leave_to_another(epoch)
+            admission.leave_to_another(epoch)
             return
         if self._pauses:
             self._pauses -= 1
             return
-        ready = self._asking(lambda: admission.look(epoch, self._judged, self._saved, living, self._giver))
-        if ready is None:
+        try:
+            ready = admission.poll(epoch, self._judged, self._saved, living)
+        except dist.DistBackendError:
+            raise
+        except RuntimeError as error:  # the Store does not answer
+            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
             return
-        joins = [request for request in ready if request.seat == seat.name]
+        joins = [request for request in ready if request.at == participant.name]
         if len(joins) < len(ready):
-            admission.look_again()
+            admission.poll_again()
         if joins:
             ranks = sorted(request.rank for request in joins)
             self.context.backend.abort()
-            self.meet(dist.DistBackendError(f"the ranks {ranks} join"), joins)
-
-    def _asking(self, ask: Callable[[], T]) -> T | None:
-        """Calls what asks the Store; returns None if that does not answer."""
-        try:
-            return ask()
-        except dist.DistBackendError:
-            raise
-        except RuntimeError as error:  # of the Store
-            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
-            return None
+            self.agree(dist.DistBackendError(f"the ranks {ranks} join"), joins)
 
     def _saved(self) -> dict[str, Any]:
         """Returns the state for a process that joins."""
-        return {name: each.state.save() for name, each in self._seats.items() if each.state is not None}
+        return {name: each.state.save() for name, each in self._objects.items() if each.state is not None}
 
     def _gone(self) -> set[int]:
         """Returns the ranks of this epoch that are known to have been lost, or to have left."""
@@ -445,40 +442,22 @@ class Members:
         gone = self._gone()
         return [rank for rank in self.membership.living if rank not in gone]
 
-    def _is_first_of_host(self, living: Sequence[int]) -> bool:
-        """Whether this rank is the lowest one of its host, and other ranks are on other hosts."""
-        hosts = dict(zip(self.membership.living, self.context.backend.hosts, strict=True))
-        rank = self._whole().rank
-        beside = [other for other in living if hosts[other] == hosts[rank]]
-        return beside[0] == rank and len(set(hosts.values())) > 1
-
-    def _giver(self, request: Request) -> int | None:
-        """Returns the lowest rank on the host of a process that joins; None if that is this rank, or there is none."""
-        hosts, read = self.context.backend.hosts, _extension.load().read_entry
-        if len(set(hosts)) == 1:
-            return None
-        entries = _joining.read_world(self._joining_store(), self._whole().size).entries
-        host = read(request.entry)["host"]
-        living = self._living()
-        beside = [rank for rank in living if rank in entries and read(entries[rank])["host"] == host]
-        return beside[0] if beside and beside[0] != living[0] else None
-
     def _judged(self, request: Request) -> str | None:
         """Returns why a joiner is refused; "" if it is not, and None if this is not known yet."""
-        rank, own = request.rank, sorted(self._seats)
+        rank, own = request.rank, sorted(self._objects)
         most = _joining.max_ranks(self._whole().size)
         if not 0 <= rank < most:
             return f"rank {rank} is none of the {most} ranks that the job can have (FOG_MAX_RANKS)"
         if rank >= self._whole().size and (reason := self._why_it_cannot_grow()):
             return reason
-        if list(request.seats) != own:
+        if list(request.objects) != own:
             return (
-                f'it has {", ".join(request.seats) or "no object"} with on_loss="continue", the job\'s ranks have '
+                f'it has {", ".join(request.objects) or "no object"} with on_loss="continue", the job\'s ranks have '
                 f"{', '.join(own)}"
             )
         for name in own:
-            if self._seats[name].state is None and not any(
-                name.startswith(f"{other} ") for other in own if self._seats[other].state is not None
+            if self._objects[name].state is None and not any(
+                name.startswith(f"{other} ") for other in own if self._objects[other].state is not None
             ):
                 return f"the job has {name}, which a process cannot join"
         last = _joining.entry_of(self._joining_store(), rank)
@@ -507,11 +486,11 @@ class Members:
             return f"the topology has no place for more ranks than {first.size}: {error}"
         return ""
 
-    def _join(self, joiner: Joiner, seat: Seat) -> None:
+    def _join(self, joiner: Joiner, participant: Participant) -> None:
         """Makes this process a member of the job."""
         try:
-            state = joiner.pull(sorted(self._seats), seat.name)
-            for name, each in list(self._seats.items()):
+            state = joiner.pull(sorted(self._objects), participant.name)
+            for name, each in list(self._objects.items()):
                 if each.state is not None:
                     each.state.load(state[name])
             told = joiner.enter()
@@ -531,9 +510,9 @@ class Members:
         self.membership = Membership(epoch - 1, (), joiner.numbers())
         self._adopt(decision, epoch)
         self._admission = Admission(self._joining_store(), self._whole().backend.id)
-        for name, each in list(self._seats.items()):
+        for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
-        for each in list(self._seats.values()):
+        for each in list(self._objects.values()):
             each.tell_of_change()
 
 

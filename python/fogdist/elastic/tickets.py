@@ -1,11 +1,11 @@
-"""How a process comes into a job that trains already: what it and the job's ranks tell each other, up to the meeting.
+"""How a process comes into a job that trains already: what it and the job's ranks tell each other, up to the round.
 
 A process that joins takes a *ticket* in the Store of the job's first group, and tells what it is: its rank, how to
 connect with it, its objects, and a proof that it knows the job's secret. It draws the attention of the ranks by a
 counter in their shared memory, so a rank that looks for joiners in each step reads a number and asks nobody
 (`Admission.is_quiet`). The rank with the lowest number answers: it refuses, with the reason, or copies the state of its
 objects and trains on, while the joiner reads that (`fogdist.elastic.transfer`). When the joiner has loaded the state it
-says that it is ready. Only then do the ranks meet, as after a loss (`fogdist.membership`), and all that they do for it
+says that it is ready. Only then do the ranks agree, as after a loss (`fogdist.membership`), and all that they do for it
 is to agree.
 
 Between hosts, the joiner calls each rank at the port where that one listens for messages, and
@@ -125,8 +125,8 @@ class Request:
         ticket: Its ticket.
         rank: The rank that it takes.
         entry: How to connect with it.
-        seats: The names of its seats, ascending.
-        seat: The name of the seat at whose next exchange it comes in.
+        objects: The names of its objects, ascending.
+        at: The name of the object at whose next exchange it comes in.
         nonce: The joiner's random number, for proofs that the ranks know the job's secret.
         challenge: The random number of the rank that answered when the joiner asked.
     """
@@ -134,15 +134,15 @@ class Request:
     ticket: int
     rank: int
     entry: str
-    seats: tuple[str, ...]
-    seat: str
+    objects: tuple[str, ...]
+    at: str
     nonce: str
     challenge: str
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Request:
         """Returns the request with these fields, as JSON has them."""
-        return cls(**{**values, "seats": tuple(values["seats"])})
+        return cls(**{**values, "objects": tuple(values["objects"])})
 
     @classmethod
     def from_text(cls, group: int, ticket: int, text: str) -> Request:
@@ -158,7 +158,7 @@ class Request:
             raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)") from None
         except (ValueError, TypeError, KeyError, RecursionError):
             raise ValueError("its request is not complete") from None
-        texts = (request.entry, request.seat, request.nonce, request.challenge, *request.seats)
+        texts = (request.entry, request.at, request.nonce, request.challenge, *request.objects)
         if type(request.rank) is not int or not all(isinstance(each, str) for each in texts):
             raise ValueError("its request is not complete")
         return request

@@ -38,11 +38,11 @@ _log = logging.getLogger("fogdist")
 # Proves something that several texts say; the proof of one purpose is none for another.
 Prove = Callable[..., str]
 
-# The pause between two looks at a process, in seconds.
+# The pause between two samples of a process, in seconds.
 _LIFE_PAUSE = 0.5
 # A process that was promised a state comes for it within this time, in seconds.
 _PATIENCE = 15.0
-# A visitor proves within this time who it is, so a stranger keeps the process waiting no longer.
+# Who connects proves within this time that it knows the secret; who does not keeps the process waiting no longer.
 _GREETING_TIMEOUT = 2.0
 _NONCE_BYTES = 16
 _PROOF_BYTES = 64  # in hexadecimal digits
@@ -97,11 +97,11 @@ class Offer:
         try:
             with self._file as file:
                 with self._listener:
-                    visitor = self._visitor()
-                with visitor:
+                    connection = self._accepted()
+                with connection:
                     self._write(file)
-                    self._send(visitor, file)
-                    while not self._is_over.is_set() and not _has_news(visitor, _LIFE_PAUSE):
+                    self._send(connection, file)
+                    while not self._is_over.is_set() and not _has_news(connection, _LIFE_PAUSE):
                         pass
         except OSError as error:  # TimeoutError too
             _log.info("a process that joins has not fetched the state: %s", error)
@@ -121,7 +121,7 @@ class Offer:
             file.truncate(0)
         self._state = None
 
-    def _visitor(self) -> socket.socket:
+    def _accepted(self) -> socket.socket:
         """Returns the connection of the process, which has proved that it knows the secret."""
         end = time.monotonic() + _PATIENCE
         while not self._is_over.is_set():
@@ -130,30 +130,30 @@ class Offer:
                 raise TimeoutError(f"nobody came within {_PATIENCE:g} s")
             if not _has_news(self._listener, min(left, _LIFE_PAUSE)):
                 continue
-            visitor = _prepared(self._listener.accept()[0])
+            connection = _prepared(self._listener.accept()[0])
             try:
                 nonce = secrets.token_bytes(_NONCE_BYTES)
-                visitor.sendall(nonce)
-                greeting = _received(visitor, _NONCE_BYTES + _PROOF_BYTES, min(left, _GREETING_TIMEOUT))
+                connection.sendall(nonce)
+                greeting = _received(connection, _NONCE_BYTES + _PROOF_BYTES, min(left, _GREETING_TIMEOUT))
                 self._nonces = nonce.hex(), greeting[:_NONCE_BYTES].hex()
                 if hmac.compare_digest(
                     greeting[_NONCE_BYTES:], self._prove("fetches", *self._nonces).encode()
                 ):
-                    visitor.sendall(self._prove("gives", *self._nonces).encode())
-                    visitor.settimeout(environment.HOST_TIMEOUT.get())
-                    return visitor
+                    connection.sendall(self._prove("gives", *self._nonces).encode())
+                    connection.settimeout(environment.HOST_TIMEOUT.get())
+                    return connection
             except OSError:
                 pass
-            visitor.close()
+            connection.close()
         raise ConnectionAbortedError("another rank answers")
 
-    def _send(self, visitor: socket.socket, file: IO[bytes]) -> None:
+    def _send(self, connection: socket.socket, file: IO[bytes]) -> None:
         size = os.fstat(file.fileno()).st_size
         # Before the size is told: the process waits longest for that.
         proof = self._prove("state", *self._nonces, _digest(file, size)).encode()
-        visitor.sendall(_SIZE.pack(size) + self._prove("size", *self._nonces, str(size)).encode())
-        visitor.sendfile(file, 0)
-        visitor.sendall(proof)
+        connection.sendall(_SIZE.pack(size) + self._prove("size", *self._nonces, str(size)).encode())
+        connection.sendfile(file, 0)
+        connection.sendall(proof)
 
 
 class Source:
@@ -273,7 +273,7 @@ def _digest(file: IO[bytes], size: int) -> str:
 
 
 def _has_news(waited_for: socket.socket, patience: float) -> bool:
-    """Waits that long for a visitor, or for the end of a connection on which nothing more comes; returns whether it came."""
+    """Waits that long for a connection, or for the end of one on which nothing more comes; returns whether it came."""
     poll = select.poll()
     poll.register(waited_for, select.POLLIN)
     return bool(poll.poll(1000.0 * patience))

@@ -3,9 +3,9 @@
 Ranks of one machine share a clock. The offset between two machines is computed from the messages: a message cannot
 arrive before it was sent, so each message in one direction gives a lower bound of the offset and each message in the
 other direction an upper bound. The middle of the tightest two bounds is wrong by at most half the round-trip time of a
-small message. Because clocks drift, the offset is computed for stretches of time. Machines that exchanged no messages
-keep their wall clocks. (The bounds are those of Cristian, "Probabilistic clock synchronization", Distributed Computing
-3, 1989.)
+small message. The offset is one number, so clocks that drift apart are right in the middle of a timeline. Machines that
+exchanged no messages keep their wall clocks. (The bounds are those of Cristian, "Probabilistic clock synchronization",
+Distributed Computing 3, 1989.)
 """
 
 from __future__ import annotations
@@ -14,22 +14,17 @@ import heapq
 import itertools
 import json
 import os
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 Event = dict[str, Any]
 
-# The length of the stretches of time that have one offset each, in microseconds.
-_STRETCH = 10e6
 # More than the nanoseconds of a century.
 _LONGEST = 4e18
-# The number of fits of the drift. The first one is inexact, because the drift itself blurs the bounds.
-_FITS = 3
 
 
 @dataclass
@@ -45,25 +40,6 @@ class _Trace:
     # The time when an operation began on this rank, and its slice, by the operation's key, which is the same on all
     # ranks.
     operations: dict[str, tuple[float, Event]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Offset:
-    """The offset of a clock from the first clock as a function of time.
-
-    Attributes:
-        times: Times in microseconds of that clock, ascending.
-        values: The offsets to add at these times, in microseconds; interpolated linearly between them.
-        width: The largest distance between the bounds; infinite without messages.
-    """
-
-    times: tuple[float, ...]
-    values: tuple[float, ...]
-    width: float
-
-    def at(self, time: float) -> float:
-        """Returns the offset at a time of that clock."""
-        return float(np.interp(time, self.times, self.values))
 
 
 def merge(
@@ -170,89 +146,47 @@ def _messages(sender: _Trace, receiver: _Trace) -> Iterator[tuple[float, float]]
             yield sent[0], begun + wait
 
 
-def clock_offsets(traces: Sequence[_Trace]) -> dict[str, Offset]:
-    """Returns the offset of each clock from the clock of the first trace."""
+def clock_offsets(traces: Sequence[_Trace]) -> dict[str, float]:
+    """Returns the microseconds to add to each clock for the time of the clock of the first trace."""
     clocks: dict[str, list[_Trace]] = defaultdict(list)
     for trace in traces:
         clocks[trace.clock].append(trace)
     first = traces[0].clock
-    wall = {clock: float(np.median([trace.wall for trace in its])) for clock, its in clocks.items()}
-    offsets = {clock: Offset((0.0,), (wall[clock] - wall[first],), np.inf) for clock in clocks}
-    offsets[first] = Offset((0.0,), (0.0,), 0.0)
+    wall = {clock: statistics.median(trace.wall for trace in its) for clock, its in clocks.items()}
+    offsets = {clock: wall[clock] - wall[first] for clock in clocks}
     # Continues from known clocks to others along the tightest bounds.
     known: set[str] = set()
-    queue: list[tuple[float, str, Offset]] = [(0.0, first, offsets[first])]
+    queue = [(0.0, first, 0.0)]
     while queue:
         width, clock, offset = heapq.heappop(queue)
         if clock in known:
             continue
         known.add(clock)
         offsets[clock] = offset
-        for other in clocks:
-            if other not in known:
-                link = _offset_between(clocks[clock], clocks[other], offset)
-                if link is not None:
-                    heapq.heappush(queue, (max(width, link.width), other, link))
+        for other in clocks.keys() - known:
+            if (bounds := _bounds_between(clocks[clock], clocks[other])) is not None:
+                low, high = bounds
+                heapq.heappush(queue, (max(width, abs(high - low)), other, offset + (low + high) / 2))
     return offsets
 
 
-def _offset_between(ones: Iterable[_Trace], others: Iterable[_Trace], known: Offset) -> Offset | None:
-    """Returns the offset of the others' clock from messages with a known clock; None if they do not bound it."""
-    others = list(others)
-    lower: list[
-        tuple[float, float]
-    ] = []  # the time of a message by the others' clock, and its bound of the offset
-    upper: list[tuple[float, float]] = []
-    for one in ones:
-        for other in others:
-            lower += [(came, sent + known.at(sent) - came) for sent, came in _messages(one, other)]
-            upper += [(sent, came + known.at(came) - sent) for sent, came in _messages(other, one)]
-    if not lower or not upper:
-        return None
-    # The bounds within a stretch belong to a single number only after the linear drift of the clocks is subtracted.
-    (low_times, lows), (high_times, highs) = np.array(lower).T, np.array(upper).T
-    begin = min(low_times[0], high_times[0])
-    slope = 0.0
-    for fits in range(_FITS):
-        low = _tightest(low_times, lows - slope * (low_times - begin))
-        high = _tightest(high_times, -(highs - slope * (high_times - begin)))
-        stretches = sorted(low.keys() & high.keys())
-        if not stretches:
-            return None
-        times = (np.array(stretches) + 0.5) * _STRETCH
-        middles = np.array([(low[stretch] - high[stretch]) / 2 for stretch in stretches])
-        width = max(-high[stretch] - low[stretch] for stretch in stretches)
-        if len(stretches) > 1 and fits + 1 < _FITS:
-            slope += float(np.polyfit(times, middles, 1)[0])
-    values = middles + slope * (times - begin)
-    # Extrapolates the line before the middle of the first stretch and after the middle of the last one.
-    times = np.array([times[0] - _STRETCH, *times, times[-1] + _STRETCH])
-    values = np.array([values[0] - slope * _STRETCH, *values, values[-1] + slope * _STRETCH])
-    return Offset(tuple(times), tuple(values), abs(float(width)))
+def _bounds_between(ones: Iterable[_Trace], others: Sequence[_Trace]) -> tuple[float, float] | None:
+    """Returns what the others' clock is at least and at most behind the ones'; None if messages do not bound it."""
+    pairs = [(one, other) for one in ones for other in others]
+    lower = [sent - came for one, other in pairs for sent, came in _messages(one, other)]
+    upper = [came - sent for one, other in pairs for sent, came in _messages(other, one)]
+    return (max(lower), min(upper)) if lower and upper else None
 
 
-def _tightest(times: np.ndarray, bounds: np.ndarray) -> dict[int, float]:
-    """Returns the largest bound of each stretch."""
-    found: dict[int, float] = {}
-    for stretch, bound in zip((times // _STRETCH).astype(int).tolist(), bounds.tolist(), strict=True):
-        found[stretch] = max(bound, found.get(stretch, -np.inf))
-    return found
-
-
-def _write(traces: Sequence[_Trace], offsets: dict[str, Offset], output: Path) -> None:
+def _write(traces: Sequence[_Trace], offsets: dict[str, float], output: Path) -> None:
     by_rank = {trace.rank: trace for trace in traces}
     begin = min(
-        (
-            event["ts"] + offsets[trace.clock].at(event["ts"])
-            for trace in traces
-            for event in trace.events
-            if "ts" in event
-        ),
+        (event["ts"] + offsets[trace.clock] for trace in traces for event in trace.events if "ts" in event),
         default=0.0,
     )
 
     def shifted(trace: _Trace, time: float) -> float:
-        return round(time + offsets[trace.clock].at(time) - begin, 3)
+        return round(time + offsets[trace.clock] - begin, 3)
 
     with output.open("w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ns", "traceEvents": [')

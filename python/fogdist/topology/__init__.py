@@ -43,7 +43,6 @@ from fogdist.topology.sequences import (
 from fogdist.topology.topology import Peers, Topology
 from fogdist.topology.validation import check_neighbor_ranks, check_topology
 from fogdist.topology.weights import (
-    graph_from_matrix,
     metropolis_hastings_weights,
     mixing_matrix,
     recv_weights,
@@ -63,7 +62,6 @@ __all__ = [
     "check_topology",
     "exponential",
     "fully_connected",
-    "graph_from_matrix",
     "in_neighbors",
     "inner_outer_exponential",
     "is_equivalent",

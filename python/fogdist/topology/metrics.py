@@ -27,7 +27,7 @@ def spectral_gap(W: ArrayLike) -> float:
         TypeError: `W` does not hold real numbers.
         TopologyError: `W` is not a square matrix of finite numbers whose columns or rows sum to 1.
     """
-    matrix = check_matrix(W, "W", "none")
+    matrix = check_matrix(W, averages=False)
     sums = [matrix.sum(axis=axis) for axis in (0, 1)]
     if not any(np.allclose(s, 1.0, rtol=0.0, atol=SUM_TOLERANCE) for s in sums):
         raise TopologyError(f"W must have columns or rows that sum to 1, got column sums {sums[0]}")

@@ -96,7 +96,7 @@ class Topology:
                 column does not sum to 1.
         """
         # These are copies, so later changes of the caller's arrays have no effect.
-        rounds = [check_matrix(W, f"matrices[{t}]", "columns") for t, W in enumerate(matrices)]
+        rounds = [check_matrix(W, f"matrices[{t}]") for t, W in enumerate(matrices)]
         if not rounds:
             raise TopologyError("matrices must hold at least one matrix, got none")
         shapes = {W.shape for W in rounds}
@@ -149,7 +149,7 @@ class Topology:
         ranks = check_int(size, "size", minimum=1)
 
         def checked(t: int) -> Matrix:
-            W = check_matrix(matrix(t), f"matrix({t})", "columns")
+            W = check_matrix(matrix(t), f"matrix({t})")
             if W.shape != (ranks, ranks):
                 raise TopologyError(f"matrix({t}) must have the shape {(ranks, ranks)}, got {W.shape}")
             W.setflags(write=False)
@@ -257,10 +257,7 @@ class Topology:
             return self
         if self._resized is not None:
             return self._resized(len(ranks))
-        matrix = healed_rounds(self.matrix, self.period, ranks)
-        if self.period is not None:
-            return Topology(self.name, [matrix(t) for t in range(self.period)])
-        return Topology.endless(self.name, len(ranks), matrix)
+        return self._of_as_many_rounds(len(ranks), healed_rounds(self.matrix, self.period, ranks))
 
     def grown(self, size: SupportsIndex) -> Topology:
         """Returns the topology of more ranks: the new ones have the last numbers.
@@ -291,10 +288,13 @@ class Topology:
             return self._resized(ranks)
         if self.period == 1 and (larger := self._larger_of_a_kind(ranks)) is not None:
             return Topology(self.name, [larger])
-        matrix = grown_rounds(self.matrix, self.period, ranks)
-        if self.period is not None:
-            return Topology(self.name, [matrix(t) for t in range(self.period)])
-        return Topology.endless(self.name, ranks, matrix)
+        return self._of_as_many_rounds(ranks, grown_rounds(self.matrix, self.period, ranks))
+
+    def _of_as_many_rounds(self, size: int, matrix: Callable[[int], Matrix]) -> Topology:
+        """Returns the topology of these matrices, with the period of this one."""
+        if self.period is None:
+            return Topology.endless(self.name, size, matrix)
+        return Topology(self.name, [matrix(t) for t in range(self.period)])
 
     def _larger_of_a_kind(self, size: int) -> Matrix | None:
         """Returns the matrix of the same graph for more ranks; None if it is none of those for any number of ranks."""
@@ -329,14 +329,8 @@ class Topology:
         if not gone:
             return self
         rest = whole.among(living)
-        if rest.period is not None:
-            rounds = (spread(rest.matrix(t), living, self.size) for t in range(rest.period))
-            left = Topology(whole.name, rounds)
-        else:
-            left = Topology.endless(
-                whole.name, self.size, lambda t: spread(rest.matrix(t), living, self.size)
-            )
-        left._whole = whole, gone
+        left = rest._of_as_many_rounds(self.size, lambda t: spread(rest.matrix(t), living, self.size))
+        left.name, left._whole = whole.name, (whole, gone)
         return left
 
     @property

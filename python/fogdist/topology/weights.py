@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from fractions import Fraction
-from typing import Literal, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -21,8 +21,6 @@ from fogdist.topology.validation import check_rank, check_topology, edge_weight
 
 # Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
 SUM_TOLERANCE = 1e-5
-
-Sums = Literal["columns", "rows", "both", "none"]
 
 
 def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]) -> nx.DiGraph:
@@ -62,23 +60,18 @@ def has_weights(topology: nx.DiGraph) -> bool:
     return any("weight" in data for _, _, data in topology.edges(data=True))
 
 
-def check_matrix(W: ArrayLike, argument: str = "W", sums: Sums = "columns") -> NDArray[np.float64]:
+def check_matrix(W: ArrayLike, argument: str = "W", *, averages: bool = True) -> NDArray[np.float64]:
     """Returns `W` as float64 after checking that it is a mixing matrix.
 
     Args:
         W: Real numbers of shape (n, n), n at least 1; negative weights are allowed.
         argument: Name of the caller's argument, for the message.
-        sums: The lines that must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
-            out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
-            stays), or "none".
+        averages: Whether columns must sum to 1 within 1e-5, so that each receiver averages.
 
     Raises:
         TypeError: `W` does not hold real numbers.
-        TopologyError: `W` is not square, holds an infinity or NaN, or a row or column does not sum to 1;
-            `sums` is none of the four.
+        TopologyError: `W` is not square, holds an infinity or NaN, or a column does not sum to 1.
     """
-    if sums not in ("columns", "rows", "both", "none"):
-        raise TopologyError(f"sums must be 'columns', 'rows', 'both' or 'none', got {sums!r}")
     try:
         array = np.asarray(W)
     except ValueError as error:  # Rows of different lengths.
@@ -91,35 +84,14 @@ def check_matrix(W: ArrayLike, argument: str = "W", sums: Sums = "columns") -> N
     if not np.isfinite(matrix).all():
         i, j = np.argwhere(~np.isfinite(matrix))[0]
         raise TopologyError(f"{argument} must hold finite numbers, got {argument}[{i}, {j}] = {matrix[i, j]}")
-    for kind, axis in (("column", 0), ("row", 1)):
-        totals = matrix.sum(axis=axis)
-        wrong = np.flatnonzero(np.abs(totals - 1.0) > SUM_TOLERANCE)
-        if sums in (f"{kind}s", "both") and wrong.size:
-            raise TopologyError(
-                f"each {kind} of {argument} must sum to 1, got {totals[wrong[0]]:.9g} in {kind} {wrong[0]}"
-                + (f" (and {wrong.size - 1} more)" if wrong.size > 1 else "")
-            )
+    totals = matrix.sum(axis=0)
+    wrong = np.flatnonzero(np.abs(totals - 1.0) > SUM_TOLERANCE)
+    if averages and wrong.size:
+        raise TopologyError(
+            f"each column of {argument} must sum to 1, got {totals[wrong[0]]:.9g} in column {wrong[0]}"
+            + (f" (and {wrong.size - 1} more)" if wrong.size > 1 else "")
+        )
     return matrix
-
-
-def graph_from_matrix(W: ArrayLike, *, sums: Sums = "columns") -> nx.DiGraph:
-    """Returns the graph of a given mixing matrix: an edge i -> j for each W[i, j] that is not 0.
-
-    Args:
-        W: Real numbers of shape (n, n): W[i, j] is the weight of the edge i -> j.
-        sums: The lines that must sum to 1 within 1e-5: "columns" (each receiver averages), "rows" (each sender hands
-            out its whole mass, as push-sum needs), "both" (doubly stochastic: the average of all ranks
-            stays), or "none".
-
-    Raises:
-        TypeError: `W` does not hold real numbers.
-        TopologyError: `W` is not square, holds an infinity or NaN, or a row or column does not sum to 1;
-            `sums` is none of the four.
-    """
-    matrix = check_matrix(W, "W", sums)
-    return build_topology(
-        len(matrix), ((int(i), int(j), float(matrix[i, j])) for i, j in np.argwhere(matrix))
-    )
 
 
 def recv_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:

@@ -18,7 +18,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec
 from fogdist.context import Context, current
 from fogdist.elastic.membership import members_of
-from fogdist.elastic.seat import Seat
+from fogdist.elastic.participant import Participant
 from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
 from fogdist.packing import cap_bytes
@@ -189,7 +189,7 @@ class Algorithm(DistributedOptimizer):
     is_syncing: bool  # False in no_sync()
     _is_shared: bool
     _group: dist.ProcessGroup | None
-    _seat: Seat | None
+    _seat: Participant | None
     _number: int
     _described: list[str]
     _bucket_bytes: int | None
@@ -283,7 +283,7 @@ class Algorithm(DistributedOptimizer):
         )
         if on_loss == "continue":
             state = _State(self) if self.is_joinable() else None
-            self._seat = members_of(group).seat(self.name, state)
+            self._seat = members_of(group).participant(self.name, state)
             self._seat.on_change(self._fog_on_change)
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
@@ -666,7 +666,7 @@ class Algorithm(DistributedOptimizer):
         mixing: Mixing | None,
         round: Round,
         in_place: bool,
-        seat: Seat | None = None,
+        seat: Participant | None = None,
     ) -> list[Tensor]:
         """Makes the exchange of a round; see `mix`. `seat` is its place in the exchanges, if not that of rounds."""
         other = self.mixing
@@ -704,7 +704,7 @@ class Algorithm(DistributedOptimizer):
         """Returns the owner of the parameters: this object, or what drives it."""
         return self._fog_view()
 
-    def _fog_last_seat(self) -> Seat | None:
+    def _fog_last_seat(self) -> Participant | None:
         """Returns the seat of `average` with ``on_loss="continue"``."""
         return self._seat
 

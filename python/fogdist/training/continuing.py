@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fogdist.context import Context, current
-from fogdist.elastic.seat import Seat
+from fogdist.elastic.participant import Participant
 from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Mixing, Round
 
@@ -66,7 +66,7 @@ class Continuing(Mixing):
 
     """
 
-    def __init__(self, mixing: Mixing, seat: Seat) -> None:
+    def __init__(self, mixing: Mixing, seat: Participant) -> None:
         self._mixing = mixing
         self._seat = seat
 
@@ -111,7 +111,7 @@ class Continuing(Mixing):
         return finish
 
 
-def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], list[Tensor] | None]:
+def repeated(seat: Participant, begin: Callable[[Context], Finish]) -> Callable[[], list[Tensor] | None]:
     """Begins an exchange that is repeated after each loss of ranks, until it is complete or given up.
 
     Args:
@@ -142,7 +142,7 @@ def repeated(seat: Seat, begin: Callable[[Context], Finish]) -> Callable[[], lis
     return finish
 
 
-def highest(context: Context, seat: Seat | None, number: int, name: str) -> int:
+def highest(context: Context, seat: Participant | None, number: int, name: str) -> int:
     """Returns the largest of the numbers of all ranks. Collective.
 
     Args:
@@ -167,7 +167,7 @@ def highest(context: Context, seat: Seat | None, number: int, name: str) -> int:
     return number if result is None else int(result[0])
 
 
-def await_all(seat: Seat) -> None:
+def await_all(seat: Participant) -> None:
     """Returns when all ranks that are left have called it, or when one had returned from it before a loss. Collective."""
     highest(seat.context, seat, 0, f"{seat.name} barrier")
 
@@ -185,7 +185,7 @@ class Watch:
             together.
     """
 
-    def __init__(self, seat: Seat, edges: Callable[[], NDArray[np.bool_]] | None = None) -> None:
+    def __init__(self, seat: Participant, edges: Callable[[], NDArray[np.bool_]] | None = None) -> None:
         self._seat = seat
         self._edges = edges
         # The ranks without which the graph of this epoch holds together.
@@ -195,10 +195,10 @@ class Watch:
         """Returns once the group works, and its graph holds together without the ranks that are gone.
 
         Raises:
-            torch.distributed.DistBackendError: The group failed for another reason than a loss; and as `Seat.meet`.
+            torch.distributed.DistBackendError: The group failed for another reason than a loss; and as `Participant.agree`.
         """
         while reason := self._reason():
-            self._seat.meet(dist.DistBackendError(reason))  # raises if no rank is gone
+            self._seat.agree(dist.DistBackendError(reason))  # raises if no rank is gone
 
     def _reason(self) -> str:
         backend = self._seat.context.backend
@@ -236,7 +236,7 @@ def _await_devices(context: Context, results: Sequence[Tensor] | None) -> None:
         raise dist.DistBackendError(f"rank {lost[0]} was lost")
 
 
-def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
+def _completed(seat: Participant, attempt: _Attempt, again: Callable[[], _Attempt]) -> list[Tensor] | None:
     """Returns the results after as many attempts as it takes; None if the exchange is given up."""
     while True:
         # An exchange of an earlier epoch does not count even if its result has arrived: the others repeat it.
@@ -250,5 +250,5 @@ def _completed(seat: Seat, attempt: _Attempt, again: Callable[[], _Attempt]) -> 
                     return results
                 except dist.DistBackendError as failure:
                     attempt.failure = failure
-            seat.meet(attempt.failure)
+            seat.agree(attempt.failure)
         attempt = again()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fog_pg._C import NeighborPlan, Window
-    from fogdist.elastic.seat import Seat
+    from fogdist.elastic.participant import Participant
 
 # What a rank tells a neighbor: the number of its round; a round in which it is about to leave the neighbor out, 0 for none;
 # and the first and the last round that are left out, one after the other.
@@ -249,7 +249,7 @@ class PatientMixer(Mixer):
             that are left meet before their next exchange, and go on along what `Topology.among` makes of it.
     """
 
-    def __init__(self, name: str, patience: float, seat: Seat | None = None) -> None:
+    def __init__(self, name: str, patience: float, seat: Participant | None = None) -> None:
         super().__init__()
         self._name = name
         self._patience = patience

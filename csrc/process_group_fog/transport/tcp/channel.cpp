@@ -41,10 +41,48 @@ void Channel::queue(const Header& header, const void* data, size_t bytes) {
   }
 }
 
-void Channel::offer(std::shared_ptr<OutgoingData> data) {
-  if (!closed_) {
-    const auto tag = data->tag;
-    offered_[tag] = std::move(data);
+void Channel::offer(std::shared_ptr<OutgoingData> data, size_t early) {
+  if (closed_) {
+    return;
+  }
+  offered_[data->tag] = data;
+  if (early > 0) {
+    data->room = std::min(early, data->bytes);
+    data->going = true;
+    early_ += sent_early_[data->tag] = data->room;
+    going_.push_back(std::move(data));
+  }
+}
+
+// The peer has taken the data with that tag, or will not, so as much other data may go early.
+void Channel::forget_early(uint32_t tag) {
+  if (const auto found = sent_early_.find(tag); found != sent_early_.end()) {
+    early_ -= found->second;
+    sent_early_.erase(found);
+  }
+}
+
+void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
+  const auto found = came_early_.find(tag);
+  const auto early = found == came_early_.end() ? std::string() : std::move(found->second);
+  came_early_.erase(tag);
+  coming_[tag] = data;
+  data->grant_room();
+  for (size_t done = 0; done < early.size();) {
+    const auto room = data->room();
+    const size_t some = std::min(room.bytes, early.size() - done);
+    if (some == 0) {
+      refuse_message(peer_, early.size(), "there is no room for it");
+    }
+    std::memcpy(room.at, early.data() + done, some);
+    done += some;
+    come(tag, *data, some);
+  }
+}
+
+void Channel::ignore(uint32_t tag) {
+  if (came_early_.erase(tag) > 0) {
+    ask(tag, 0);
   }
 }
 
@@ -77,6 +115,7 @@ void Channel::abandon(const TransferOwner& owner) {
   for (const auto& data : withdrawn) {
     data->stopped = true;
     put({Kind::kWithdrawn, data->tag, 0});
+    forget_early(data->tag);
     going_.erase(std::remove(going_.begin(), going_.end(), data), going_.end());
     if (part_ && part_->data == data) {
       leave_part();
@@ -105,6 +144,7 @@ void Channel::close() {
   small_ = {};
   small_sent_ = 0;
   going_.clear();
+  came_early_.clear();
   if (const auto part = std::exchange(part_, nullptr); part && part->data->owner) {
     user_.release(std::move(part->data->owner));
   }
@@ -268,7 +308,7 @@ Channel::Result Channel::read(int fd) {
     const size_t placed = std::min(got, direct);
     if (placed > 0) {
       part_left_ -= placed;
-      come(*data, placed);
+      come(part_tag_, *data, placed);
     }
     end_ += got - placed;
     parse();
@@ -338,6 +378,7 @@ void Channel::on_frame(const Frame& frame) {
       part_left_ = frame.bytes;
       return;
     case Kind::kAsk: {
+      forget_early(frame.tag);
       const auto found = offered_.find(frame.tag);
       if (found == offered_.end()) { // it was withdrawn
         return;
@@ -354,6 +395,7 @@ void Channel::on_frame(const Frame& frame) {
       return;
     }
     case Kind::kStop: {
+      forget_early(frame.tag);
       const auto found = offered_.find(frame.tag);
       if (found == offered_.end()) {
         return;
@@ -372,6 +414,7 @@ void Channel::on_frame(const Frame& frame) {
       if (found != coming_.end()) {
         coming_.erase(found);
       }
+      came_early_.erase(frame.tag);
       if (data) {
         data->withdraw();
         if (auto owner = data->end()) {
@@ -397,7 +440,13 @@ void Channel::take(const char* from, size_t bytes) {
   while (bytes > 0) {
     const auto found = coming_.find(part_tag_);
     const auto data = found == coming_.end() ? nullptr : found->second.lock();
-    if (!data) { // nobody waits for it any more
+    if (!data) { // it is early, or nobody waits for it any more
+      if (const auto early = came_early_.find(part_tag_); early != came_early_.end()) {
+        if (early->second.size() + bytes > kMostEarly) {
+          refuse_message(peer_, bytes, "more of the data comes early than may");
+        }
+        early->second.append(from, bytes);
+      }
       return;
     }
     const auto room = data->room();
@@ -408,14 +457,14 @@ void Channel::take(const char* from, size_t bytes) {
     std::memcpy(room.at, from, some);
     from += some;
     bytes -= some;
-    come(*data, some);
+    come(part_tag_, *data, some);
   }
 }
 
-void Channel::come(IncomingData& data, size_t bytes) {
+void Channel::come(uint32_t tag, IncomingData& data, size_t bytes) {
   data.come(bytes);
   if (data.is_complete()) {
-    coming_.erase(part_tag_);
+    coming_.erase(tag);
     if (auto owner = data.end()) {
       user_.release(std::move(owner));
     }

@@ -18,7 +18,8 @@ namespace fog::tcp {
 // Called when a peer no longer reads the memory. An empty text means success.
 using Sent = std::function<void(const std::string& error)>;
 
-// Large data of one message over TCP. It waits in its sender until the receiver has room for it.
+// Large data of one message over TCP. It waits in its sender until the receiver has room for it, but for a part that goes
+// early, so that a long path does not stand still until the receiver's answer.
 struct OutgoingData {
   uint32_t tag = 0;
   const char* data = nullptr;
@@ -112,6 +113,9 @@ class Channel {
     // A buffer that channels lend each other: only one that has read a part of a message keeps it.
     virtual std::unique_ptr<char[]>& spare_buffer() = 0;
   };
+  // The most bytes that one side sends early, of all data that the other has not asked for yet.
+  static constexpr size_t kMostEarly = size_t(4) << 20;
+
   enum class Result {
     kNothing,
     kProgress,
@@ -123,8 +127,12 @@ class Channel {
   // --- to the peer ---
   // Queues a header with a copy of the data.
   void queue(const Header& header, const void* data, size_t bytes);
-  // Data that leaves when the peer asks for it.
-  void offer(std::shared_ptr<OutgoingData> data);
+  // Data that leaves when the peer asks for it; the first `early` bytes leave at once, after the header.
+  void offer(std::shared_ptr<OutgoingData> data, size_t early);
+  // Returns the bytes that went early, and that the peer has not asked for yet.
+  size_t early() const {
+    return early_;
+  }
   uint32_t next_tag() {
     next_tag_ += next_tag_ == UINT32_MAX ? 2 : 1;
     return next_tag_;
@@ -164,9 +172,14 @@ class Channel {
   Result write(int fd);
 
   // --- from the peer ---
-  void expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
-    coming_[tag] = data;
+  // The header of that data has come, and a part of the data may do so before it is expected. Call expect() or ignore().
+  void announce(uint32_t tag) {
+    came_early_[tag];
   }
+  // Asks for the data.
+  void expect(uint32_t tag, const std::shared_ptr<IncomingData>& data);
+  // Nobody will expect it.
+  void ignore(uint32_t tag);
   // Queues the news that the data with that tag may come up to that byte.
   void ask(uint32_t tag, size_t room);
   // Reads what has come, within limits. Throws DistBackendError if that is not a message.
@@ -215,7 +228,8 @@ class Channel {
   void on_frame(const Frame& frame);
   // Bytes of the part that is coming, which lie at `from`.
   void take(const char* from, size_t bytes);
-  void come(IncomingData& data, size_t bytes);
+  void come(uint32_t tag, IncomingData& data, size_t bytes);
+  void forget_early(uint32_t tag);
 
   const PeerId peer_;
   User& user_;
@@ -227,6 +241,8 @@ class Channel {
   std::unique_ptr<Part> part_; // that is being sent
   std::unordered_map<uint32_t, std::shared_ptr<OutgoingData>> offered_;
   std::deque<std::shared_ptr<OutgoingData>> going_; // data for which the peer has room
+  std::unordered_map<uint32_t, size_t> sent_early_; // by tag, until the peer asks for it
+  size_t early_ = 0; // their sum
   uint32_t next_tag_ = 0;
   size_t most_of_part_ = SIZE_MAX;
   uint64_t written_ = 0;
@@ -237,6 +253,7 @@ class Channel {
   uint32_t part_tag_ = 0;
   size_t part_left_ = 0; // bytes of the part that is coming
   std::unordered_map<uint32_t, std::weak_ptr<IncomingData>> coming_;
+  std::unordered_map<uint32_t, std::string> came_early_; // of announced data
 };
 
 } // namespace fog::tcp

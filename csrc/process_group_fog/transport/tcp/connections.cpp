@@ -48,6 +48,8 @@ bool is_silence(int error) {
 
 // Round trips up to this time, in microseconds, are those of one site.
 constexpr uint32_t kNear = 5000;
+// From this time on, data does not wait for an answer of the receiver.
+constexpr uint32_t kFar = 1000;
 
 // Data goes to one peer and then to another, so a connection pauses, and shares its link for some of the time. BBR, which
 // some systems use, sends at the rate that it has seen last, and takes tens of round trips to find a higher one: on slow
@@ -194,6 +196,16 @@ void Connections::watch_writes(PeerId number, bool on) {
     socket->steady = socket->steady || (on && leave_bbr(socket->fd));
     watch(*socket, EPOLLIN | (on ? EPOLLOUT : 0U));
   }
+}
+
+size_t Connections::in_flight(PeerId number) const {
+  tcp_info info = {};
+  socklen_t bytes = sizeof(info);
+  if (getsockopt(fd(number), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 || info.tcpi_min_rtt < kFar ||
+      info.tcpi_min_rtt == UINT32_MAX) {
+    return 0;
+  }
+  return static_cast<size_t>(1e-6 * info.tcpi_min_rtt * static_cast<double>(info.tcpi_delivery_rate));
 }
 
 void Connections::limit_unsent(PeerId number, size_t bytes) {

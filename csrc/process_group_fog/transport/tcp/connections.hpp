@@ -110,6 +110,9 @@ class Connections {
   void watch_writes(PeerId peer, bool on);
   // The system's buffer of an open connection takes at most so many bytes that are not on their way.
   void limit_unsent(PeerId peer, size_t bytes);
+  // Returns how many bytes a connection over a long path has in flight when it sends at the rate of its last data: the
+  // product of bandwidth and delay. 0 if the path is short or not known.
+  size_t in_flight(PeerId peer) const;
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
   // The connection has ended, with that error or because the other side has closed it, and everything was read. If the

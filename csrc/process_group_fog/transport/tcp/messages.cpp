@@ -51,7 +51,13 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
 }
 
 void Messages::send_data(
-    PeerId destination, uint32_t tag, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner, Sent sent) {
+    PeerId destination,
+    uint32_t tag,
+    const void* data,
+    size_t bytes,
+    const std::shared_ptr<TransferOwner>& owner,
+    Sent sent,
+    bool may_go_early) {
   check_reachable(destination);
   auto outgoing = std::make_shared<OutgoingData>();
   outgoing->tag = tag;
@@ -59,7 +65,19 @@ void Messages::send_data(
   outgoing->bytes = bytes;
   outgoing->owner = owner;
   outgoing->sent = std::move(sent);
-  link(destination).channel.offer(std::move(outgoing));
+  auto& its = link(destination);
+  its.channel.offer(std::move(outgoing), may_go_early ? early_room(destination, its) : 0);
+  flush(destination, its);
+}
+
+size_t Messages::early_room(PeerId peer, Link& its) {
+  if (const auto now = Clock::now(); now >= its.looked + kMeasured) {
+    its.looked = now;
+    // The rate is that of the last data, which may have been little; a path that has become slower counts after a while.
+    its.in_flight = std::max(connections_->in_flight(peer), its.in_flight - its.in_flight / 8);
+  }
+  const auto most = std::min(its.in_flight, Channel::kMostEarly);
+  return most - std::min(most, its.channel.early());
 }
 
 std::shared_ptr<Incoming> Messages::receive(
@@ -75,7 +93,6 @@ std::shared_ptr<Incoming> Messages::receive(
   auto data = std::make_shared<IncomingData>(header, place, owner, grant);
   if (!its->closed) {
     its->channel.expect(header.payload_tag, data);
-    data->grant_room();
   } else if (auto kept = data->end()) {
     release(std::move(kept)); // the loss of the peer ends the operation
   }
@@ -172,6 +189,9 @@ void Messages::on_readable(PeerId peer) {
 void Messages::on_message(PeerId source, const char* record, size_t length) {
   const auto header = checked_header(source, record, length, false);
   link(source).departed = link(source).departed || header.kind == MessageKind::kGoodbye;
+  if (header.delivery == Delivery::kPayload) {
+    link(source).channel.announce(header.payload_tag);
+  }
   handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
 }
 

@@ -30,10 +30,22 @@ class Messages final : private Connections::User, private Channel::User {
   uint32_t next_tag(PeerId destination) {
     return link(destination).channel.next_tag();
   }
-  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more.
+  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more. Over a long path a
+  // part may go before the receiver asks for it, only if the header went by this wire.
   void send_data(
-      PeerId destination, uint32_t tag, const void* data, size_t bytes, const std::shared_ptr<TransferOwner>& owner, Sent sent);
+      PeerId destination,
+      uint32_t tag,
+      const void* data,
+      size_t bytes,
+      const std::shared_ptr<TransferOwner>& owner,
+      Sent sent,
+      bool may_go_early);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
+  // Nobody will receive the data of that message.
+  void ignore(PeerId source, const Header& header) {
+    link(source).channel.ignore(header.payload_tag);
+    flush(source, link(source));
+  }
   // Tells that `owner` reads no more data, and that its data may change.
   void abandon(const TransferOwner& owner);
 
@@ -94,6 +106,8 @@ class Messages final : private Connections::User, private Channel::User {
     size_t most_unsent = 0;
     uint64_t written = 0; // at `measured`
     Clock::time_point measured;
+    size_t in_flight = 0; // what a long path holds, at `looked`
+    Clock::time_point looked;
   };
 
   void on_open(PeerId peer) override;
@@ -125,6 +139,8 @@ class Messages final : private Connections::User, private Channel::User {
   // Measures the rate of a connection whose socket is full, and limits what waits in it.
   void measure(PeerId peer, Link& link);
   void limit_unsent(PeerId peer, Link& link, size_t bytes);
+  // Returns how many bytes may go early now.
+  size_t early_room(PeerId peer, Link& link);
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;

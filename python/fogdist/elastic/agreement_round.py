@@ -1,4 +1,4 @@
-"""A meeting in the Store: what the ranks of a group tell each other after a loss or before a join, and what they decide."""
+"""An agreement round in the Store: what ranks tell each other after a loss or before a join, and what they decide."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fogdist.elastic.tickets import Request
 
 @dataclass(frozen=True)
 class Decision:
-    """What a meeting has decided.
+    """What an agreement round has decided.
 
     Attributes:
-        living: What each rank that is left has told of its seats (`Seat.report`).
+        living: What each rank that is left has told of its objects (`Participant.report`).
         joins: The processes that join, by rank.
     """
 
@@ -31,16 +31,16 @@ class Decision:
 
     @property
     def numbers(self) -> dict[str, int]:
-        """The number of the exchange at which all go on, by seat."""
+        """The number of the exchange at which all go on, by object."""
         numbers: dict[str, int] = {}
-        for seats in self.living.values():
-            for name, report in seats.items():
+        for objects in self.living.values():
+            for name, report in objects.items():
                 numbers[name] = max(report["completed"], numbers.get(name, 0))
         return numbers
 
     def report_of(self, name: str) -> dict[str, Any] | None:
-        """Returns what a rank that is at this exchange has told of a seat; None if no rank has the seat."""
-        reports = [seats[name] for seats in self.living.values() if name in seats]
+        """Returns what a rank that is at this exchange has told of an object; None if no rank has it."""
+        reports = [objects[name] for objects in self.living.values() if name in objects]
         return max(reports, key=lambda report: (report["completed"], report["first"]), default=None)
 
     def to_json(self, epoch: int) -> dict[str, Any]:
@@ -52,17 +52,17 @@ class Decision:
     def from_json(cls, values: Mapping[str, Any]) -> Decision:
         """Returns what `to_json` has described."""
         return cls(
-            {int(rank): seats for rank, seats in values["living"].items()},
+            {int(rank): objects for rank, objects in values["living"].items()},
             {int(rank): Request.from_values(join) for rank, join in values["joins"].items()},
         )
 
 
 @dataclass
 class Record:
-    """What ranks have told in a meeting.
+    """What ranks have told in an agreement round.
 
     Attributes:
-        came: What each rank that has come has told of its seats.
+        came: What each rank that has come has told of its objects.
         gone: The ranks that are gone.
         joins: The processes that are ready to join, by rank.
     """
@@ -77,25 +77,25 @@ class Record:
         Args:
             before: The ranks of the present epoch.
         """
-        living = {rank: seats for rank, seats in self.came.items() if rank not in self.gone}
+        living = {rank: objects for rank, objects in self.came.items() if rank not in self.gone}
         if len(living) == len(before) and not self.joins:
             return None
-        # A rank within an exchange of another seat would wait there for the process that joins, which is not there.
+        # A rank within an exchange of another participant would wait there for the process that joins.
         busy = {
             name
-            for seats in living.values()
-            for name, report in seats.items()
+            for objects in living.values()
+            for name, report in objects.items()
             if report["taken"] > report["completed"]
         }
-        return Decision(living, self.joins if busy <= {join.seat for join in self.joins.values()} else {})
+        return Decision(living, self.joins if busy <= {join.at for join in self.joins.values()} else {})
 
 
 class Log:
-    """The log of a meeting in a Store: what the ranks have told, in their order, and the decision.
+    """The log of an agreement round in a Store: what the ranks have told, in their order, and the decision.
 
     Args:
         store: Any Store of torch; those that can append are faster.
-        key: The meeting's.
+        key: The round's.
     """
 
     def __init__(self, store: dist.Store, key: str) -> None:
@@ -120,7 +120,7 @@ class Log:
         for line in self._text().splitlines():
             entry = json.loads(line)
             if "came" in entry:
-                record.came[entry["came"]] = entry["seats"]
+                record.came[entry["came"]] = entry["objects"]
             elif "joins" in entry:
                 request = Request.from_values(entry["joins"])
                 record.joins[request.rank] = request

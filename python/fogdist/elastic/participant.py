@@ -1,4 +1,4 @@
-"""The place of an object in the exchanges that it makes in step with other ranks, through losses and joins."""
+"""An object that takes part in exchanges in step with other ranks, through losses and joins."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Joinable(Protocol):
 
 
 class Members(Protocol):
-    """What a place needs of the ranks of its group: a part of `fogdist.elastic.membership.Members`."""
+    """What a participant needs of the ranks of its group: a part of `fogdist.elastic.membership.Members`."""
 
     @property
     def epoch(self) -> int: ...
     @property
     def context(self) -> Context: ...
-    def enter(self, seat: Seat) -> bool: ...
-    def meet(self, failure: BaseException) -> None: ...
+    def enter(self, participant: Participant) -> bool: ...
+    def agree(self, failure: BaseException) -> None: ...
 
 
-class Seat:
-    """The place of one object in the exchanges that it makes in step with the same object of other ranks.
+class Participant:
+    """One object that makes exchanges in step with the same object of other ranks.
 
     Exchanges are numbered by `take`, and completed in that order. Both must be the same on all ranks.
 
@@ -84,14 +84,14 @@ class Seat:
         Returns:
             Whether this process has joined just now.
         """
-        self._begun = self._now()  # before a meeting, which tells a process that joins to begin here
+        self._begun = self._now()  # before an agreement round, which tells a process that joins to begin here
         has_joined = self._members.enter(self)
         if has_joined:
             self._begun = self._now()
         return has_joined
 
     def report(self) -> dict[str, Any]:
-        """Returns what the meeting has to know of this seat."""
+        """Returns what an agreement round has to know of this participant."""
         first, counts = self._begun or self._now()
         return {"completed": self.completed, "taken": self._taken, "first": first, "counts": counts}
 
@@ -114,7 +114,7 @@ class Seat:
         """Sets a method that is called after each change of the membership, before an exchange is repeated."""
         self._listener = weakref.WeakMethod(listener)
 
-    def meet(self, failure: BaseException) -> None:
+    def agree(self, failure: BaseException) -> None:
         """Agrees on the next membership with the other ranks, after an exchange of this epoch has failed.
 
         Raises:
@@ -122,7 +122,7 @@ class Seat:
         """
         # Usually the group has failed. If not, the ranks that do not know of the loss learn of it by this.
         self._members.context.backend.abort()
-        self._members.meet(failure)
+        self._members.agree(failure)
 
     def tell_of_change(self) -> None:
         """Calls the listener."""
