@@ -103,7 +103,6 @@ WAYS: dict[str, Way] = {
         partial(algorithms.GASLoC, local_steps=LOCAL_STEPS, outer_momentum=0.5),
         lambda ranks: topologies.random_matching(ranks),
     ),
-    "gossip_pga": Way(algorithms.GossipPGA, topologies.one_peer_exponential),
     "exact_diffusion": Way(algorithms.ExactDiffusion, symmetric),
     "gradient_tracking": Way(algorithms.GradientTracking, static_exponential),
 }

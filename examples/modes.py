@@ -219,10 +219,6 @@ MODES: dict[str, Mode] = {
         _algorithm(algorithms.ExactDiffusion), "exact diffusion", topology="ring", can_be_dynamic=False
     ),
     "gradient_tracking": Mode(_algorithm(algorithms.GradientTracking), "gradient tracking"),
-    "aug_dgm": Mode(
-        _algorithm(algorithms.GradientTracking, order="aug-dgm"),
-        "Aug-DGM, gradient tracking with two exchanges a step",
-    ),
     "push_sum_sgd": Mode(_algorithm(algorithms.PushSumSGD), "push-sum SGD, in step"),
     "asynchronous_gossip": Mode(
         _algorithm(algorithms.AsynchronousGossip, has_mixing=False),
@@ -231,7 +227,6 @@ MODES: dict[str, Mode] = {
         can_be_dynamic=False,
         topology="ring",
     ),
-    "gossip_pga": Mode(_algorithm(algorithms.GossipPGA), "gossip with periodic exact averages"),
     "local_sgd": Mode(
         _algorithm(algorithms.LocalSGD, has_mixing=False, has_local_steps=True),
         "local SGD: local steps, then the exact average",

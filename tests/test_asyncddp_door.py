@@ -162,9 +162,11 @@ def test_topologies_and_averages() -> None:
 
 @on_ranks(2)
 def test_backward_that_raises() -> None:
-    """A backward pass that raises takes no step, and the next one takes one."""
+    """A backward pass that raises takes no step, neither of the optimizer nor of the scheduler, and the next one takes one."""
     bf.init()
-    model = ddp.DecentralizedDataParallel(Net(0.0), sgd)
+    model = ddp.DecentralizedDataParallel(
+        Net(0.0), sgd, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    )
 
     def fail(gradient: Tensor) -> None:
         raise ZeroDivisionError
@@ -178,6 +180,7 @@ def test_backward_that_raises() -> None:
     model.zero_grad()
     model(1.0).backward()
     assert model.weight[0].item() == pytest.approx(LR)
+    assert model.optimizer.param_groups[0]["lr"] == pytest.approx(LR / 2)
 
 
 def test_wrong_arguments() -> None:

@@ -298,6 +298,12 @@ def test_older_graphs_and_arguments() -> None:
     assert [x for x in range(1, 30) if is_power_of(x, 3)] == [1, 3, 9, 27]
     with pytest.raises(TypeError, match="old is deprecated in rank: new"):
         bf.deprecated_function_arg("old", "new")(bf.rank)(old=1)
+    assert bf.deprecated_function_arg("old", "new")(bf.RingGraph)(4).number_of_nodes() == 4
+    with pytest.raises(TypeError, match="topology_fn and topology must not both be given"):
+        bf.init(bf.RingGraph(4), topology=bf.RingGraph(4))
+    with pytest.raises(ValueError, match="exclusive must be True.*False"), bf.win_mutex("w", exclusive=False):
+        pass
+    assert bf.is_available()
 
 
 def test_optimizers_want_a_model_or_parameters() -> None:

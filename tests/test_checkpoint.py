@@ -160,6 +160,15 @@ def load_push_sum(path: Path) -> tuple[Any, ...]:
     model, optimizer = push_sum(10 + rank)
     checkpoint.load(path, model, optimizer)
     loaded = mass_of(model, optimizer)
+    state = optimizer.state_dict()
+    whole = make_net(0)
+    with algorithms.WindowPushSum(
+        torch.optim.SGD(whole.parameters(), lr=0.0), whole, broadcast=False
+    ) as other:
+        first = state["param_groups"][0]["fog_apart"]["push_sum"]["0"]
+        first += 1.0
+        with pytest.raises(ValueError, match="bucket_cap_mb must be as when the state was saved"):
+            other.load_state_dict(state)
     for number in range(160):
         time.sleep(0.002 * rank)
         train_step(model, optimizer, rank, number)

@@ -404,11 +404,10 @@ def test_all_start_with_rank_0s_values(mode: str) -> None:
     model[1].running_mean.fill_(rank)
     torch.manual_seed(0)
     expected = nn.Sequential(Net().double(), nn.BatchNorm1d(3).double()).state_dict()
-    wrapper = DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode)
     expected["1.running_mean"].fill_(0)
-    for key, value in wrapper.state_dict().items():
-        assert torch.equal(value, expected[key]), key
-    wrapper.close()
+    with DecentralizedDataParallel(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode) as wrapper:
+        for key, value in wrapper.state_dict().items():
+            assert torch.equal(value, expected[key]), key
 
 
 @on_ranks(2)

@@ -230,6 +230,9 @@ def test_the_step_of_a_subclass_of_adam_is_made() -> None:
     assert calls == [1]
     with pytest.raises(ValueError, match="optimizer must be no subclass.*got Mine"):
         algorithms.DecentralizedAdamW(Mine(model.parameters()), model)
+    of_complex = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="optimizer must have real parameters, got a complex one"):
+        algorithms.DecentralizedAdamW(torch.optim.AdamW(of_complex.parameters()), of_complex)
     with pytest.raises(
         AttributeError, match="neither DecentralizedSGD nor the Mine that it wraps has an attribute .topology"
     ):

@@ -452,7 +452,7 @@ def train_digits_in_modes() -> dict[str, dict[str, Any]]:
 def test_every_mode_learns(worlds: WorldPool) -> None:
     """With an odd number of ranks, pairs leave one rank over."""
     found, *_ = worlds(3).run(train_digits_in_modes, timeout=240)
-    assert len(found) > 18
+    assert len(found) > 16
     for name, results in found.items():
         assert results["final"] > 0.7, (name, results)
         if results["is asynchronous"]:  # the ranks share the steps, and two ranks may each take one more

@@ -101,9 +101,7 @@ OF_A_GROUP: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(["in_neighbor_machine_ranks", "out_neighbor_machine_ranks"], ()),
     "set_machine_topology": (topologies.ring(2),),
     **dict.fromkeys(["poll", "wait", "win_poll", "win_wait"], (0,)),
-    **dict.fromkeys(
-        ["allreduce", "allgather", "neighbor_allreduce", "neighbor_allreduce_"], (torch.ones(1),)
-    ),
+    **dict.fromkeys(["allreduce", "allgather", "neighbor_allreduce"], (torch.ones(1),)),
     **dict.fromkeys(["neighbor_allgather", "hierarchical_neighbor_allreduce", "Window"], (torch.ones(1),)),
     **dict.fromkeys(["broadcast", "pair_gossip"], (torch.ones(1), 1)),
     **dict.fromkeys(["win_create", "win_put", "win_accumulate"], (torch.ones(1), "w")),

@@ -56,7 +56,7 @@ ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
 # Kinds of training, as of `test_membership.make`; those that go at their own pace do not agree because of a loss.
 IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "ChocoSGD"]
+IN_STEP += ["DecentralizedAdamW", "PushSumSGD", "DiLoCo", "ChocoSGD"]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
 OWN_PACE += ["wrapper/async", "AsynchronousGossip"]
 KINDS = [*IN_STEP, *OWN_PACE]

@@ -75,7 +75,6 @@ def topology_of(name: str, size: int) -> Any:
 OF_NAMES: dict[str, dict[str, Any]] = {
     **{name: {"local_steps": 2} for name in ("LocalSGD", "DiLoCo", "SparseLoCo", "GASLoC")},
     "ChocoSGD": {"compression": Int8(), "gamma": 0.5},
-    "GossipPGA": {"period": 3},
 }
 OF_WORDS: dict[str, dict[str, Any]] = {
     "patience": {"patience": 5.0},
@@ -218,7 +217,7 @@ def test_a_rank_that_leaves_is_done_without(new_world: Callable[..., World]) -> 
 OWN_PACE = ["wrapper/async", "AsynchronousGossip"]
 IN_STEP = ["ChocoSGD", "DecentralizedSGD/patience", "wrapper", "wrapper/patience"]
 IN_STEP += ["DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "GossipPGA", "PushSumSGD", "DiLoCo", "GASLoC"]
+IN_STEP += ["DecentralizedAdamW", "PushSumSGD", "DiLoCo", "GASLoC"]
 # Those of which each way that a process comes in has one, and the others.
 JOINABLE = [*IN_STEP[:3], "AsynchronousGossip"]
 JOINABLE += [kind for kind in (*IN_STEP, *OWN_PACE) if kind not in JOINABLE]
@@ -499,7 +498,7 @@ def refuse() -> None:
             make(kind, model, on_loss="stop")
     with pytest.raises(ValueError, match="on_loss"):
         make("DecentralizedSGD", model, on_loss="continue" if dist.get_rank() else "raise")
-    for kind in ("WinPut", "PullGet", "WindowPushSum"):
+    for kind in ("PullGet", "WindowPushSum"):
         with pytest.raises(ValueError, match=f"on_loss must be 'raise' for {kind}"):
             make(kind, model)
     with pytest.raises(ValueError, match=r"on_loss must be 'raise' with topology=Machines\(\)"):

@@ -24,6 +24,8 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def wrapped(model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
     module = fogdist.DecentralizedDataParallel(model, sgd(model))
+    if fogdist.size() == 1:
+        module.set_topology(fogdist.topology.fully_connected(1))
     return module, module.optimizer
 
 

@@ -189,6 +189,12 @@ def test_arguments_are_checked():
             {"topology": algorithms.Machines()},
         ),
         (ValueError, "virtual ranks .* have neither messages nor windows", {"algorithm": algorithms.WinPut}),
+        (
+            ValueError,
+            "patience must be None for virtual ranks",
+            {"algorithm": partial(algorithms.DecentralizedSGD, patience=1)},
+        ),
+        (TypeError, "model must be a torch.nn.Module, got int", {"model": 3}),
         (ValueError, "steps must be at least 1, got 0", {"steps": 0}),
         (ValueError, r"inputs\[0\] must have a row for each of 4 ranks", {"data": batches(3)}),
         (ValueError, "model must have trained parameters", {"model": classifier().requires_grad_(False)}),
@@ -196,12 +202,21 @@ def test_arguments_are_checked():
     ):
         with pytest.raises(error, match=message):
             run(**{"model": model, **options})
+    with pytest.raises(ValueError, match=r"loss must return a scalar, got shape \(5, 3\)"):
+        simulate.train(model, lambda outputs, _: outputs, batches(4), ranks=4, steps=1)
     for message, ranks, split in (
         ('split must be "iid", "sorted" or a number', 2, "random"),
         ("at least one for each of 5 ranks, got 4", 5, "iid"),
     ):
         with pytest.raises(ValueError, match=message):
             simulate.Shards(torch.zeros(4), torch.zeros(4), ranks=ranks, batch=1, split=split)
+    with pytest.raises(ValueError, match=r"labels must be of shape \(4,\), as inputs, got \(3,\)"):
+        simulate.Shards(torch.zeros(4), torch.zeros(3), ranks=2, batch=1)
+
+
+def test_ranks_that_do_not_mix_stay_apart():
+    alone = run(classifier(), steps=5, topology=algorithms.NoMixing())
+    assert alone.consensus[-1] > run(classifier(), steps=5).consensus[-1] > 0
 
 
 def test_evaluations_see_the_model_as_it_is_then():

@@ -60,9 +60,14 @@ def train(kind: str, run: Run, bucket_cap_mb: float = 8) -> Tensor:
     rank, size = start(topologies.star if star else None)
     model = make_net(rank)
     options = {"num_steps_per_communication": run.every, "bucket_cap_mb": bucket_cap_mb}
+    if run.mixing == "random":  # other neighbors in each round
+        options["topology"] = topologies.Topology("rounds", matrices(run, size))
     optimizer = distribute(kind, model, OPTIMIZERS[run.optimizer], **options)
     windows = len(bf.get_current_created_window_names())
-    assert windows > 1 if bucket_cap_mb < 8 else windows == int(size > 1)
+    if run.mixing == "random":
+        assert windows == 0  # the group does not know of them
+    else:
+        assert windows > 1 if bucket_cap_mb < 8 else windows == int(size > 1)
     trajectory, number = [], 0
     for matrix in matrices(run, size):
         if run.mixing == "dynamic":
@@ -88,7 +93,7 @@ RUNS = [
 BALANCED = [Run("awc", "sgd"), RUNS[-1]]
 # The number of ranks, the kind, the run and bucket_cap_mb. Small buckets are windows of their own.
 TRAJECTORIES = [
-    *((4, kind, run, 8) for kind in ("put", "get") for run in RUNS),
+    *((4, kind, run, 8) for kind in ("put", "get") for run in [*RUNS, Run("awc", "sgd", mixing="random")]),
     *((4, "push-sum", run, 8) for run in BALANCED),
     *((4, kind, RUNS[-1], 1e-4) for kind in WINDOWS),
     *((1, kind, RUNS[-1], 8) for kind in ("put", "get")),

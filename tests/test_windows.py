@@ -665,6 +665,8 @@ def test_wrong_arguments_of_functions() -> None:
         (lambda: bf.win_poll(10**9), ValueError, "handle"),
         (lambda: bf.win_wait("a"), TypeError, "handle must be an int"),
         (lambda: put(x, "w", group="world"), TypeError, "group"),
+        (lambda: fogdist.Window(x, "v"), TypeError, "name is a keyword: name='v'"),
+        (lambda: bf.win_get("w", require_mutex=1), TypeError, "require_mutex.*1"),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

@@ -124,7 +124,6 @@ WINDOWS: dict[str, Callable[..., Any]] = {
 IN_STEP: dict[str, dict[str, Any]] = {
     "DecentralizedSGD": {},
     "LocalSGD": {"local_steps": 2},
-    "GossipPGA": {},
     "ExactDiffusion": {},
     "GradientTracking": {},
     "PushSumSGD": {},

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -28,6 +28,9 @@ from fogdist.static_topology import StaticTopology, one_graph, see_topology
 from fogdist.topology import Topology, exponential
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from fog_pg._C import ProcessGroupFog
 
 _log = logging.getLogger("fogdist")
@@ -119,11 +122,20 @@ class Context:
     topology: StaticTopology
     machine_topology: StaticTopology | None = None
     gossips: Gossips = field(default_factory=Gossips)
-    windows: dict[str, OpenWindow] = field(default_factory=dict)
+    windows: MutableMapping[str, OpenWindow] = field(default_factory=dict)
     survivors: Survivors | None = None
     is_joining: bool = False
     # Tests and benchmarks set it: a rank alone then does the work of one of several, with exchanges without peers.
     exchanges_alone: ClassVar[bool] = False
+
+    def along(self, edges: NDArray[np.bool_]) -> Context:
+        """Returns the same group with other neighbors, for windows that only their owner keeps.
+
+        Args:
+            edges: Which rank sends to which one.
+        """
+        topology = see_topology(nx.DiGraph(edges), False, self.rank, self.size)
+        return replace(self, topology=topology, windows=WeakValueDictionary())
 
     def next_number(self) -> int:
         """Returns the next number of an object that the ranks make collectively, for the names of its messages."""
@@ -191,8 +203,8 @@ _session: _Session | None = None
 _was_shut_down = False
 
 
-def current(group: dist.ProcessGroup | None = None) -> Context:
-    """Returns the context of a group.
+def current(group: dist.ProcessGroup | Context | None = None) -> Context:
+    """Returns the context of a group; a context as it is.
 
     Args:
         group: By default the group of `init`. Another one needs a fog backend for CPU tensors and begins with
@@ -203,6 +215,8 @@ def current(group: dist.ProcessGroup | None = None) -> Context:
         ValueError: `init` was never called; `group` has no fog backend, or this rank is not in it.
         RuntimeError: After `shutdown`, or the group was destroyed.
     """
+    if isinstance(group, Context):
+        return group
     if isinstance(group, VirtualGroup):
         return group.context
     session = require_session()

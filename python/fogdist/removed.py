@@ -123,6 +123,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "D2": "ExactDiffusion has the same fixed point, with any symmetric graph",
         "DeepSqueeze": _REPLICAS,
         "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
+        "GossipPGA": "GradientTracking and ExactDiffusion ended nearer to DDP",
         "LEAD": f"{_REPLICAS}, ExactDiffusion has compression=Int8()",
         "MoniquaSGD": _REPLICAS,
         "NoLoCo": "DiLoCo, or GASLoC in random pairs",

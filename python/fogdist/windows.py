@@ -20,7 +20,7 @@ from typing_extensions import Unpack
 
 from fogdist.arguments import dense, writable
 from fogdist.compression import Codec, backend_of
-from fogdist.context import current
+from fogdist.context import Context, current
 from fogdist.exchange import check_weight, weighted_peers
 from fogdist.removed import missing
 from fogdist.topology import check_neighbor_ranks
@@ -94,7 +94,7 @@ class Window:
     def __init__(
         self,
         tensor: Tensor,
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | Context | None = None,
         *,
         name: str | None = None,
         zero_init: bool = False,
@@ -185,6 +185,10 @@ class Window:
             RuntimeError: The window is closed.
         """
         return self._open().version(rank)
+
+    def slot_p(self, rank: int) -> float:
+        """Returns the p in the slot of an in-neighbor, 0.0 before the first one; raises as `version`."""
+        return self._open().slot_p(rank)
 
     def __repr__(self) -> str:
         state = f"closed: it {self._closed_because}" if self._window is None else "open"

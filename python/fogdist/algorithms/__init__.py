@@ -24,7 +24,6 @@ from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, LocalSGD
 from fogdist.algorithms.diloco import DiLoCo, GASLoC
 from fogdist.algorithms.exact_diffusion import ExactDiffusion
-from fogdist.algorithms.gossip_pga import GossipPGA
 from fogdist.algorithms.gradient_tracking import GradientTracking
 from fogdist.algorithms.push_sum import PushSumSGD
 from fogdist.algorithms.sparse_loco import SparseLoCo
@@ -43,7 +42,6 @@ __all__ = [
     "ExactDiffusion",
     "GASLoC",
     "GlobalAverage",
-    "GossipPGA",
     "GradientTracking",
     "LocalSGD",
     "Machines",

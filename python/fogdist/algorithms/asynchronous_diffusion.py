@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -16,27 +18,37 @@ from fogdist.windows import Window
 class AsynchronousDiffusion(WindowAlgorithm):
     """Base of both: ``x+ = w_ii x + sum_j w_ji slot_j + d(x)``, with the current values of the slots.
 
-    An empty slot stands for this rank's own x. (Zhao and Sayed, "Asynchronous adaptation and learning over networks",
-    IEEE Transactions on Signal Processing 63, 2015.)
+    A neighbor whose values have not arrived yet, or which has paused or is lost, does not count: its weight is added to that
+    of this rank's own x. (Zhao and Sayed, "Asynchronous adaptation and learning over networks", IEEE Transactions on Signal
+    Processing 63, 2015.)
 
     Attributes:
-        skip_lost: True to skip neighbors that are known to be lost; their last parameters still count unless
-            the weights of the average exclude them. By default `step` raises.
+        skip_lost: True to go on without neighbors that are lost. By default `step` raises.
     """
 
     skip_lost: bool = setting(False)
-    _mean: tuple[float, dict[int, float]]
-    _heard: dict[Window, set[int]]
+    _heard: WeakKeyDictionary[Window, set[int]]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self._heard = {}
+        self._heard = WeakKeyDictionary()
         super().__init__(*arguments, **options)
-        self._mean = self.context.topology.mean_weights  # the topology cannot change while there are windows
+
+    def keep_pace(self) -> None:
+        """See `WindowAlgorithm.keep_pace`. Raises the error of a neighbor that is lost, and may not be missed."""
+        super().keep_pace()
+        if self._pace is not None:
+            for rank in self._pace.peers:
+                if self._pace.is_gone(rank) and not self._may_miss(rank):
+                    self._pace.raise_loss(rank)
 
     def take(self, window: Window) -> None:
         """See `WindowAlgorithm`."""
-        own, others = self._shift(window, *(self._given_weights() or self._mean))
-        window.update(self_weight=own, neighbor_weights=others)
+        own, weights = self._given_weights() or self._weights_of_round()
+        missing = {rank for rank in window.in_neighbors if not self._counts(window, rank)}
+        window.update(
+            self_weight=own + sum(weight for rank, weight in weights.items() if rank in missing),
+            neighbor_weights={rank: weight for rank, weight in weights.items() if rank not in missing},
+        )
 
     def check_weights(self) -> None:
         """See `WindowAlgorithm.check_weights`."""
@@ -57,23 +69,32 @@ class AsynchronousDiffusion(WindowAlgorithm):
             )
         return self.self_weight, dict(self.src_weights)
 
-    def _shift(
-        self, window: Window, self_weight: float, weights: dict[int, float]
-    ) -> tuple[float, dict[int, float]]:
-        """Returns the weights after moving the weights of slots without writes to the rank itself.
+    def _weights_of_round(self) -> tuple[float, dict[int, float]]:
+        plan = self._plans.plan(self.rounds)
+        return plan.self_weight, dict(plan.sources)
 
-        A slot without writes has the values of this rank's tensor from the construction of the window, which training
-        or `broadcast_parameters` has changed since.
-        """
+    def _counts(self, window: Window, rank: int) -> bool:
+        """Returns whether the slot of an in-neighbor has values of a rank that takes part."""
         heard = self._heard.setdefault(window, set())
-        if len(heard) < len(window.in_neighbors):
-            # An update sets versions to 0, so ranks that were heard once are remembered.
-            heard.update(rank for rank in window.in_neighbors if window.version(rank) > 0)
-        unwritten = set(window.in_neighbors) - heard
-        if unwritten.isdisjoint(weights):
-            return self_weight, weights
-        known = {rank: weight for rank, weight in weights.items() if rank not in unwritten}
-        return self_weight + sum(weights[rank] for rank in unwritten if rank in weights), known
+        if rank not in heard and window.version(rank) > 0:
+            heard.add(rank)  # an update sets versions to 0, so ranks that were heard once are remembered
+        return rank in heard and (self.force_barrier or self._takes_part(rank))
+
+    def _takes_part(self, rank: int) -> bool:
+        return self._pace is not None and self._pace.takes_part(rank) and not self._pace.is_gone(rank)
+
+    def _may_miss(self, rank: int) -> bool:
+        # A rank that has paused may have finished its work, and its process may end.
+        is_paused = self._pace is not None and not self._pace.takes_part(rank)
+        return is_paused or self.skip_lost or self.on_loss == "continue"
+
+    def _wait(self) -> RuntimeError | None:
+        error = super()._wait()
+        if isinstance(error, dist.DistBackendError) and self._pace is not None:
+            peers = self._pace.peers
+            gone = [rank for rank in peers if self._pace.is_gone(rank)]
+            return None if all(map(self._may_miss, gone or peers)) else error
+        return error
 
 
 class WinPut(AsynchronousDiffusion):
@@ -82,6 +103,9 @@ class WinPut(AsynchronousDiffusion):
     At the end of a forward pass a rank puts its parameters into its slots at its out-neighbors, which take no part.
     `step` averages the parameters with the current values of the slots and then makes the optimizer's own step with the
     gradient of the old parameters. No rank waits for another one: the neighbors of a slow rank use its old parameters.
+
+    With ``on_loss="continue"`` a rank goes on without lost ranks; and once the topology falls apart without them, all ranks
+    that are left meet in their next steps and go on along what `Topology.among` makes of it.
 
     The arguments are those of `WindowAlgorithm`.
 
@@ -95,15 +119,50 @@ class WinPut(AsynchronousDiffusion):
     """
 
     own_weights: ClassVar[tuple[str, ...]] = ("dst_weights", "self_weight", "src_weights")
+    goes_on_after_losses: ClassVar[bool] = True
 
     def send(self, window: Window) -> dist.Work:
         """See `WindowAlgorithm`."""
-        return window.put(
-            window.tensor,
-            async_op=True,
-            dst_weights=self.dst_weights,
-            skip_lost=bool(self.skip_lost),
-        )
+        return self.put(window, dict(self.destinations()) if self.dst_weights is None else self.dst_weights)
+
+    def put(self, window: Window, peers: Iterable[int] | Mapping[int, float]) -> dist.Work:
+        """Begins to put the parameters into the slots at some neighbors, with the number of their iteration as p."""
+        window.p = self.rounds + 1.0  # 0 means that no values have arrived
+        # Neighbors that are lost, and may not be missed, end the next step.
+        return window.put(window.tensor, async_op=True, dst_weights=peers, with_p=True, skip_lost=True)
+
+    def put_to_all(self) -> None:
+        """Puts the parameters into the slots at all out-neighbors, and shows the count of iterations."""
+        self.buckets.load()
+        self._in_flight += [self.put(window, window.out_neighbors) for window in self.windows]
+        if self._pace is not None:
+            self._pace.advance(self.rounds)
+
+    def destinations(self) -> list[tuple[int, float]]:
+        """Returns the ranks that a round's values are put to, each with the weight 1."""
+        return self._plans.plan(self.rounds).destinations
+
+    def take_all(self) -> None:
+        """See `WindowAlgorithm.take_all`."""
+        super().take_all()
+        if self._seat is not None:
+            self._seat.completed = self.rounds + 1
+
+    def members_changed(self) -> None:
+        """Opens windows among the ranks of an epoch: the first that all of them do after a meeting, wherever they are."""
+        assert self._seat is not None and self._ends is not None
+        if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
+            return  # all ranks have come to `close`, as this one or another one knows
+        self._wait()
+        self.rounds = max(self.rounds, self._seat.resume)
+        # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
+        # end when the last neighbor has left them.
+        with contextlib.suppress(dist.DistBackendError):
+            self._open()
+            self.put_to_all()
+        if self._closing is not None and self._pace is not None:
+            self._wait()
+            self._pace.pause()
 
     def _given_weights(self) -> tuple[float, dict[int, float]] | None:
         if self.self_weight is None and self.src_weights is not None:
@@ -138,11 +197,9 @@ class PullGet(AsynchronousDiffusion):
         """See `WindowAlgorithm`."""
         sources: Iterable[int] | Mapping[int, float] | None = self.src_weights
         given = self._given_weights()
-        if given is not None:
-            sources = list(given[1])
-        return window.get(
-            src_weights=sources, require_mutex=True, skip_lost=bool(self.skip_lost), async_op=True
-        )
+        if sources is None or given is not None:
+            sources = list((given or self._weights_of_round())[1])
+        return window.get(src_weights=sources, require_mutex=True, skip_lost=True, async_op=True)
 
     def begin(self) -> None:
         """Only checks the weights. Values from a get at this time would be outdated in `step`."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from fogdist.training.algorithm import AlgorithmOptions
 
-TrackingOrder: TypeAlias = Literal["atc", "awc", "aug-dgm"]
+TrackingOrder: TypeAlias = Literal["atc", "awc"]
 
 
 class GradientTracking(Algorithm):
@@ -26,33 +26,27 @@ class GradientTracking(Algorithm):
       Mathematical Programming 187, 2021, arXiv 1805.11454), before as NEXT (Di Lorenzo and Scutari, 2016).
     - "awc": ``x+ = W x - g y``: DIGing (Nedic, Olshevsky and Shi, SIAM Journal on Optimization 27, 2017,
       arXiv 1607.03218), which is for time-varying graphs.
-    - "aug-dgm": ``y+ = W (y + grad f(x+) - grad f(x))`` and ``x+ = W (x - g y)``: Aug-DGM (Xu, Zhu, Soh and Xie,
-      "Augmented distributed gradient methods for multi-agent optimization under uncoordinated constant
-      stepsizes", CDC 2015). The step is along what is averaged already, which is less noisy, and on the complete
-      graph the mean gradient itself: so for optimizers that divide by the size of gradients, such as AdamW. It
-      costs a second exchange, which ranks wait for between the backward pass and the step.
 
     The mean of all y is the mean of all gradients at any time, so the fixed point is the optimum of the sum,
-    with any doubly stochastic W, one after the other too. x and y travel in one exchange ("aug-dgm": one each), twice
+    with any doubly stochastic W, one after the other too. x and y travel in one exchange, twice
     the bytes of `DecentralizedSGD`. The learning rate is the optimizer's in each step; other optimizers than SGD make
     their own step along y (with momentum SGD, the momentum is of y). In local steps W is I.
 
-    "aug-dgm" begins at ``y = W grad f(x)``. Where a gradient scaler finds an overflow, the last gradient stands in for
-    the rank's own, and it makes its step along y.
+    Where a gradient scaler finds an overflow, the last gradient stands in for the rank's own, and it makes its step along y.
 
     During the optimizer's step the parameters' gradients are y; afterwards they are what they were.
 
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        order: "atc", "awc" or "aug-dgm".
+        order: "atc" or "awc".
         **options: As in `Algorithm`.
 
     Raises:
         ValueError: `order` is none of them; and as `Algorithm`. In `step`: a gradient is sparse.
     """
 
-    # `tracker` is W y after a round and y after a local step; with "aug-dgm" it is always y.
+    # `tracker` is W y after a round and y after a local step.
     state_vectors: ClassVar[tuple[str, ...]] = ("tracker", "gradient")
     compared: ClassVar[tuple[str, ...]] = ("order",)
 
@@ -84,16 +78,12 @@ class GradientTracking(Algorithm):
         ]
         self.vectors = {"tracker": tracked, "gradient": gradients}
         is_due = self.count_step()
-        if is_due and self.order == "aug-dgm":
-            self.mix(tracked, in_place=True)
         directions = [y.clone() for y in tracked]
         if is_due and self.order == "awc":
             self._exchange(tracked)
         result = self.step_along(directions)
         if is_due and self.order == "atc":
             self._exchange(tracked)
-        elif is_due and self.order == "aug-dgm":
-            self.mix(self.values, in_place=True)
         self.rounds += is_due
         return result
 

@@ -57,7 +57,6 @@ class WindowPushSum(WindowAlgorithm):
     """
 
     own_weights: ClassVar[tuple[str, ...]] = ("self_weight", "dst_weights")
-    zero_init: ClassVar[bool] = True
     saves_state: ClassVar[bool] = True
     state_pieces: ClassVar[tuple[str, ...]] = ("push_sum",)
 
@@ -69,6 +68,10 @@ class WindowPushSum(WindowAlgorithm):
     _biased: set[str]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
+        if options.get("topology") is not None:
+            raise ValueError(
+                f"topology must be None for {self.algorithm_name}, whose windows follow the group's: set_topology"
+            )
         self._p, self._mean_p, self._before, self._biased = {}, {}, {}, set()
         super().__init__(*arguments, **options)
         self._p, self._mean_p = ({window.name: 1.0 for window in self.windows} for _ in range(2))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import wraps
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -17,20 +15,17 @@ from torch.optim import Optimizer
 from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec
 from fogdist.context import current
-from fogdist.ddp.drivers import AtOwnPace, InStep
+from fogdist.ddp.drivers import AtOwnPace, InStep, check_ties, ties_of
 from fogdist.shards import is_sharded
 from fogdist.topology.validation import check_int
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixing import Plans, TopologyLike, topology_of
+from fogdist.training.mixing import Plans, TopologyLike, rounds_of
 from fogdist.training.pace import MAX_STALENESS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 Mode: TypeAlias = Literal["sync", "async"]
-# The attribute by which an optimizer asks a gradient scaler to leave unscaling to it.
-_TAKES_SCALER = "_step_supports_amp_scaling"
-_Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
 
 
 class DecentralizedDataParallel(nn.Module):
@@ -88,8 +83,7 @@ class DecentralizedDataParallel(nn.Module):
         patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with DTensors. Ranks may then have made
             different numbers of steps.
         max_staleness: For "async": as in `fogdist.training.WindowAlgorithm`.
-        skip_lost: For "async": whether to go on without neighbors whose processes are lost. By default a step
-            raises, naming the rank.
+        skip_lost: For "async": as in `fogdist.algorithms.WinPut`. By default a step raises, naming the rank.
         on_loss: As in `fogdist.algorithms.Algorithm`. In mode "async", a rank goes on without lost neighbors at once, and all
             ranks change to what is left of the topology when it would fall apart.
         compression: For "sync": a codec of `fogdist.compression`, as in `fogdist.algorithms.Neighbors`; not with `patience`.
@@ -147,8 +141,7 @@ class DecentralizedDataParallel(nn.Module):
         self._mode = mode
         self.module = module
         rounds = self._plans_of(topology)
-        named = dict(module.named_parameters())
-        trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+        trained = {name: each for name, each in module.named_parameters() if each.requires_grad}
         sharded = [name for name, parameter in trained.items() if is_sharded(parameter)]
         if sharded and (mode == "async" or patience is not None):
             how = "in mode 'async'" if mode == "async" else "with patience"
@@ -166,16 +159,13 @@ class DecentralizedDataParallel(nn.Module):
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(trained.values()))
         self._is_alone = self._context.is_alone
         self._driver: InStep | AtOwnPace | None = None  # with several ranks, until `close`
-        self._ties = _ties_of(module)
+        self._ties = ties_of(module)
         self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
             return
-        mixed = list(trained.values())
-        self._slots = _slots_of(module, set(mixed))
-        self._frozen = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         options: dict[str, Any] = {
             "wrapper": self,
-            "parameters": mixed,
+            "parameters": list(trained.values()),
             "topology": rounds.topology,
             "group": group,
             "bucket_cap_mb": bucket_cap_mb,
@@ -187,9 +177,9 @@ class DecentralizedDataParallel(nn.Module):
             options |= {"patience": patience, "compression": compression}
             self._driver = InStep(self.optimizer, module, **options)
         else:
-            options |= {"rounds": rounds, "max_staleness": max_staleness, "skip_lost": skip_lost}
-            self._driver = AtOwnPace(self.optimizer, module, **options)
-        self._release = weakref.finalize(self, _replace_step(self, self.optimizer, mode == "sync"))
+            self._driver = AtOwnPace(self.optimizer, module, max_staleness=max_staleness, **options)
+            self._driver.skip_lost = skip_lost
+        self._release = weakref.finalize(self, self._driver.take_place())
         self._release.atexit = False
 
     @property
@@ -215,7 +205,7 @@ class DecentralizedDataParallel(nn.Module):
         Raises:
             RuntimeError: Parameters that shared one tensor no longer do; or as the class.
         """
-        self._check_ties()
+        check_ties(self._ties)
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -267,7 +257,6 @@ class DecentralizedDataParallel(nn.Module):
         It does nothing in mode "async", or if there was no such pass since the last step.
         """
         if isinstance(self._driver, InStep):
-            self._check_places()
             self._driver.synchronize()
 
     def pause(self) -> None:
@@ -374,100 +363,15 @@ class DecentralizedDataParallel(nn.Module):
     # --- inside ---
 
     def _plans_of(self, topology: TopologyLike) -> Plans:
-        if topology is None and self._mode == "async":
-            topology = topology_of(self._context)
         rounds = Plans(topology, self._context)
-        if self._mode == "async" and (rounds.topology is None or rounds.topology.period is None):
-            raise ValueError(f"topology must have a period in mode 'async', got {topology!r}")
+        if self._mode == "async":
+            rounds.topology = rounds_of(rounds.topology, self._context, "in mode 'async'")
         return rounds
 
     def _opened(self, method: str) -> InStep | AtOwnPace:
         if self._driver is None:
             raise RuntimeError(f"{method}() was called after close()")
         return self._driver
-
-    def _check_ties(self) -> None:
-        for (part, key, _, name), (other, other_key, _, tied) in self._ties:
-            if getattr(part, key, None) is not getattr(other, other_key, None):
-                raise RuntimeError(
-                    f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
-                    "the names that named_parameters() has, without 'module.'"
-                )
-
-    def _check_places(self) -> None:
-        """Raises RuntimeError for replaced parameters, which mixing would not reach."""
-        self._check_ties()
-        for part, key, tensor, name in self._slots:
-            # Looking here takes a fraction of the time of getattr(part, key).
-            members = part._parameters if key in part._parameters else part._buffers
-            if key not in members or members[key] is not tensor:
-                raise RuntimeError(
-                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
-                    "one. Change it in place, or wrap the module anew"
-                )
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
-                    "Wrap the module anew"
-                )
-
-
-def _ties_of(module: nn.Module) -> list[tuple[_Slot, _Slot]]:
-    """Returns pairs of places where the module holds the same parameter."""
-    first: dict[Tensor, _Slot] = {}
-    slots = _slots_of(module, set(module.parameters()))
-    pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
-    return [(one, other) for one, other in pairs if one is not other]
-
-
-def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[_Slot]:
-    """Returns the places where the module holds the tensors: part, attribute, tensor and full name."""
-    return [
-        (part, key, tensor, f"{path}.{key}" if path else key)
-        for path, part in module.named_modules()
-        for members in (part._parameters, part._buffers)
-        for key, tensor in members.items()
-        if tensor is not None and tensor in tensors
-    ]
-
-
-def _replace_step(
-    wrapper: DecentralizedDataParallel, optimizer: Optimizer, takes_scaler: bool
-) -> Callable[[], None]:
-    """Makes an optimizer's `step`, of this object only, that of the wrapper's driver; returns what undoes it.
-
-    Args:
-        wrapper: Not kept alive, as the optimizer may outlive it.
-        optimizer: The user's. Its class makes the step itself.
-        takes_scaler: Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for it.
-    """
-    reference, plain, own = weakref.ref(wrapper), optimizer.step, vars(optimizer)
-    before = {name: own[name] for name in ("step", _TAKES_SCALER) if name in own}
-
-    @wraps(plain)
-    def step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
-        alive = reference()
-        if alive is None or alive._driver is None:
-            return plain(*arguments, **options)
-        if hasattr(plain, "_wrapped_by_lr_sched"):
-            own["_opt_called"] = (
-                True  # as a scheduler's wrapper of `step`, which is not called if gradients overflow
-            )
-        return alive._driver.step(*arguments, **options)
-
-    made = MethodType(step, optimizer)
-    own["step"] = made
-    if takes_scaler:
-        own[_TAKES_SCALER] = True
-
-    def undo() -> None:
-        own.pop(_TAKES_SCALER, None)
-        if own.get("step") is made:  # else a scheduler has wrapped it
-            del own["step"]
-        own.update({name: value for name, value in before.items() if name != "step" or "step" not in own})
-
-    return undo
 
 
 def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from functools import wraps
+from types import MethodType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fogdist.algorithms.asynchronous_diffusion import WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
 from fogdist.compression import Codec
-from fogdist.elastic.membership import members_of
-from fogdist.elastic.participant import Participant
 from fogdist.streams import wait_until_complete
-from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import Continuing, Watch, await_all, highest
-from fogdist.training.mixing import Neighbors, Plans, edges_of, neighbors_of
+from fogdist.training.algorithm import Algorithm
+from fogdist.training.continuing import Continuing, highest
+from fogdist.training.mixing import Neighbors, Plans
 from fogdist.training.overlapping import When, forward_changes_parameters
-from fogdist.training.pace import Pace
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from fog_pg._C import Window
     from fogdist.ddp.data_parallel import DecentralizedDataParallel
+
+# The attribute by which an optimizer asks a gradient scaler to leave unscaling to it.
+_TAKES_SCALER = "_step_supports_amp_scaling"
+# A place where a module holds a tensor: part, attribute, tensor and full name.
+Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
 
 
 class Driver(Algorithm):
@@ -44,11 +43,15 @@ class Driver(Algorithm):
 
     mode: ClassVar[str]
     compared: ClassVar[tuple[str, ...]] = ("mode",)
+    mixes_after_overflow: ClassVar[bool] = True
+    """Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for this rank."""
 
     is_in_round: bool
     _owner: weakref.ref[DecentralizedDataParallel]
     _parameters: list[Tensor]
-    _ends: Participant | None  # of averages of all ranks, which ranks begin after different exchanges
+    _slots: list[Slot]
+    _ties: list[tuple[Slot, Slot]]
+    _frozen: dict[str, Tensor]
     _plain_step: Callable[..., Any]
 
     def __init__(
@@ -60,7 +63,9 @@ class Driver(Algorithm):
         parameters: list[Tensor],
         **options: Any,
     ) -> None:
-        self._owner, self._parameters, self._ends = weakref.ref(wrapper), parameters, None
+        self._owner, self._parameters = weakref.ref(wrapper), parameters
+        self._slots, self._ties = _slots_of(module, set(parameters)), ties_of(module)
+        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
         self._plain_step = optimizer.step
         super().__init__(optimizer, module, **options)
 
@@ -97,10 +102,53 @@ class Driver(Algorithm):
     def discard(self) -> None:
         """Waits for what is in flight and drops its result."""
 
+    def take_place(self) -> Callable[[], None]:
+        """Makes the `step` of the user's optimizer, of this object only, that of this driver; returns what undoes it."""
+        # The optimizer may outlive this driver, which it does not keep alive.
+        reference, optimizer, plain = weakref.ref(self), self._fog_wrapped, self._plain_step
+        own = vars(optimizer)
+        before = {name: own[name] for name in ("step", _TAKES_SCALER) if name in own}
+
+        @wraps(plain)
+        def step(_: Optimizer, *arguments: Any, **options: Any) -> Any:
+            driver = reference()
+            if driver is None or driver._fog_ended:
+                return plain(*arguments, **options)
+            if hasattr(plain, "_wrapped_by_lr_sched"):
+                # As a scheduler's wrapper of `step` does, which is not called if gradients overflow.
+                own["_opt_called"] = True
+            return driver.step(*arguments, **options)
+
+        made = MethodType(step, optimizer)
+        own["step"] = made
+        if self.mixes_after_overflow:
+            own[_TAKES_SCALER] = True
+
+        def undo() -> None:
+            own.pop(_TAKES_SCALER, None)
+            if own.get("step") is made:  # else a scheduler has wrapped it
+                del own["step"]
+            own.update({name: value for name, value in before.items() if name != "step" or "step" not in own})
+
+        return undo
+
     def _check_places(self) -> None:
-        wrapper = self._owner()
-        assert wrapper is not None  # it drives this
-        wrapper._check_places()
+        """Raises RuntimeError for replaced parameters, which mixing would not reach."""
+        check_ties(self._ties)
+        for part, key, tensor, name in self._slots:
+            # Looking here takes a fraction of the time of getattr(part, key).
+            members = part._parameters if key in part._parameters else part._buffers
+            if key not in members or members[key] is not tensor:
+                raise RuntimeError(
+                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
+                    "one. Change it in place, or wrap the module anew"
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
+                    "Wrap the module anew"
+                )
 
     def _check_syncing(self) -> None:
         pass
@@ -111,16 +159,8 @@ class Driver(Algorithm):
     def _fog_owner(self) -> object:
         return self._owner()
 
-    def _fog_last_seat(self) -> Participant | None:
-        return self._ends
-
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         return self._parameters, [0] * len(self._parameters)
-
-    def _hold(self) -> None:
-        if self.on_loss == "continue":
-            self._ends = members_of(self._group).participant(f"{self.name} global", None)
-        super()._hold()
 
 
 class InStep(Driver, DecentralizedSGD):
@@ -159,6 +199,7 @@ class InStep(Driver, DecentralizedSGD):
 
     def synchronize(self) -> None:
         """Mixes in place of a step that would complete an exchange."""
+        self._check_places()
         super().synchronize()
         self._saw_forward = False
 
@@ -198,138 +239,70 @@ class InStep(Driver, DecentralizedSGD):
         self._mixer.close()
 
 
-class AtOwnPace(Driver):
-    """Mixing through one-sided windows, which hold the neighbors' last values.
+class AtOwnPace(Driver, WinPut):
+    """`WinPut` whose values travel after each step, so that a neighbor gets them a pass earlier.
 
-    In each iteration a rank replaces x by ``w_ii x + sum_j w_ji slot_j`` with the weights of its round, makes
-    the optimizer's step, and puts the result to its out-neighbors of round t. The weight of a neighbor whose
-    values have not arrived yet, or which is paused or lost, is added to the weight of this rank's own x. The p of the values
-    is the number of their iteration, so a neighbor knows their age.
-
-    With ``on_loss="continue"`` a rank goes on without lost ranks; and once the topology falls apart without them, all ranks
-    that are left meet in their next steps and go on along what `Topology.among` makes of it.
+    A step mixes with the values that neighbors have put, makes the optimizer's step, and puts the result to the
+    out-neighbors of its round.
 
     Args:
         optimizer: As in `Driver`.
         module: As in `Driver`.
-        max_staleness: As in `fogdist.training.WindowAlgorithm`.
-        skip_lost: Whether to go on without neighbors that are lost. The loss of a paused neighbor is no error.
-        rounds: The peers of each round, of a topology with a period.
-        **options: As in `Driver`.
+        **options: As in `Driver` and `WinPut`.
     """
 
     mode: ClassVar[str] = "async"
-    state_numbers: ClassVar[Mapping[str, float]] = {"first_round": 0}
-    rank_numbers: ClassVar[tuple[str, ...]] = ("first_round",)
-    runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
-    takes_compression: ClassVar[bool] = False
+    mixes_after_overflow: ClassVar[bool] = False
+    own_weights: ClassVar[tuple[str, ...]] = ()
 
-    is_in_round: bool = False  # no step has an exchange to wait for
-    _iteration: int
-    _rounds: Plans
-    _whole: Plans  # of all ranks that there were
-    _watch: Watch | None
-    _pace: Pace
-    _windows: list[Window]
-    _in: list[int]
-    _out: list[int]
-    _puts: list[dist.Work]
-    _is_counted: bool  # whether neighbors can see the last iteration in the count
-    _generation: tuple[dist.ProcessGroup | None, int]  # of the windows, in a group
-    # The number of the exchange of the second seat in which ranks agree to close, once this one has come to it.
-    _closing: int | None
-    _max_staleness: int | None
-    _skip_lost: bool
+    def set_round(self, value: int) -> None:
+        """See `Driver.set_round`."""
+        super().set_round(value)
+        if self._pace is not None:
+            self._pace.advance(value)
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module,
-        *,
-        max_staleness: int | None,
-        skip_lost: bool,
-        rounds: Plans,
-        **options: Any,
-    ) -> None:
-        if max_staleness is not None:
-            check_count(max_staleness, "max_staleness")
-        self._max_staleness = max_staleness
-        self._skip_lost = skip_lost or options.get("on_loss") == "continue"
-        self._iteration, self._is_counted = 0, True
-        self._closing, self._generation = None, (None, 0)
-        self._windows, self._in, self._out, self._puts = [], [], [], []
-        self._whole = self._rounds = rounds
-        super().__init__(optimizer, module, **options)
-        if not self.context.is_joining:
-            self._open(rounds)
-        self._watch = None if self._seat is None else Watch(self._seat, self._edges)
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`. A step makes all of a round."""
 
-    @property
-    def rounds(self) -> int:
-        """The round of the next iteration."""
-        return int(self.numbers["first_round"]) + self._iteration
-
-    @rounds.setter
-    def rounds(self, value: int) -> None:
-        self.numbers["first_round"] = value - self._iteration
+    def enters_in_step(self) -> bool:
+        """See `Algorithm.enters_in_step`."""
+        return True
 
     def refresh(self) -> None:
-        """See `Algorithm.refresh`. Each exchange loads the buckets anew."""
+        """See `Algorithm.refresh`. The buckets do not change while they are sent."""
         self._check_places()
+        self.discard()
+        self.buckets.outdate()
 
     def advance(self) -> Any:
         """Mixes with the values that neighbors have put, waiting for those without news; makes the step, and puts the result."""
-        if self._watch is not None:
-            self._watch.meet_if_needed()
-        self.discard()
-        if self._pace.is_paused:
+        if self._pace is not None and self._pace.is_paused:
             # The neighbors continued during the pause. They should not wait until this rank has caught up.
-            self._iteration = self._pace.catch_up()
-        for rank in self._in:
-            if self._windows[0].is_gone(rank) and not self._may_miss(rank):
-                self._windows[0].get([(rank, 1.0)]).wait()  # raises the error of the lost neighbor
-        self._pace.wait(self._max_staleness)
-        plan = self._rounds.plan(self.rounds)
-        heard = [rank for rank, _ in plan.sources if self._staleness(rank) is not None]
-        neighbors = [(rank, weight) for rank, weight in plan.sources if rank in heard]
-        own = plan.self_weight + sum(weight for rank, weight in plan.sources if rank not in heard)
-        if neighbors:
-            self.buckets.load()
-            for window in self._windows:
-                window.update(own, neighbors)
-            self.buckets.write_back()
+            self.rounds = self._pace.catch_up()
+        self.finish()
         result = self.adapt()
         self.steps += 1
-        destinations = [rank for rank, _ in plan.destinations]
-        self._iteration += 1
-        if self._seat is not None:
-            self._seat.completed = self._iteration
-        self._put(destinations)
-        if all(put.is_completed() for put in self._puts):  # as on one host
-            self.discard()
+        self.rounds += 1
+        self.buckets.load()
+        self.begin()
         return result
+
+    def destinations(self) -> list[tuple[int, float]]:
+        """See `WinPut.destinations`: of the round that the step has completed."""
+        return self._plans.plan(self.rounds - 1).destinations
 
     def discard(self) -> None:
         """Waits until the put values have left: from then on the buckets' buffers may change.
 
         For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
         """
-        puts, self._puts = self._puts, []
-        for put in puts:
-            try:
-                put.wait()
-            except dist.DistBackendError:
-                gone = [rank for rank in self._out if self._windows[0].is_gone(rank)]
-                if not all(map(self._may_miss, gone or self._out)):
-                    raise
-        if not self._is_counted:
-            self._is_counted = True
-            self._pace.advance(self._iteration)
+        if (error := self._wait()) is not None:
+            raise error
 
     def settle(self) -> None:
         """Waits until the put values have left, and tells the neighbors to go on without this rank until its next step."""
-        if self._windows:
+        if self._pace is not None:
             self.discard()
             self._pace.pause()
 
@@ -343,31 +316,15 @@ class AtOwnPace(Driver):
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
-        return {rank: self._staleness(rank) for rank in self._in}
+        return {} if self._pace is None else {rank: self._staleness(rank) for rank in self._pace.in_neighbors}
 
     def follow(self, rounds: Plans) -> None:
         """See `Driver`."""
         self._end()
-        self._whole, self._closing = rounds, None
-        self._open(Plans(rounds.topology, self.context))
-        self._come_together()
+        self._topology, self._closing = rounds.topology, None
         self.rounds = 0
-
-    def members_changed(self) -> None:
-        """Opens windows among the ranks of an epoch: the first that all of them do after a meeting, wherever they are."""
-        assert self._seat is not None and self._ends is not None
-        if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
-            return  # all ranks have come to `close`, as this one or another one knows
-        with contextlib.suppress(dist.DistBackendError):  # of neighbors that are gone
-            self.discard()
-        self._iteration = max(self._iteration, self._seat.resume)
-        # If another rank is lost now, the new group fails, and the ranks meet again in their next steps. The old windows
-        # end when the last neighbor has left them.
-        with contextlib.suppress(dist.DistBackendError):
-            self._open(Plans(self._whole.topology, self.context))
-            self._put(self._out)
-        if self._closing is not None:
-            self.pause()
+        self._open()
+        self._come_together()
 
     # --- inside ---
 
@@ -380,69 +337,42 @@ class AtOwnPace(Driver):
 
     def _come_together(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number. Collective."""
-        self._iteration = highest(self.context, self._ends, self._iteration, f"{self.name}.done")
-        self._put(self._out)
-        wait_until_complete(self._puts)
+        self.rounds = highest(self.context, self._ends, self.rounds, f"{self.name}.done")
+        self.put_to_all()
+        wait_until_complete(self._in_flight)
         self.discard()
         highest(self.context, self._ends, 0, f"{self.name}.all have put")
 
-    def _end(self) -> None:
-        """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""
-        if not self._windows:
-            return
-        self.pause()
-        if self._ends is None:
-            self._pace.free()
-            for window in self._windows:
-                window.free()
-            self._windows = []
-            return
-        # A rank that waited for its neighbors in `free` would not hear of a meeting in which they wait for it. Once all
-        # ranks have come here, nobody writes or reads any more, so nobody has to wait.
-        self._closing = self._ends.completed
-        assert self._watch is not None
-        self._watch.meet_if_needed()
-        await_all(self._ends)
-        self._pace.abandon()
-        self._windows = []
-
-    def _edges(self) -> NDArray[np.bool_]:
-        """Returns whether there is an edge in any round of a period."""
-        assert self._rounds.topology is not None
-        return edges_of(self._rounds.topology)
-
-    def _open(self, rounds: Plans) -> None:
-        assert rounds.topology is not None  # the wrapper checks it
-        self._rounds = rounds
-        self._in, self._out = neighbors_of(rounds.topology, self.context.rank)
-        group, times = self._generation
-        self._generation = self.context.group, times + 1 if group is self.context.group else 0
-        name = f"{self.name}.{self._generation[1]}"
-        create = self.context.backend.create_window
-        self._windows = [
-            create(flat, f"{name}.{i}", self._in, self._out, zero_init=True)
-            for i, flat in enumerate(self.buckets.flats)
-        ]
-        gives_way = self._seat is not None
-        self._pace = Pace(self.context, name, self._in, self._out, gives_way=gives_way)
-
-    def _put(self, destinations: list[int]) -> None:
-        self._is_counted = False
-        self.buckets.load()
-        for window, flat in zip(self._windows, self.buckets.flats, strict=True):
-            window.p = self._iteration + 1.0  # 0 means that no values have arrived
-            for skip_lost in (False, True):
-                peers = [(rank, 1.0) for rank in destinations if self._may_miss(rank) == skip_lost]
-                if peers:
-                    self._puts.append(window.put(flat, peers, with_p=True, skip_lost=skip_lost))
-
-    def _may_miss(self, rank: int) -> bool:
-        # A rank that has paused may have finished its work, and its process may end.
-        return self._skip_lost or not self._pace.takes_part(rank)
-
     def _staleness(self, rank: int) -> int | None:
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
-        put = min(window.slot_p(rank) for window in self._windows)
-        if put == 0.0 or not self._pace.takes_part(rank) or self._windows[0].is_gone(rank):
-            return None
-        return self._iteration - (int(put) - 1)
+        put = min(window.slot_p(rank) for window in self.windows)
+        return None if put == 0.0 or not self._takes_part(rank) else self.rounds - (int(put) - 1)
+
+
+def check_ties(ties: list[tuple[Slot, Slot]]) -> None:
+    """Raises RuntimeError for parameters that shared one tensor and no longer do."""
+    for (part, key, _, name), (other, other_key, _, tied) in ties:
+        if getattr(part, key, None) is not getattr(other, other_key, None):
+            raise RuntimeError(
+                f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
+                "the names that named_parameters() has, without 'module.'"
+            )
+
+
+def ties_of(module: nn.Module) -> list[tuple[Slot, Slot]]:
+    """Returns pairs of places where the module holds the same parameter."""
+    first: dict[Tensor, Slot] = {}
+    slots = _slots_of(module, set(module.parameters()))
+    pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
+    return [(one, other) for one, other in pairs if one is not other]
+
+
+def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[Slot]:
+    """Returns the places where the module holds the tensors."""
+    return [
+        (part, key, tensor, f"{path}.{key}" if path else key)
+        for path, part in module.named_modules()
+        for members in (part._parameters, part._buffers)
+        for key, tensor in members.items()
+        if tensor is not None and tensor in tensors
+    ]

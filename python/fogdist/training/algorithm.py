@@ -190,6 +190,7 @@ class Algorithm(DistributedOptimizer):
     _is_shared: bool
     _group: dist.ProcessGroup | None
     _seat: Participant | None
+    _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
     _number: int
     _described: list[str]
     _bucket_bytes: int | None
@@ -232,7 +233,7 @@ class Algorithm(DistributedOptimizer):
         self.on_loss = on_loss
         self.is_syncing = True
         self._is_shared = share
-        self._seat = None
+        self._seat = self._ends = None
         context = current(group)
         if not self.takes_lbfgs:
             reject_lbfgs(optimizer)
@@ -251,8 +252,7 @@ class Algorithm(DistributedOptimizer):
         check_on_loss(on_loss)
         if on_loss == "continue" and not self.goes_on_after_losses:
             raise ValueError(
-                f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and mode 'async' of "
-                "DecentralizedDataParallel go on after losses"
+                f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and WinPut go on after losses"
             )
         if on_loss == "continue" and isinstance(given, Machines):
             raise ValueError(
@@ -285,6 +285,7 @@ class Algorithm(DistributedOptimizer):
             state = _State(self) if self.is_joinable() else None
             self._seat = members_of(group).participant(self.name, state)
             self._seat.on_change(self._fog_on_change)
+            self._ends = members_of(group).participant(f"{self.name} global")
             self.mixing = Continuing(self.mixing, self._seat)
         if self.is_running:
             self._hold()
@@ -335,10 +336,10 @@ class Algorithm(DistributedOptimizer):
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
-        if self._seat is None:
+        if self._ends is None:
             current(self._group).group.barrier().wait()
         else:
-            await_all(self._seat)
+            await_all(self._ends)
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -493,7 +494,7 @@ class Algorithm(DistributedOptimizer):
             self.refresh()
             of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
-            last, seat = Round(self.context, 0, f"{self.name} average"), self._fog_last_seat()
+            last, seat = Round(self.context, 0, f"{self.name} average"), self._ends
             means = []
             for number, values in enumerate(self.values):
                 own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
@@ -703,10 +704,6 @@ class Algorithm(DistributedOptimizer):
     def _fog_owner(self) -> object:
         """Returns the owner of the parameters: this object, or what drives it."""
         return self._fog_view()
-
-    def _fog_last_seat(self) -> Participant | None:
-        """Returns the seat of `average` with ``on_loss="continue"``."""
-        return self._seat
 
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """Returns the parameters that are not frozen, and the group number of each; all 0 if groups do not matter."""

@@ -66,8 +66,8 @@ class FlatBuckets:
 
     Raises:
         TypeError: A tensor is sparse, or of a subclass with a layout of its own.
-        ValueError: It is on the device meta or without a shape yet, or is expanded; it has another owner; `max_bytes` is
-            below 1; as many names as tensors are needed.
+        ValueError: It is on the device meta or without a shape yet, or is expanded; it has another owner; there are more names
+            than tensors, or fewer.
     """
 
     def __init__(
@@ -81,8 +81,6 @@ class FlatBuckets:
         takes_over: bool = False,
         share: bool = False,
     ) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
         self._owner = None if owner is None else weakref.ref(owner)
         self._takes_over = takes_over
         if owner is not None:
@@ -97,11 +95,9 @@ class FlatBuckets:
         self._views: list[list[Tensor]] = []
         self._is_outdated = False  # whether tensors may have changed since the buffers had their values
         self._may_differ = False  # whether the buffers may have changed since the tensors had their values
-        if names is not None and len(names) != len(tensors):
-            raise ValueError(f"names must be as many as tensors, {len(tensors)}, got {len(names)}")
         labels: dict[Tensor, str] = {}
-        for place, tensor in enumerate(tensors):
-            label = f"tensors[{place}]" if names is None else repr(names[place])
+        places = (f"tensors[{place}]" for place in range(len(tensors)))
+        for tensor, label in zip(tensors, places if names is None else map(repr, names), strict=True):
             _check(tensor, label)
             labels.setdefault(tensor, label)
         if self._kept_by_others(labels) is not None:

@@ -181,11 +181,10 @@ class Watch:
 
     Args:
         seat: The object's.
-        edges: Returns the graph of the present group, as a matrix of whether there is an edge; None if it need not hold
-            together.
+        edges: Returns the graph of the present group, as a matrix of whether there is an edge.
     """
 
-    def __init__(self, seat: Participant, edges: Callable[[], NDArray[np.bool_]] | None = None) -> None:
+    def __init__(self, seat: Participant, edges: Callable[[], NDArray[np.bool_]]) -> None:
         self._seat = seat
         self._edges = edges
         # The ranks without which the graph of this epoch holds together.
@@ -204,8 +203,6 @@ class Watch:
         backend = self._seat.context.backend
         if backend.failure:
             return backend.failure
-        if self._edges is None:
-            return ""
         gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
         known = self._seat.epoch, gone
         if self._checked[0] != self._seat.epoch:

@@ -452,6 +452,27 @@ def topology_of(context: Context) -> Topology:
     )
 
 
+def rounds_of(topology: MixingLike, context: Context, what: str) -> Topology:
+    """Returns the rounds of an argument `topology` that must have a period; None is the group's topology of now.
+
+    Args:
+        topology: The argument.
+        context: The group.
+        what: What needs a period, for messages: "with ..." or "for ...".
+
+    Raises:
+        TypeError: As `as_mixing`.
+        ValueError: It is no topology, or one without a period.
+    """
+    given = as_mixing(topology, context)
+    if type(given) is not Neighbors:
+        raise ValueError(f"topology must be a topology, a graph or None {what}, got {given!r}")
+    rounds = topology_of(context) if given.topology is None else given.topology
+    if rounds.period is None:
+        raise ValueError(f"topology must have a period {what}, got {rounds!r}")
+    return rounds
+
+
 def edges_of(topology: Topology) -> NDArray[np.bool_]:
     """Returns, as a matrix, whether there is an edge in any round of a topology with a period."""
     return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0))

@@ -69,6 +69,7 @@ class Pace:
     Attributes:
         context: The group.
         in_neighbors: As above.
+        peers: The neighbors in either direction.
     """
 
     def __init__(
@@ -82,11 +83,11 @@ class Pace:
     ) -> None:
         self.context = context
         self._gives_way = gives_way
-        self._peers = sorted({*in_neighbors, *out_neighbors})
+        self.peers = sorted({*in_neighbors, *out_neighbors})
         # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
         shown = torch.zeros(2, dtype=torch.float64, device="cpu")
         self._window = context.backend.create_window(
-            shown, f"{name}.pace", self._peers, self._peers, zero_init=True
+            shown, f"{name}.pace", self.peers, self.peers, zero_init=True
         )
         self._window.p = 0.0  # 1 while this rank is paused
         self._shown = shown.numpy()
@@ -95,11 +96,9 @@ class Pace:
         self._times = deque[float](maxlen=_REMEMBERED)
         self.in_neighbors = in_neighbors
         self._job_ranks = dist.get_process_group_ranks(context.group)
-        self._counts = dict.fromkeys(self._peers, 0)  # the neighbors' exchanges, as last seen
-        self._seen = dict.fromkeys(
-            self._peers, 0
-        )  # this rank's exchanges when it saw the neighbor's last one
-        self._longest = dict.fromkeys(self._peers, 0.0)  # seconds between two exchanges of the neighbor
+        self._counts = dict.fromkeys(self.peers, 0)  # the neighbors' exchanges, as last seen
+        self._seen = dict.fromkeys(self.peers, 0)  # this rank's exchanges when it saw the neighbor's last one
+        self._longest = dict.fromkeys(self.peers, 0.0)  # seconds between two exchanges of the neighbor
         self._asked: dict[int, dist.Work] = {}  # gets that have not completed yet
         self._passed_over: set[int] = set()
         has_staleness.add(self)
@@ -116,6 +115,10 @@ class Pace:
     def is_gone(self, rank: int) -> bool:
         """Returns whether a neighbor takes no further part: it is lost, or has ended."""
         return self._window.is_gone(rank)
+
+    def raise_loss(self, rank: int) -> None:
+        """Raises the error of a neighbor that is lost, if it is."""
+        self._window.get([(rank, 1.0)]).wait()
 
     def staleness(self) -> dict[int, int]:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
@@ -163,7 +166,7 @@ class Pace:
 
     def catch_up(self) -> int:
         """Sets this rank's count to the largest count of its own and its neighbors', and returns it."""
-        for rank in self._peers:
+        for rank in self.peers:
             self._look(rank, _UNKNOWN_SECONDS)
         self._made = max([self._made, *self._counts.values()])
         return self._made
@@ -182,7 +185,7 @@ class Pace:
     def _say(self, *, paused: bool) -> None:
         self._window.p = 1.0 if paused else 0.0
         with contextlib.suppress(dist.DistBackendError):  # a neighbor is lost
-            peers = [(rank, 1.0) for rank in self._peers]
+            peers = [(rank, 1.0) for rank in self.peers]
             # A copy: a count that changed on its way could be there before the exchange that it counts.
             told = self._window.put(self._window.tensor.clone(), peers, with_p=True, skip_lost=True)
             if paused:

@@ -22,10 +22,9 @@ from fogdist.training.mixing import (
     Neighbors,
     Plans,
     Round,
-    as_mixing,
     edges_of,
     neighbors_of,
-    topology_of,
+    rounds_of,
 )
 from fogdist.training.overlapping import Mixer
 from fogdist.training.pace import Deadlines
@@ -471,17 +470,12 @@ def patient_mixing(topology: MixingLike, context: Context, compression: Codec | 
         TypeError: As `as_mixing`.
         ValueError: It is no topology, or one without a period; virtual ranks.
     """
-    given = as_mixing(topology, context, compression)
-    if type(given) is not Neighbors:
-        raise ValueError(f"topology must be a topology, a graph or None with patience, got {given!r}")
-    if given.compression is not None:
-        raise ValueError(f"compression must be None with patience, got {given.compression!r}")
+    codec = getattr(topology, "compression", None) if compression is None else compression
+    if codec is not None:
+        raise ValueError(f"compression must be None with patience, got {codec!r}")
     if context.held != 1:
         raise ValueError("patience must be None for virtual ranks, of which none is late")
-    rounds = topology_of(context) if given.topology is None else given.topology
-    if rounds.period is None:
-        raise ValueError(f"topology must have a period with patience, got {rounds!r}")
-    return Neighbors(rounds)
+    return Neighbors(rounds_of(topology, context, "with patience"))
 
 
 def _are_there(puts: list[dist.Work]) -> bool:

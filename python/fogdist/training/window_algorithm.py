@@ -7,13 +7,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from fogdist.context import current
+from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions, check_count
+from fogdist.training.continuing import Watch, await_all
+from fogdist.training.mixing import Plans, edges_of, rounds_of, topology_of
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
 from fogdist.windows import Window
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Unpack
 
 
@@ -22,9 +28,10 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     A round begins at the end of a forward pass. Ranks wait for each other in the constructor, in `unregister_window`, in
     each exchange with `force_barrier`, and if a rank would run away from one that gets no core
-    (`max_staleness`). While there are windows the topology cannot change. `unregister_window`, which is collective, and
-    `fogdist.shutdown` free the windows, and so does another algorithm that takes over the model; dropping the object
-    does not. Parameters that are frozen at construction cannot be trained later.
+    (`max_staleness`). Windows are between the neighbors of all rounds of `topology`. Without one they are along the group's
+    topology, which cannot change meanwhile; dropping the object does not free these. `unregister_window`, which is
+    collective, frees the windows, and another algorithm that takes over the model ends them. Parameters that are frozen at
+    construction cannot be trained later.
 
     Args:
         optimizer: As in `Algorithm`.
@@ -35,8 +42,8 @@ class WindowAlgorithm(OverlappingAlgorithm):
             has been quiet for 0.1 s and five times as long as the longest of that rank's last 64 exchanges. (As the bound of
             stale synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be
             slower.)
-        **options: As in `Algorithm`, but `topology`, `compression` and `on_loss` have no other value than their default. Each
-            bucket is a window, and windows are along the group's topology.
+        **options: As in `Algorithm`, but `topology` must have a period, and `compression` and, for some, `on_loss` no other
+            value than their default. Each bucket is a window.
 
     Attributes:
         force_barrier: True to exchange in step with the others: each rank's exchange is in the same iteration
@@ -55,8 +62,6 @@ class WindowAlgorithm(OverlappingAlgorithm):
     goes_on_after_losses: ClassVar[bool] = False
     own_weights: ClassVar[tuple[str, ...]] = ()
     """The attributes that users set before an exchange and that this algorithm uses."""
-    zero_init: ClassVar[bool] = False
-    """Whether slots start as zeros; otherwise they start as the parameters."""
 
     force_barrier: bool = setting(False)
     max_staleness: int | None = setting(MAX_STALENESS)
@@ -64,6 +69,12 @@ class WindowAlgorithm(OverlappingAlgorithm):
     _pace: Pace | None
     _prefix: str
     _in_flight: list[dist.Work]
+    _topology: Topology | None  # of all ranks that there were; None for the group's
+    _plans: Plans
+    _watch: Watch | None
+    _generation: tuple[dist.ProcessGroup | None, int]  # of the windows, in a group
+    # The number of the exchange of the second seat in which ranks agree to end their windows, once this one has come to it.
+    _closing: int | None
 
     def __init__(
         self,
@@ -74,30 +85,27 @@ class WindowAlgorithm(OverlappingAlgorithm):
         max_staleness: int | None = MAX_STALENESS,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        if options.get("topology") is not None:
-            raise ValueError(
-                f"topology must be None for {self.algorithm_name}, whose windows follow the group's: set_topology"
-            )
         if window_prefix is not None and not isinstance(window_prefix, str):
             raise TypeError(f"window_prefix must be a string, got {type(window_prefix).__name__}")
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
-        self.windows = []
-        self._in_flight = []
-        self._pace = None
+        self.windows, self._in_flight, self._pace, self._watch = [], [], None, None
+        self._topology, self._generation, self._closing = None, (None, 0), None
+        if options.get("topology") is not None or options.get("on_loss") == "continue":
+            self._topology = rounds_of(
+                options.get("topology"), current(options.get("group")), f"for {self.algorithm_name}"
+            )
+            options["topology"] = self._topology
         super().__init__(optimizer, model, **options)
-        self.mixing.weights = self.own_weights
+        self.mixing.weights = self.own_weights if self._seat is None else ()  # these may name lost ranks
         self._prefix = window_prefix or self.name
         if self.is_running:
-            topology = self.context.topology
-            with self.buckets.released_on_error():
-                for number, flat in enumerate(self.buckets.flats):
-                    name = f"{self._prefix}.{number}"
-                    window = Window(flat, self.context.group, name=name, zero_init=self.zero_init)
-                    self.windows.append(window)
-                neighbors = sorted(topology.in_neighbors), sorted(topology.out_neighbors)
-                self._pace = Pace(self.context, self._prefix, *neighbors)
+            if self._seat is not None:
+                self._watch = Watch(self._seat, self._edges)
+            if not self.context.is_joining:  # else it opens windows when it has joined the others
+                with self.buckets.released_on_error():
+                    self._open()
         self.watch_forward("after forward")
 
     # --- for subclasses to override ---
@@ -124,24 +132,11 @@ class WindowAlgorithm(OverlappingAlgorithm):
             torch.distributed.DistBackendError: A neighbor did not come in time. All windows are freed all the
                 same.
         """
-        if self._pace is not None:
-            self._pace.pause()  # so that neighbors do not wait for this rank, which waits for them
         for watch in self._watches:
             watch.remove()
-        error = self._wait()
         if self.windows:
             self.buckets.release()
-        opened: list[Pace | Window] = [*self.windows]
-        if self._pace is not None:
-            opened.append(self._pace)
-            self._pace = None
-        for each in opened:
-            try:
-                each.free()
-            except RuntimeError as failure:
-                error = error or failure
-        if error is not None:
-            raise error
+        self._end()
 
     def _fog_finish(self) -> None:
         super()._fog_finish()
@@ -211,10 +206,59 @@ class WindowAlgorithm(OverlappingAlgorithm):
 
     def keep_pace(self) -> None:
         """Waits for in-neighbors that are too far behind, unless ranks exchange in step anyway."""
+        if self._watch is not None:
+            self._watch.meet_if_needed()
         if self._pace is not None and not self.force_barrier:
             self._pace.wait(self.max_staleness)
 
     # --- inside ---
+
+    def _edges(self) -> NDArray[np.bool_]:
+        """Returns whether there is an edge in any round of a period."""
+        assert self._plans.topology is not None
+        return edges_of(self._plans.topology)
+
+    def _open(self) -> None:
+        """Opens windows along the topology, or what is left of it. Collective among neighbors."""
+        context = self.context
+        self._plans = Plans(self._topology or topology_of(context), context)
+        group, times = self._generation
+        times = times + 1 if group is context.group else 0
+        self._generation = context.group, times
+        if self._topology is not None:
+            context = context.along(self._edges())
+        prefix = f"{self._prefix}.{times}" if times else self._prefix
+        self.windows = []
+        for number, flat in enumerate(self.buckets.flats):
+            self.windows.append(Window(flat, context, name=f"{prefix}.{number}", zero_init=True))
+        sources, destinations = sorted(context.topology.in_neighbors), sorted(context.topology.out_neighbors)
+        self._pace = Pace(context, prefix, sources, destinations, gives_way=self._seat is not None)
+
+    def _end(self) -> None:
+        """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""
+        pace = self._pace
+        if pace is None:
+            return
+        pace.pause()  # so that neighbors do not wait for this rank, which waits for them
+        error = self._wait()
+        ends: list[Pace | Window] = [*self.windows, pace]
+        if self._watch is not None and self._ends is not None:
+            # A rank that waited for its neighbors in `free` would not hear of a meeting in which they wait for it. Once all
+            # ranks have come here, nobody writes or reads any more, so nobody has to wait.
+            self._closing = self._ends.completed
+            self._watch.meet_if_needed()
+            await_all(self._ends)
+            ends = []
+            for window in self.windows:
+                window.abandon("was freed")
+        self._pace = None
+        for each in ends:
+            try:
+                each.free()
+            except RuntimeError as failure:
+                error = error or failure
+        if error is not None:
+            raise error
 
     def _wait(self) -> RuntimeError | None:
         """Waits for all operations in flight and returns the first error."""

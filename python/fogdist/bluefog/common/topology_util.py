@@ -73,7 +73,3 @@ def __getattr__(name: str) -> Any:
     if name in topology.__all__:
         return getattr(topology, name)
     return find(name, "bluefog.common.topology_util", globals())
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

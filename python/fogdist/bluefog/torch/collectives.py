@@ -163,22 +163,10 @@ def _one(work: dist.Work) -> Tensor:
     return result
 
 
-def _begin(operation: Function, in_place: bool, tensor: Any, *arguments: Any, **options: Any) -> Begun:
+def _begin(operation: Function, tensor: Any, *arguments: Any, **options: Any) -> Begun:
     """Begins an operation of fogdist between neighbors, of a tensor or a list of tensors."""
-    if not in_place:
-        work = operation(tensor, *arguments, async_op=True, **options)
-        return work, _one if isinstance(tensor, Tensor) else lambda done: done.get_future().value()
-    given = [tensor] if isinstance(tensor, Tensor) else list(tensor)
-    targets = [_target(each, True) for each in given]
-    buffers: Any = [buffer for buffer, _ in targets]
-    buffers = buffers[0] if isinstance(tensor, Tensor) else buffers
-    work = operation(buffers, *arguments, out=buffers, async_op=True, **options)
-
-    def finish(done: dist.Work) -> Any:
-        results = [deliver(done) for _, deliver in targets]
-        return results[0] if isinstance(tensor, Tensor) else results
-
-    return work, finish
+    work = operation(tensor, *arguments, async_op=True, **options)
+    return work, _one if isinstance(tensor, Tensor) else lambda done: done.get_future().value()
 
 
 def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[..., Begun]:
@@ -192,7 +180,7 @@ def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[.
     order = ("self_weight", sources, destinations, "enable_topo_check", "name")
 
     @functools.wraps(operation)
-    def begin(in_place: bool, tensor: Any, *positional: Any, **options: Any) -> Begun:
+    def begin(_: bool, tensor: Any, *positional: Any, **options: Any) -> Begun:
         if positional and isinstance(positional[0], bool):
             options["average"], *rest = positional
             positional = (None, None, *rest)
@@ -210,14 +198,14 @@ def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[.
                 if new in options or new in given:
                     raise TypeError(f"{old} and {new} must not both be given: they are the same")
                 given[new] = options.pop(old)
-        return _begin(operation, in_place, tensor, **given, **options)
+        return _begin(operation, tensor, **given, **options)
 
     return begin
 
 
 def _begin_neighbor_allgather(_: bool, tensor: Any, name: str | None = None, **options: Any) -> Begun:
     """As `fogdist.neighbor_allgather`; BlueFog up to 0.2 took the name by position."""
-    return _begin(fogdist.neighbor_allgather, False, tensor, name=name, **options)
+    return _begin(fogdist.neighbor_allgather, tensor, name=name, **options)
 
 
 def _begin_pair_gossip(
@@ -231,29 +219,19 @@ def _begin_pair_gossip(
 ) -> Begun:
     """As `fogdist.pair_gossip`, also by position."""
     options |= {"self_weight": self_weight, "pair_weight": pair_weight, "name": name}
-    return _begin(fogdist.pair_gossip, False, tensor, target_rank, **options)
+    return _begin(fogdist.pair_gossip, tensor, target_rank, **options)
 
 
 allreduce, allreduce_nonblocking, allreduce_, allreduce_nonblocking_ = _forms(_begin_allreduce, "allreduce")
 _broadcast, broadcast_nonblocking, broadcast_, broadcast_nonblocking_ = _forms(_begin_broadcast, "broadcast")
 allgather, allgather_nonblocking, *_ = _forms(_begin_allgather, "allgather")
-(
-    neighbor_allreduce,
-    neighbor_allreduce_nonblocking,
-    neighbor_allreduce_,
-    neighbor_allreduce_nonblocking_,
-) = _forms(
+neighbor_allreduce, neighbor_allreduce_nonblocking, *_ = _forms(
     _with_weights(
         fogdist.neighbor_allreduce, {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
     ),
     "neighbor_allreduce",
 )
-(
-    hierarchical_neighbor_allreduce,
-    hierarchical_neighbor_allreduce_nonblocking,
-    hierarchical_neighbor_allreduce_,
-    hierarchical_neighbor_allreduce_nonblocking_,
-) = _forms(
+hierarchical_neighbor_allreduce, hierarchical_neighbor_allreduce_nonblocking, *_ = _forms(
     _with_weights(
         fogdist.hierarchical_neighbor_allreduce,
         {
