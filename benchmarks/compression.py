@@ -55,20 +55,18 @@ RESULTS = Path(__file__).resolve().parent / "results" / "compression.json"
 
 def codecs() -> dict[str, Codec]:
     """Returns the measured codecs by name."""
-    from fogdist.compression import BFloat16, Float16, Int4, Int8, Sign, TopK
+    from fogdist.compression import BFloat16, Float16, Int8, TopK
 
     return {
         "float16": Float16(),
         "bfloat16": BFloat16(),
         "int8": Int8(),
-        "int4": Int4(),
-        "sign": Sign(),
         "top-k 1 %": TopK(0.01),
         "top-k 1 %, 2 bits": TopK(0.01, bits=2),
     }
 
 
-EXCHANGED = ["float16", "int8", "int4", "sign", "top-k 1 %"]
+EXCHANGED = ["float16", "int8", "top-k 1 %"]
 
 
 # --- codecs ---------------------------------------------------------------------------------------------------

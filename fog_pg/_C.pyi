@@ -51,11 +51,7 @@ class NeighborPlan:
     @property
     def rank(self) -> int: ...
     @property
-    def size(self) -> int: ...
-    @property
     def self_weight(self) -> float: ...
-    @property
-    def mean(self) -> bool: ...
     @property
     def sources(self) -> list[tuple[int, float]]: ...
     @property
@@ -73,9 +69,7 @@ class Codec:
     @staticmethod
     def bfloat16() -> Codec: ...
     @staticmethod
-    def integers(bits: int, block: int) -> Codec: ...
-    @staticmethod
-    def sign(block: int) -> Codec: ...
+    def int8(block: int) -> Codec: ...
     @staticmethod
     def top_k(fraction: float, k: int, bits: int) -> Codec: ...
     @property
@@ -137,14 +131,10 @@ class ProcessGroupFog(Backend):
 
         Attributes:
             confirm: As in the class, for c10d's own operations.
-            between_hosts: The transport between hosts: "auto", "tcp" or "rma"; "" (default) uses FOG_BETWEEN_HOSTS.
-                The choice of the first group holds for the process, and must be the same on
-                all ranks.
             group_name: The name of the group in error messages.
         """
 
         confirm: bool
-        between_hosts: str
         group_name: str  # type: ignore[assignment]  # torch declares a subtype of str
         def __init__(self) -> None: ...
         def __deepcopy__(self, memo: dict[int, object]) -> ProcessGroupFog.Options: ...
@@ -170,12 +160,10 @@ class ProcessGroupFog(Backend):
             known_ranks: Their ranks in it.
 
         Raises:
-            ValueError: `known_ranks` are not different ranks of `known`, one for each rank; `options.between_hosts`,
-                FOG_BETWEEN_HOSTS or FOG_RMA_BYTES has an invalid value, or the first group has chosen another transport
-                between hosts.
+            ValueError: `known_ranks` are not different ranks of `known`, one for each rank.
             torch.distributed.DistBackendError: Some ranks did not come within the timeout, or will not come because they
-                are gone; ranks have different values of `between_hosts` (the error names the ranks), or RMA
-                was requested and is not available.
+                are gone; ranks have different values of FOG_BETWEEN_HOSTS (the error names the ranks), or RMA was requested
+                and is not available.
         """
 
     def neighbor_allreduce(
@@ -228,7 +216,7 @@ class ProcessGroupFog(Backend):
         confirm: bool | None = None,
         timeout: timedelta | None = None,
     ) -> list[Tensor]:
-        """neighbor_allreduce that waits for the result. It creates no Python Work and wakes no other thread.
+        """neighbor_allreduce that waits, without a codec. It creates no Python Work and wakes no other thread.
 
         Returns:
             `[output]`, or the list of outputs.
@@ -236,20 +224,6 @@ class ProcessGroupFog(Backend):
         Raises:
             torch.distributed.DistBackendError: The operation failed in flight.
         """
-
-    def compressed_neighbor_allreduce_blocking(
-        self,
-        tensor: Tensor | Sequence[Tensor],
-        plan: NeighborPlan,
-        *,
-        compression: Codec,
-        output: Tensor | Sequence[Tensor] | None = None,
-        name: str = "",
-        confirm: bool | None = None,
-        timeout: timedelta | None = None,
-        conserve: bool = False,
-    ) -> list[Tensor]:
-        """neighbor_allreduce_blocking with a codec."""
 
     def hierarchical_neighbor_allreduce(
         self,
@@ -612,21 +586,17 @@ class Window:
     def is_gone(self, rank: int) -> bool:
         """Returns whether a neighbor takes no further part: its process has ended, or it has closed the group."""
 
-    def lock(self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None) -> None:
-        """Locks mutexes, in the same order on all ranks; locks all of them or none.
+    def hold(
+        self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
+    ) -> WindowHold:
+        """Locks mutexes until the returned object releases them.
+
+        It locks them in the same order on all ranks, and all of them or none.
 
         Args:
             ranks: In- or out-neighbors, which own the mutexes.
             own: Locks the mutexes that this rank owns with `ranks` instead.
         """
-
-    def unlock(self, ranks: Sequence[int], *, own: bool = False) -> None:
-        """Unlocks mutexes. Raises ValueError and unlocks none if this thread does not hold all of them."""
-
-    def hold(
-        self, ranks: Sequence[int], *, own: bool = False, timeout: timedelta | None = None
-    ) -> WindowHold:
-        """Locks mutexes as `lock` does, until the returned object releases them."""
 
     def free(self, timeout: timedelta | None = None) -> None:
         """Waits for this rank's operations in flight, and until all neighbors that have not gone have called it.
@@ -653,7 +623,7 @@ class Window:
 
 class WindowHold:
     def release(self) -> None:
-        """Unlocks the mutexes; a second call does nothing."""
+        """Unlocks the mutexes; a second call does nothing. Raises ValueError in another thread than `hold`'s."""
 
 def set_version(version: str) -> None:
     """Sets the package's version, before `load_mpi`; all ranks of a job must have the same version."""
@@ -702,13 +672,8 @@ def announce(entry: str) -> bool:
     A process that is not visible (`read_entry`) is called over TCP, which may take seconds.
     """
 
-def prepare_to_join(
-    rank: int, size: int, entries: Sequence[str], store: Store, between_hosts: str, timeout: timedelta
-) -> None:
+def prepare_to_join(rank: int, size: int, entries: Sequence[str], store: Store, timeout: timedelta) -> None:
     """Makes this process a rank of the job of the processes with these entries, without a connection to any.
-
-    Args:
-        between_hosts: The option of the group.
 
     Raises:
         torch.distributed.DistBackendError: They are of another build, or cannot be reached.
@@ -735,9 +700,6 @@ def connect_with(entries: Mapping[int, str], is_member: bool, timeout: timedelta
     Returns:
         The ranks that have come.
     """
-
-def mpi_library() -> str:
-    """Path of the chosen library; empty if no library was chosen."""
 
 def mpi_version() -> str:
     """The result of MPI_Get_library_version; needs an open library."""
@@ -785,9 +747,6 @@ def protocol() -> str:
 
 def hmac_sha256(key: bytes, data: bytes) -> bytes:
     """For tests: the HMAC with SHA-256."""
-
-def random_secret() -> str:
-    """For tests: a secret as rank 0 makes it, in hexadecimal digits."""
 
 def arena_bytes(memory: int, local_ranks: int, addresses: int) -> int:
     """The largest size of the memory that a rank shares.

@@ -232,8 +232,7 @@ def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog
                 f"{who}, but does not know the job's secret: set FOG_JOB_SECRET as for the other ranks"
             )
         extension.set_job_secret(store.get(_SECRET).decode())
-    between, timeout = backend_options.between_hosts, backend_options._timeout
-    extension.prepare_to_join(rank, size, list(world.entries.values()), store, between, timeout)
+    extension.prepare_to_join(rank, size, list(world.entries.values()), store, backend_options._timeout)
     backend: ProcessGroupFog = extension.add_whole(
         world.id,
         rank,

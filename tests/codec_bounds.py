@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
-from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from fogdist.compression import BFloat16, Codec, Float16, Int8, TopK
 from torch import Tensor
 
 # Codecs compute scales with 16 significant bits, and everything else with 24. Bounds are larger by this factor.
@@ -36,12 +35,8 @@ def _errors(codec: Codec, values: Tensor, dtype: torch.dtype) -> Tensor:
         errors = 2.0**-8 * sizes + 2.0**-134
         most = min(torch.finfo(torch.bfloat16).max, torch.finfo(dtype).max)
         return torch.where(sizes + errors < most, errors, math.inf)
-    if isinstance(codec, Int8 | Int4):
-        top = 127 if isinstance(codec, Int8) else 7
-        return _scale(values, codec.block, top) * 0.5
-    if isinstance(codec, Sign):
-        mean = _by_block(values, codec.block, lambda blocks, count: blocks.sum(1, keepdim=True) / count)
-        return (sizes - mean).abs() + (ROUNDING - 1) * mean + 2.0**-126
+    if isinstance(codec, Int8):
+        return _scale(values, codec.block) * 0.5
     assert isinstance(codec, TopK)
     return _errors_of_top_k(codec, values)
 
@@ -65,18 +60,11 @@ def _errors_of_top_k(codec: TopK, values: Tensor) -> Tensor:
     return errors
 
 
-def _scale(values: Tensor, block: int, top: float) -> Tensor:
+def _scale(values: Tensor, block: int) -> Tensor:
     """Returns for each element the scale of its block, or slightly more."""
-    largest = _by_block(values, block, lambda blocks, _: blocks.amax(1, keepdim=True))
-    return (largest / top).clamp_min(2.0**-126) * ROUNDING
-
-
-def _by_block(values: Tensor, block: int, reduce: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     numel = values.numel()
     count = -(-numel // block)
     magnitudes = values.new_zeros(count * block)
     magnitudes[:numel] = values.abs()
-    sizes = values.new_full((count, 1), float(block))
-    if numel % block:
-        sizes[-1] = numel % block
-    return reduce(magnitudes.view(count, block), sizes).expand(count, block).reshape(-1)[:numel]
+    largest = magnitudes.view(count, block).amax(1, keepdim=True).expand(count, block).reshape(-1)[:numel]
+    return (largest / 127).clamp_min(2.0**-126) * ROUNDING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from fogdist.compression import BFloat16, Codec, Float16, Int4, Int8, Sign, TopK
+from fogdist.compression import BFloat16, Codec, Float16, Int8, TopK
 from torch import Tensor
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -12,11 +12,6 @@ BLOCKS: list[Codec] = [
     Int8(),
     Int8(block=8),
     Int8(block=1000),
-    Int4(block=64),
-    Int4(block=16),
-    Sign(),
-    Sign(block=8),
-    Sign(block=2056),
 ]
 SPARSE: list[Codec] = [
     TopK(0.01),
@@ -36,8 +31,6 @@ IN_EXCHANGES: list[Codec] = [
     BFloat16(),
     Int8(),
     Int8(block=8192),
-    Int4(block=64),
-    Sign(block=1024),
     TopK(0.02),
     TopK(0.7),
     TopK(0.3, bits=2),

@@ -13,7 +13,7 @@ import fogdist
 import torch
 import torch.distributed as dist
 from fogdist import topology
-from fogdist.compression import Codec, Float16, Int4, Int8, Sign, TopK
+from fogdist.compression import Codec, Float16, Int8, TopK
 from torch import Tensor
 
 REPETITIONS = 10
@@ -94,7 +94,7 @@ def measure_compressed(nbytes: int) -> dict[str, tuple[int, list[int]]]:
     rank, size = fogdist.rank(), fogdist.size()
     x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(rank))
     counts = {}
-    for codec in (Float16(), Int8(), Int4(), Sign(), TopK(0.01)):
+    for codec in (Float16(), Int8(), TopK(0.01)):
         call = functools.partial(
             fogdist.neighbor_allreduce,
             x,
@@ -131,7 +131,7 @@ def measure_windows(nbytes: int) -> dict[str, tuple[int, list[int]]]:
     fogdist.init(topology.ring)
     x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(fogdist.rank()))
     counts = {}
-    for number, codec in enumerate((Float16(), Int8(), Int4(), TopK(0.01))):
+    for number, codec in enumerate((Float16(), Int8(), TopK(0.01))):
         with fogdist.Window(x.clone(), name=f"w{number}", zero_init=True) as window:
             for write in (window.put, window.accumulate):
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from compressed_recursions import choco_sgd, sparse_loco
 from fogdist import algorithms
 from fogdist import topology as topologies
-from fogdist.compression import Codec, Int4, Int8, TopK
+from fogdist.compression import Codec, Int8, TopK
 from fogdist.simulate import VirtualRanks
 from harness import ALL, on_ranks
 from reference import top_k
@@ -556,11 +556,11 @@ CASES = [
     Case("SparseLoCo", "full", "sgd", SPARSE, every=2, together=True),
     *(Case("SparseLoCo", g, "sgd", GOSSIP, every=2, together=True) for g in ("ring", "star", "graph")),
     Case("SparseLoCo", "ring", "momentum", GOSSIP),
-    Case("SparseLoCo", "full", "sgd", (("compression", Int4(block=8)),), every=2),
+    Case("SparseLoCo", "full", "sgd", (("compression", Int8(block=8)),), every=2),
     Case("SparseLoCo", "ring", "adamw", WHOLE, every=3, together=True),
     *(Case("DecentralizedAdamW", g, "adamw") for g in ("ring", "pairs", "attributes")),
     Case("DecentralizedAdamW", "one-peer", "adamw", every=2, decays=True),
-    *(Case("ChocoSGD", g, "sgd", sent(Int4(block=8), 0.9)) for g in ("star", "exp", "graph")),
+    *(Case("ChocoSGD", g, "sgd", sent(Int8(block=8), 0.9)) for g in ("star", "exp", "graph")),
     Case("ChocoSGD", "ring", "momentum", sent(TopK(0.3), 0.3), together=True),
     Case("ChocoSGD", "ring", "adamw", sent(Int8(block=8), 1.0), decays=True),
     Case("ChocoSGD", "star", "sgd", sent(TopK(0.4), 0.2), every=3),
@@ -1006,7 +1006,7 @@ def converge(name: str, options: dict[str, Any]) -> np.ndarray:
         ("DecentralizedSGD", {}, False),
         ("ExactDiffusion", {}, True),
         ("GradientTracking", {}, True),
-        ("ChocoSGD", {"compression": Int4(block=8), "gamma": 0.9}, False),
+        ("ChocoSGD", {"compression": Int8(block=8), "gamma": 0.9}, False),
     ],
 )
 def test_what_is_exact_ends_at_the_optimum_whatever_the_scheduler_did(worlds, name, options, is_exact):

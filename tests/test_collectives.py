@@ -119,6 +119,8 @@ def check_work(checks: Checks, label: str, work: dist.Work, outputs: list[Tensor
     checks.true(f"{label}: a second wait", work.wait())
     checks.true(f"{label}: is_completed", work.is_completed())
     checks.true(f"{label}: is_success", work.is_success())
+    milliseconds = work._get_duration()  # type: ignore[attr-defined]
+    checks.true(f"{label}: duration {milliseconds}", 0 < milliseconds < 60_000)
     checks.equal(f"{label}: exception", exception_of(work), None)
     future = work.get_future()
     checks.true(f"{label}: future.done", future.done())

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from compressed_recursions import choco_sgd, sparse_loco
 from fogdist import algorithms, checkpoint, membership, topology
-from fogdist.compression import Codec, Float16, Int4, Int8, Sign, TopK
+from fogdist.compression import Codec, Float16, Int8, TopK
 from harness import World, WorldPool, on_ranks
 from reference import Checks, make_input
 from test_algorithms import Case, Simulation, advance, make, sent
@@ -35,8 +35,6 @@ from training_cases import start
 CODECS: list[tuple[Codec, float]] = [
     (Float16(), 1.0),
     (Int8(), 1.0),
-    (Int4(block=8), 0.6),
-    (Sign(block=8), 0.3),
     (TopK(0.1), 0.25),
 ]
 
@@ -92,7 +90,7 @@ def test_ranks_agree_on_the_exact_mean(which: int) -> None:
     rank, size = start(topology.ring)
     (codec, gamma), mean = CODECS[which], mean_of(size)
     in_float64, in_float32 = (torch.float64, 1e-6, 1e-12), (torch.float32, 1e-5, 1e-4)
-    also_float32 = isinstance(codec, (Sign, Int8))
+    also_float32 = isinstance(codec, Int8)
     with Checks() as checks:
         for dtype, apart, off in (in_float64, *([in_float32] if also_float32 else [])):
             model = Weights(rank, dtype)
@@ -200,7 +198,7 @@ def change_the_topology(case: Case, at: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     "case",
-    [Case("ChocoSGD", "ring", "sgd", sent(Sign(block=8), 0.3)), GOSSIP_CASE],
+    [Case("ChocoSGD", "ring", "sgd", sent(TopK(0.3), 0.3)), GOSSIP_CASE],
     ids=str,
 )
 def test_another_topology_between_two_rounds(worlds: WorldPool, case: Case) -> None:
@@ -235,7 +233,7 @@ def lose_a_rank(case: Case, victim: int, at: int) -> tuple[membership.Membership
 
 
 LOSSES = [
-    Case("ChocoSGD", "full", "sgd", sent(Int4(block=8), 0.5)),
+    Case("ChocoSGD", "full", "sgd", sent(Int8(block=8), 0.5)),
     *(dataclasses.replace(GOSSIP_CASE, graph="full", every=every) for every in (1, 2)),
 ]
 
@@ -260,7 +258,7 @@ def test_the_living_go_on_after_a_loss(new_world: Callable[..., World], case: Ca
 def lose_ranks_in_turn(deaths: dict[int, float]) -> Tensor:
     rank, _ = start(topology.ring)
     model = Weights(rank)
-    optimizer = choco(model, Int4(block=8), 1.0, on_loss="continue")
+    optimizer = choco(model, Int8(block=8), 1.0, on_loss="continue")
     for step in range(100):
         if int(deaths.get(rank, -1.0)) == step:
             time.sleep(deaths[rank] % 1.0)

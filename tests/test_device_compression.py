@@ -17,7 +17,7 @@ from codec_lists import DTYPES as DTYPES_OF_CODECS
 from device_worlds import DEVICE, HostReads, no_waits, on_the_double_only, place
 from fogdist import algorithms
 from fogdist import topology as topologies
-from fogdist.compression import Codec, Int4, Int8, Sign, TopK
+from fogdist.compression import Codec, Int8, TopK
 from harness import error_of, on_ranks
 from reference import Checks, make_input
 from test_compressed_exchanges import DIFFERENT, expected_at, ring
@@ -80,8 +80,8 @@ def test_exchanges() -> None:
             ("conserve", plan, applied),
             ("conserve", mean, of_mean),
         )
-        for codec, dtype in _with_dtypes([*IN_EXCHANGES, Int4()]):
-            numel = 0 if codec == Int4() else 3000
+        for codec, dtype in _with_dtypes([*IN_EXCHANGES, Int8(block=64)]):
+            numel = 0 if codec == Int8(block=64) else 3000
             x = [make_input(r, dtype, numel) for r in range(size)]
             for how, used, expected_plan in forms:
                 label = f"{codec} {dtype} {numel} {how} {'mean' if used is mean else ''}"
@@ -154,7 +154,7 @@ def test_machines() -> None:
     machine, place_in = divmod(rank, half)
     plan = NeighborPlan(machine, 2, 0.5, [(1 - machine, 0.5)], [(1 - machine, 1.0)])
     with Checks() as checks:
-        for codec, conserve in itertools.product((Int8(), Sign(block=64), TopK(0.1)), (False, True)):
+        for codec, conserve in itertools.product((Int8(block=64), TopK(0.1)), (False, True)):
             numel = 64 * half
             x = [make_input(r, torch.float64, numel) for r in range(size)]
             work = fog.hierarchical_neighbor_allreduce(

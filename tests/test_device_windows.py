@@ -28,7 +28,7 @@ from device_double import held
 from device_worlds import DEVICE, ON_GPUS, on_the_double_only, place
 from fogdist import topology as topologies
 from fogdist.compression import Int8
-from harness import on_ranks
+from harness import error_of, on_ranks
 from hosts import run_on_hosts
 from window_interfaces import INTERFACES, one_way
 
@@ -292,6 +292,11 @@ def test_operations_in_flight_keep_their_order() -> None:
                     work.wait()
             stream.synchronize()
             assert numbers[0].cpu().eq(0.5).all() and numbers[1].cpu().eq(2.0).all()
+            with held(stream), stream:  # longer than the operation may take: it fails, and nothing is sent
+                torch.Event(device=DEVICE).record(stream)
+                late = window.put(numbers[2], timeout=timedelta(milliseconds=50), async_op=True)
+                assert f"timed out waiting for {DEVICE}" in error_of(late.wait)
+            stream.synchronize()
         settle()
         if rank != 0:
             assert window.version(0) == 1

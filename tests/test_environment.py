@@ -102,8 +102,10 @@ def test_cpp_reads_what_is_listed() -> None:
     names = {
         name
         for path in CPP
-        for name in re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9])"', path.read_text())
+        for line in path.read_text().splitlines()
+        for name in re.findall(r'"([A-Z][A-Z0-9]*_[A-Z0-9_]*[A-Z0-9])"', line)
         if not name.startswith("MPI_THREAD_")
+        and "check_setting(" not in line  # that names what Python has read
     }
     assert names - SET_FOR_MPI == listed("C++")
 

@@ -18,6 +18,7 @@ from harness import RUN_TIMEOUT, World, WorldPool, error_of, on_ranks, sizes
 from operations import prepare
 from reference import Checks
 from torch import Tensor
+from torch._C import _distributed_c10d as distributed_c10d
 
 from fog_pg import _C
 
@@ -84,8 +85,11 @@ dist.gather(parts[1], parts, dst=0) | outputs\[1\].*inputs
 dist.scatter(parts[1], parts, src=0) | outputs.*inputs\[1\]
 dist.all_reduce_coalesced([x, x]) | shares.memory.with
 backend.allreduce_coalesced([x[:5], x[4:]]) | tensors\[1\].*tensors\[0\]
-backend.allreduce([x, x]) | shares.memory.with
-backend.broadcast([parts[0], x[2:6]]) | shares.memory.with
+backend.allreduce([x, x]) | 2.tensors one
+backend.broadcast([parts[0], parts[1]]) | 2.tensors one
+backend.allgather([parts, parts], [ones(4), ones(4)]) | 2.tensors one
+backend.allreduce([torch.eye(3).to_sparse()] * 2) | 2.tensors one
+backend.allreduce_named(ones(2, dtype=torch.complex64), op.PRODUCT) | (?i)product (?i)complex
 dist.all_reduce(x[:8].unfold(0, 4, 2)) | share.memory
 dist.broadcast(ones(1).expand(4), 0) | share.memory
 dist.irecv(x.as_strided((2, 3), (4, 2)), 1) | share.memory
@@ -216,6 +220,12 @@ DISAGREEMENTS, MESSAGES = (
 OF_ALL = [list(DISAGREEMENTS)[place] for place in (0, 1, 6, 14)]
 
 
+def _state(group: dist.ProcessGroup) -> distributed_c10d.ErrorType:
+    backend = group._get_backend(torch.device("cpu"))
+    wrapper = distributed_c10d._ProcessGroupWrapper(backend, backend)  # torch 2.13 asks only in this class
+    return wrapper.get_error()
+
+
 def disagree(calls: list[str]) -> None:
     """The last rank passes other arguments than all others."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -225,6 +235,9 @@ def disagree(calls: list[str]) -> None:
         for name in calls:
             shown = (DISAGREEMENTS | MESSAGES)[name]
             group = dist.new_group(timeout=timedelta(seconds=LONG_TIMEOUT))
+            checks.equal(
+                f"{name}: the group's state before", _state(group), distributed_c10d.ErrorType.SUCCESS
+            )
             error = ""
             try:
                 eval(name, names | {"r": int(rank == size - 1), "g": group})
@@ -232,6 +245,8 @@ def disagree(calls: list[str]) -> None:
                 error = str(raised)
             except BaseException as raised:
                 checks.true(f"{name}: {raised!r} instead of a DistBackendError on rank {rank}", False)
+            if error:  # otherwise this rank may not know of the failure yet
+                checks.true(f"{name}: the group's state", _state(group) != distributed_c10d.ErrorType.SUCCESS)
             named = [rf"(?i)rank\W*{size - 1}\b"] if size > 2 and rank < size - 1 else []
             if name in DISAGREEMENTS or rank == 1:
                 for pattern in [*shown, *named]:

@@ -662,7 +662,7 @@ def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     """For the reasons that only hosts have; the others are those of one host."""
     job = new_job("hosts")
     job.lose(2)
-    way = "FOG_BETWEEN_HOSTS (or the option between_hosts) is 'tcp' here, and 'auto' on the job's ranks"
+    way = "FOG_BETWEEN_HOSTS is 'tcp' here, and 'auto' on the job's ranks"
     job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})
     with cut_link(INTERFACE, peer=address(2), namespace=job.names[FREE]):
         job.refused(2, "it does not reach rank 3 on host", host=FREE)

@@ -74,8 +74,8 @@ def is_direct(n: int, h: int) -> bool:
 
 
 def between(h: int) -> int:
-    """Returns a rank's messages for a sum between hosts: to each other host, or by recursive doubling."""
-    return h - 1 if h <= FEW_HOSTS else log2(h)
+    """Returns a rank's messages for a sum between hosts, at most: to each other host, or down a tree."""
+    return h - 1 if h <= FEW_HOSTS else children(h)
 
 
 def children(n: int) -> int:
@@ -87,7 +87,9 @@ def whole(size: int, start: Callable[[ProcessGroupFog], dist.Work]) -> Cost:
     """Returns the cost of a sum that is not cut: to each other rank, or up a host's tree, between hosts, and down."""
 
     def total(n: int, h: int) -> int:
-        return n * (n - 1) if is_direct(n, h) else 2 * (n - h) + h * between(h)
+        if is_direct(n, h):
+            return n * (n - 1)
+        return 2 * (n - h) + (h * (h - 1) if h <= FEW_HOSTS else 2 * (h - 1))
 
     return Cost(
         start,

@@ -586,17 +586,14 @@ def unlock_late() -> None:
     """A thread that holds a mutex when its window is freed may unlock it afterwards, or not at all."""
     for turn in range(10):
         window = create(full(1, 1000))
-        window.lock(others(), own=True)
+        hold = window.hold(others(), own=True)
         dist.barrier()
         window.free()
         # they take the memory of the freed window
         fresh = [create(full(turn, 1000), f"fresh {number}", zero_init=True) for number in range(3)]
-        window.unlock(others(), own=True)
-        with pytest.raises(ValueError, match="has not locked"):
-            window.unlock(others(), own=True)
+        hold.release()
         for each in fresh:
-            each.lock(others(), own=True, timeout=SOON)
-            each.unlock(others(), own=True)
+            each.hold(others(), own=True, timeout=SOON).release()
             assert all(slot(each, other).eq(0).all() for other in others())
         dist.barrier()
         for each in fresh:
@@ -618,8 +615,7 @@ def free_late(unlocks: bool) -> None:
     """One rank frees the window while its operations wait for a mutex, which the other one releases, or frees too."""
     rank = dist.get_rank()
     window = create(full(rank), zero_init=True)
-    if rank == 0:
-        window.lock([LAST], own=True)
+    hold = window.hold([LAST], own=True) if rank == 0 else None
     dist.barrier()
     if rank == LAST:
         works = [window.put(full(number), [(0, 1.0)], mutex=True) for number in range(5)]
@@ -628,8 +624,8 @@ def free_late(unlocks: bool) -> None:
             work.wait()
     elif rank == 0:
         time.sleep(0.2)
-    if rank == 0 and unlocks:
-        window.unlock([LAST], own=True)
+    if hold and unlocks:
+        hold.release()
         deadline = time.monotonic() + LIMIT
         while not slot(window, LAST).eq(4).all():
             assert time.monotonic() < deadline
@@ -762,8 +758,7 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
     window = AnyWindow(interface, full(rank, 50_000))
     window.put(full(rank, 50_000))
     if rank == victim:
-        window.raw.lock([1])
-        window.raw.lock([0], own=True)
+        held = [window.raw.hold([1]), window.raw.hold([0], own=True)]  # noqa: F841 (until the process's end)
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -798,7 +793,7 @@ def lose_a_neighbor(interface: str, kind: str) -> None:
         "staged",
     )  # the latter on a device of this host
     if rank == 0 and not in_memory:  # the mutex was lost with its owner
-        assert f"rank {victim}" in error_of(lambda: window.raw.lock([victim], timeout=SOON))
+        assert f"rank {victim}" in error_of(lambda: window.raw.hold([victim], timeout=SOON))
     else:
         with window.hold([victim], own=rank == 1):
             pass

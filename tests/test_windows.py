@@ -12,6 +12,7 @@ import re
 import time
 import unittest
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -696,16 +697,20 @@ def test_wrong_arguments_of_the_backend() -> None:
             group.create_window(**(good | change))
     window = group.create_window(**good)
     to = [(right, 1.0)]
+    hold = window.hold([right])
+    elsewhere = ThreadPoolExecutor(1)
     cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: window.put(full(1), to + to), "more than once"),
         (lambda: window.update(math.nan, []), "self_weight: got nan"),
         (lambda: window.version(5), "rank: got rank 5"),
-        (lambda: window.lock([rank]), f"got rank {rank}"),
-        (lambda: window.unlock([right]), "whose mutex of window 'w' this thread has not locked"),
+        (lambda: window.hold([rank]), f"got rank {rank}"),
+        (elsewhere.submit(hold.release).result, "some mutexes of window 'w' are not locked by this thread"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+    hold.release()
+    hold.release()  # does nothing
     assert window.version(left) == 0
     dist.barrier()
     window.put(full(1, 10)[::2], to).wait()  # the tensor of a put may be non-contiguous

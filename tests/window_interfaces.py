@@ -264,11 +264,11 @@ class AnyWindow:
             with self._fogdist("mutex", ranks=ranks, for_self=own, **options):
                 yield
             return
-        self.raw.lock(ranks, own=own, **options)
+        hold = self.raw.hold(ranks, own=own, **options)
         try:
             yield
         finally:
-            self.raw.unlock(ranks, own=own)
+            hold.release()
 
     def free(self, *timeout: timedelta) -> None:
         if self.interface == "_C":

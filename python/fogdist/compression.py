@@ -18,7 +18,7 @@ import numbers
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -33,9 +33,7 @@ __all__ = [
     "BFloat16",
     "Codec",
     "Float16",
-    "Int4",
     "Int8",
-    "Sign",
     "TopK",
 ]
 
@@ -216,8 +214,11 @@ class BFloat16(Codec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Blocks(Codec):
-    """Codecs with a scale for each block.
+class Int8(Codec):
+    """Whole multiples of a scale of the block, from -127 to 127: 1 byte an element, and 4 bytes a block.
+
+    The scale s is the largest magnitude of the block divided by 127. The error is at most ``s / 2``. A block with a NaN
+    or an infinity becomes NaN.
 
     Args:
         block: The number of elements of a block: a multiple of 8, from 8 to 8192.
@@ -225,49 +226,8 @@ class _Blocks(Codec):
 
     block: int = _argument(256, "an integer")
 
-
-class _Integers(_Blocks):
-    _bits: ClassVar[int]
-
     def _make(self) -> _C.Codec:
-        return _backend().integers(self._bits, self.block)
-
-
-@dataclass(frozen=True)
-class Int8(_Integers):
-    """Whole multiples of a scale of the block, from -127 to 127: 1 byte an element, and 4 bytes a block.
-
-    The scale s is the largest magnitude of the block divided by 127. The error is at most ``s / 2``. A block with a NaN
-    or an infinity becomes NaN.
-
-    Args:
-        block: A multiple of 8, from 8 to 8192.
-    """
-
-    _bits = 8
-
-
-@dataclass(frozen=True)
-class Int4(_Integers):
-    """As `Int8`, with multiples from -7 to 7: half a byte an element, and 4 bytes a block."""
-
-    _bits = 4
-
-
-@dataclass(frozen=True)
-class Sign(_Blocks):
-    """The sign of each element, and a scale of the block: 1 bit an element, and 4 bytes a block.
-
-    The scale is the mean magnitude m of the block, for which the sum of squared errors is least; the error is ``||x| -
-    m|`` (Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019). A block with a NaN or an infinity becomes NaN.
-    Zeros become plus or minus the scale.
-
-    Args:
-        block: A multiple of 8, from 8 to 8192.
-    """
-
-    def _make(self) -> _C.Codec:
-        return _backend().sign(self.block)
+        return _backend().int8(self.block)
 
 
 @dataclass(frozen=True)

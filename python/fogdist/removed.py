@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-_CODECS = "Int8 sends about as many bytes, and Int4, Sign and TopK send fewer"
+_CODECS = "Int8 sends about as many bytes, and TopK sends fewer"
+_FEW_BITS = "Int8 loses less, and TopK with bits=2 sends fewer bytes"
 _REPLICAS = "ChocoSGD takes the same codecs"
 _DIFFERENT_DATA = "GradientTracking and ExactDiffusion are for data that differ between ranks"
 
@@ -136,8 +137,10 @@ REMOVED: dict[str, dict[str, str]] = {
     ),
     "fogdist.compression": {
         "Float8": _CODECS,
+        "Int4": _FEW_BITS,
         "Moniqua": _CODECS,
         "RandomK": "TopK sends as many elements, the largest ones",
+        "Sign": _FEW_BITS,
     },
     "fogdist.simulate": {
         **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),

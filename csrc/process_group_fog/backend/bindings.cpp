@@ -141,9 +141,7 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("mean") = false)
       .def_property_readonly("rank", &NeighborPlan::rank)
-      .def_property_readonly("size", &NeighborPlan::size)
       .def_property_readonly("self_weight", &NeighborPlan::self_weight)
-      .def_property_readonly("mean", &NeighborPlan::mean)
       .def_property_readonly(
           "sources",
           [](const NeighborPlan& plan) {
@@ -170,7 +168,6 @@ PYBIND11_MODULE(_C, module) {
   py::class_<ProcessGroupFog::Options, c10d::Backend::Options, c10::intrusive_ptr<ProcessGroupFog::Options>>(group, "Options")
       .def(py::init<>())
       .def_readwrite("confirm", &ProcessGroupFog::Options::confirm)
-      .def_readwrite("between_hosts", &ProcessGroupFog::Options::between_hosts)
       .def_readwrite("group_name", &ProcessGroupFog::Options::group_name)
       .def(
           "__deepcopy__",
@@ -212,7 +209,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("decoded") = py::none(),
           py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
-      .def(
+      .def( // without the arguments of a codec, which would take a fifth of the time of a small exchange
           "neighbor_allreduce_blocking",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
              Confirm confirm, Timeout timeout) -> Tensors {
@@ -227,27 +224,6 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
-      // Not arguments of the function above, where they would take a fifth of the time of a small exchange.
-      .def(
-          "compressed_neighbor_allreduce_blocking",
-          [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, fog::BoundCodec compression,
-             std::optional<OneOrMore> output, std::string name, Confirm confirm, Timeout timeout, bool conserve) -> Tensors {
-            const auto work = self.neighbor_allreduce(
-                as_list(std::move(tensor)), plan, as_list(std::move(output)), call_options(std::move(name), confirm, timeout, true),
-                compression_of(std::move(compression), std::nullopt, conserve));
-            work->wait();
-            return work->result();
-          },
-          py::arg("tensor"),
-          py::arg("plan"),
-          py::kw_only(),
-          py::arg("compression").none(false),
-          py::arg("output") = py::none(),
-          py::arg("name") = "",
-          py::arg("confirm") = py::none(),
-          py::arg("timeout") = py::none(),
-          py::arg("conserve") = false,
           py::call_guard<py::gil_scoped_release>())
       .def(
           "hierarchical_neighbor_allreduce",
@@ -407,7 +383,6 @@ PYBIND11_MODULE(_C, module) {
         fog::set_protocol(fog::protocol());
       },
       py::arg("version"));
-  module.def("mpi_library", &fog::library_path);
   module.def("mpi_version", &fog::library_version);
   py::class_<fog::Settings>(module, "Settings")
       .def(py::init())

@@ -91,9 +91,7 @@ void bind_codecs(py::module_& module) {
       .def_static("float16", [] { return bound(codecs::float16()); })
       .def_static("bfloat16", [] { return bound(codecs::bfloat16()); })
       .def_static(
-          "integers", [](int bits, int64_t block) { return bound(codecs::integers(bits, block)); }, py::arg("bits"), py::arg("block"))
-      .def_static(
-          "sign", [](int64_t block) { return bound(codecs::sign(block)); }, py::arg("block"))
+          "int8", [](int64_t block) { return bound(codecs::int8(block)); }, py::arg("block"))
       .def_static(
           "top_k", [](double fraction, int64_t k, int bits) { return bound(codecs::top_k(fraction, k, bits)); }, py::arg("fraction"),
           py::arg("k"), py::arg("bits"))

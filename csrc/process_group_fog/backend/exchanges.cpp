@@ -99,31 +99,8 @@ WorkPtr ProcessGroupFog::broadcast(std::vector<at::Tensor>& tensors, const c10d:
   if (const auto delegate = delegate_of("broadcast", tensors)) {
     return delegate->broadcast(tensors, options);
   }
-  if (tensors.size() == 1) {
-    return broadcast_named(tensors[0], static_cast<int>(options.rootRank), call_options(options));
-  }
-  // The root sends one tensor of its list; every rank copies it to all tensors of its own list.
-  check_list("broadcast", "tensors", tensors);
-  check_disjoint("broadcast", {"tensors", tensors}, {});
-  check_root("broadcast", options.rootRank);
-  TORCH_CHECK_VALUE(
-      options.rootTensor >= 0 && options.rootTensor < static_cast<int64_t>(tensors.size()), "broadcast: rootTensor: got ",
-      options.rootTensor, "; allowed are 0 to ", tensors.size() - 1);
-  const auto sent = at::empty(tensors[0].sizes(), tensors[0].options().requires_grad(false));
-  if (rank_ == options.rootRank) {
-    copy_tensor(sent, tensors[options.rootTensor]);
-  }
-  auto signature = Signature::of(OpKind::kBroadcast, sent);
-  signature.root = static_cast<int32_t>(options.rootRank);
-  const auto block = part_of(sent);
-  auto operation = std::make_shared<Broadcast>(signature, block.data, block.bytes);
-  operation->keep(sent);
-  operation->set_epilogue([sent, tensors] {
-    for (const auto& tensor : tensors) {
-      copy_tensor(tensor, sent);
-    }
-  });
-  return submit(operation, {OpType::BROADCAST, "fog:broadcast", tensors, tensors}, call_options(options));
+  auto tensor = only_tensor("broadcast", "tensors", tensors);
+  return broadcast_named(tensor, static_cast<int>(options.rootRank), call_options(options));
 }
 
 WorkPtr ProcessGroupFog::broadcast_named(at::Tensor& tensor, int root, const CallOptions& options) {
@@ -154,15 +131,7 @@ WorkPtr ProcessGroupFog::allgather(
   if (const auto delegate = delegate_of("allgather", output_lists, inputs)) {
     return delegate->allgather(output_lists, inputs, options);
   }
-  if (inputs.size() != 1) {
-    // Every list of outputs takes all tensors of all ranks.
-    check_list("allgather", "inputs", inputs);
-    TORCH_CHECK_VALUE(
-        output_lists.size() == inputs.size(), "allgather: outputs: got ", output_lists.size(),
-        " lists; allowed is one for each of the ", inputs.size(), " inputs");
-    return allgather_flat(OpType::ALLGATHER, inputs, output_lists, call_options(options));
-  }
-  const auto& input = inputs[0];
+  const auto& input = only_tensor("allgather", "inputs", inputs);
   const auto& outputs = only_list("allgather", "outputs", output_lists);
   check_tensor("allgather", "inputs", input);
   check_count("allgather", "outputs", outputs, size_);

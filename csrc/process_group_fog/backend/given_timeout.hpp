@@ -27,15 +27,12 @@ template <>
 struct type_caster<fog::GivenTimeout> {
   PYBIND11_TYPE_CASTER(fog::GivenTimeout, const_name("datetime.timedelta"));
 
-  bool load(handle source, bool convert) {
+  bool load(handle source, bool) {
     if (PyDateTimeAPI == nullptr) {
       PyDateTime_IMPORT;
     }
     if (!source || !PyDelta_Check(source.ptr())) {
-      make_caster<std::chrono::milliseconds> other; // a number of seconds
-      const bool loaded = other.load(source, convert);
-      value.value = loaded ? cast_op<std::chrono::milliseconds>(other) : value.value;
-      return loaded;
+      return false;
     }
     const std::chrono::seconds seconds(
         int64_t(PyDateTime_DELTA_GET_DAYS(source.ptr())) * 86400 + PyDateTime_DELTA_GET_SECONDS(source.ptr()));

@@ -11,7 +11,6 @@
 #include "backend/process_group_fog.hpp"
 #include "engine/joining.hpp"
 #include "engine/process_engine.hpp"
-#include "job/between_hosts.hpp"
 #include "job/peer_information.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/rendezvous.hpp"
@@ -52,12 +51,8 @@ void bind_joining(py::module_& module) {
   module.def(
       "prepare_to_join",
       [](int rank, int size, const std::vector<std::string>& entries, const c10::intrusive_ptr<c10d::Store>& store,
-         const std::string& way, std::chrono::milliseconds timeout) {
-        choose_between_hosts(way);
-        prepare_to_join(rank, size, entries, host_of(store), timeout);
-      },
-      py::arg("rank"), py::arg("size"), py::arg("entries"), py::arg("store"), py::arg("between_hosts"), py::arg("timeout"),
-      release_gil);
+         std::chrono::milliseconds timeout) { prepare_to_join(rank, size, entries, host_of(store), timeout); },
+      py::arg("rank"), py::arg("size"), py::arg("entries"), py::arg("store"), py::arg("timeout"), release_gil);
   module.def(
       "add_whole",
       [](uint64_t id, int rank, const std::vector<int>& hosts, const std::string& reason, const c10::intrusive_ptr<c10d::Store>& store,

@@ -137,9 +137,7 @@ Signature list_signature(OpKind kind, const Tensors& part, const Tensors& tensor
   signature.kind = kind;
   signature.dtype = static_cast<int8_t>(part[0].scalar_type());
   signature.dims = 1;
-  for (const auto& tensor : part) {
-    signature.numel += tensor.numel();
-  }
+  signature.numel = total_numel(part);
   signature.shape[0] = signature.numel;
   signature.tensors = static_cast<uint32_t>(tensors.size());
   uint64_t hash = kEmptyHash;
@@ -159,11 +157,7 @@ Tensors empty_like(const Tensors& tensors, const std::vector<std::vector<size_t>
   Tensors results(tensors.size());
   for (const auto& places : parts) {
     const auto part = pick(tensors, places);
-    int64_t numel = 0;
-    for (const auto& tensor : part) {
-      numel += tensor.numel();
-    }
-    const auto views = views_of(at::empty({numel}, part[0].options().requires_grad(false)), part);
+    const auto views = views_of(at::empty({total_numel(part)}, part[0].options().requires_grad(false)), part);
     for (size_t i = 0; i < places.size(); ++i) {
       results[places[i]] = views[i];
     }

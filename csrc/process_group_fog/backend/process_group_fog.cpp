@@ -12,7 +12,6 @@
 #include "device/pinned_staging.hpp"
 #include "windows/window.hpp"
 #include "engine/process_engine.hpp"
-#include "job/between_hosts.hpp"
 #include "job/mpi_runtime.hpp"
 
 namespace fog {
@@ -46,7 +45,6 @@ ProcessGroupFog::ProcessGroupFog(
   c10d::Backend::setGroupUid(options_->group_name);
   setGroupDesc(options_->group_desc);
   const auto& name = options_->group_name.empty() ? std::string("default") : options_->group_name;
-  choose_between_hosts(options_->between_hosts);
   PriorGroup prior;
   if (known != nullptr) {
     TORCH_CHECK_VALUE(
@@ -265,30 +263,6 @@ bool ProcessGroupFog::supportsTensorAlloc(c10::DeviceIndex index) {
   return delegate && delegate->supportsTensorAlloc(index);
 }
 
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-void ProcessGroupFog::suspend() {
-  for (const auto& delegate : device_backends_->made()) {
-    delegate->suspend();
-  }
-}
-
-void ProcessGroupFog::resume() {
-  for (const auto& delegate : device_backends_->made()) {
-    delegate->resume();
-  }
-}
-
-std::unordered_map<std::string, uint64_t> ProcessGroupFog::getMemoryStats() {
-  std::unordered_map<std::string, uint64_t> all;
-  for (const auto& delegate : device_backends_->made()) {
-    for (const auto& [name, value] : delegate->getMemoryStats()) {
-      all[name] += value;
-    }
-  }
-  return all;
-}
-#endif
-
 #ifdef C10D_BACKEND_HAS_HOOKS
 void ProcessGroupFog::addEphemeralTimeout(const std::chrono::milliseconds& timeout) {
   for (const auto& delegate : device_backends_->made()) {
@@ -459,11 +433,6 @@ WorkPtr ProcessGroupFog::submit(const std::shared_ptr<Operation>& operation, Cal
   work->set_describe([&engine, weak] {
     const auto alive = weak.lock();
     return alive ? engine.describe(alive) : std::string("operation that has ended");
-  });
-  work->set_abort([&engine, weak] {
-    if (const auto alive = weak.lock()) {
-      engine.abort(alive->group(), "rank " + std::to_string(alive->group()->rank) + " aborted " + engine.describe(alive));
-    }
   });
   engine.submit(group_, operation, options.timeout.value_or(options_->timeout), options.name, options.waits && !coalescing_);
   if (coalescing_) {

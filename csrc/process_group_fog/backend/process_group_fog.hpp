@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
-#include <torch/version.h>
 
 #include "core/codecs/codec.hpp"
 #include "device/device_backends.hpp"
@@ -56,9 +55,6 @@ class ProcessGroupFog : public c10d::Backend {
     // Whether ranks that only send in an operation (for example the root of a broadcast) wait until the receivers have
     // accepted their messages. Without it they do not wait, and learn of a disagreement only at their next operation.
     bool confirm = false;
-    // The transport between hosts: "auto", "tcp" or "rma"; "" uses FOG_BETWEEN_HOSTS. The value of the first group holds
-    // for the process.
-    std::string between_hosts;
   };
 
   // Blocks until all `size` ranks have come to `store`. `known`: an older group of this process that contains them, if
@@ -200,11 +196,6 @@ class ProcessGroupFog : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
   // The following use delegates too, if there are any.
-#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
-  void suspend() override;
-  void resume() override;
-  std::unordered_map<std::string, uint64_t> getMemoryStats() override;
-#endif
 #ifdef C10D_BACKEND_HAS_HOOKS
   void addEphemeralTimeout(const std::chrono::milliseconds& timeout) override;
 #endif
@@ -349,6 +340,9 @@ class ProcessGroupFog : public c10d::Backend {
     return call;
   }
   c10::intrusive_ptr<c10d::Work> submit(const std::shared_ptr<Operation>& operation, Call call, const CallOptions& options);
+  // `source` is -1 for a message of any rank.
+  c10::intrusive_ptr<c10d::Work> receive(
+      const char* op, c10d::OpType type, const char* title, std::vector<at::Tensor>& tensors, int source, int tag);
   // The result has the outputs of all Works in order, unless `outputs` is given.
   c10::intrusive_ptr<c10d::Work> when_all(
       c10d::OpType type, std::vector<c10::intrusive_ptr<c10d::Work>> works, std::optional<Tensors> outputs = std::nullopt);

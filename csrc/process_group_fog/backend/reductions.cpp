@@ -82,39 +82,15 @@ std::shared_ptr<Operation> make_allreduce(
 } // namespace
 
 WorkPtr ProcessGroupFog::allreduce(std::vector<at::Tensor>& tensors, const c10d::AllreduceOptions& options) {
-  if (const auto delegate = delegate_of("allreduce", tensors)) {
-    const bool is_sparse = tensors[0].defined() && tensors[0].layout() == at::kSparse;
-    return is_sparse ? delegate->allreduce_sparse(tensors, options) : delegate->allreduce(tensors, options);
-  }
-  if (!tensors.empty() && tensors[0].defined() && tensors[0].layout() == at::kSparse) {
+  const bool is_sparse = !tensors.empty() && tensors[0].defined() && tensors[0].layout() == at::kSparse;
+  if (is_sparse) {
     return allreduce_sparse(tensors, options);
   }
-  if (tensors.size() == 1) {
-    return allreduce_named(tensors[0], options.reduceOp, call_options(options));
+  if (const auto delegate = delegate_of("allreduce", tensors)) {
+    return delegate->allreduce(tensors, options);
   }
-  // All tensors of all ranks are reduced to one result, which every tensor gets.
-  check_list("allreduce", "tensors", tensors);
-  check_disjoint("allreduce", {"tensors", tensors}, {});
-  TORCH_CHECK_VALUE(
-      options.reduceOp.op_ != c10d::ReduceOp::AVG, "allreduce: tensors: got ", tensors.size(), "; AVG allows one per rank");
-  const auto reduced = flatten({tensors[0]});
-  const auto signature = reduction_signature(OpKind::kAllreduce, tensors[0], options.reduceOp);
-  const auto local_op =
-      // make_allreduce() applies the factor
-      options.reduceOp.op_ == c10d::ReduceOp::PREMUL_SUM ? c10d::ReduceOp::SUM : options.reduceOp.op_;
-  Staging staging;
-  for (size_t i = 1; i < tensors.size(); ++i) {
-    const auto staged = staging.input(tensors[i]);
-    fog::reduce(
-        local_op, reduced.scalar_type(), reduced.mutable_data_ptr(), {reduced.const_data_ptr(), staged.const_data_ptr()}, {},
-        static_cast<size_t>(reduced.numel()));
-  }
-  const auto operation = make_allreduce(signature, reduced, options.reduceOp, group_->layout, [reduced, tensors] {
-    for (const auto& tensor : tensors) {
-      unflatten(reduced, {tensor});
-    }
-  });
-  return submit(operation, {OpType::ALLREDUCE, "fog:all_reduce", tensors, tensors}, call_options(options));
+  auto tensor = only_tensor("allreduce", "tensors", tensors);
+  return allreduce_named(tensor, options.reduceOp, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allreduce_named(at::Tensor& tensor, const c10d::ReduceOp& op, const CallOptions& options) {

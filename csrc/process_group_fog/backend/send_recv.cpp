@@ -29,31 +29,29 @@ WorkPtr ProcessGroupFog::recv(std::vector<at::Tensor>& tensors, int source, int 
   if (const auto delegate = delegate_of("recv", tensors)) {
     return delegate->recv(tensors, source, tag);
   }
-  const auto tensor = only_tensor("recv", "tensors", tensors);
-  check_output("recv", "tensors", tensor);
   check_peer("recv", source, tag);
-  Staging staging;
-  const auto block = part_of(staging.output(tensor));
-  auto operation =
-      std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
-  staging.attach(*operation);
-  return submit(operation, {OpType::RECV, "fog:recv", tensors, tensors}, call_options(c10d::kUnsetTimeout));
+  return receive("recv", OpType::RECV, "fog:recv", tensors, source, tag);
 }
 
 WorkPtr ProcessGroupFog::recvAnysource(std::vector<at::Tensor>& tensors, int tag) {
   if (const auto delegate = delegate_of("recvAnysource", tensors)) {
     return delegate->recvAnysource(tensors, tag);
   }
-  const auto tensor = only_tensor("recvAnysource", "tensors", tensors);
-  check_output("recvAnysource", "tensors", tensor);
   TORCH_CHECK_VALUE(size_ > 1, "recvAnysource: got a group of this rank alone; no other rank can send to it");
   TORCH_CHECK_VALUE(tag >= 0, "recvAnysource: tag: got ", tag, "; allowed are 0 and more");
+  return receive("recvAnysource", OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, -1, tag);
+}
+
+WorkPtr ProcessGroupFog::receive(
+    const char* op, OpType type, const char* title, std::vector<at::Tensor>& tensors, int source, int tag) {
+  const auto tensor = only_tensor(op, "tensors", tensors);
+  check_output(op, "tensors", tensor);
   Staging staging;
   const auto block = part_of(staging.output(tensor));
   auto operation =
-      std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), -1, tag, block.data, block.bytes);
+      std::make_shared<PointToPointReceive>(Signature::of(OpKind::kPointToPoint, tensor), source, tag, block.data, block.bytes);
   staging.attach(*operation);
-  return submit(operation, {OpType::RECVANYSOURCE, "fog:recvAnySource", tensors, tensors}, call_options(c10d::kUnsetTimeout));
+  return submit(operation, {type, title, tensors, tensors}, call_options(c10d::kUnsetTimeout));
 }
 
 } // namespace fog

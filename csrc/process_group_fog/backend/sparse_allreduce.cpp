@@ -12,6 +12,7 @@
 
 #include "backend/arguments.hpp"
 #include "collectives/gather_concat.hpp"
+#include "core/tensor_checks.hpp"
 #include "engine/engine.hpp"
 #include "core/names.hpp"
 
@@ -21,20 +22,6 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 namespace {
-
-void check_sparse(const at::Tensor& tensor, const at::Tensor& like) {
-  TORCH_CHECK_VALUE(tensor.defined(), "allreduce_sparse: tensors: got an undefined tensor");
-  TORCH_CHECK_VALUE(
-      tensor.layout() == at::kSparse, "allreduce_sparse: tensors: got a tensor of layout ", tensor.layout(),
-      "; allowed are sparse COO tensors");
-  TORCH_CHECK_VALUE(
-      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(), "; allowed are tensors on cpu");
-  check_same("allreduce_sparse", "tensors", tensor, like);
-  TORCH_CHECK_VALUE(
-      tensor.sizes() == like.sizes() && tensor.sparse_dim() == like.sparse_dim(), "allreduce_sparse: tensors: got shape ",
-      tensor.sizes(), " with ", tensor.sparse_dim(), " sparse dimensions; allowed is the same as in the first tensor, ", like.sizes(),
-      " with ", like.sparse_dim());
-}
 
 // The values that ranks must agree on, unlike the number of entries: dtype, shape and the dimensions of one entry.
 Signature entries_signature(const at::Tensor& values, at::IntArrayRef sizes, const c10d::ReduceOp& op) {
@@ -52,20 +39,15 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   if (const auto delegate = delegate_of("allreduce", tensors)) {
     return delegate->allreduce_sparse(tensors, options);
   }
-  TORCH_CHECK_VALUE(!tensors.empty(), "allreduce_sparse: tensors: got an empty list");
-  for (const auto& tensor : tensors) {
-    check_sparse(tensor, tensors[0]);
-  }
+  auto tensor = only_tensor("allreduce_sparse", "tensors", tensors);
+  TORCH_CHECK_VALUE(
+      tensor.device().is_cpu(), "allreduce_sparse: tensors: got a tensor on ", tensor.device(), "; allowed are tensors on cpu");
   TORCH_CHECK_VALUE(
       options.reduceOp.op_ == c10d::ReduceOp::SUM, "allreduce_sparse: op: got ", reduction_name(options.reduceOp.op_),
       "; allowed is SUM");
   const c10::InferenceMode normal(false);
   at::AutoDispatchBelowAutograd guard;
-  auto input = tensors[0];
-  for (size_t i = 1; i < tensors.size(); ++i) {
-    input = input + tensors[i];
-  }
-  input = input.coalesce();
+  const auto input = tensor.coalesce();
   const auto indices = input._indices().t().contiguous(); // one entry per row
   const auto values = input._values().contiguous();
   const auto sizes = input.sizes().vec();
@@ -86,9 +68,8 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   auto& engine = group_->engine;
   auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
   work->set_sequence(gathered->getSequencenumber());
-  work->set_abort([gathered] { gathered->abort(); });
   work->set_describe([name = group_->name] { return "allreduce_sparse of group '" + name + "'"; });
-  gathered->getFuture()->addCallback([work, tensors, sizes](c10::ivalue::Future& future) {
+  gathered->getFuture()->addCallback([work, tensor, sizes](c10::ivalue::Future& future) {
     std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
     if (!error) {
       try {
@@ -96,9 +77,7 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
         at::AutoDispatchBelowAutograd guard;
         const auto parts = future.constValue().toTensorVector();
         const auto sum = at::_sparse_coo_tensor_unsafe(parts[0].t(), parts[1], sizes).coalesce();
-        for (const auto& tensor : tensors) {
-          tensor.copy_(sum);
-        }
+        tensor.copy_(sum);
       } catch (...) {
         error = std::current_exception();
       }

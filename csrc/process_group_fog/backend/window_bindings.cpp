@@ -124,16 +124,6 @@ void bind_windows(py::module_& module, GroupClass& group) {
       .def("slot_p", &Window::slot_p, py::arg("rank"), release_gil)
       .def("is_gone", &Window::is_gone, py::arg("rank"), release_gil)
       .def(
-          "lock",
-          [](Window& self, const Ranks& ranks, bool own, Timeout timeout) {
-            self.lock(ranks, own, checked(timeout, self));
-          },
-          py::arg("ranks"),
-          py::kw_only(),
-          py::arg("own") = false,
-          py::arg("timeout") = py::none(),
-          release_gil)
-      .def(
           "hold",
           [](Window& self, Ranks ranks, bool own, Timeout timeout) {
             return self.hold(std::move(ranks), own, checked(timeout, self));
@@ -143,9 +133,6 @@ void bind_windows(py::module_& module, GroupClass& group) {
           py::arg("own") = false,
           py::arg("timeout") = py::none(),
           release_gil)
-      .def(
-          "unlock", [](Window& self, const Ranks& ranks, bool own) { self.unlock(ranks, own); }, py::arg("ranks"), py::kw_only(),
-          py::arg("own") = false, release_gil)
       .def(
           "free", [](Window& self, Timeout timeout) { self.free(checked(timeout, self)); },
           py::arg("timeout") = py::none(), release_gil)

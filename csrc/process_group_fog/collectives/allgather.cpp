@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "collectives/cutovers.hpp"
+#include "collectives/schedule.hpp"
 #include "core/copy.hpp"
 
 namespace fog {
@@ -91,10 +92,9 @@ std::vector<Operation::Destination> Allgather::receivers_of(int source) const {
 }
 
 std::vector<Operation::Destination> Allgather::local_others() const {
-  const auto& local = hosts().local();
   std::vector<Destination> others;
-  for (size_t distance = 1; distance < local.size(); ++distance) {
-    others.push_back({local[(static_cast<size_t>(hosts().place()) + distance) % local.size()]});
+  for (const int other : others_of(hosts().local(), hosts().place())) {
+    others.push_back({other});
   }
   return others;
 }

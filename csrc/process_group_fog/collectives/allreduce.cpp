@@ -17,7 +17,8 @@ void between_hosts(Schedule& schedule, const Machines& hosts, const Cut& lanes, 
   } else if (path.few_hosts) {
     direct::exchange(schedule, lane.ranks, lane.place, two_level::kBetween, all, Terms::kPartial);
   } else {
-    recursive_doubling(schedule, lane.ranks, lane.place, two_level::kBetween, all);
+    tree::reduce(schedule, lane.ranks, lane.place, two_level::kBetween, all, Terms::kPartial, true);
+    tree::spread(schedule, lane.ranks, lane.place, two_level::kBetween + 1, all);
   }
 }
 

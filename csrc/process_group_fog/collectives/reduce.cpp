@@ -24,17 +24,6 @@ int place_of(const std::vector<int>& ranks, int rank) {
   return static_cast<int>(std::find(ranks.begin(), ranks.end(), rank) - ranks.begin());
 }
 
-int host_of(const Machines& hosts, int rank) {
-  for (int host = 0; host < hosts.count(); ++host) {
-    for (int place = 0; place < hosts.size(host); ++place) {
-      if (hosts.rank(host, place) == rank) {
-        return host;
-      }
-    }
-  }
-  return -1;
-}
-
 void by_trees(Schedule& schedule, const Layout& layout, Slice all, int root) {
   const auto& hosts = layout.hosts;
   const int self = layout.ranks[layout.place];
@@ -42,7 +31,7 @@ void by_trees(Schedule& schedule, const Layout& layout, Slice all, int root) {
   tree::reduce(schedule, local, place_of(local, self), two_level::kUp, all, Terms::kGiven, hosts.count() == 1);
   if (hosts.count() > 1 && local[0] == self) {
     std::vector<int> leaders;
-    const int first = host_of(hosts, root);
+    const int first = hosts.machine_of(root);
     for (int host = 0; host < hosts.count(); ++host) {
       leaders.push_back(host == first ? root : hosts.rank(host, 0));
     }
@@ -54,7 +43,7 @@ void by_trees(Schedule& schedule, const Layout& layout, Slice all, int root) {
 void by_slices(Schedule& schedule, const Layout& layout, Slice all, int root, const cutovers::Path& path) {
   const auto& hosts = layout.hosts;
   const int self = layout.ranks[layout.place];
-  const int home = host_of(hosts, root);
+  const int home = hosts.machine_of(root);
   const auto lanes = cut(all, path.lanes);
   two_level::scatter_in_host(schedule, hosts, lanes, hosts.count() == 1);
   if (hosts.count() > 1 && hosts.place() < path.lanes) {

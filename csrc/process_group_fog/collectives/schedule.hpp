@@ -52,6 +52,13 @@ inline Cut cut(Slice whole, int count) {
 
 // --- schedules ---
 
+// All of `ranks` but the one at `place`, beginning with the next one, so that not all ranks send to the same rank first.
+inline std::vector<int> others_of(const std::vector<int>& ranks, int place) {
+  std::vector<int> others(ranks.begin() + place + 1, ranks.end());
+  others.insert(others.end(), ranks.begin(), ranks.begin() + place);
+  return others;
+}
+
 struct Schedule {
   // The messages of an algorithm have smaller numbers than kMessages; the messages of the k-th part begin at k *
   // kMessagesOfPart.

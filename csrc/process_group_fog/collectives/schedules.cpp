@@ -4,24 +4,10 @@
 #include <functional>
 
 namespace fog::direct {
-namespace {
-
-// All others, beginning with the next rank, so that not all ranks send to the same rank first.
-std::vector<int> others(const std::vector<int>& ranks, int place) {
-  const int count = static_cast<int>(ranks.size());
-  std::vector<int> others;
-  others.reserve(ranks.size());
-  for (int distance = 1; distance < count; ++distance) {
-    others.push_back(ranks[(place + distance) % count]);
-  }
-  return others;
-}
-
-} // namespace
 
 void exchange(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t message, Slice elements, Terms terms) {
   const bool given = terms == Terms::kGiven;
-  schedule.send(others(ranks, place), message, elements, given);
+  schedule.send(others_of(ranks, place), message, elements, given);
   schedule.combine(ranks, message, elements, given, true);
 }
 
@@ -87,42 +73,6 @@ void spread(Schedule& schedule, const std::vector<int>& ranks, int place, uint16
 }
 
 } // namespace fog::tree
-
-namespace fog {
-
-void recursive_doubling(Schedule& schedule, const std::vector<int>& ranks, int place, uint16_t first, Slice elements) {
-  const int count = static_cast<int>(ranks.size());
-  int power = 1;
-  while (2 * power <= count) {
-    power *= 2;
-  }
-  const int pairs = count - power; // number of pairs of ranks that act as one
-  const auto add = [&](int other, uint16_t message, bool last) {
-    schedule.combine({ranks[std::min(place, other)], ranks[std::max(place, other)]}, message, elements, false, last);
-  };
-  const bool is_of_pair = place < 2 * pairs;
-  if (is_of_pair && place % 2 == 1) {
-    schedule.send({ranks[place - 1]}, first, elements);
-    schedule.await(ranks[place - 1], first, elements);
-    return;
-  }
-  if (is_of_pair) {
-    add(place + 1, first, false);
-  }
-  const int number = is_of_pair ? place / 2 : place - pairs; // number among the remaining ranks
-  uint16_t message = first;
-  for (int bit = 1; bit < power; bit *= 2) {
-    const int other = number ^ bit;
-    const int partner = other < pairs ? 2 * other : other + pairs;
-    schedule.send({ranks[partner]}, ++message, elements);
-    add(partner, message, 2 * bit == power);
-  }
-  if (is_of_pair) {
-    schedule.send({ranks[place + 1]}, first, elements);
-  }
-}
-
-} // namespace fog
 
 namespace fog::ring {
 

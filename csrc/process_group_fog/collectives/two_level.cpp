@@ -40,14 +40,9 @@ void scatter_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes
 
 void gather_in_host(Schedule& schedule, const Machines& hosts, const Cut& lanes) {
   const auto& local = hosts.local();
-  const int size = static_cast<int>(local.size());
   const int place = hosts.place();
   if (place < lanes.count()) {
-    std::vector<int> others;
-    for (int distance = 1; distance < size; ++distance) {
-      others.push_back(local[(place + distance) % size]);
-    }
-    schedule.send(std::move(others), kDown, lanes.part(place));
+    schedule.send(others_of(local, place), kDown, lanes.part(place));
   }
   for (int lane = 0; lane < lanes.count(); ++lane) {
     if (lane != place) {

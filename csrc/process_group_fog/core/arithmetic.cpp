@@ -17,7 +17,6 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
-#include <c10/util/complex.h>
 
 #include "core/copy.hpp"
 #include "core/instruction_set.hpp"
@@ -103,56 +102,6 @@ RedOp bitwise(RedOp op) {
       return RedOp::BAND;
     default:
       return op;
-  }
-}
-
-// A block is this many complex elements: its running result stays in the first-level cache while the inputs stream by.
-constexpr size_t kBlock = 512;
-
-// Handles the complex reductions that do not act on each part alone, with c10's complex arithmetic. A block of every
-// input is read before the result is stored, so `out` may be one of the inputs.
-template <typename T, typename Prepare, typename Combine, typename Finish>
-void combine_complex(void* out, Inputs inputs, size_t numel, Prepare prepare, Combine combine, Finish finish) {
-  auto* result = static_cast<T*>(out);
-  std::array<T, kBlock> running;
-  for (size_t begin = 0; begin < numel; begin += kBlock) {
-    const size_t count = std::min(kBlock, numel - begin);
-    const auto* first = static_cast<const T*>(inputs[0]) + begin;
-    for (size_t i = 0; i < count; ++i) {
-      running[i] = prepare(size_t(0), first[i]);
-    }
-    for (size_t k = 1; k < inputs.size(); ++k) {
-      const auto* next = static_cast<const T*>(inputs[k]) + begin;
-      for (size_t i = 0; i < count; ++i) {
-        running[i] = combine(running[i], prepare(k, next[i]));
-      }
-    }
-    for (size_t i = 0; i < count; ++i) {
-      result[begin + i] = finish(running[i]);
-    }
-  }
-}
-
-template <typename T>
-void reduce_complex(RedOp op, void* out, Inputs inputs, Factors scales, size_t numel, size_t divisor) {
-  using Part = typename T::value_type;
-  const auto keep = [](T value) { return value; };
-  const auto keep_input = [](size_t, T value) { return value; };
-  const auto sum = [](T a, T b) { return a + b; };
-  switch (op) {
-    case RedOp::SUM:
-      return kernels().reduce(op, c10::CppTypeToScalarType<Part>::value, out, inputs, scales, 2 * numel, divisor);
-    case RedOp::PRODUCT:
-      return combine_complex<T>(out, inputs, numel, keep_input, [](T a, T b) { return a * b; }, keep);
-    case RedOp::AVG: {
-      const T count = static_cast<T>(static_cast<Part>(divisor));
-      return combine_complex<T>(out, inputs, numel, keep_input, sum, [count](T value) { return value / count; });
-    }
-    case RedOp::PREMUL_SUM:
-      return combine_complex<T>(
-          out, inputs, numel, [scales](size_t k, T value) { return T(static_cast<Part>(scales[k])) * value; }, sum, keep);
-    default:
-      no_kernel(op);
   }
 }
 
@@ -244,7 +193,6 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
   const char* name = reduction_name(op);
   switch (op) {
     case RedOp::SUM:
-    case RedOp::PRODUCT:
       return;
     case RedOp::AVG:
       TORCH_CHECK_VALUE(dtype != c10::ScalarType::Bool, "op: got AVG for dtype bool; it allows integer, floating and complex dtypes");
@@ -253,11 +201,12 @@ void check_reduction(RedOp op, c10::ScalarType dtype) {
       TORCH_CHECK_VALUE(
           is_fractional(dtype), "op: got ", name, " for dtype ", dtype_name(dtype), "; it allows floating and complex dtypes");
       return;
+    case RedOp::PRODUCT: // torch refuses it for complex numbers, as these two, which have no order
     case RedOp::MIN:
     case RedOp::MAX:
       TORCH_CHECK_VALUE(
           !c10::isComplexType(dtype), "op: got ", name, " for dtype ", dtype_name(dtype),
-          "; complex numbers have no order, allowed are bool, integer and floating dtypes");
+          "; it allows bool, integer and floating dtypes");
       return;
     case RedOp::BAND:
     case RedOp::BOR:
@@ -284,10 +233,10 @@ void reduce(
   switch (dtype) {
     case c10::ScalarType::Bool:
       return kernels().reduce(bitwise(op), c10::ScalarType::Byte, out, inputs, scales, numel, divisor);
-    case c10::ScalarType::ComplexFloat:
-      return reduce_complex<c10::complex<float>>(op, out, inputs, scales, numel, divisor);
+    case c10::ScalarType::ComplexFloat: // its reductions act on both parts alike
+      return kernels().reduce(op, c10::ScalarType::Float, out, inputs, scales, 2 * numel, divisor);
     case c10::ScalarType::ComplexDouble:
-      return reduce_complex<c10::complex<double>>(op, out, inputs, scales, numel, divisor);
+      return kernels().reduce(op, c10::ScalarType::Double, out, inputs, scales, 2 * numel, divisor);
     default:
       return kernels().reduce(op, dtype, out, inputs, scales, numel, divisor);
   }

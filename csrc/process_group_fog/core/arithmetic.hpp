@@ -13,9 +13,9 @@
 
 namespace fog {
 
-// Throws ValueError with the allowed dtypes unless `op` is defined for `dtype`: SUM and PRODUCT for every number and
-// bool (logical or, and); AVG for all except bool; PREMUL_SUM for floating and complex; MIN and MAX for all except
-// complex; BAND, BOR and BXOR for integers and bool.
+// Throws ValueError with the allowed dtypes unless `op` is defined for `dtype`: SUM for every number and bool (logical
+// or); AVG for all except bool; PREMUL_SUM for floating and complex; PRODUCT (of bool logical and), MIN and MAX for all
+// except complex; BAND, BOR and BXOR for integers and bool.
 void check_reduction(c10d::ReduceOp::RedOpType op, c10::ScalarType dtype);
 
 // Computes out[i] = inputs[0][i] op inputs[1][i] op ... for `numel` elements of `dtype`. `scales` holds one factor per

@@ -38,16 +38,6 @@ const std::vector<at::Tensor>& only_list(const char* op, const char* argument, c
   return lists[0];
 }
 
-void check_list(const char* op, const char* argument, const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(!tensors.empty(), op, ": ", argument, ": got an empty list");
-  for (const auto& tensor : tensors) {
-    check_output(op, argument, tensor);
-    TORCH_CHECK_VALUE(
-        tensor.scalar_type() == tensors[0].scalar_type() && tensor.sizes() == tensors[0].sizes(), op, ": ", argument,
-        ": got tensors of different dtypes or shapes; allowed are the dtype and shape of the first tensor");
-  }
-}
-
 namespace {
 
 // The memory of a tensor, from its first to its last element.

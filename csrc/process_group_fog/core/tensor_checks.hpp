@@ -24,9 +24,6 @@ const at::Tensor& only_tensor(const char* op, const char* argument, const std::v
 // Returns the only list of lists in which c10d passes one list per device.
 const std::vector<at::Tensor>& only_list(const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists);
 
-// Throws ValueError unless all `tensors` have one dtype and shape and can be written to.
-void check_list(const char* op, const char* argument, const std::vector<at::Tensor>& tensors);
-
 // Decides exactly which tensors share memory: views that interleave, such as columns of a matrix, do not.
 
 // Returns whether any byte of an element of `one` belongs to an element of `other` too.

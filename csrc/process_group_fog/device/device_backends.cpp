@@ -197,18 +197,16 @@ BackendPtr DeviceBackends::find_or_make(const char* op, const at::Device& device
   auto delegate = factory(store_, rank_, size_, options_, device, eager);
   TORCH_CHECK_VALUE(delegate, op, ": no backend for tensors on ", device, " was made");
   prepare_(delegate, device);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_.empty()) {
-      return place.delegate = std::move(delegate);
-    }
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!closed_.empty()) {
+    lock.unlock();
+    without_python_lock([&] {
+      delegate->shutdown();
+      delegate.reset();
+    });
+    check_open(op); // throws
   }
-  without_python_lock([&] {
-    delegate->shutdown();
-    delegate.reset();
-  });
-  check_open(op);
-  return nullptr; // not reached
+  return place.delegate = std::move(delegate);
 }
 
 void DeviceBackends::check_open(const char* op) const {

@@ -37,11 +37,7 @@ class Flat {
       return;
     }
     is_copy_ = true;
-    int64_t numel = 0;
-    for (const auto& tensor : tensors) {
-      numel += tensor.numel();
-    }
-    vector_ = at::empty({numel}, tensors[0].options().requires_grad(false));
+    vector_ = at::empty({total_numel(tensors)}, tensors[0].options().requires_grad(false));
     if (read) {
       const auto views = views_of(vector_, tensors);
       for (size_t i = 0; i < tensors.size(); ++i) {

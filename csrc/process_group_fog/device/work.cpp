@@ -116,12 +116,6 @@ bool Work::wait(std::chrono::milliseconds /*timeout*/) {
   return true;
 }
 
-void Work::abort() {
-  for (const auto& part : parts_) {
-    part->abort();
-  }
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> Work::getFuture() {
   return future_;
 }

@@ -52,7 +52,6 @@ class Work : public c10d::Work {
   void blockCurrentStream() override {
     synchronize();
   }
-  void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
 

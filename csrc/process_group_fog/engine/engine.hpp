@@ -36,7 +36,7 @@ namespace fog {
 
 struct PeerInformation;
 
-class Engine final : public Driver, public MessageHandler {
+class Engine final : public MessageHandler {
  public:
   Engine();
   ~Engine() override;
@@ -83,15 +83,20 @@ class Engine final : public Driver, public MessageHandler {
       const std::string& name = "",
       bool waits = false);
 
-  bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) override;
-  void drive_once(const std::atomic<bool>& done) override;
+  // Makes progress until `done` is set or `deadline` has passed, without Python's lock; returns whether `done` is set.
+  // May throw an exception of the program's interrupt check (Ctrl-C).
+  bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline);
+  // Makes progress once, if there is anything to do and no other thread does it. A thread that only polls `done` sleeps
+  // for short times until `done` may be set. Long steps are done without Python's lock.
+  void drive_once(const std::atomic<bool>& done);
   // Returns whether this process is a fork of the engine's process. If so, it must not touch shared resources.
   bool forked() const {
     return forked_;
   }
   void check_not_forked() const;
   using Refused = CompletionPool::Refused;
-  void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue) override;
+  // Runs callbacks, which may block, in a thread that no other thread waits for.
+  void run_callbacks(std::function<void()> callbacks, Refused refused = Refused::kQueue);
 
   // Fails all operations in flight and all later operations of the group, on every rank.
   void abort(const std::shared_ptr<Group>& group, const std::string& reason);
@@ -182,7 +187,8 @@ class Engine final : public Driver, public MessageHandler {
   void set_ended_listener(void (*listener)(int peer_id)) {
     ended_listener_ = listener;
   }
-  void wake_waiters() override;
+  // Wakes the threads in drive_until(): their operations may be done.
+  void wake_waiters();
 
   // Sets a function that the program's main thread calls from time to time while it waits. It may throw (Ctrl-C), and may
   // have to wait for Python's lock, so a thread that calls it does not count as one that drives.

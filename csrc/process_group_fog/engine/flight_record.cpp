@@ -108,14 +108,13 @@ struct FlightRecord::File {
 };
 
 FlightRecord::FlightRecord(int rank, int size, const std::string& host, const std::string& script) {
-  fd_ = shared_memory::create_memfd(kName, sizeof(File));
-  if (fd_ < 0) {
+  const int fd = shared_memory::create_memfd(kName, sizeof(File));
+  if (fd < 0) {
     return;
   }
-  void* memory = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd_, 0);
+  void* memory = mmap(nullptr, sizeof(File), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED) {
-    close(fd_);
-    fd_ = -1;
+    close(fd);
     return;
   }
   file_ = static_cast<File*>(memory); // all zero: no operations
@@ -128,14 +127,6 @@ FlightRecord::FlightRecord(int rank, int size, const std::string& host, const st
   std::atomic_thread_fence(std::memory_order_release);
   file_->magic = kMagic;
   of_process.store(this, std::memory_order_release);
-}
-
-FlightRecord::~FlightRecord() {
-  if (file_ != nullptr) {
-    of_process.store(nullptr, std::memory_order_release);
-    munmap(file_, sizeof(File));
-    close(fd_);
-  }
 }
 
 FlightRecord::Slot* FlightRecord::slot_of(uint64_t number) const {

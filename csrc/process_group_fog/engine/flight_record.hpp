@@ -23,9 +23,8 @@ class FlightRecord {
   static constexpr size_t kNamed = 16; // the most awaited ranks in a slot
   static constexpr int kPeers = 1024; // world ranks from here on have no numbers of their own
 
-  // Records nothing if the system has no memfd.
+  // Records nothing if the system has no memfd. It lives until the process ends, so that others can still read it.
   FlightRecord(int rank, int size, const std::string& host, const std::string& script);
-  ~FlightRecord();
   FlightRecord(const FlightRecord&) = delete;
   FlightRecord& operator=(const FlightRecord&) = delete;
 
@@ -100,7 +99,6 @@ class FlightRecord {
   static std::vector<Peer> peers_of(const File& file);
 
   File* file_ = nullptr;
-  int fd_ = -1;
   uint64_t next_ = 1;
 };
 

@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 
 #include "core/failure.hpp"
+#include "core/settings.hpp"
 #include "engine/process_engine.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/network_interface.hpp"
@@ -157,8 +158,8 @@ bool GroupSetup::all_linked() const {
 }
 
 bool GroupSetup::wants_rma() const {
-  if (between_hosts() != BetweenHosts::kAuto || !has_several_hosts()) {
-    return between_hosts() == BetweenHosts::kRma && !all_linked();
+  if (const auto way = settings().between_hosts; way != "auto" || !has_several_hosts()) {
+    return way == "rma" && !all_linked();
   }
   const auto without = std::find_if(ranks_.begin(), ranks_.end(), [](const PeerInformation& each) { return each.fabric.empty(); });
   const bool may_be_there = without == ranks_.end();
@@ -183,7 +184,7 @@ void GroupSetup::make_transport() {
     engine.watchdog().start();
     if (const auto failure = runtime.start(rendezvous_, job, timeout_); !failure.empty()) {
       uses_mpi = false;
-      if (between_hosts() == BetweenHosts::kRma) {
+      if (settings().between_hosts == "rma") {
         runtime.fail(failure);
         C10_THROW_ERROR(DistBackendError, "fog: " + failure + ". With FOG_BETWEEN_HOSTS=tcp the job does without MPI");
       }

@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "engine/group.hpp"
-#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/peer_information.hpp"
 #include "job/rendezvous.hpp"

@@ -10,7 +10,6 @@
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
 #include "engine/process_engine.hpp"
-#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/peer_information.hpp"
 #include "job/mpi_runtime.hpp"
@@ -74,9 +73,8 @@ void check_alike(const PeerInformation& mine, const PeerInformation& first) {
       "fog: this process cannot join the job, which has another version: the job's is ", first.protocol, "; this one's is ",
       mine.protocol);
   TORCH_CHECK_WITH(
-      DistBackendError, mine.between_hosts == first.between_hosts,
-      "fog: this process cannot join the job: FOG_BETWEEN_HOSTS (or the option between_hosts) is '", mine.between_hosts,
-      "' here, and '", first.between_hosts, "' on the job's ranks");
+      DistBackendError, mine.between_hosts == first.between_hosts, "fog: this process cannot join the job: FOG_BETWEEN_HOSTS is '",
+      mine.between_hosts, "' here, and '", first.between_hosts, "' on the job's ranks");
 }
 
 // Returns whether this process and all members are on one host, and share its memory.

@@ -287,14 +287,6 @@ void Operation::finish(std::exception_ptr error) {
 
 // The transfers of an operation: sending, reading in place, and copying data to its destination.
 
-std::vector<Operation::Destination> Operation::others() const {
-  std::vector<Destination> others;
-  for (int distance = 1; distance < size(); ++distance) {
-    others.push_back({(rank() + distance) % size()});
-  }
-  return others;
-}
-
 void Operation::send(
     c10::ArrayRef<Destination> destinations, uint16_t step, const void* data, size_t bytes, bool confirm, Memory memory) {
   if (destinations.empty()) {

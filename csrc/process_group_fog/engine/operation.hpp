@@ -185,8 +185,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   }
   // The number of bytes, of the first `bytes`, that have been sent in all transfers and may be overwritten.
   size_t sent(size_t bytes) const;
-  // All other ranks, beginning with the next one, so that not all ranks send to rank 0 first.
-  std::vector<Destination> others() const;
   // Expects exactly `bytes` from `peer` as message `step`, into `data`. The operation may also be sending this memory,
   // if its receivers have all of it when `peer` sends the message. But the sends may not be known as complete,
   // and must not write to memory that it still reads: the message then waits.

@@ -9,7 +9,6 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "engine/engine.hpp"
-#include "job/between_hosts.hpp"
 
 namespace fog {
 

@@ -9,6 +9,7 @@
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
 #include "core/python_lock.hpp"
+#include "engine/engine.hpp"
 
 namespace fog {
 
@@ -39,20 +40,20 @@ std::exception_ptr no_memory_for_result(const std::function<std::string()>& desc
 } // namespace
 
 WorkFog::WorkFog(
-    Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs)
+    Engine& engine, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs)
     // The base class creates an object for the profiler even if no profiler runs, unless the title is null.
     : Work(
           rank,
           type,
           at::hasCallbacks() ? profiling_title : nullptr,
           at::hasCallbacks() ? std::make_optional(inputs.vec()) : std::nullopt),
-      driver_(driver),
+      engine_(engine),
       outputs_(std::move(outputs)) {
   no_memory_at_all();
 }
 
 c10::intrusive_ptr<WorkFog> WorkFog::when_all(
-    Driver& driver,
+    Engine& engine,
     int rank,
     c10d::OpType type,
     std::vector<c10::intrusive_ptr<WorkFog>> parts,
@@ -68,18 +69,13 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
     std::mutex mutex;
     std::exception_ptr error;
   };
-  auto whole = c10::make_intrusive<WorkFog>(driver, rank, type, nullptr, at::TensorList(), std::vector<at::Tensor>());
+  auto whole = c10::make_intrusive<WorkFog>(engine, rank, type, nullptr, at::TensorList(), std::vector<at::Tensor>());
   if (parts.empty()) {
     whole->complete(nullptr);
     return whole;
   }
   whole->sequence_ = parts.back()->sequence_;
   whole->set_describe([parts] { return parts.front()->describe(); });
-  whole->set_abort([parts] {
-    for (const auto& part : parts) {
-      part->abort();
-    }
-  });
   auto pending = std::make_shared<Pending>();
   pending->kept = std::make_shared<Kept>(Kept{whole, parts, std::move(outputs)});
   pending->count = parts.size();
@@ -118,14 +114,11 @@ c10::intrusive_ptr<WorkFog> WorkFog::when_all(
 
 void WorkFog::complete(std::exception_ptr error) {
   ended_ = Clock::now();
-  // These refer to the operation, which ends here; destroy them without the lock.
-  std::function<std::string()> describe;
-  std::function<void()> abort;
+  std::function<std::string()> describe; // refers to the operation, which ends here; destroyed without the lock
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     describe.swap(describe_);
-    abort.swap(abort_);
     future = future_;
   }
   c10::IValue value;
@@ -145,7 +138,7 @@ void WorkFog::complete(std::exception_ptr error) {
     is_late = future_ && !future;
     future = future_;
   }
-  driver_.wake_waiters();
+  engine_.wake_waiters();
   if (!future) {
     return;
   }
@@ -167,7 +160,7 @@ void WorkFog::complete(std::exception_ptr error) {
   if (future_taken_.load()) {
     try {
       using Refused = CompletionPool::Refused;
-      driver_.run_callbacks(mark, future_taken_by_callback_.load() ? Refused::kRunHere : Refused::kQueue);
+      engine_.run_callbacks(mark, future_taken_by_callback_.load() ? Refused::kRunHere : Refused::kQueue);
       given = true;
     } catch (const std::exception&) { // no memory for the queue
     }
@@ -179,7 +172,7 @@ void WorkFog::complete(std::exception_ptr error) {
 
 bool WorkFog::isCompleted() {
   if (!done_.load(std::memory_order_acquire)) {
-    driver_.drive_once(done_);
+    engine_.drive_once(done_);
   }
   return done_.load(std::memory_order_acquire);
 }
@@ -206,7 +199,7 @@ bool WorkFog::wait(std::chrono::milliseconds timeout) {
     // Without a timeout of its own, the wait ends with the operation, which has the group's timeout.
     const auto deadline = timeout > kNoTimeout ? deadline_after(timeout) : Deadline::max();
     bool done = false;
-    without_python_lock([&] { done = driver_.drive_until(done_, deadline); });
+    without_python_lock([&] { done = engine_.drive_until(done_, deadline); });
     if (!done) {
       const auto what = describe();
       C10_THROW_ERROR(
@@ -240,17 +233,6 @@ std::string WorkFog::describe() {
     describe = describe_;
   }
   return describe ? describe() : std::string();
-}
-
-void WorkFog::abort() {
-  std::function<void()> abort;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    abort = abort_;
-  }
-  if (abort) {
-    abort();
-  }
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> WorkFog::getFuture() {

@@ -11,25 +11,9 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
-#include "engine/completion_pool.hpp"
-
 namespace fog {
 
-// Interface for driving operations while a thread waits; the engine implements it.
-class Driver {
- public:
-  virtual ~Driver() = default;
-  // Makes progress until `done` is set or `deadline` has passed, without Python's lock; returns whether `done` is set.
-  // May throw an exception of the program's interrupt check (Ctrl-C).
-  virtual bool drive_until(const std::atomic<bool>& done, std::chrono::steady_clock::time_point deadline) = 0;
-  // Makes progress once, if there is anything to do and no other thread does it. A thread that only polls `done` sleeps
-  // for short times until `done` may be set. Long steps are done without Python's lock.
-  virtual void drive_once(const std::atomic<bool>& done) = 0;
-  // Runs callbacks, which may block, in a thread that no other thread waits for.
-  virtual void run_callbacks(std::function<void()> callbacks, CompletionPool::Refused refused) = 0;
-  // Wakes the threads in drive_until(): their operations may be done.
-  virtual void wake_waiters() = 0;
-};
+class Engine;
 
 // Keeps a reference to the data that it needs, but never to the group. wait() drives the engine; any thread may call
 // it, several times. c10d calls some functions with Python's lock held: they neither wait nor compute while they hold
@@ -37,12 +21,12 @@ class Driver {
 class WorkFog : public c10d::Work {
  public:
   WorkFog(
-      Driver& driver, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs);
+      Engine& engine, int rank, c10d::OpType type, const char* profiling_title, at::TensorList inputs, std::vector<at::Tensor> outputs);
 
   // A Work that is complete when all of `parts` are; it fails with the first failure among them. Its result is
   // `outputs`, or otherwise the results of the parts in order.
   static c10::intrusive_ptr<WorkFog> when_all(
-      Driver& driver,
+      Engine& engine,
       int rank,
       c10d::OpType type,
       std::vector<c10::intrusive_ptr<WorkFog>> parts,
@@ -55,7 +39,6 @@ class WorkFog : public c10d::Work {
   void synchronize() override;
   // Throws the operation's failure, or DistBackendError after `timeout`; in that case the operation itself continues.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   uint64_t getSequencenumber() const override;
   float getDuration() const override;
@@ -76,9 +59,6 @@ class WorkFog : public c10d::Work {
   void set_describe(std::function<std::string()> describe) {
     describe_ = std::move(describe);
   }
-  void set_abort(std::function<void()> abort) {
-    abort_ = std::move(abort);
-  }
 
  private:
   // Created at the first request, because few programs need it.
@@ -86,7 +66,7 @@ class WorkFog : public c10d::Work {
   std::string describe();
   void wait_for_future();
 
-  Driver& driver_;
+  Engine& engine_;
   std::atomic<bool> done_{false};
   std::atomic<bool> future_taken_{false}; // the Future may have callbacks or waiting threads
   // the program that waits for it may occupy one of the threads that complete Futures
@@ -96,8 +76,7 @@ class WorkFog : public c10d::Work {
   uint64_t sequence_ = 0;
   const std::chrono::steady_clock::time_point started_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point ended_;
-  std::function<std::string()> describe_; // guarded by mutex_, as are the next two
-  std::function<void()> abort_;
+  std::function<std::string()> describe_; // guarded by mutex_, as is the next one
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::shared_ptr<void> kept_; // what is destroyed with it, see when_all()
 };

@@ -14,7 +14,7 @@
 
 #include <c10/util/Exception.h>
 
-#include "job/between_hosts.hpp"
+#include "core/settings.hpp"
 
 namespace fog {
 namespace {
@@ -88,7 +88,7 @@ std::string find_host(const std::vector<PeerInformation>& ranks, int rank) {
 }
 
 std::vector<int> number_nodes(std::vector<std::string> hosts, const std::vector<PeerInformation>& ranks) {
-  for (size_t rank = 0; rank < ranks.size() && between_hosts() == BetweenHosts::kRma; ++rank) {
+  for (size_t rank = 0; rank < ranks.size() && settings().between_hosts == "rma"; ++rank) {
     if (!ranks[rank].links) {
       hosts[rank] += "#alone " + std::to_string(rank);
     }

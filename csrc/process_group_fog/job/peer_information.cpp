@@ -3,14 +3,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <iomanip>
 #include <random>
 #include <sstream>
+#include <system_error>
 
 #include <c10/util/Exception.h>
 
 #include "core/settings.hpp"
-#include "job/between_hosts.hpp"
 #include "job/hosts.hpp"
 #include "job/secret.hpp"
 
@@ -27,6 +28,19 @@ std::string secret_mark() {
     text << std::setw(2) << static_cast<int>(byte);
   }
   return text.str();
+}
+
+std::string fabric_hint() {
+  for (const char* variable : {"UCX_TLS", "FI_PROVIDER", "MPICH_CH4_NETMOD"}) {
+    if (const char* value = std::getenv(variable); value != nullptr && *value != '\0') {
+      return std::string(variable) + " is set";
+    }
+  }
+  std::error_code none;
+  for (const auto& device : std::filesystem::directory_iterator("/sys/class/infiniband", none)) {
+    return "there is the device " + device.path().filename().string();
+  }
+  return "";
 }
 
 } // namespace
@@ -49,7 +63,7 @@ PeerInformation own_information() {
   std::random_device device;
   PeerInformation mine;
   mine.protocol = own_protocol;
-  mine.between_hosts = name_of(between_hosts());
+  mine.between_hosts = settings().between_hosts;
   mine.fabric = fabric_hint();
   mine.max_ranks = settings().max_ranks;
   mine.links = settings().local_links;
@@ -149,7 +163,7 @@ void check_alike(const std::vector<PeerInformation>& ranks) {
           ranks[0].*setting, "', rank ", rank, " has '", ranks[rank].*setting, "'");
     }
   };
-  check_setting("FOG_BETWEEN_HOSTS (or the option between_hosts)", &PeerInformation::between_hosts);
+  check_setting("FOG_BETWEEN_HOSTS", &PeerInformation::between_hosts);
   check_setting("FOG_MAX_RANKS", &PeerInformation::max_ranks);
 }
 

@@ -16,7 +16,9 @@ std::string random_job_name();
 struct PeerInformation {
   std::string protocol;
   std::string between_hosts; // the setting of the process
-  std::string fabric; // see fabric_hint()
+  // Why its host may have a fabric that does RMA: a device for it, or a variable by which the user tells MPI which one to
+  // use. Empty if nothing says so.
+  std::string fabric;
   std::string secret_mark; // shows whether two processes know the same secret; empty if it knows none yet
   std::string offered_secret; // of a process that knows none; rank 0's becomes the job's
   int max_ranks = 0; // its FOG_MAX_RANKS, or that of the job that it has joined; 0 if that is not set

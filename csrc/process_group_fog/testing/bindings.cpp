@@ -94,7 +94,6 @@ void bind_testing(py::module_& module) {
         return py::bytes(reinterpret_cast<const char*>(proof.data()), proof.size());
       },
       py::arg("key"), py::arg("data"));
-  module.def("random_secret", &random_secret);
   module.def("arena_bytes", &shared_memory::arena_bytes, py::arg("memory"), py::arg("local_ranks"), py::arg("addresses"));
   module.def(
       "emulate",

@@ -588,62 +588,55 @@ bool Window::holds_mutex() const {
   });
 }
 
-std::vector<RankMutex*> Window::mutexes(const std::vector<int>& ranks, bool own) const {
-  std::vector<RankMutex*> mutexes;
-  for (const int rank : ranks) {
-    auto& other = neighbor("Window.mutex", "ranks", rank, true, true);
-    mutexes.push_back(own ? other.mutex_here.get() : other.mutex_there.get());
-  }
-  return mutexes;
-}
-
 void Window::lock(RankMutex& mutex, int owner, int other, Deadline deadline) const {
   if (!mutex.lock(deadline)) {
     fail("Window.mutex", c10::str("timed out waiting for the mutex of owner ", owner, " and rank ", other));
   }
 }
 
-void Window::lock(const std::vector<int>& ranks, bool own, Milliseconds timeout) {
+std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout, bool publish) {
   const Use use(*this, "Window.mutex", For::kThisRank);
   const auto deadline = deadline_after(timeout);
-  auto sorted = ranks; // by owner, then by the other rank
-  std::sort(sorted.begin(), sorted.end());
-  const auto all = mutexes(sorted, own);
+  std::sort(ranks.begin(), ranks.end()); // so the mutexes are in order by owner, then by the other rank
+  std::vector<RankMutex*> mutexes;
+  for (const int rank : ranks) {
+    auto& other = neighbor("Window.mutex", "ranks", rank, true, true);
+    mutexes.push_back(own ? other.mutex_here.get() : other.mutex_there.get());
+  }
   size_t held = 0;
   try {
-    for (; held < all.size(); ++held) {
-      lock(*all[held], own ? group_->rank : sorted[held], own ? sorted[held] : group_->rank, deadline);
+    for (; held < mutexes.size(); ++held) {
+      lock(*mutexes[held], own ? group_->rank : ranks[held], own ? ranks[held] : group_->rank, deadline);
     }
   } catch (...) {
     for (size_t i = 0; i < held; ++i) {
-      all[i]->unlock();
+      mutexes[i]->unlock();
     }
     throw;
   }
+  return std::make_unique<Hold>(shared_from_this(), std::move(mutexes), own && publish);
 }
 
-void Window::release(const std::vector<int>& ranks, bool own) {
-  const auto held = mutexes(ranks, own);
-  const bool all = std::all_of(held.begin(), held.end(), [](RankMutex* mutex) { return mutex->held_here(); });
-  TORCH_CHECK_VALUE(all, "Window.mutex: ranks: got some whose mutex of window '", name_, "' this thread has not locked");
-  for (auto* mutex : held) {
-    mutex->unlock();
+void Window::Hold::release() {
+  if (!window_) {
+    return;
   }
-}
-
-void Window::unlock(const std::vector<int>& ranks, bool own) {
-  group_->engine.check_not_forked();
+  window_->engine().check_not_forked();
+  const bool all = std::all_of(mutexes_.begin(), mutexes_.end(), [](RankMutex* mutex) { return mutex->held_here(); });
+  TORCH_CHECK_VALUE(all, "Window.mutex: some mutexes of window '", window_->name_, "' are not locked by this thread");
+  const auto window = std::exchange(window_, nullptr);
   std::exception_ptr error;
-  // Neighbors that get the tensor should see the changes that were made under the mutex.
-  if (staging_ && own && holds_mutex() && !closed_ && is_tensor_in_place()) {
+  if (window->staging_ && publish_ && !mutexes_.empty() && !window->closed_ && window->is_tensor_in_place()) {
     try {
-      const Use use(*this, "Window.mutex", For::kThisRank);
-      staging_->publish("Window.mutex", deadline_after(timeout_));
+      const Use use(*window, "Window.mutex", For::kThisRank);
+      window->staging_->publish("Window.mutex", deadline_after(window->timeout_));
     } catch (...) { // the mutexes are released in any case
       error = std::current_exception();
     }
   }
-  release(ranks, own);
+  for (auto* mutex : mutexes_) {
+    mutex->unlock();
+  }
   if (error) {
     std::rethrow_exception(error);
   }
@@ -653,11 +646,6 @@ Window::Hold::~Hold() {
   if (window_ && !window_->engine().forked()) { // otherwise the parent holds it
     release();
   }
-}
-
-std::unique_ptr<Window::Hold> Window::hold(std::vector<int> ranks, bool own, Milliseconds timeout) {
-  lock(ranks, own, timeout);
-  return std::make_unique<Hold>(shared_from_this(), std::move(ranks), own);
 }
 
 // The codec of a Window, and the messages of its puts and accumulates.

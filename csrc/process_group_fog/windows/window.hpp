@@ -109,14 +109,12 @@ class Window final : public std::enable_shared_from_this<Window> {
   double p();
   void set_p(double p);
 
-  // Locks the mutexes [rank][this rank] of these ranks, or [this rank][rank] if `own`. Every call locks in the same
-  // order, so two calls cannot deadlock. A thread may lock a mutex again that it holds. Throws DistBackendError at the
-  // timeout, with no mutex locked.
-  void lock(const std::vector<int>& ranks, bool own, Milliseconds timeout);
-  void unlock(const std::vector<int>& ranks, bool own);
-  // Locks until the returned object is destroyed.
+  // Locks the mutexes [rank][this rank] of these ranks, or [this rank][rank] if `own`, until the returned object is
+  // destroyed. Every call locks in the same order, so two calls cannot deadlock. A thread may lock a mutex again that it
+  // holds. Throws DistBackendError at the timeout, with no mutex locked. With `own` and `publish`, neighbors that get the
+  // tensor later see the changes that were made under the mutexes.
   class Hold;
-  std::unique_ptr<Hold> hold(std::vector<int> ranks, bool own, Milliseconds timeout);
+  std::unique_ptr<Hold> hold(std::vector<int> ranks, bool own, Milliseconds timeout, bool publish = true);
 
   // Waits for operations in flight and for the neighbors to call it too; afterwards no rank uses this rank's memory.
   void free(Milliseconds timeout);
@@ -243,8 +241,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   // deadline.
   bool acquire(PairMutex& mutex, PairMutex::Side side, const Neighbor& neighbor, Deadline deadline) const;
   void lock(RankMutex& mutex, int owner, int other, Deadline deadline) const;
-  void release(const std::vector<int>& ranks, bool own);
-  std::vector<RankMutex*> mutexes(const std::vector<int>& ranks, bool own) const;
 
   // --- these throw ValueError ---
   Neighbor& neighbor(const char* op, const char* argument, int rank, bool in, bool out) const;
@@ -317,22 +313,18 @@ class Window final : public std::enable_shared_from_this<Window> {
 
 class Window::Hold {
  public:
-  Hold(std::shared_ptr<Window> window, std::vector<int> ranks, bool own)
-      : window_(std::move(window)), ranks_(std::move(ranks)), own_(own) {}
+  Hold(std::shared_ptr<Window> window, std::vector<RankMutex*> mutexes, bool publish)
+      : window_(std::move(window)), mutexes_(std::move(mutexes)), publish_(publish) {}
   ~Hold();
   Hold(const Hold&) = delete;
   Hold& operator=(const Hold&) = delete;
-  // Must be called in the thread that created it.
-  void release() {
-    if (const auto window = std::exchange(window_, nullptr)) {
-      window->unlock(ranks_, own_);
-    }
-  }
+  // Unlocks; a second call does nothing. Throws ValueError in another thread than the one that created it.
+  void release();
 
  private:
-  std::shared_ptr<Window> window_;
-  const std::vector<int> ranks_;
-  const bool own_;
+  std::shared_ptr<Window> window_; // null once released
+  const std::vector<RankMutex*> mutexes_;
+  const bool publish_;
 };
 
 } // namespace fog

@@ -310,21 +310,14 @@ at::Tensor Window::update(double self_weight, const Peers& neighbors, bool reset
   check_self_weight(op, self_weight);
   check_tensor_in_place(op);
   const auto deadline = deadline_after(options.timeout);
-  std::vector<int> locked;
-  for (const auto& peer : neighbors) {
-    if (options.mutex) {
-      locked.push_back(peer.first);
+  std::unique_ptr<Hold> locked;
+  if (options.mutex) {
+    std::vector<int> ranks;
+    for (const auto& peer : neighbors) {
+      ranks.push_back(peer.first);
     }
+    locked = hold(std::move(ranks), true, options.timeout, false); // the update itself publishes the tensor
   }
-  lock(locked, true, options.timeout);
-  struct Unlock {
-    Window& window;
-    const std::vector<int>& ranks;
-    ~Unlock() {
-      window.release(ranks, true);
-    }
-  } unlock_at_end{*this, locked};
-
   const auto combined = [&] { return combine(self_weight, neighbors, reset, clone, options.with_p, deadline); };
   auto result = staging_ ? staging_->update(op, self_weight != 0, clone, combined, deadline) : combined();
   for (const auto& neighbor : neighbors) {

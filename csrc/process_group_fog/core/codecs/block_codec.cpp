@@ -1,52 +1,12 @@
 #include "core/codecs/block_codec.hpp"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
-
-#include <c10/util/Exception.h>
+#include <array>
 
 #include "core/codecs/conversions.hpp"
-#include "core/codecs/loops.hpp"
 #include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
-namespace {
-
-struct Largest {
-  static FOG_LOOP void run(const float* __restrict in, size_t numel, int32_t* __restrict result) {
-    int32_t most = 0; // of the bits, in whose order infinity and NaN come last
-    for (size_t i = 0; i < numel; ++i) {
-      const auto magnitude = static_cast<int32_t>(bits_of(in[i]) & 0x7FFFFFFF);
-      most = magnitude > most ? magnitude : most;
-    }
-    *result = most;
-  }
-};
-
-} // namespace
-
-void check_block(int64_t block) {
-  TORCH_CHECK_VALUE(
-      block >= 8 && block <= static_cast<int64_t>(kMostBlock) && block % 8 == 0, "block: got ", block,
-      "; allowed are multiples of 8 from 8 to ", kMostBlock);
-}
-
-float largest(const float* in, size_t numel) {
-  int32_t bits = 0;
-  run<Largest>(in, numel, &bits);
-  return float_of(static_cast<uint32_t>(bits));
-}
-
-float scale_for(float largest, float top) {
-  if (!std::isfinite(largest)) {
-    return std::numeric_limits<float>::quiet_NaN();
-  }
-  const uint32_t bits = bits_of(std::max(largest / top, std::numeric_limits<float>::min()));
-  const float scale = float_of((bits + kLowBits) & ~kLowBits);
-  return std::isfinite(scale * top) ? scale : float_of(bits_of(scale) - (kLowBits + 1));
-}
-
 size_t BlockCodec::bytes(c10::ScalarType, size_t numel) const {
   const size_t rest = numel % block_;
   return numel / block_ * block_bytes(block_) + (rest > 0 ? block_bytes(rest) : 0);
@@ -102,7 +62,7 @@ void BlockCodec::decode_tensor(const at::Tensor& message, const at::Tensor& out)
   for_sizes(out.numel(), block, [&](int64_t begin, int64_t numel, int64_t blocks) {
     const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
     const auto in = message.narrow(0, begin / block * block_size, blocks * size).view({blocks, size});
-    out.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(in, numel / blocks));
+    out.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(in));
   });
 }
 

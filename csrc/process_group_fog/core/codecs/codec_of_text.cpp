@@ -28,11 +28,8 @@ CodecPtr make(const std::string& text) {
   if (name == "BFloat16") {
     return bfloat16();
   }
-  if (name == "Int8" || name == "Int4") {
-    return integers(name == "Int8" ? 8 : 4, number<int64_t>(text, "block"));
-  }
-  if (name == "Sign") {
-    return sign(number<int64_t>(text, "block"));
+  if (name == "Int8") {
+    return int8(number<int64_t>(text, "block"));
   }
   if (name == "TopK") {
     const int bits = number<int>(text, "bits");

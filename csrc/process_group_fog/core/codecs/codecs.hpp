@@ -16,9 +16,7 @@ namespace codecs {
 CodecPtr float16();
 CodecPtr bfloat16();
 
-// `bits` are 8 or 4.
-CodecPtr integers(int bits, int64_t block);
-CodecPtr sign(int64_t block);
+CodecPtr int8(int64_t block);
 
 // Of `numel` elements, `k` are sent, or the given fraction if `k` is 0: at least one. `bits` are 2, or 32 for values as
 // they are.

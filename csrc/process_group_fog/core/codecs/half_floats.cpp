@@ -38,7 +38,7 @@ class HalfFloats : public BlockCodec {
     rounded.masked_fill_(nan.logical_and_(is_negative(rows)), static_cast<int16_t>(bits | 0x8000));
     out.copy_(as_bytes(rounded));
   }
-  at::Tensor decode_rows(const at::Tensor& in, int64_t) const override {
+  at::Tensor decode_rows(const at::Tensor& in) const override {
     return from_bytes(in, format_).to(at::kFloat);
   }
 

@@ -2,22 +2,14 @@
 
 #include <limits>
 
-#include "core/codecs/block_codec.hpp"
-#include "core/codecs/packing.hpp"
 #include "core/codecs/places.hpp"
 
 namespace fog::codecs {
 namespace {
 
-constexpr int32_t kNan = 0x7FC00000; // bits of std::numeric_limits<float>::quiet_NaN()
-
 at::Tensor as_integers(const at::Tensor& floats) {
   const auto size = floats.element_size();
   return floats.view(size == 2 ? at::kShort : size == 4 ? at::kInt : at::kLong);
-}
-
-at::Tensor not_finite(const at::Tensor& floats) {
-  return at::isfinite(floats).logical_not_();
 }
 
 // Eight bits, of dtype uint8, become a byte, the first one its lowest bit. Their number is a multiple of 8.
@@ -72,62 +64,8 @@ at::Tensor magnitude_bits(const at::Tensor& floats) {
   return as_integers(floats).bitwise_and(~sign);
 }
 
-at::Tensor largest_of_rows(const at::Tensor& rows) {
-  return as_floats(magnitude_bits(rows).amax(1, true));
-}
-
-at::Tensor scales_for(const at::Tensor& largest, float top) {
-  // Divide by a tensor: a division by a number would multiply by its reciprocal.
-  auto bits = as_bits(largest.div(at::full({}, top, largest.options())).clamp_min_(std::numeric_limits<float>::min()));
-  bits = bits.add(static_cast<int32_t>(kLowBits)).bitwise_and_(~static_cast<int32_t>(kLowBits));
-  bits.sub_(not_finite(as_floats(bits).mul(top)).to(at::kInt), static_cast<int32_t>(kLowBits + 1));
-  bits.masked_fill_(not_finite(largest), kNan);
-  return as_floats(bits);
-}
-
-void store_blocks(const at::Tensor& out, const at::Tensor& scales, const at::Tensor& codes) {
-  const auto bytes = static_cast<int64_t>(sizeof(float));
-  out.narrow(1, 0, bytes).copy_(as_bytes(scales));
-  out.narrow(1, bytes, codes.size(1)).copy_(codes).masked_fill_(scales.ne(scales), 0);
-}
-
-at::Tensor load_scales(const at::Tensor& in) {
-  return from_bytes(in.narrow(1, 0, sizeof(float)), at::kFloat);
-}
-
-at::Tensor sum_in_order(const at::Tensor& terms) {
-  const auto parts = terms.unbind(1);
-  auto sum = parts[0].clone(at::MemoryFormat::Contiguous);
-  for (size_t part = 1; part < parts.size(); ++part) {
-    sum.add_(parts[part]);
-  }
-  return sum;
-}
-
-at::Tensor pack_rows(const at::Tensor& codes, int bits) {
-  if (bits == 8) {
-    return codes;
-  }
-  const int64_t parts = 8 / bits;
-  const auto bytes = static_cast<int64_t>(packed_bytes(static_cast<size_t>(codes.size(1)), bits));
-  const auto padded = at::constant_pad_nd(codes, {0, parts * bytes - codes.size(1)}).view({-1, parts, bytes});
-  auto packed = padded.select(1, 0).clone(at::MemoryFormat::Contiguous);
-  for (int64_t part = 1; part < parts; ++part) {
-    packed.bitwise_or_(padded.select(1, part).bitwise_left_shift(part * bits));
-  }
-  return packed;
-}
-
-at::Tensor unpack_rows(const at::Tensor& packed, int bits, int64_t numel) {
-  if (bits == 8) {
-    return packed;
-  }
-  const int64_t parts = 8 / bits;
-  const auto codes = at::empty({packed.size(0), parts, packed.size(1)}, packed.options());
-  for (int64_t part = 0; part < parts; ++part) {
-    codes.select(1, part).copy_(packed.bitwise_right_shift(part * bits).bitwise_and_((1 << bits) - 1));
-  }
-  return codes.view({packed.size(0), -1}).narrow(1, 0, numel);
+at::Tensor not_finite(const at::Tensor& floats) {
+  return at::isfinite(floats).logical_not_();
 }
 
 void pack_places(const at::Tensor& places, int64_t numel, const at::Tensor& out) {

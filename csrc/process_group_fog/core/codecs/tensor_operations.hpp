@@ -33,8 +33,8 @@ at::Tensor from_bytes(const at::Tensor& bytes, c10::ScalarType dtype);
 at::Tensor is_negative(const at::Tensor& floats);
 // The magnitude as a whole number, whose order is that of magnitudes; infinity and NaN come last.
 at::Tensor magnitude_bits(const at::Tensor& floats);
-
-// --- blocks: the rows of a matrix of float32; scales are a column ---
+at::Tensor not_finite(const at::Tensor& floats);
+constexpr int32_t kNan = 0x7FC00000; // bits of std::numeric_limits<float>::quiet_NaN()
 
 // The blocks of a vector of `numel` elements by size: those of `block` elements, and the rest. use() gets the place and
 // the number of elements of a part, and the number of its blocks.
@@ -48,21 +48,6 @@ void for_sizes(int64_t numel, int64_t block, Use use) {
     use(blocks * block, numel % block, int64_t(1));
   }
 }
-
-// As largest() and scale_for().
-at::Tensor largest_of_rows(const at::Tensor& rows);
-at::Tensor scales_for(const at::Tensor& largest, float top);
-
-// The bytes of blocks that are a scale and then codes. The codes of a scale that is NaN become 0.
-void store_blocks(const at::Tensor& out, const at::Tensor& scales, const at::Tensor& codes);
-at::Tensor load_scales(const at::Tensor& in);
-
-// Adds up the parts of dimension 1, from the first to the last one.
-at::Tensor sum_in_order(const at::Tensor& terms);
-
-// As Pack and Unpack: codes of 1, 2, 4 or 8 bits, of dtype uint8, `numel` in a row.
-at::Tensor pack_rows(const at::Tensor& codes, int bits);
-at::Tensor unpack_rows(const at::Tensor& packed, int bits, int64_t numel);
 
 // --- places, of dtype int64 and ascending ---
 

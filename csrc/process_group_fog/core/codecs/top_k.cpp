@@ -25,7 +25,6 @@
 
 #include "core/codecs/codecs.hpp"
 #include "core/codecs/conversions.hpp"
-#include "core/codecs/packing.hpp"
 #include "core/codecs/places.hpp"
 #include "core/codecs/tensor_operations.hpp"
 
@@ -45,11 +44,12 @@ constexpr size_t kHeader = 2 * sizeof(float);
 constexpr int kBits = 2; // of a code
 constexpr int kExact = 32; // the bits of values that are sent as they are, whatever the dtype
 
+constexpr size_t kInByte = 8 / kBits; // codes, the first one in the lowest bits
+
 using Floats = std::array<float, kBlock>;
-using Codes = std::array<uint8_t, kBlock + 8>;
 
 size_t block_bytes(size_t numel) {
-  return kHeader + packed_bytes(numel, kBits);
+  return kHeader + (numel + kInByte - 1) / kInByte;
 }
 
 // Calls use() with a value of the unsigned type that has the size of the dtype's elements.
@@ -94,7 +94,6 @@ double mean_of(const float* values, size_t numel) {
 
 void encode_block(const float* in, size_t numel, uint8_t* out) {
   Floats magnitudes;
-  Codes codes;
   bool finite = true;
   bool has_zeros = false;
   for (size_t i = 0; i < numel; ++i) {
@@ -109,21 +108,22 @@ void encode_block(const float* in, size_t numel, uint8_t* out) {
   } else if (has_zeros) {
     range.low = 0; // so that zeros stay zeros
   }
-  for (size_t i = 0; i < numel; ++i) {
-    codes[i] = static_cast<uint8_t>((finite && magnitudes[i] > middle ? 1 : 0) | (std::signbit(in[i]) ? 2 : 0));
-  }
+  std::memset(out, 0, block_bytes(numel));
   std::memcpy(out, &range, kHeader);
-  run<Pack<kBits>>(codes.data(), numel, out + kHeader);
+  for (size_t i = 0; i < numel; ++i) {
+    const int code = (finite && magnitudes[i] > middle ? 1 : 0) | (std::signbit(in[i]) ? 2 : 0);
+    uint8_t& byte = out[kHeader + i / kInByte];
+    byte = static_cast<uint8_t>(byte | code << (i % kInByte * kBits));
+  }
 }
 
 void decode_block(const uint8_t* in, size_t numel, float* out) {
   Range range = {};
   std::memcpy(&range, in, kHeader);
-  Codes codes;
-  run<Unpack<kBits>>(in + kHeader, numel, codes.data());
   for (size_t i = 0; i < numel; ++i) {
-    const float magnitude = (codes[i] & 1) != 0 ? range.high : range.low;
-    out[i] = (codes[i] & 2) != 0 ? -magnitude : magnitude;
+    const int code = in[kHeader + i / kInByte] >> (i % kInByte * kBits);
+    const float magnitude = (code & 1) != 0 ? range.high : range.low;
+    out[i] = (code & 2) != 0 ? -magnitude : magnitude;
   }
 }
 
@@ -131,6 +131,16 @@ void decode_block(const uint8_t* in, size_t numel, float* out) {
 
 at::Tensor whole_double(double number, const at::Tensor& like) {
   return at::full({}, number, like.options().dtype(at::kDouble)); // a division by a number would multiply by its reciprocal
+}
+
+// Adds up the parts of dimension 1, from the first to the last one.
+at::Tensor sum_in_order(const at::Tensor& terms) {
+  const auto parts = terms.unbind(1);
+  auto sum = parts[0].clone(at::MemoryFormat::Contiguous);
+  for (size_t part = 1; part < parts.size(); ++part) {
+    sum.add_(parts[part]);
+  }
+  return sum;
 }
 
 // The columns `low` and `high`, and codes of dtype uint8 without signs. `magnitudes` are float64.
@@ -155,16 +165,28 @@ void encode_rows(const at::Tensor& rows, const at::Tensor& out) {
   codes.masked_fill_(is_finite.logical_not(), 0);
   codes.bitwise_or_(is_negative(rows).to(at::kByte).bitwise_left_shift_(1));
   const auto range = as_bits(at::cat({low, high}, 1).to(at::kFloat));
-  range.masked_fill_(is_finite.logical_not(), 0x7FC00000); // std::numeric_limits<float>::quiet_NaN()
+  range.masked_fill_(is_finite.logical_not(), kNan);
   const auto header = static_cast<int64_t>(kHeader);
+  const auto bytes = out.size(1) - header;
   out.narrow(1, 0, header).copy_(as_bytes(range));
-  out.narrow(1, header, out.size(1) - header).copy_(pack_rows(codes, kBits));
+  const auto padded =
+      at::constant_pad_nd(codes, {0, static_cast<int64_t>(kInByte) * bytes - codes.size(1)}).view({-1, bytes, kInByte}).unbind(2);
+  auto packed = padded[0];
+  for (size_t place = 1; place < kInByte; ++place) {
+    packed = packed.bitwise_or(padded[place].bitwise_left_shift(static_cast<int64_t>(place) * kBits));
+  }
+  out.narrow(1, header, bytes).copy_(packed);
 }
 
 at::Tensor decode_rows(const at::Tensor& in, int64_t numel) {
   const auto header = static_cast<int64_t>(kHeader);
   const auto range = from_bytes(in.narrow(1, 0, header), at::kFloat).split(1, 1);
-  const auto codes = unpack_rows(in.narrow(1, header, in.size(1) - header), kBits, numel);
+  const auto packed = in.narrow(1, header, in.size(1) - header);
+  std::array<at::Tensor, kInByte> places;
+  for (size_t place = 0; place < kInByte; ++place) {
+    places[place] = packed.bitwise_right_shift(static_cast<int64_t>(place) * kBits);
+  }
+  const auto codes = at::stack(places, 2).view({packed.size(0), -1}).narrow(1, 0, numel);
   const auto magnitudes = at::where(codes.bitwise_and(1).ne(0), range[1], range[0]);
   return at::where(codes.bitwise_and(2).ne(0), magnitudes.neg(), magnitudes);
 }

@@ -36,15 +36,15 @@ char* pool_of(size_t bytes) {
 
 std::unique_ptr<RemoteMemory> RemoteMemory::open(
     Runtime& runtime, Rendezvous& rendezvous, Watchdog& watchdog, std::chrono::milliseconds timeout) {
-  const auto wanted = between_hosts();
+  const bool is_wanted = settings().between_hosts == "rma";
   const auto& nodes = runtime.nodes();
   const size_t bytes = settings().rma_bytes;
   if (rendezvous.size() != runtime.size() || rendezvous.rank() != runtime.rank()) {
     TORCH_CHECK_WITH(
-        DistBackendError, wanted != BetweenHosts::kRma,
-        "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) needs a first group of all ranks of MPI's world, in their order: it has ",
-        rendezvous.size(), " of ", runtime.size(), " ranks, this process is rank ", rendezvous.rank(), " of the group and rank ",
-        runtime.rank(), " of the world");
+        DistBackendError, !is_wanted,
+        "fog: FOG_BETWEEN_HOSTS=rma needs a first group of all ranks of MPI's world, in their order: it has ", rendezvous.size(),
+        " of ", runtime.size(), " ranks, this process is rank ", rendezvous.rank(), " of the group and rank ", runtime.rank(),
+        " of the world");
     return nullptr;
   }
   if (std::all_of(nodes.begin(), nodes.end(), [&](int node) { return node == nodes[0]; })) {
@@ -58,8 +58,7 @@ std::unique_ptr<RemoteMemory> RemoteMemory::open(
   }
   const auto& fault = answer.fault;
   TORCH_CHECK_WITH(
-      DistBackendError, fault.empty() || wanted != BetweenHosts::kRma,
-      "fog: FOG_BETWEEN_HOSTS=rma (or the option between_hosts) is not available here: ", fault,
+      DistBackendError, fault.empty() || !is_wanted, "fog: FOG_BETWEEN_HOSTS=rma is not available here: ", fault,
       ". With 'auto' or 'tcp' data goes by TCP.");
   if (runtime.rank() == 0) {
     const std::string rma = answer.alone ? "RMA" : "RMA, of windows by TCP: a put waits until its target calls MPI";

@@ -17,7 +17,6 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "job/between_hosts.hpp"
 #include "job/mpi_api.hpp"
 #include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"

@@ -14,7 +14,7 @@
 
 #include "core/deadline.hpp"
 #include "core/failure.hpp"
-#include "job/between_hosts.hpp"
+#include "core/settings.hpp"
 #include "job/network_interface.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/timed_call.hpp"
@@ -107,7 +107,7 @@ class Side {
         target_(target),
         timeout_(timeout),
         deadline_(deadline_after(timeout)),
-        measures_(between_hosts() == BetweenHosts::kAuto) {}
+        measures_(settings().between_hosts == "auto") {}
 
   // Returns the report.
   std::string as_origin() {
