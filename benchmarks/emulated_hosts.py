@@ -219,7 +219,8 @@ def _move_frames(ends: Sequence[int], delay: float, closing: int) -> None:
                 frames.append((time.monotonic() + delay, os.read(end, _MOST_OF_FRAME)))
         for end, frames in zip(reversed(ends), held, strict=True):
             while frames and frames[0][0] <= time.monotonic():
-                os.write(end, frames.popleft()[1])
+                with contextlib.suppress(OSError):  # a device that is not up yet, or is full, drops it
+                    os.write(end, frames.popleft()[1])
 
 
 def traffic(names: Sequence[str]) -> list[tuple[int, int]]:

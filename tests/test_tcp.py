@@ -115,12 +115,29 @@ def send_over_a_long_path() -> list[int]:
     return [*found, bytes_before_asked(other)]
 
 
+def send_to_a_late_rank() -> bool:
+    """Returns whether the receiver of data that comes early as a whole had called when its sender's operation ended."""
+    store = dist.distributed_c10d._get_default_store()
+    data = torch.ones(EARLY // 8)
+    if dist.get_rank() == 0:
+        dist.send(data, 1)
+        return store.check(["called"])
+    time.sleep(0.5)
+    store.set("called", "")
+    dist.recv(data, 0)
+    return True
+
+
 def test_a_long_path(tmp_path: Path) -> None:
-    """Data does not wait for its receiver's answer there, also after a receiver has left some; all of it arrives."""
-    calls = [("send_over_a_long_path", ())]
+    """Data does not wait for its receiver's answer there, also after a receiver has left some; all of it arrives.
+
+    Its sender waits for the receiver: one that ends before would leave nothing to receive.
+    """
+    calls = [("send_over_a_long_path", ()), ("send_to_a_late_rank", ())]
     found = run_on_hosts(tmp_path, [0, 1], "test_tcp", calls, delay=0.02, environment=TCP)
     first, then, after = found[1][0]
     assert first < EARLY <= min(then, after), found
+    assert found[0][1], "send() ended before recv() began"
 
 
 def test_parts_that_end_within_an_element(world: World) -> None:

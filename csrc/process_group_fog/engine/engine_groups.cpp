@@ -96,6 +96,14 @@ void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
     if (its.is_silent()) {
       on_end_of_lost(peer_id);
     }
+    // Data of the process before it does not come any more, and the next one uses its tags anew.
+    for (const auto& [id, group] : groups_) {
+      const auto is_old = [rank = group->group_rank(peer_id)](const EarlyMessage& message) { return message.source == rank; };
+      group->unexpected.remove_if(is_old);
+      for (auto& [key, messages] : group->early) {
+        messages.remove_if(is_old);
+      }
+    }
     transport_->renew(peer_id);
     peers_.become(peer_id, Peer::State::kAlive);
     released_by_.erase(peer_id);

@@ -54,18 +54,35 @@ void Channel::offer(std::shared_ptr<OutgoingData> data, size_t early) {
   }
 }
 
-// The peer has taken the data with that tag, or will not, so as much other data may go early.
+// The peer has asked for the data with that tag, or will not, so as much other data may go early.
 void Channel::forget_early(uint32_t tag) {
-  if (const auto found = sent_early_.find(tag); found != sent_early_.end()) {
-    early_ -= found->second;
-    sent_early_.erase(found);
+  const auto found = sent_early_.find(tag);
+  if (found == sent_early_.end()) {
+    return;
+  }
+  early_ -= found->second;
+  sent_early_.erase(found);
+  if (const auto offered = offered_.find(tag); offered != offered_.end()) {
+    const auto data = offered->second;
+    if (data->begun == data->bytes && (!part_ || part_->data != data)) {
+      end(*data, !data->stopped);
+    }
   }
 }
 
-void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
+std::string Channel::take_early(uint32_t tag) {
   const auto found = came_early_.find(tag);
-  const auto early = found == came_early_.end() ? std::string() : std::move(found->second);
-  came_early_.erase(tag);
+  if (found == came_early_.end()) {
+    return {};
+  }
+  auto early = std::move(found->second);
+  came_early_.erase(found);
+  bytes_came_early_ -= early.size();
+  return early;
+}
+
+void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
+  const auto early = take_early(tag);
   coming_[tag] = data;
   data->grant_room();
   for (size_t done = 0; done < early.size();) {
@@ -81,7 +98,8 @@ void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
 }
 
 void Channel::ignore(uint32_t tag) {
-  if (came_early_.erase(tag) > 0) {
+  if (came_early_.count(tag) > 0) {
+    take_early(tag);
     ask(tag, 0);
   }
 }
@@ -145,6 +163,7 @@ void Channel::close() {
   small_sent_ = 0;
   going_.clear();
   came_early_.clear();
+  bytes_came_early_ = 0;
   if (const auto part = std::exchange(part_, nullptr); part && part->data->owner) {
     user_.release(std::move(part->data->owner));
   }
@@ -165,13 +184,16 @@ void Channel::next_part() {
   if (going_.empty()) {
     return;
   }
-  const auto data = going_.front();
+  // What the peer has asked for goes before what it has not.
+  const auto asked = std::find_if(going_.begin(), going_.end(), [this](const auto& each) { return sent_early_.count(each->tag) == 0; });
+  const auto next = asked == going_.end() ? going_.begin() : asked;
+  const auto data = *next;
   const size_t bytes = std::min(most_of_part_, data->room - data->begun);
   part_ = std::make_unique<Part>(Part{{Kind::kPart, data->tag, bytes}, data, data->data + data->begun, 0, nullptr});
   data->begun += bytes;
   if (data->begun == data->room) {
     data->going = false;
-    going_.pop_front();
+    going_.erase(next);
   }
 }
 
@@ -190,8 +212,9 @@ void Channel::leave_part() {
 
 void Channel::on_part_sent() {
   const auto part = std::exchange(part_, nullptr);
-  if (part->data->stopped || part->data->begun == part->data->bytes) {
-    end(*part->data, !part->data->stopped);
+  auto& data = *part->data;
+  if (data.stopped || (data.begun == data.bytes && sent_early_.count(data.tag) == 0)) {
+    end(data, !data.stopped);
   }
 }
 
@@ -414,7 +437,7 @@ void Channel::on_frame(const Frame& frame) {
       if (found != coming_.end()) {
         coming_.erase(found);
       }
-      came_early_.erase(frame.tag);
+      take_early(frame.tag);
       if (data) {
         data->withdraw();
         if (auto owner = data->end()) {
@@ -442,10 +465,11 @@ void Channel::take(const char* from, size_t bytes) {
     const auto data = found == coming_.end() ? nullptr : found->second.lock();
     if (!data) { // it is early, or nobody waits for it any more
       if (const auto early = came_early_.find(part_tag_); early != came_early_.end()) {
-        if (early->second.size() + bytes > kMostEarly) {
-          refuse_message(peer_, bytes, "more of the data comes early than may");
+        if (bytes_came_early_ + bytes > kMostEarly) {
+          refuse_message(peer_, bytes, "more data comes early than may");
         }
         early->second.append(from, bytes);
+        bytes_came_early_ += bytes;
       }
       return;
     }

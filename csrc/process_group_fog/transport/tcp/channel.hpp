@@ -18,6 +18,9 @@ namespace fog::tcp {
 // Called when a peer no longer reads the memory. An empty text means success.
 using Sent = std::function<void(const std::string& error)>;
 
+// The most bytes that one side sends before the other asks for them, of all its data.
+inline constexpr size_t kMostEarly = size_t(4) << 20;
+
 // Large data of one message over TCP. It waits in its sender until the receiver has room for it, but for a part that goes
 // early, so that a long path does not stand still until the receiver's answer.
 struct OutgoingData {
@@ -81,6 +84,7 @@ class IncomingData final : public Incoming {
  private:
   // The memory of data without a place: enough for a fast link.
   static constexpr size_t kMemory = size_t(4) << 20;
+  static_assert(kMemory >= kMostEarly, "what came early finds room at once");
 
   const size_t bytes_;
   char* const place_;
@@ -113,9 +117,6 @@ class Channel {
     // A buffer that channels lend each other: only one that has read a part of a message keeps it.
     virtual std::unique_ptr<char[]>& spare_buffer() = 0;
   };
-  // The most bytes that one side sends early, of all data that the other has not asked for yet.
-  static constexpr size_t kMostEarly = size_t(4) << 20;
-
   enum class Result {
     kNothing,
     kProgress,
@@ -127,7 +128,8 @@ class Channel {
   // --- to the peer ---
   // Queues a header with a copy of the data.
   void queue(const Header& header, const void* data, size_t bytes);
-  // Data that leaves when the peer asks for it; the first `early` bytes leave at once, after the header.
+  // Data that leaves when the peer asks for it; the first `early` bytes leave at once, after the header. It counts as sent
+  // when the peer has asked, and all has left.
   void offer(std::shared_ptr<OutgoingData> data, size_t early);
   // Returns the bytes that went early, and that the peer has not asked for yet.
   size_t early() const {
@@ -230,6 +232,7 @@ class Channel {
   void take(const char* from, size_t bytes);
   void come(uint32_t tag, IncomingData& data, size_t bytes);
   void forget_early(uint32_t tag);
+  std::string take_early(uint32_t tag);
 
   const PeerId peer_;
   User& user_;
@@ -254,6 +257,7 @@ class Channel {
   size_t part_left_ = 0; // bytes of the part that is coming
   std::unordered_map<uint32_t, std::weak_ptr<IncomingData>> coming_;
   std::unordered_map<uint32_t, std::string> came_early_; // of announced data
+  size_t bytes_came_early_ = 0; // their sum
 };
 
 } // namespace fog::tcp

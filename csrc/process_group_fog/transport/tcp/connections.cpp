@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <fstream>
 #include <system_error>
 #include <utility>
 
@@ -76,8 +77,16 @@ constexpr int kLongestRetransmission = 44; // TCP_RTO_MAX_MS
 
 // Data that a link loses is sent again after 0.2 s, and then after twice as long each time: a link that returns after a
 // cut of 2 s would stand still for up to another 1.4 s. So these times end at 1 s, the least that the system allows. It
-// gives up after about 14 of them, which must be later than the silence that ends a host.
+// gives up after about 14 of them, which must be later than the silence that ends a host: not for a long one, nor where
+// fewer attempts are set than usual.
 void return_soon(int fd, int host_timeout) {
+  constexpr int kUsualAttempts = 15;
+  constexpr int kLongSilence = 120;
+  int attempts = kUsualAttempts;
+  std::ifstream("/proc/sys/net/ipv4/tcp_retries2") >> attempts;
+  if (attempts < kUsualAttempts || host_timeout > kLongSilence) {
+    return;
+  }
   const int milliseconds = std::max(1000, 1000 * host_timeout / 11);
   setsockopt(fd, IPPROTO_TCP, kLongestRetransmission, &milliseconds, sizeof(milliseconds));
 }

@@ -76,7 +76,7 @@ size_t Messages::early_room(PeerId peer, Link& its) {
     // The rate is that of the last data, which may have been little; a path that has become slower counts after a while.
     its.in_flight = std::max(connections_->in_flight(peer), its.in_flight - its.in_flight / 8);
   }
-  const auto most = std::min(its.in_flight, Channel::kMostEarly);
+  const auto most = std::min(its.in_flight, kMostEarly);
   return most - std::min(most, its.channel.early());
 }
 
