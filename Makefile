@@ -259,7 +259,7 @@ benchmark-loss-long: build
 	@echo "== loss of long runs"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --steps 1600 --target 0.36 --more-ranks \
 		--seeds 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 --json benchmarks/results/loss_long.json --ways \
-		ddp_fog one_peer_exp static_exp base_k hierarchical gossip_pga exact_diffusion gradient_tracking $(ARGS)
+		ddp_fog one_peer_exp static_exp base_k hierarchical exact_diffusion gradient_tracking $(ARGS)
 
 # If something could not be installed, exits with an error after testing the rest.
 test-mpi: build

@@ -17,7 +17,7 @@ __all__ = ["Part", "autoload", "register"]
 
 
 class Part(NamedTuple):
-    """The `pg_options` of a group of some ranks of another one, which may have failed: it needs no agreement round.
+    """The `pg_options` of a group of some ranks of another one, which may have failed: it needs no rendezvous.
 
     Attributes:
         whole: The backend of the other group.

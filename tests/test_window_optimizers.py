@@ -419,6 +419,23 @@ def test_windows_come_and_go(kind: str) -> None:
                     optimizer.step()
 
 
+@on_ranks(2, kind=WINDOWS)
+def test_weights_of_any_sum(kind: str) -> None:
+    """They are used where BlueFog's graphs have them; push-sum divides its weights by their sum."""
+    rank, size = start()
+    graph = nx.DiGraph()
+    graph.add_weighted_edges_from([(i, j, 0.25) for i in range(size) for j in range(size)])
+    bf.set_topology(graph, is_weighted=True)
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, rank + 1.0)
+    optimizer = distribute(kind, net, partial(torch.optim.SGD, lr=1.0))
+    (0 * net(torch.ones(1))).backward()
+    optimizer.step()
+    expected = 1.5 if kind == "push-sum" else 0.75
+    assert net.weight.item() == pytest.approx(expected, abs=1e-6)
+    optimizer.unregister_window()
+
+
 @on_ranks(2)
 def test_bad_attributes() -> None:
     rank, _ = start()

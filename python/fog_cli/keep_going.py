@@ -46,7 +46,7 @@ class Fate:
 
 
 def _signal_of(status: int) -> int:
-    """Returns the negative number of the signal if an exit status of a shell, ssh stands for one."""
+    """Returns the negative number of the signal if an exit status of a shell, or of ssh, stands for one."""
     return 128 - status if 128 < status <= 128 + signal.SIGRTMAX else status
 
 

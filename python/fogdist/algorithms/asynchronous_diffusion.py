@@ -70,6 +70,8 @@ class AsynchronousDiffusion(WindowAlgorithm):
         return self.self_weight, dict(self.src_weights)
 
     def _weights_of_round(self) -> tuple[float, dict[int, float]]:
+        if self._plans.topology is None:  # the group's, whose weights may have any sum
+            return self.context.topology.mean_weights
         plan = self._plans.plan(self.rounds)
         return plan.self_weight, dict(plan.sources)
 
@@ -93,7 +95,9 @@ class AsynchronousDiffusion(WindowAlgorithm):
         if isinstance(error, dist.DistBackendError) and self._pace is not None:
             peers = self._pace.peers
             gone = [rank for rank in peers if self._pace.is_gone(rank)]
-            return None if all(map(self._may_miss, gone or peers)) else error
+            # Without a loss, those that have paused may be about to end; a neighbor that takes part has failed to answer.
+            may_go_on = self.on_loss == "continue" or not any(map(self._pace.takes_part, peers))
+            return None if (all(map(self._may_miss, gone)) if gone else may_go_on) else error
         return error
 
 
@@ -110,8 +114,8 @@ class WinPut(AsynchronousDiffusion):
     The arguments are those of `WindowAlgorithm`.
 
     Attributes:
-        dst_weights: {out-neighbor: weight} of the next put, or out-neighbors that all weigh 1; None for all
-            of them. The slots at the others keep their values.
+        dst_weights: {out-neighbor: weight} of the next put, or out-neighbors that all weigh 1; None for those
+            of the round. The slots at the others keep their values.
         self_weight, src_weights: Weights of the next average, both or none of them: of this rank's parameters
             and {in-neighbor: weight} of the slots. None for the topology's.
         force_barrier: As in `WindowAlgorithm`.
@@ -140,6 +144,8 @@ class WinPut(AsynchronousDiffusion):
 
     def destinations(self) -> list[tuple[int, float]]:
         """Returns the ranks that a round's values are put to, each with the weight 1."""
+        if self._plans.topology is None:
+            return [(rank, 1.0) for rank in self.context.topology.out_neighbors]
         return self._plans.plan(self.rounds).destinations
 
     def take_all(self) -> None:
@@ -151,6 +157,8 @@ class WinPut(AsynchronousDiffusion):
     def members_changed(self) -> None:
         """Opens windows among the ranks of an epoch: what all of them do first after an agreement round."""
         assert self._participant is not None and self._ends is not None
+        if self._fog_ended:  # another optimizer has taken over the model on all ranks
+            return
         if self._closing is not None and max(self._ends.completed, self._ends.resume) > self._closing:
             return  # all ranks have come to `close`, as this one or another one knows
         self._wait()
@@ -219,9 +227,7 @@ class PullGet(AsynchronousDiffusion):
     def _locking(self) -> Iterator[None]:
         # This cannot deadlock: a rank that gets holds one mutex and waits for nothing else.
         with ExitStack() as stack:
-            for window in (
-                self.windows if self._pace is not None else []
-            ):  # empty after the windows were freed
+            for window in self.windows if self._pace is not None else []:  # which are freed otherwise
                 stack.enter_context(window.lock())
             yield
             self.buckets.write_changes()

@@ -155,7 +155,7 @@ class Joiner:
             now = time.monotonic()
             if now >= looked + _LIFE_PAUSE:
                 looked = now
-                # It also makes ranks read tickets that have become the lowest one meanwhile.
+                # It also makes a rank that has become the lowest one meanwhile read the tickets.
                 if not self._request():
                     raise dist.DistBackendError(
                         f"this process cannot join the job as rank {self._rank}: no rank of the job is left"

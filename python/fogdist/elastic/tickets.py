@@ -1,4 +1,4 @@
-"""How a process comes into a job that trains already: what it and the job's ranks tell each other, up to the round.
+"""How a process comes into a job that trains already: what it and the job's ranks tell each other.
 
 A process that joins takes a *ticket* in the Store of the job's first group, and tells what it is: its rank, how to
 connect with it, its objects, and a proof that it knows the job's secret. It draws the attention of the ranks by a

@@ -465,7 +465,7 @@ def rounds_of(topology: MixingLike, context: Context, what: str) -> Topology:
         ValueError: It is no topology, or one without a period.
     """
     given = as_mixing(topology, context)
-    if type(given) is not Neighbors:
+    if type(given) is not Neighbors or given.compression is not None:
         raise ValueError(f"topology must be a topology, a graph or None {what}, got {given!r}")
     rounds = topology_of(context) if given.topology is None else given.topology
     if rounds.period is None:

@@ -11,7 +11,7 @@ from fogdist.context import current
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions, check_count
 from fogdist.training.continuing import Watch, await_all
-from fogdist.training.mixing import Plans, edges_of, rounds_of, topology_of
+from fogdist.training.mixing import Plans, edges_of, rounds_of
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models, setting
@@ -223,7 +223,7 @@ class WindowAlgorithm(OverlappingAlgorithm):
     def _open(self) -> None:
         """Opens windows along the topology, or what is left of it. Collective among neighbors."""
         context = self.context
-        self._plans = Plans(self._topology or topology_of(context), context)
+        self._plans = Plans(self._topology, context)
         group, times = self._generation
         times = times + 1 if group is context.group else 0
         self._generation = context.group, times
@@ -245,14 +245,16 @@ class WindowAlgorithm(OverlappingAlgorithm):
         error = self._wait()
         ends: list[Pace | Window] = [*self.windows, pace]
         if self._watch is not None and self._ends is not None:
-            # A rank that waited for its neighbors in `free` would not hear of an agreement round in which they wait for it. Once all
-            # ranks have come here, nobody writes or reads any more, so nobody has to wait.
+            # A rank that waited for its neighbors in `free` would not hear of an agreement round in which they wait for it.
+            # Once all ranks have come here, nobody writes or reads any more, so nobody has to wait.
             self._closing = self._ends.completed
             self._watch.meet_if_needed()
             await_all(self._ends)
             ends = []
             for window in self.windows:
                 window.abandon("was freed")
+            if self._pace is not None:  # the agreement may have opened another one
+                self._pace.abandon()
         self._pace = None
         for each in ends:
             try:
