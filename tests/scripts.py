@@ -217,7 +217,7 @@ WAITING = """
 import os, signal, sys, time
 
 def stop(number, frame):
-    print("stopped by", signal.Signals(number).name, flush=True)
+    os.write(1, f"stopped by {signal.Signals(number).name}\\n".encode())  # print() may be interrupted in print()
     sys.exit(3)
 
 signal.signal(signal.SIGTERM, stop)
