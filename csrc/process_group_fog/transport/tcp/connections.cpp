@@ -82,8 +82,11 @@ constexpr int kLongestRetransmission = 44; // TCP_RTO_MAX_MS
 void return_soon(int fd, int host_timeout) {
   constexpr int kUsualAttempts = 15;
   constexpr int kLongSilence = 120;
-  int attempts = kUsualAttempts;
-  std::ifstream("/proc/sys/net/ipv4/tcp_retries2") >> attempts;
+  static const int attempts = [] { // read once, not for each connection
+    int set = kUsualAttempts;
+    std::ifstream("/proc/sys/net/ipv4/tcp_retries2") >> set;
+    return set;
+  }();
   if (attempts < kUsualAttempts || host_timeout > kLongSilence) {
     return;
   }
