@@ -27,11 +27,13 @@ from typing import Any
 import fogdist
 import numpy as np
 import torch
-from fogdist import algorithms, simulate
+from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.topology import Topology
-from performance_tables import loss_table, many_ranks_table
+from performance_tables import loss_table, many_ranks_table  # which adds the folder of tests to sys.path
+from shards import Shards
 from torch import Tensor, nn
+from virtual_training import GradientAverage, StackedModel, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -93,7 +95,7 @@ def base_3(ranks: int) -> Topology:
 _awc = partial(algorithms.DecentralizedSGD, order="awc")
 # The names and topologies are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
 WAYS: dict[str, Way] = {
-    "ddp_fog": Way(simulate.GradientAverage),
+    "ddp_fog": Way(GradientAverage),
     "one_peer_exp": Way(_awc, topologies.one_peer_exponential),
     "static_exp": Way(_awc, static_exponential),
     "hierarchical": Way(_awc, hierarchical),
@@ -143,15 +145,15 @@ def run(
     _, inputs, labels, test, answers = task
     way = WAYS[name]
 
-    def evaluate(stacked: simulate.StackedModel) -> float:
+    def evaluate(stacked: StackedModel) -> float:
         return float(nn.functional.cross_entropy(stacked.model_of()(test), answers))
 
     begin = time.perf_counter()
     batch = min(BATCH, len(inputs) // ranks)
-    result = simulate.train(
+    result = train(
         make_model(seed),
         nn.functional.cross_entropy,
-        simulate.Shards(inputs, labels, ranks=ranks, batch=batch, split=SPLITS[split], seed=seed),
+        Shards(inputs, labels, ranks=ranks, batch=batch, split=SPLITS[split], seed=seed),
         ranks=ranks,
         steps=steps,
         topology=None if way.topology is None else way.topology(ranks),

@@ -40,7 +40,7 @@ NAMES = """
     hierarchical_neighbor_allreduce in_neighbor_machine_ranks in_neighbor_ranks init is_initialized load_machine_topology
     load_topology local_rank local_size machine_rank machine_size membership metrics neighbor_allgather neighbor_allreduce
     out_neighbor_machine_ranks out_neighbor_ranks pair_gossip rank reconfigure set_machine_topology set_topology share_
-    shutdown simulate size suspend_detection timeline topology transport
+    shutdown size suspend_detection timeline topology transport
 """
 
 
@@ -55,7 +55,7 @@ LAYERS = """
     lazy warn removed topology launch agreement nested exchange
     static_topology context machines verification arguments compression operations
     windows ops streams memory packing shards parameters consensus observe elastic
-    training algorithms decentralized_optimizer ddp checkpoint hook simulate
+    training algorithms decentralized_optimizer ddp checkpoint hook
     __init__ interactive
     bluefog
 """

@@ -170,7 +170,7 @@ class Context:
 
     @property
     def held(self) -> int:
-        """How many ranks' values this process holds: its own; all of them in `fogdist.simulate`."""
+        """How many ranks' values this process holds: its own; all of them in a `VirtualGroup`."""
         return 1
 
     def carried_out(self, mixing: _Mixing) -> _Mixing:
@@ -182,7 +182,7 @@ class Context:
 
 
 class VirtualGroup(dist.ProcessGroup):
-    """Ranks that one process holds, all of them (`fogdist.simulate`); they need no `init`.
+    """Ranks that one process holds, all of them, as those of fog's tests (tests/virtual_training.py); they need no `init`.
 
     Attributes:
         context: The group's.

@@ -116,7 +116,11 @@ _OF_FOGDIST = {
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
-    "fogdist": _OF_FOGDIST | {"testing": "fog's own tests inject faults"},
+    "fogdist": _OF_FOGDIST
+    | {
+        "simulate": "fog's own tests train virtual ranks, and benchmarks/time_to_loss.py counts steps to a loss with them",
+        "testing": "fog's own tests inject faults",
+    },
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
@@ -141,10 +145,6 @@ REMOVED: dict[str, dict[str, str]] = {
         "Moniqua": _CODECS,
         "RandomK": "TopK sends as many elements, the largest ones",
         "Sign": _FEW_BITS,
-    },
-    "fogdist.simulate": {
-        **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
-        "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",
     },
     "fogdist.topology": {
         **{
