@@ -82,9 +82,7 @@ def hierarchical(ranks: int) -> Topology:
     """Means within machines, and the one-peer exponential graph between them."""
     machines = topologies.one_peer_exponential(ranks // RANKS_PER_MACHINE)
     within = np.full((RANKS_PER_MACHINE, RANKS_PER_MACHINE), 1 / RANKS_PER_MACHINE)
-    return Topology(
-        "hierarchical", [np.kron(machines.matrix(t), within) for t in range(machines.period or 1)]
-    )
+    return Topology("hierarchical", [np.kron(machines.matrix(t), within) for t in range(machines.period)])
 
 
 def base_3(ranks: int) -> Topology:

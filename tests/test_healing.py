@@ -12,8 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_topology_sequences import ALLOWED, SEQUENCES
 
-ROUNDS = 40  # of a sequence without a period
-
 # Every graph that has a short name, and every sequence.
 KINDS = {
     **{
@@ -36,7 +34,7 @@ def losses(draw: st.DrawFn) -> tuple[Topology, list[int]]:
 
 
 def rounds_of(sequence: Topology) -> list[np.ndarray]:
-    return [sequence.matrix(t) for t in range(sequence.period or ROUNDS)]
+    return [sequence.matrix(t) for t in range(sequence.period)]
 
 
 def connects(rounds: list[np.ndarray], ranks: list[int]) -> bool:
@@ -97,22 +95,8 @@ def test_a_sequence_shrinks_to_its_own_construction(name: str) -> None:
     living = [0, 1, 3, 4, 5, 7]
     healed, smaller = KINDS[name](8).without([2, 6]), KINDS[name](6)
     assert healed.period == smaller.period
-    for t in range(smaller.period or 10):
+    for t in range(smaller.period):
         np.testing.assert_array_equal(healed.matrix(t)[np.ix_(living, living)], smaller.matrix(t))
-
-
-def test_an_endless_sequence_of_a_user_shrinks_and_grows() -> None:
-    """It is healed round by round, as a period of the same rounds is."""
-    rounds = [topology.by_name(name, 6) for name in ("ring-left", "ring-right")]
-    period = Topology("mine", [topology.mixing_matrix(each) for each in rounds])
-    endless = Topology.endless("mine", 6, lambda t: period.matrix(t))
-    for its, expected in (
-        (endless.among([0, 2, 3, 5]), period.among([0, 2, 3, 5])),
-        (endless.grown(8), period.grown(8)),
-    ):
-        assert its.period is None and its.size == expected.size
-        for t in range(4):
-            np.testing.assert_array_equal(its.matrix(t), expected.matrix(t))
 
 
 def test_a_ring_closes_around_lost_ranks() -> None:
@@ -175,12 +159,23 @@ def test_a_users_own_mean_of_neighbors_is_divided_by_what_is_left() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["one-peer-exp2", "base-2", "random-matching", "exp2", "ring", "ring-left", "ring-right", "full", "star"],
+    [
+        "one-peer-exp2",
+        "base-2",
+        "random-matching",
+        "exp2",
+        "symexp",
+        "ring",
+        "ring-left",
+        "ring-right",
+        "full",
+        "star",
+    ],
 )
 def test_a_kind_for_any_number_of_ranks_is_made_anew(name: str) -> None:
     grown, larger = KINDS[name](5).grown(9), KINDS[name](9)
     assert grown.period == larger.period
-    for t in range(larger.period or 10):
+    for t in range(larger.period):
         np.testing.assert_allclose(grown.matrix(t), larger.matrix(t), rtol=0.0, atol=1e-15)
 
 

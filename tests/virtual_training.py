@@ -148,7 +148,7 @@ class RowMixing(Mixing):
         if topology is None:
             # Which the user may set anew at any time.
             return as_operator(_pushed(topology_of(round.context).matrix(), is_push), like)
-        number = round.number if topology.period is None else round.number % topology.period
+        number = round.number % topology.period
         key = (number, is_push, like.dtype, like.device)
         if key not in self._kept:
             if len(self._kept) >= _KEPT_ROUNDS:

@@ -41,8 +41,6 @@ EQUALLY_GOOD = 1.02
 PAYS = 0.95
 LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-# Of a sequence that never repeats, the rounds whose traffic is looked at.
-_ENDLESS_ROUNDS = 16
 # Fog's sums go around a ring up to so many hosts, and up to so many more if slices have so many bytes:
 # collectives/cutovers.hpp.
 _FEW_HOSTS, _MOST_IN_RING, _LEAST_IN_RING = 8, 30, 8192
@@ -274,7 +272,7 @@ def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
     if rounds is None:
         return None
     traffic = []
-    for t in range(topology.period or _ENDLESS_ROUNDS):
+    for t in range(topology.period):
         between: dict[tuple[int, int], float] = {}
         within: dict[int, float] = {}
         matrix = topology.matrix(t)

@@ -3,7 +3,7 @@
 A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
 alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
-(time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
+(time-varying), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
 lists), `metrics`, `registry` (graphs by name), `comparison` (a table).
 """
 
@@ -29,7 +29,6 @@ from fogdist.topology.metrics import spectral_gap
 from fogdist.topology.neighbor_lists import (
     in_neighbors,
     matrix_from_destinations,
-    matrix_from_sources,
     out_neighbors,
     transpose_neighbor_ranks,
 )
@@ -67,7 +66,6 @@ __all__ = [
     "is_equivalent",
     "is_regular",
     "matrix_from_destinations",
-    "matrix_from_sources",
     "mesh",
     "metropolis_hastings_weights",
     "mixing_matrix",

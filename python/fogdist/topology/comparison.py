@@ -45,7 +45,7 @@ def summary(size: SupportsIndex, topologies: Iterable[Topology] | None = None) -
         lines.append(
             (
                 topology.name,
-                "endless" if topology.period is None else str(topology.period),
+                str(topology.period),
                 str(topology.max_degree),
                 f"{topology.bytes_per_step(1.0):.2f}",
                 f"{topology.spectral_gap:.4f}",

@@ -47,28 +47,6 @@ def transpose_neighbor_ranks(neighbors: Sequence[Iterable[SupportsIndex]]) -> li
     return transposed
 
 
-def matrix_from_sources(sources: Sequence[Iterable[SupportsIndex]]) -> NDArray[np.float64]:
-    """Returns the mixing matrix of the plain mean over each rank and its sources.
-
-    Args:
-        sources: `sources[j]` holds the ranks that rank j receives from; there are as many lists as ranks.
-
-    Returns:
-        A float64 array W of shape (n, n): (A + I) divided by its column sums, where A[i, j] = 1 if i sends to
-        j. Columns sum to 1.
-
-    Raises:
-        TypeError: A list is not an iterable of integers.
-        TopologyError: A rank is out of range, twice in one list, or in its own list.
-    """
-    size = len(sources)
-    matrix = np.eye(size)
-    for j, ranks in enumerate(sources):
-        matrix[check_neighbor_ranks(ranks, j, size, f"sources[{j}]"), j] = 1.0
-    matrix /= matrix.sum(axis=0)
-    return matrix
-
-
 def matrix_from_destinations(destinations: Sequence[Iterable[SupportsIndex]]) -> NDArray[np.float64]:
     """Returns the mixing matrix of the plain mean over each rank and the ranks that send to it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import SupportsIndex
 
 import numpy as np
@@ -13,7 +13,6 @@ from fogdist.context import current
 from fogdist.topology import (
     check_neighbor_ranks,
     matrix_from_destinations,
-    matrix_from_sources,
     transpose_neighbor_ranks,
 )
 from fogdist.topology.validation import check_flags
@@ -43,7 +42,8 @@ def InferSourceFromDestinationRanks(
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
-    return _infer(dst_ranks, "dst_ranks", construct_adjacency_matrix, matrix_from_destinations, group)
+    peers, others, rank = _infer(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
+    return (others[rank], matrix_from_destinations(peers)) if construct_adjacency_matrix else others[rank]
 
 
 def InferDestinationFromSourceRanks(
@@ -53,18 +53,15 @@ def InferDestinationFromSourceRanks(
     group: dist.ProcessGroup | None = None,
 ) -> Inferred:
     """Returns the ranks that this one sends to, given the sources of every rank, as `InferSourceFromDestinationRanks`."""
-    return _infer(src_ranks, "src_ranks", construct_adjacency_matrix, matrix_from_sources, group)
+    _, others, rank = _infer(src_ranks, "src_ranks", construct_adjacency_matrix, group)
+    return (others[rank], matrix_from_destinations(others)) if construct_adjacency_matrix else others[rank]
 
 
 def _infer(
-    ranks: Iterable[SupportsIndex],
-    argument: str,
-    with_matrix: bool,
-    matrix: Callable[[Sequence[list[int]]], np.ndarray],
-    group: dist.ProcessGroup | None,
-) -> Inferred:
+    ranks: Iterable[SupportsIndex], argument: str, with_matrix: bool, group: dist.ProcessGroup | None
+) -> tuple[list[list[int]], list[list[int]], int]:
+    """Returns the lists of all ranks, the lists of the other direction, and this rank."""
     check_flags(construct_adjacency_matrix=with_matrix)
     context = current(group)
     peers = gather(context.backend, check_neighbor_ranks(ranks, context.rank, context.size, argument))
-    others = transpose_neighbor_ranks(peers)[context.rank]
-    return (others, matrix(peers)) if with_matrix else others
+    return peers, transpose_neighbor_ranks(peers), context.rank

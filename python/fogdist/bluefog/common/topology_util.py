@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, SupportsIndex
 
 import networkx as nx
 
 from fogdist import topology
 from fogdist.bluefog.common import inference
 from fogdist.bluefog.deprecation import find
-from fogdist.topology import dynamic
+from fogdist.topology.sequences import inner_outer, walk_of
+from fogdist.topology.validation import check_int, check_rank
 
 ExponentialGraph = topology.exponential
 FullyConnectedGraph = topology.fully_connected
-GetDynamicOnePeerSendRecvRanks = dynamic.one_peer_ranks
-GetExp2DynamicSendRecvMachineRanks = dynamic.exp2_machine_ranks
-GetInnerOuterExpo2DynamicSendRecvRanks = dynamic.inner_outer_exponential_ranks
-GetInnerOuterRingDynamicSendRecvRanks = dynamic.inner_outer_ring_ranks
 InferDestinationFromSourceRanks = inference.InferDestinationFromSourceRanks
 InferSourceFromDestinationRanks = inference.InferSourceFromDestinationRanks
 GetRecvWeights = topology.recv_weights
@@ -60,6 +59,53 @@ def RingGraph(size: int, connect_style: int = 0, *, left_connect: bool | None = 
     if isinstance(connect_style, bool):
         left_connect = connect_style
     return topology.ring(size, connect_style if left_connect is None else 1 if left_connect else 2)
+
+
+def _steps(sequence: topology.Topology, self_rank: SupportsIndex) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns an endless iterator of (ranks that a rank sends to, ranks that it receives from), ascending."""
+    rank = check_rank(self_rank, sequence.size, "self_rank")
+    rounds = (sequence.peers(rank, t) for t in count())
+    return ((peers["dst_weights"], list(peers["src_weights"])) for peers in rounds)
+
+
+def GetDynamicOnePeerSendRecvRanks(
+    topo: nx.DiGraph, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank along `fogdist.topology.one_peer` of a graph, of any period."""
+    return _steps(walk_of(topo, "one-peer"), self_rank)
+
+
+def GetExp2DynamicSendRecvMachineRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex, local_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank's machine along `fogdist.topology.one_peer_exponential` of at least two machines."""
+    world_size = check_int(world_size, "world_size", minimum=1)
+    local_size = check_int(local_size, "local_size", minimum=1)
+    rank = check_rank(self_rank, world_size, "self_rank")
+    if world_size % local_size or world_size == local_size:
+        raise topology.TopologyError(
+            f"world_size must be a multiple of local_size, at least 2 * local_size = {2 * local_size}, got world_size "
+            f"{world_size}"
+        )
+    if check_rank(local_rank, local_size, "local_rank") != rank % local_size:
+        raise topology.TopologyError(
+            f"local_rank must be self_rank % local_size = {rank % local_size}, got {local_rank}"
+        )
+    return _steps(topology.one_peer_exponential(world_size // local_size), rank // local_size)
+
+
+def GetInnerOuterRingDynamicSendRecvRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns a rank's steps: one rank of each machine in turn goes to the next machine, the others around their machine."""
+    return _steps(inner_outer("inner-outer-ring", world_size, local_size, lambda t, n: 1), self_rank)
+
+
+def GetInnerOuterExpo2DynamicSendRecvRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank along `fogdist.topology.inner_outer_exponential`."""
+    return _steps(topology.inner_outer_exponential(world_size, local_size), self_rank)
 
 
 def isPowerOf(x: int, base: int) -> bool:
