@@ -51,17 +51,20 @@ def default_of(variable: Variable[object]) -> str:
 
 
 def row(variable: Variable[object]) -> str:
-    """Returns a variable's row in the documentation's table."""
+    """Returns the beginning of a variable's row in the documentation's table, up to what it means."""
     default = f"`{shown}`" if (shown := default_of(variable)) else ""
     if variable.owner != "fog":
-        return f"| `{variable.name}` | {variable.owner} | {variable.meaning} |"
+        return f"| `{variable.name}` | {variable.owner} | "
     when = "build" if variable.reader == "build" else "run"
-    return f"| `{variable.name}` | {when} | {variable.kind.name} | {default} | {variable.meaning} |"
+    return f"| `{variable.name}` | {when} | {variable.kind.name} | {default} | "
 
 
 def test_documentation_has_each_variable_as_the_module_has_it() -> None:
     wanted = [row(variable) for variable in VARIABLES if variable.owner != "tests"]
-    assert [line for line in TABLE.splitlines() if line.startswith("| `")] == wanted, "\n".join(wanted)
+    found = [line for line in TABLE.splitlines() if line.startswith("| `")]
+    assert len(found) == len(wanted)
+    for line, begin in zip(found, wanted):
+        assert line.startswith(begin) and line.removeprefix(begin).endswith(". |"), begin
 
 
 def test_python_reads_what_is_listed_and_through_the_module_only() -> None:
