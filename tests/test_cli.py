@@ -248,7 +248,7 @@ bench --seconds 0 | allowed are numbers above 0
 topology ring -n 0 | size must be
 top --interval 0 | --interval: got 0; allowed are 0.1 to 3600 seconds
 top --interval nan | --interval: got nan
-top --json 4194305 | there is no such process
+top --once 4194305 | there is no such process
 dump 0 | 0: there is no such process
 dump 99999999999999 | 99999999999999: there is no such process
 """
