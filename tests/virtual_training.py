@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from fogdist.algorithms import DecentralizedSGD
-from fogdist.context import Context, VirtualGroup
+from fogdist.context import Context
 from fogdist.static_topology import see_topology
 from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import Algorithm
@@ -30,7 +30,7 @@ _DENSE_ABOVE = 0.25
 _KEPT_ROUNDS = 64
 
 
-class VirtualRanks(VirtualGroup):
+class VirtualRanks(Context):
     """A group of ranks that this process holds all: give it to an algorithm as `group`; it needs no `fogdist.init`.
 
     The parameters of the algorithm, and all vectors that it keeps and averages, must have one row for each rank. A mixing
@@ -38,15 +38,8 @@ class VirtualRanks(VirtualGroup):
     """
 
     def __init__(self, size: int) -> None:
-        make: Any = super().__init__
-        make(0, size)  # of no store: nothing is sent
-        static = see_topology(exponential(size), None, 0, size)
-        backend: Any = _OneProcess()
-        self.context = _AllRanks(self, backend, 0, size, [0] * size, static)
-
-
-class _AllRanks(Context):
-    """The context of virtual ranks."""
+        nobody: Any = _OneProcess()
+        super().__init__(nobody, nobody, 0, size, [0] * size, see_topology(exponential(size), None, 0, size))
 
     @property
     def is_alone(self) -> bool:
