@@ -227,7 +227,6 @@ class Setting:
         local_steps: Steps from one exchange to the next.
         bucket_mb: MiB of a bucket.
         exchange: Seconds of an exchange, the mean over the rounds.
-        limit: What most of that is spent with, in words.
         step: Seconds.
         agreement: Seconds to a tenth of the disagreement.
         sent: Bytes a step that leave all hosts, plus those within hosts.
@@ -238,7 +237,6 @@ class Setting:
     local_steps: int
     bucket_mb: float
     exchange: float
-    limit: str
     step: float
     agreement: float
     sent: float
@@ -352,8 +350,8 @@ def exchange_seconds(
     codec: Codec | None = None,
     element_bytes: float = 4,
     encoded: float = 1.0,
-) -> tuple[float, str]:
-    """Returns what one exchange takes, and what most of it is spent with.
+) -> float:
+    """Returns what one exchange takes, of parameters of so many bytes in buckets of so many; see the module.
 
     Args:
         traffic: Of the round.
@@ -375,30 +373,22 @@ def exchange_seconds(
         if sites[0] != sites[1]:
             over[sites] = over.get(sites, 0.0) + tensors
     loads = [
-        (share * tensors * size / network.host_rates[host], f"the link of host {host}")
+        share * tensors * size / network.host_rates[host]
         for ends in (out, into)
         for host, tensors in ends.items()
     ]
-    loads += [
-        (share * tensors * size / network.trunks[sites], f"the link from site {sites[0]} to site {sites[1]}")
-        for sites, tensors in over.items()
-    ]
-    loads += [
-        (tensors * size / network.local_rates[host], f"the memory of host {host}")
-        for host, tensors in traffic.within.items()
-    ]
-    transfer, link = max(loads, default=(0.0, "nothing"), key=lambda load: load[0])
+    loads += [share * tensors * size / network.trunks[sites] for sites, tensors in over.items()]
+    loads += [tensors * size / network.local_rates[host] for host, tensors in traffic.within.items()]
+    transfer = max(loads, default=0.0)
     bucket = min(bucket, size)
     latency = network.latency if traffic.between else network.latency_within
     messages = math.ceil(size / bucket) * traffic.messages * latency
     if codec is None:
-        last, name = bucket * (traffic.messages + 1) / network.sum_rate, "sums"
+        last = bucket * (traffic.messages + 1) / network.sum_rate
     else:
-        of_all = codec.seconds(encoded * size / element_bytes, traffic.messages)
-        transfer, link = max((transfer, link), (of_all, "the codec"), key=lambda part: part[0])
-        last, name = codec.seconds(encoded * bucket / element_bytes, traffic.messages), "the codec"
-    longest = max((transfer, link), (messages, "latency"), (last, name), key=lambda part: part[0])[1]
-    return messages + transfer + last, longest
+        transfer = max(transfer, codec.seconds(encoded * size / element_bytes, traffic.messages))
+        last = codec.seconds(encoded * bucket / element_bytes, traffic.messages)
+    return messages + transfer + last
 
 
 def settings(
@@ -438,8 +428,8 @@ def settings(
             rounds = [
                 exchange_seconds(each, network, size, megabytes * 2**20, **options) for each in way.traffic
             ]
-            exchange = statistics.fmean(seconds for seconds, _ in rounds)
-            late = statistics.fmean(max(0.0, seconds - compute) for seconds, _ in rounds)
+            exchange = statistics.fmean(rounds)
+            late = statistics.fmean(max(0.0, seconds - compute) for seconds in rounds)
             tensors = statistics.fmean(
                 share * sum(each.between.values()) + sum(each.within.values()) for each in way.traffic
             )
@@ -451,7 +441,6 @@ def settings(
                         steps,
                         megabytes,
                         exchange,
-                        max(rounds)[1],
                         step,
                         way.rounds * steps * step,
                         tensors * size / steps,

@@ -181,7 +181,7 @@ def as_text(report: Report) -> list[str]:
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
     rows = [
         (
-            *("", "local steps", "bucket MiB", "exchange ms", "mostly", "step ms", "over compute", "rounds"),
+            *("", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds"),
             "s to a tenth",
         )
     ]
@@ -197,7 +197,6 @@ def as_text(report: Report) -> list[str]:
                 str(each.local_steps),
                 f"{each.bucket_mb:g}",
                 f"{1e3 * each.exchange:.3g}",
-                each.limit,
                 f"{1e3 * each.step:.4g}",
                 f"{each.step / compute - 1:.1%}",
                 str(each.way.rounds),
