@@ -208,7 +208,6 @@ def fresh_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [(logger.handlers[:], logger.level) for logger in loggers]
     for logger in loggers:
         logger.handlers, logger.level = [], logging.NOTSET
-    monkeypatch.setattr(_logging, "_tell_cpp", lambda: None)
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     _logging.set_up.cache_clear()
     yield
