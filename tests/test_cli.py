@@ -212,10 +212,8 @@ run train.py | -np: it is missing; allowed are numbers from 1 on
 run -np 0 train.py | -np: got 0; allowed are numbers from 1 on
 run -np 2 | what shall the ranks run?
 run -np 2 missing.py | missing.py: there is no such script
-run -np 2 python missing.py | missing.py: there is no such script
 run -np 2 -- --no-option | --no-option: no option of fog run
 run -np 2 no-such-program | no-such-program: there is no such script or program
-run -np 2 -m nothing.at.all | -m nothing.at.all: there is no module nothing
 run -np 4 -H a:1,b:2 train.py | -np: got 4; the hosts have 3 slots: a:1, b:2
 run -np 2 -H a:b train.py | -H: entry 1: got 'a:b'; allowed are 'host'
 run -np 2 -H a:0 train.py | -H: entry 1: got 'a:0'

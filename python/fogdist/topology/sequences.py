@@ -14,11 +14,10 @@ from typing import SupportsIndex
 import numpy as np
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import exponential
 from fogdist.topology.neighbor_lists import out_neighbors
 from fogdist.topology.topology import Matrix, Topology
-from fogdist.topology.validation import check_int, check_topology
+from fogdist.topology.validation import TopologyError, check_int, check_topology
 
 # The rounds after which random pairs repeat.
 _MATCHINGS = 256

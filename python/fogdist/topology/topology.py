@@ -14,12 +14,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import exponential, fully_connected, ring, star, symmetric_exponential
 from fogdist.topology.healing import attached, healed_rounds, spread
-from fogdist.topology.metrics import spectral_gap
-from fogdist.topology.validation import check_int, check_rank
-from fogdist.topology.weights import build_topology, check_matrix, has_weights, mixing_matrix, uniform_weights
+from fogdist.topology.validation import TopologyError, check_int, check_rank
+from fogdist.topology.weights import (
+    build_topology,
+    check_matrix,
+    has_weights,
+    mixing_matrix,
+    spectral_gap,
+    uniform_weights,
+)
 
 Matrix = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""Weights of a topology: a rank's share of the mixing matrix, and rules that choose weights for given edges.
+"""Weights of a topology: a rank's share of the mixing matrix, how well it mixes, and rules that choose weights for edges.
 
 The convention everywhere: `W[i, j]` is the weight of the edge i -> j, as in networkx's adjacency matrix. A
 row is a sender, a column a receiver: rank j gets ``sum_i W[i, j] * x_i``, and averages if its column sums
@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
-from fogdist.topology.validation import check_rank, check_topology, edge_weight
+from fogdist.topology.validation import TopologyError, check_rank, check_topology, edge_weight
 
 # Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
 SUM_TOLERANCE = 1e-5
@@ -187,3 +186,33 @@ def metropolis_hastings_weights(topology: nx.DiGraph) -> nx.DiGraph:
             rest -= weight
         edges.append((i, i, rest))
     return build_topology(size, edges)
+
+
+def spectral_gap(W: ArrayLike) -> float:
+    """Returns 1 - |lambda_2|, lambda_2 being the eigenvalue of second-largest modulus of a mixing matrix.
+
+    Repeated mixing shrinks the consensus distance by |lambda_2| a step in the long run: a gap of 1 means the
+    exact average at once, a gap of 0 that some ranks never agree (the graph is disconnected or periodic).
+
+    Args:
+        W: Real matrix of shape (n, n) whose columns or rows (or both) sum to 1; `mixing_matrix` of a
+            topology, or a product of the matrices of several steps.
+
+    Returns:
+        A float in [0, 1] for nonnegative weights; 1.0 for n = 1. Negative weights that make mixing diverge
+        give a negative gap.
+
+    Raises:
+        TypeError: `W` does not hold real numbers.
+        TopologyError: `W` is not a square matrix of finite numbers whose columns or rows sum to 1.
+    """
+    matrix = check_matrix(W, averages=False)
+    sums = [matrix.sum(axis=axis) for axis in (0, 1)]
+    if not any(np.allclose(s, 1.0, rtol=0.0, atol=SUM_TOLERANCE) for s in sums):
+        raise TopologyError(f"W must have columns or rows that sum to 1, got column sums {sums[0]}")
+    eigenvalues = np.linalg.eigvals(matrix)
+    # One eigenvalue is 1 (the vector of the average); the rest is what mixing has to shrink.
+    rest = np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1.0)))
+    gap = 1.0 - float(np.max(np.abs(rest), initial=0.0))
+    # A modulus of exactly 1 comes out of the eigenvalue solver with rounding on either side.
+    return 0.0 if abs(gap) < 1e-12 else gap
