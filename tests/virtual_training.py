@@ -19,7 +19,7 @@ from fogdist.context import Context
 from fogdist.static_topology import see_topology
 from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round, topology_of
+from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -140,7 +140,7 @@ class RowMixing(Mixing):
         topology = self._topology
         if topology is None:
             # Which the user may set anew at any time.
-            return as_operator(_pushed(topology_of(round.context).matrix(), is_push), like)
+            return as_operator(_pushed(round.context.topology.as_topology().matrix(), is_push), like)
         number = round.number % topology.period
         key = (number, is_push, like.dtype, like.device)
         if key not in self._kept:

@@ -36,7 +36,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
 from fogdist.elastic.admission import Admission
 from fogdist.elastic.agreement_round import Decision, Log
-from fogdist.elastic.groups import healed, new_group, topology_of
+from fogdist.elastic.groups import healed, new_group
 from fogdist.elastic.joiner import Joiner
 from fogdist.elastic.participant import Joinable, Participant
 from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
@@ -479,9 +479,9 @@ class Members:
         """Returns why no rank can be added to those with which the job began; "" if it can."""
         first = self._whole()
         try:
-            topology_of(first.topology)
+            first.topology.as_topology()
             if first.machine_topology is not None:
-                topology_of(first.machine_topology)
+                first.machine_topology.as_topology()
         except TopologyError as error:
             return f"the topology has no place for more ranks than {first.size}: {error}"
         return ""

@@ -19,7 +19,7 @@ from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
+from fogdist.topology import Peers, Topology, mixing_matrix, named
 from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
@@ -307,7 +307,7 @@ class Neighbors(Mixing):
 
     def topology_in(self, context: Context) -> Topology:
         """Returns the topology whose rounds a group's exchanges follow, if no weights are set."""
-        return self._of(context).topology or topology_of(context)
+        return self._of(context).topology or context.topology.as_topology()
 
     def _begin(
         self, tensors: Sequence[Tensor], round: Round, in_place: bool, encoding: Mapping[str, Any]
@@ -440,18 +440,6 @@ def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None
     return value
 
 
-def topology_of(context: Context) -> Topology:
-    """Returns the group's current topology, with the weights that its exchanges use.
-
-    Raises:
-        ValueError: Its weights do not sum to 1 at a rank.
-    """
-    graph = context.topology.graph
-    return Topology.from_graph(
-        "group's topology", graph if context.topology.is_weighted else uniform_weights(graph)
-    )
-
-
 def rounds_of(topology: MixingLike, context: Context, what: str) -> Topology:
     """Returns the rounds of an argument `topology`; None is the group's topology of now.
 
@@ -467,7 +455,7 @@ def rounds_of(topology: MixingLike, context: Context, what: str) -> Topology:
     given = as_mixing(topology, context)
     if type(given) is not Neighbors or given.compression is not None:
         raise ValueError(f"topology must be a topology, a graph or None {what}, got {given!r}")
-    return topology_of(context) if given.topology is None else given.topology
+    return context.topology.as_topology() if given.topology is None else given.topology
 
 
 def edges_of(topology: Topology) -> NDArray[np.bool_]:
