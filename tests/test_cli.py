@@ -555,13 +555,10 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
 # --- fog topology -------------------------------------------------------------------------------------------
 
 
-def test_topologies_are_those_of_fogdist() -> None:
-    from fogdist.topology import SEQUENCE_NAMES, TOPOLOGY_NAMES, named
-
-    assert topology.STATIC == TOPOLOGY_NAMES and topology.SEQUENCES == SEQUENCE_NAMES
-    for name in (*topology.STATIC, *topology.SEQUENCES):
-        made = named(name, 8)
-        assert made.size == 8 and made.name == name
+def test_topologies_are_those_of_fogdist(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["topology", "cube", "-n", "8"]) == 2
+    (listed,) = re.findall("^Names: (.*)\\.$", topology._EXAMPLES, re.MULTILINE)
+    assert f"name must be one of {listed}, got 'cube'" in capsys.readouterr().err
 
 
 def test_topology_in_numbers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,6 +152,7 @@ REMOVED: dict[str, dict[str, str]] = {
             for name, instead in _GRAPHS.items()
         },
         **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
+        "SEQUENCE_NAMES": "named(name, size) lists the names in its error",
         "matrix_from_sources": "matrix_from_destinations(transpose_neighbor_ranks(sources)) is the same matrix",
         "graph_from_matrix": "Topology(name, [W]).graph() is the graph of a matrix W",
         "plot": "networkx draws the graph of a round, Topology.graph(t)",

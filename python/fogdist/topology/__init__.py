@@ -28,7 +28,7 @@ from fogdist.topology.neighbor_lists import (
     out_neighbors,
     transpose_neighbor_ranks,
 )
-from fogdist.topology.registry import SEQUENCE_NAMES, TOPOLOGY_NAMES, by_name, named, summary
+from fogdist.topology.registry import TOPOLOGY_NAMES, by_name, named, summary
 from fogdist.topology.sequences import (
     inner_outer_exponential,
     one_peer,
@@ -47,7 +47,6 @@ from fogdist.topology.weights import (
 )
 
 __all__ = [
-    "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
     "Peers",
     "Topology",
