@@ -23,7 +23,6 @@ from fog_cli.advice import (
     Traffic,
     Way,
     best,
-    compressions,
     exchange_seconds,
     settings,
 )
@@ -169,17 +168,19 @@ INT8 = Codec("Int8()", 1.016, 2.5e9, 3.7e9)
 @pytest.mark.parametrize(("rate", "pays"), [(1.25e8, True), (1.25e10, False)])
 def test_compression_pays_on_slow_links_only(rate: float, pays: bool) -> None:
     network = flat(8, rate)
-    (found,) = compressions(network, 0.18, 1e8, [INT8], 0.05)
+    (found,) = advice.with_codecs(network, 0.18, 1e8, [INT8], 0.05)
     plain = best(settings(network, 0.18, 1e8), 0.18, 0.05)
-    assert found.pays is pays and found.choice.codec is INT8 and plain.codec is None
-    assert (found.choice.agreement < plain.agreement) is pays
+    assert advice.pays(found, plain) is pays and found.codec is INT8 and plain.codec is None
+    assert (found.agreement < plain.agreement) is pays
 
 
 def test_a_codec_is_not_for_all_reduce_nor_for_one_host() -> None:
     network = flat(4, 1e9)
     assert "all-reduce" not in {each.way.name for each in settings(network, 0.1, 1e8, codec=INT8)}
     assert (
-        compressions(Network([0, 0], [0], 1e-4, 1e-4, [math.inf], [1e9], {}, 1e9), 0.1, 1e8, [INT8], 0.05)
+        advice.with_codecs(
+            Network([0, 0], [0], 1e-4, 1e-4, [math.inf], [1e9], {}, 1e9), 0.1, 1e8, [INT8], 0.05
+        )
         == []
     )
 

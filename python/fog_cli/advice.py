@@ -476,22 +476,7 @@ def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
     return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))
 
 
-@dataclass(frozen=True)
-class Compression:
-    """What a codec would do.
-
-    Attributes:
-        codec: Which.
-        choice: What the rule recommends with it.
-        pays: Whether ranks agree sooner than without, to at most `PAYS` of the time.
-    """
-
-    codec: Codec
-    choice: Setting
-    pays: bool
-
-
-def compressions(
+def with_codecs(
     network: Network,
     compute: float,
     size: float,
@@ -499,27 +484,19 @@ def compressions(
     tolerance: float,
     *,
     element_bytes: float = 4,
-) -> list[Compression]:
-    """Returns what each codec would do, and whether it pays: nothing if all ranks are on one host.
-
-    Args:
-        network: The links.
-        compute: Seconds of a step alone.
-        size: Bytes of the parameters.
-        codecs: As measured.
-        tolerance: As in `best`.
-        element_bytes: Of a parameter.
-    """
+) -> list[Setting]:
+    """Returns what the rule chooses with each codec; nothing if all ranks are on one host. Arguments as of `settings`."""
     if network.hosts < 2:
         return []
     known = ways(network)
 
-    def chosen(codec: Codec | None) -> Setting:
+    def chosen(codec: Codec) -> Setting:
         found = settings(network, compute, size, chosen=known, codec=codec, element_bytes=element_bytes)
         return best(found, compute, tolerance)
 
-    found, plain = [], chosen(None)
-    for codec in codecs:
-        choice = chosen(codec)
-        found.append(Compression(codec, choice, choice.agreement <= PAYS * plain.agreement))
-    return found
+    return [chosen(codec) for codec in codecs]
+
+
+def pays(choice: Setting, plain: Setting) -> bool:
+    """Returns whether ranks agree sooner with a codec than without: in at most `PAYS` of the time."""
+    return choice.agreement <= PAYS * plain.agreement
