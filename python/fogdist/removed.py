@@ -36,7 +36,7 @@ _GRAPHS = {
     "GetInnerOuterExpo2DynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
     "GetInnerOuterRingDynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
     "GetRecvWeights": "fogdist.topology.recv_weights",
-    "GetSendWeights": "fogdist.topology.send_weights",
+    "GetSendWeights": "the row of a rank in fogdist.topology.mixing_matrix",
     "IsRegularGraph": "fogdist.topology.is_regular",
     "IsTopologyEquivalent": "fogdist.topology.is_equivalent",
     "MeshGrid2DGraph": "fogdist.topology.mesh",
@@ -64,8 +64,10 @@ _OF_BLUEFOG: dict[str, str] = {
     "barrier": "torch.distributed.barrier",
     **dict.fromkeys(("poll", "win_poll"), "is_completed() of a Work, which async_op=True returns"),
     **dict.fromkeys(("wait", "synchronize", "win_wait"), "wait() of a Work, which async_op=True returns"),
-    "InferDestinationFromSourceRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
-    "InferSourceFromDestinationRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
+    **dict.fromkeys(
+        ("InferDestinationFromSourceRanks", "InferSourceFromDestinationRanks"),
+        "an all-gather of the ranks' lists, in which each rank looks for its own number",
+    ),
     "is_homogeneous": "fogdist.machine_size, which raises PreconditionError if the machines differ",
     **dict.fromkeys(
         ("is_topo_weighted", "is_machine_topo_weighted"), "load_topology(), whose weights are used"
@@ -153,7 +155,11 @@ REMOVED: dict[str, dict[str, str]] = {
         },
         **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
         "SEQUENCE_NAMES": "named(name, size) lists the names in its error",
-        "matrix_from_sources": "matrix_from_destinations(transpose_neighbor_ranks(sources)) is the same matrix",
+        **dict.fromkeys(
+            ("matrix_from_destinations", "matrix_from_sources", "transpose_neighbor_ranks"),
+            "mixing_matrix(uniform_weights(graph)) is the matrix of the plain mean along a graph's edges",
+        ),
+        "send_weights": "the row of a rank in mixing_matrix(graph)",
         "graph_from_matrix": "Topology(name, [W]).graph() is the graph of a matrix W",
         "plot": "networkx draws the graph of a round, Topology.graph(t)",
         "inner_outer_ring": "inner_outer_exponential(size, local_size) averages in fewer rounds",

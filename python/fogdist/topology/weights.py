@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
 from fogdist.topology.validation import TopologyError, check_rank, check_topology, edge_weight
 
 # Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
@@ -32,6 +31,16 @@ def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]
     topology.add_nodes_from(range(size))
     topology.add_weighted_edges_from((i, j, float(weight)) for i, j, weight in sorted(edges))
     return topology
+
+
+def in_neighbors(topology: nx.DiGraph, rank: int) -> list[int]:
+    """Returns the ranks that send to `rank` in a topology: ascending Python ints, `rank` itself left out."""
+    return sorted({int(source) for source in topology.predecessors(rank)} - {rank})
+
+
+def out_neighbors(topology: nx.DiGraph, rank: int) -> list[int]:
+    """Returns the ranks that `rank` sends to in a topology: ascending Python ints, `rank` itself left out."""
+    return sorted({int(destination) for destination in topology.successors(rank)} - {rank})
 
 
 def mixing_matrix(topology: nx.DiGraph) -> NDArray[np.float64]:
@@ -110,31 +119,7 @@ def recv_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int
     """
     rank = check_rank(rank, check_topology(topo, "topo"), "rank")
     weights = {source: edge_weight(topo, source, rank) for source in in_neighbors(topo, rank)}
-    return _self_weight(topo, rank), weights
-
-
-def send_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
-    """Returns the weights with which `rank` sends: its row of the mixing matrix.
-
-    Args:
-        topo: A graph on the ranks 0 ... n-1.
-        rank: The sender.
-
-    Returns:
-        (self weight, {destination rank: weight of the edge rank -> destination}), destinations ascending. The
-        self weight is 0.0 if the rank has no self loop.
-
-    Raises:
-        TypeError: `topo` is not a networkx.DiGraph, `rank` not an integer, or a weight not a real number.
-        TopologyError: The nodes are not 0 ... n-1, `rank` is none of them, or a weight is not finite.
-    """
-    rank = check_rank(rank, check_topology(topo, "topo"), "rank")
-    weights = {dst: edge_weight(topo, rank, dst) for dst in out_neighbors(topo, rank)}
-    return _self_weight(topo, rank), weights
-
-
-def _self_weight(topo: nx.DiGraph, rank: int) -> float:
-    return edge_weight(topo, rank, rank) if topo.has_edge(rank, rank) else 0.0
+    return edge_weight(topo, rank, rank) if topo.has_edge(rank, rank) else 0.0, weights
 
 
 def uniform_weights(topology: nx.DiGraph) -> nx.DiGraph:

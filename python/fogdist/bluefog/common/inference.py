@@ -10,11 +10,7 @@ import torch.distributed as dist
 
 from fogdist.agreement import gather
 from fogdist.context import current
-from fogdist.topology import (
-    check_neighbor_ranks,
-    matrix_from_destinations,
-    transpose_neighbor_ranks,
-)
+from fogdist.topology import check_neighbor_ranks
 from fogdist.topology.validation import check_flags
 
 Inferred = list[int] | tuple[list[int], np.ndarray]
@@ -42,8 +38,9 @@ def InferSourceFromDestinationRanks(
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
-    peers, others, rank = _infer(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
-    return (others[rank], matrix_from_destinations(peers)) if construct_adjacency_matrix else others[rank]
+    edges, rank = _edges(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
+    sources = [int(i) for i in np.flatnonzero(edges[:, rank]) if i != rank]
+    return (sources, edges / edges.sum(axis=0)) if construct_adjacency_matrix else sources
 
 
 def InferDestinationFromSourceRanks(
@@ -53,15 +50,19 @@ def InferDestinationFromSourceRanks(
     group: dist.ProcessGroup | None = None,
 ) -> Inferred:
     """Returns the ranks that this one sends to, given the sources of every rank, as `InferSourceFromDestinationRanks`."""
-    _, others, rank = _infer(src_ranks, "src_ranks", construct_adjacency_matrix, group)
-    return (others[rank], matrix_from_destinations(others)) if construct_adjacency_matrix else others[rank]
+    edges, rank = _edges(src_ranks, "src_ranks", construct_adjacency_matrix, group)
+    destinations = [int(j) for j in np.flatnonzero(edges[:, rank]) if j != rank]
+    return (destinations, edges.T / edges.sum(axis=1)) if construct_adjacency_matrix else destinations
 
 
-def _infer(
+def _edges(
     ranks: Iterable[SupportsIndex], argument: str, with_matrix: bool, group: dist.ProcessGroup | None
-) -> tuple[list[list[int]], list[list[int]], int]:
-    """Returns the lists of all ranks, the lists of the other direction, and this rank."""
+) -> tuple[np.ndarray, int]:
+    """Returns a matrix with ones on the diagonal, and in row i those that rank i has named; and this rank."""
     check_flags(construct_adjacency_matrix=with_matrix)
     context = current(group)
-    peers = gather(context.backend, check_neighbor_ranks(ranks, context.rank, context.size, argument))
-    return peers, transpose_neighbor_ranks(peers), context.rank
+    edges = np.eye(context.size)
+    named = gather(context.backend, check_neighbor_ranks(ranks, context.rank, context.size, argument))
+    for i, others in enumerate(named):
+        edges[i, others] = 1.0
+    return edges, context.rank

@@ -12,14 +12,13 @@ from fogdist import topology
 from fogdist.bluefog.common import inference
 from fogdist.bluefog.deprecation import find
 from fogdist.topology.sequences import inner_outer, walk_of
-from fogdist.topology.validation import check_int, check_rank
+from fogdist.topology.validation import check_int, check_rank, check_topology
 
 ExponentialGraph = topology.exponential
 FullyConnectedGraph = topology.fully_connected
 InferDestinationFromSourceRanks = inference.InferDestinationFromSourceRanks
 InferSourceFromDestinationRanks = inference.InferSourceFromDestinationRanks
 GetRecvWeights = topology.recv_weights
-GetSendWeights = topology.send_weights
 IsRegularGraph = topology.is_regular
 IsTopologyEquivalent = topology.is_equivalent
 MeshGrid2DGraph = topology.mesh
@@ -84,8 +83,8 @@ def GetExp2DynamicSendRecvMachineRanks(
     rank = check_rank(self_rank, world_size, "self_rank")
     if world_size % local_size or world_size == local_size:
         raise topology.TopologyError(
-            f"world_size must be a multiple of local_size, at least 2 * local_size = {2 * local_size}, got world_size "
-            f"{world_size}"
+            f"world_size must be a multiple of local_size, at least 2 * local_size = {2 * local_size} (two "
+            f"machines), got world_size {world_size}"
         )
     if check_rank(local_rank, local_size, "local_rank") != rank % local_size:
         raise topology.TopologyError(
@@ -106,6 +105,12 @@ def GetInnerOuterExpo2DynamicSendRecvRanks(
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Returns the steps of a rank along `fogdist.topology.inner_outer_exponential`."""
     return _steps(topology.inner_outer_exponential(world_size, local_size), self_rank)
+
+
+def GetSendWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+    """Returns the weights with which `rank` sends, as `GetRecvWeights` returns those with which it receives."""
+    check_topology(topo, "topo")
+    return topology.recv_weights(topo.reverse(), rank)
 
 
 def isPowerOf(x: int, base: int) -> bool:
