@@ -98,13 +98,14 @@ def summary(size: SupportsIndex, topologies: Iterable[Topology] | None = None) -
         if topology.size != size:
             raise TopologyError(f"topologies must have size = {size}, got {topology}")
         exact, near = topology.rounds_to_exact_consensus, topology.rounds_to(TOLERANCE, MOST_ROUNDS)
-        sent = sum(topology.bytes_per_step(1.0, t) for t in range(near or 0))
+        degrees = [topology.degrees(t) for t in range(topology.period)]
+        sent = sum(float(degrees[t % topology.period].mean()) for t in range(near or 0))
         lines.append(
             (
                 topology.name,
                 str(topology.period),
-                str(topology.max_degree),
-                f"{topology.bytes_per_step(1.0):.2f}",
+                str(max(int(each.max()) for each in degrees)),
+                f"{sum(float(each.mean()) for each in degrees) / topology.period:.2f}",
                 f"{topology.spectral_gap:.4f}",
                 "-" if exact is None else str(exact),
                 f"> {MOST_ROUNDS}" if near is None else str(near),

@@ -305,31 +305,10 @@ class Topology:
         left.name, left._whole = whole.name, (whole, gone)
         return left
 
-    @property
-    def max_degree(self) -> int:
-        """The most ranks that any rank sends to in one round."""
-        return max(int(self._out_degrees(t).max()) for t in range(self.period))
-
-    def bytes_per_step(self, tensor_bytes: float, t: SupportsIndex | None = None) -> float:
-        """Returns the bytes that a rank sends in a round, one tensor to each peer: the mean of all ranks.
-
-        The rank that sends most in a round sends at most ``max_degree * tensor_bytes``.
-
-        Args:
-            tensor_bytes: Size of the tensor in bytes.
-            t: The round; None for the mean over a period.
-
-        Raises:
-            TypeError: `t` is not an integer.
-            TopologyError: `t` is negative.
-        """
-        rounds = range(self.period) if t is None else (t,)
-        return float(np.mean([self._out_degrees(t).mean() for t in rounds])) * tensor_bytes
-
-    def _out_degrees(self, t: SupportsIndex) -> NDArray[np.int64]:
+    def degrees(self, t: SupportsIndex = 0) -> NDArray[np.int64]:
+        """Returns to how many ranks each rank sends in round t."""
         W = self.matrix(t)
-        degrees: NDArray[np.int64] = np.count_nonzero(W, axis=1) - (W.diagonal() != 0)
-        return degrees
+        return np.asarray(np.count_nonzero(W, axis=1) - (W.diagonal() != 0))
 
     @property
     def spectral_gap(self) -> float:
