@@ -5,7 +5,7 @@ rank that has none in flight. So every living rank comes to an *agreement round*
 appends that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
 known to be gone, one rank's compare-and-set decides for all who is left: the next epoch. The living then form a group
 over the same engine, which sends nothing and waits for nobody, so a further loss at this point is simply the next
-epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.without`).
+epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.among`).
 
 A process that joins becomes a member by such a round too (`fogdist.elastic.joiner`), with the number of
 a rank that is gone.

@@ -1,7 +1,7 @@
 """Topologies without lost ranks: which edges and weights the living ones keep.
 
 Pure functions of the matrices and the lost ranks, so all ranks that know the same lost ranks get the same topology.
-The result is on the living ranks only, numbered in their order; `Topology.without` keeps the old numbers.
+The result is on the living ranks only, numbered in their order.
 
 A topology that can be made for any number of ranks is made anew for the number of the living (`Topology.among`). The
 rules here are for all others, such as a user's graph:
@@ -66,13 +66,6 @@ def attached(W: Matrix, size: int) -> Matrix:
         whole[old, rank] = whole[rank, old] = share
         whole[old, old] -= share
         whole[rank, rank] -= share
-    return whole
-
-
-def spread(W: Matrix, living: Sequence[int], size: int) -> Matrix:
-    """Returns a matrix of the living ranks by the numbers of all ranks; the others keep their own value."""
-    whole = np.eye(size)
-    whole[np.ix_(living, living)] = W
     return whole
 
 

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
 from fogdist.topology.graphs import exponential, fully_connected, ring, star, symmetric_exponential
-from fogdist.topology.healing import attached, healed_rounds, spread
+from fogdist.topology.healing import attached, healed_rounds
 from fogdist.topology.validation import TopologyError, check_int, check_rank
 from fogdist.topology.weights import (
     build_topology,
@@ -89,7 +89,7 @@ class Topology:
             name: A short name.
             matrices: Real numbers of shape (n, n) each, kept as float64; columns sum to 1 within 1e-5. One
                 matrix makes a static topology.
-            resized: Makes the topology of this kind for another number of ranks; see `without`.
+            resized: Makes the topology of this kind for another number of ranks; see `among`.
 
         Raises:
             TypeError: A matrix does not hold real numbers, or `name` is not a string.
@@ -152,8 +152,6 @@ class Topology:
         self.period = period
         self._make = matrix
         self._resized = resized
-        # The topology of all ranks that this one was made from by `without`, and the lost ranks.
-        self._whole: tuple[Topology, frozenset[int]] | None = None
         # Ranks often request the same round several times in a row, so the last one is cached.
         self._last: tuple[int, Matrix] | None = None
 
@@ -220,7 +218,7 @@ class Topology:
         symmetric.
 
         Args:
-            living: At least one rank. Ranks that `without` has taken out already do not count.
+            living: At least one rank.
 
         Raises:
             TypeError: A rank is not an integer.
@@ -229,9 +227,6 @@ class Topology:
         ranks = sorted({check_rank(rank, self.size, "living") for rank in living})
         if not ranks:
             raise TopologyError("living must hold at least one rank, got none")
-        if self._whole is not None:
-            whole, lost = self._whole
-            return whole.among([rank for rank in ranks if rank not in lost])
         if len(ranks) == self.size:
             return self
         return self._anew(len(ranks)) or self._of_as_many_rounds(
@@ -258,9 +253,6 @@ class Topology:
         ranks = check_int(size, "size", minimum=self.size)
         if ranks == self.size:
             return self
-        if self._whole is not None:
-            whole, lost = self._whole
-            return whole.grown(ranks).without(lost)
         return self._anew(ranks) or self._of_as_many_rounds(ranks, lambda t: attached(self.matrix(t), ranks))
 
     def _of_as_many_rounds(self, size: int, matrix: Callable[[int], Matrix]) -> Topology:
@@ -278,32 +270,6 @@ class Topology:
                 if np.array_equal(other, other.T) or not np.array_equal(W, W.T):
                     return Topology(self.name, [other])
         return None
-
-    def without(self, lost: Iterable[SupportsIndex]) -> Topology:
-        """Returns the topology that is left without some ranks; the others keep their numbers.
-
-        It is `among` the others. A lost rank has no edges, and keeps its own value: its self weight is 1.
-
-        Args:
-            lost: The ranks that are lost, not all of them; may be empty.
-
-        Raises:
-            TypeError: A rank is not an integer.
-            TopologyError: A rank is out of range, or all ranks are lost.
-        """
-        gone = frozenset(check_rank(rank, self.size, "lost") for rank in lost)
-        whole = self
-        if self._whole is not None:
-            whole, gone = self._whole[0], self._whole[1] | gone
-        living = [rank for rank in range(self.size) if rank not in gone]
-        if not living:
-            raise TopologyError(f"lost must leave at least one rank, got all {self.size}")
-        if not gone:
-            return self
-        rest = whole.among(living)
-        left = rest._of_as_many_rounds(self.size, lambda t: spread(rest.matrix(t), living, self.size))
-        left.name, left._whole = whole.name, (whole, gone)
-        return left
 
     def degrees(self, t: SupportsIndex = 0) -> NDArray[np.int64]:
         """Returns to how many ranks each rank sends in round t."""
