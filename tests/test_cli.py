@@ -220,7 +220,6 @@ run -np 2 -H 'a b' train.py | -H: entry 1: got 'a b'
 run -np 2 -H ,a train.py | -H: entry 1: got ''
 run -np 2 -H a:-1 train.py | -H: entry 1: got 'a:-1'
 run -np 2 -H 'a;b:1' train.py | -H: entry 1: got 'a;b:1'
-run -np 2 -H 'a slots=2' train.py | -H: entry 1: got 'a slots=2'
 run -np 2 -H a,-oProxyCommand=x train.py | -H: entry 2: got '-oProxyCommand=x'
 run -np 2 --hostfile missing train.py | --hostfile missing: No such file
 run -np 2 -p 0 train.py | --ssh-port: got 0

@@ -144,18 +144,8 @@ class Watch:
 def _watch(pids: list[int]) -> Watch:
     from fogdist.observe import flight_record
 
-    found = read_records(pids)
-
-    def read() -> list[Process]:
-        if not pids:
-            return flight_record.read_all()
-        living = []
-        for process in found:
-            with contextlib.suppress(ValueError):  # it has ended
-                living.append(flight_record.read(process.pid))
-        return living
-
-    return Watch(read)
+    read_records(pids)  # raises if there is no such process
+    return Watch(lambda: [each for each in flight_record.read_all() if not pids or each.pid in pids])
 
 
 def table(jobs: Sequence[Sequence[Row]]) -> str:
