@@ -28,6 +28,8 @@ from fogdist.topology.weights import (
 
 Matrix = NDArray[np.float64]
 
+# The most weights that a topology keeps.
+_MOST_KEPT = 1 << 22
 # A smaller distance is the rounding error of an exact average. An average that is only approached passes through the
 # distances between the two numbers; the distance of an exact one falls below them in one round.
 _EXACT_BELOW = 1e-13
@@ -152,8 +154,8 @@ class Topology:
         self.period = period
         self._make = matrix
         self._resized = resized
-        # Ranks often request the same round several times in a row, so the last one is cached.
-        self._last: tuple[int, Matrix] | None = None
+        # Rounds that were asked for: all, or of large ones the last, as ranks often ask for it several times in a row.
+        self._kept: dict[int, Matrix] = {}
 
     def __repr__(self) -> str:
         return f"<Topology {self.name}: {self.size} ranks, period {self.period}>"
@@ -169,11 +171,12 @@ class Topology:
             TopologyError: `t` is negative.
         """
         t = check_int(t, "t", minimum=0) % self.period
-        if self._last is None or self._last[0] != t:
-            W = self._make(t)
+        if t not in self._kept:
+            if self.period * self.size**2 > _MOST_KEPT:
+                self._kept.clear()
+            W = self._kept[t] = self._make(t)
             W.setflags(write=False)
-            self._last = (t, W)
-        return self._last[1]
+        return self._kept[t]
 
     def graph(self, t: SupportsIndex = 0) -> nx.DiGraph:
         """Returns the weighted graph of round t, self loops included: fit for `fogdist.set_topology`.
