@@ -351,17 +351,7 @@ def exchange_seconds(
     element_bytes: float = 4,
     encoded: float = 1.0,
 ) -> float:
-    """Returns what one exchange takes, of parameters of so many bytes in buckets of so many; see the module.
-
-    Args:
-        traffic: Of the round.
-        network: The links.
-        size: Bytes of the parameters.
-        bucket: Bytes of a bucket.
-        codec: Of what goes between hosts.
-        element_bytes: Of a parameter.
-        encoded: As in `Way`.
-    """
+    """Returns the seconds of an exchange of `size` bytes in buckets of `bucket` bytes; `encoded` is as in `Way`."""
     share = 1.0 if codec is None else codec.element_bytes / element_bytes
     out: dict[int, float] = {}
     into: dict[int, float] = {}
@@ -451,13 +441,7 @@ def settings(
 
 
 def longest_step(fastest: float, compute: float, tolerance: float) -> float:
-    """Returns the seconds that a step may take by the module's rule.
-
-    Args:
-        fastest: Seconds of the step of the fastest setting.
-        compute: Seconds of a step alone.
-        tolerance: How much longer a step may take, 0.05 for 5 %.
-    """
+    """Returns the seconds that a step may take by the module's rule, as in `best`."""
     return (1 + tolerance) * (compute if fastest <= (1 + tolerance) * compute else fastest)
 
 
