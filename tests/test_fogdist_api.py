@@ -220,7 +220,7 @@ def test_topologies_set_and_loaded() -> None:
     size, rank = fogdist.size(), fogdist.rank()
     with Checks() as checks:
         for topology, error, message in [
-            ("rong", ValueError, "name must be one of exp, .*'rong'"),
+            ("rong", ValueError, "name must be one of ring, .*'rong'"),
             (7, TypeError, "topology.*DiGraph"),
             (topologies.one_peer(topologies.fully_connected(4)), ValueError, "one round"),
             (topologies.ring(size).to_undirected(), TypeError, "DiGraph"),

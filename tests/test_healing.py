@@ -156,7 +156,6 @@ def test_a_users_own_mean_of_neighbors_is_divided_by_what_is_left() -> None:
         "base-2",
         "random-matching",
         "exp2",
-        "symexp",
         "ring",
         "ring-right",
         "full",

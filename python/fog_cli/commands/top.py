@@ -133,7 +133,9 @@ class Watch:
                 self._rows[pid] = replace(row, state="ended", rate=None, waits={})
         for pid, process in found.items():
             before = self._rows.get(pid)
-            self._rows[pid] = row_of(process, before and before.process, at - self._at, self._state_of(pid))
+            self._rows[pid] = row_of(
+                process, None if before is None else before.process, at - self._at, self._state_of(pid)
+            )
         self._at = at
         jobs: dict[str, list[Row]] = {}
         for row in sorted(self._rows.values(), key=lambda row: row.process.started):

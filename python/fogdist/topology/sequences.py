@@ -176,7 +176,7 @@ def _of_destinations(
         for rank, peer in enumerate(destinations(t)):
             if peer is not None:
                 W[rank, peer] = 1.0
-        return W / W.sum(axis=0)
+        return np.asarray(W / W.sum(axis=0))
 
     return Topology.of_rounds(name, size, period, matrix, resized=resized)
 

@@ -38,10 +38,10 @@ _NEAR_BELOW = 1e-6
 # Graphs for any number of ranks. Some are the same for few ranks; the first one then counts.
 _ANY_SIZE: tuple[Callable[[int], nx.DiGraph], ...] = (
     exponential,
-    symmetric_exponential,
     ring,
     lambda size: ring(size, 1),
     lambda size: ring(size, 2),
+    symmetric_exponential,
     fully_connected,
     star,
 )
