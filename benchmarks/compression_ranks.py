@@ -7,17 +7,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import fogdist
 import numpy as np
 import torch
 import torch.distributed as dist
-from cluster_ranks import PORT
-from emulated_hosts import address
+from cluster_ranks import HostRank
 from fogdist import algorithms
 from fogdist.algorithms import Neighbors
 from fogdist.compression import Codec, Int8, TopK
@@ -52,19 +49,17 @@ class Way:
     Attributes:
         make: Makes the distributed optimizer of the local one, the model, the topology and the number of local steps.
         codec: Of the exchanges; None for none.
-        fewer: The goal: by how much fewer bytes than `REFERENCE`; 1 for that.
         local_steps: From one exchange to the next.
         graph: The name of its topology.
     """
 
     make: Callable[[Optimizer, nn.Module, Topology, int], Any]
     codec: Codec | None
-    fewer: int
     local_steps: int = 1
     graph: str = "ring"
 
 
-def exchanged_as_they_are(codec: Codec | None, fewer: int) -> Way:
+def exchanged_as_they_are(codec: Codec | None) -> Way:
     """Returns decentralized SGD, whose parameters are encoded. Its order is that of the other recursions: adapt, then combine."""
 
     def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
@@ -73,13 +68,12 @@ def exchanged_as_they_are(codec: Codec | None, fewer: int) -> Way:
             local, model, order="atc", topology=mixing, local_steps=local_steps
         )
 
-    return Way(make, codec, fewer)
+    return Way(make, codec)
 
 
 def kept_by(
     algorithm: Callable[..., Any],
     codec: Codec,
-    fewer: int,
     local_steps: int = 1,
     graph: str = "ring",
     **options: Any,
@@ -89,20 +83,19 @@ def kept_by(
     def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
         return algorithm(local, model, topology=graph, compression=codec, local_steps=local_steps, **options)
 
-    return Way(make, codec, fewer, local_steps, graph)
+    return Way(make, codec, local_steps, graph)
 
 
 REFERENCE = "no codec"
 WAYS: dict[str, Way] = {
-    REFERENCE: exchanged_as_they_are(None, 1),
-    "int8": exchanged_as_they_are(Int8(), 4),
-    "CHOCO-SGD, top-k 33 % in 2 bits": kept_by(algorithms.ChocoSGD, TopK(0.33, bits=2), 16, gamma=1.0),
+    REFERENCE: exchanged_as_they_are(None),
+    "int8": exchanged_as_they_are(Int8()),
+    "CHOCO-SGD, top-k 33 % in 2 bits": kept_by(algorithms.ChocoSGD, TopK(0.33, bits=2), gamma=1.0),
     # As published, each rank sends to all others, and there is no outer momentum. More local steps cost more where ranks'
     # data differ so much, and so does forgetting a part of what was not sent.
     "SparseLoCo, 2 local steps, top-k 4.5 % in 2 bits": kept_by(
         algorithms.SparseLoCo,
         TopK(0.045, bits=2),
-        100,
         local_steps=2,
         graph="full",
         error_decay=1.0,
@@ -293,25 +286,13 @@ class Training:
     steps: int = 0
 
 
-class TrainingRank:
-    """A rank; the parent calls its methods by name.
-
-    Args:
-        rank: Its number.
-        size: The number of ranks.
-        tasks: By name.
-    """
+class TrainingRank(HostRank):
+    """A rank that trains one of some tasks, given by name."""
 
     def __init__(self, rank: int, size: int, tasks: dict[str, Task]) -> None:
-        self.rank, self.size, self.tasks = rank, size, tasks
+        super().__init__(rank, size, PHASE_SECONDS)
+        self.tasks = tasks
         self.training: Training | None = None
-
-    def start(self) -> None:
-        """Joins the others."""
-        timeout = timedelta(seconds=PHASE_SECONDS)
-        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=timeout)
-        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        fogdist.init()
 
     def make(self, task_name: str, way_name: str, seed: int, rate: float, steps: int) -> dict[str, float]:
         """Begins a training; collective.
@@ -398,7 +379,7 @@ class TrainingRank:
     def leave(self) -> None:
         """Meets the others before the end."""
         self.training = None
-        dist.barrier()
+        super().leave()
 
 
 def codec_seconds(codec: Codec, flats: list[Tensor], neighbors: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from emulated_hosts import move_to_host
+
+from fog_pg._extension import load as load_extension
 
 # Ranks that wait for each other give up first, and name the ranks for which they waited.
 PATIENCE_SECONDS = 10.0
@@ -78,6 +81,10 @@ class ForkedWorld:
         self.title, self.size, self.limit = title, size, limit
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+        # Forked processes then neither load the extension, nor traverse and copy these objects.
+        load_extension()
+        gc.collect()
+        gc.freeze()
 
     def fork(self, function: Callable[..., None], *arguments: object) -> None:
         """Forks a process that calls ``function(connection, *arguments)``."""
