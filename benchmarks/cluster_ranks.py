@@ -223,21 +223,16 @@ class ClusterRank(HostRank):
 
     def latency(self) -> float:
         """Seconds that a small message takes from the first rank to the last one, by TCP alone; 0 on others."""
-        if self.rank not in (0, self.size - 1):
-            return 0.0
         if self.rank == 0:
-            with socket.create_server((address(0), PORT + 1)) as server:
+            server = socket.create_server((address(0), PORT + 1))
+        dist.barrier()
+        if self.rank == 0:
+            with server:
                 connection, _ = server.accept()
+        elif self.rank == self.size - 1:
+            connection = socket.create_connection((address(0), PORT + 1), self.job.timeout)
         else:
-            deadline = time.monotonic() + self.job.timeout
-            while True:
-                try:
-                    connection = socket.create_connection((address(0), PORT + 1), timeout=self.job.timeout)
-                    break
-                except ConnectionRefusedError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.01)
+            return 0.0
         times = []
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -230,7 +230,7 @@ def test_an_interrupt_beside_a_cell_loses_no_answer(cluster: Cluster) -> None:
 
 
 def interrupt_through_the_door() -> None:
-    from fogdist.bluefog.run.interactive_run import interrupt_hanged_processes
+    from fogdist.bluefog.run import interrupt_hanged_processes
 
     interrupt_hanged_processes()
 
