@@ -24,17 +24,8 @@ ranks differ in speed, in the last three scenarios, it is the share of the sum o
 over that of the same ranks without any exchange, measured in the same world, for which ways that let ranks go at their
 own pace run for a fixed time.
 
-In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
-
-"idle" is the share of the cores' time in which nothing ran, of this program or another one. A point with less than 25 %
-is marked, and so is one whose step would be more than 5 % shorter if steps without an exchange took their compute only.
-The model does not use marked points. Points that the file of --json has of other worlds stay there.
-
-The bytes that the hosts' links carried prove that data went over the wire.
-
-This can show what the links, the topology and the software cost. It cannot show an accelerator's contention for
-memory with the network, NVLink, congestion in the switches of a real network, or latencies below those of this kernel:
-a message takes some 50 us here, which the dilation of time makes small beside a step.
+Points that the file of --json has of other worlds stay there. docs/measurements/scaling.md says when a point is marked as
+short of processor, and what all of this cannot show.
 """
 
 from __future__ import annotations

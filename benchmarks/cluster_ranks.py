@@ -466,16 +466,12 @@ def emulated_world(
     """
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     size = hosts * ranks_per_host
-    with emulated_hosts(hosts, rate, **network) as names:
-        ranks = ForkedWorld(title, size, limit)
-        try:
-            ranks.fork(keep_store, address(0), PORT, names[0])
-            ranks.port()
-            for rank in range(size):
-                ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)
-            ranks.ask("start")
-            yield ranks, names
-            ranks.ask("leave")
-            ranks.end()
-        finally:
-            ranks.close()
+    with emulated_hosts(hosts, rate, **network) as names, ForkedWorld(title, size, limit) as ranks:
+        ranks.fork(keep_store, address(0), PORT, names[0])
+        ranks.port()
+        for rank in range(size):
+            ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)
+        ranks.ask("start")
+        yield ranks, names
+        ranks.ask("leave")
+        ranks.end()

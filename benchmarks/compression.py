@@ -7,14 +7,7 @@
 The file keeps what it has of other parts. With --keep, trainings that it has are not repeated, so a stopped run can go on,
 and ways can be added later.
 
-Codecs: encode and decode of 16 MiB of float32 on one core, in GB/s of bytes read and written, beside memcpy of the same
-tensor. They take turns.
-
-Exchanges: two ranks on two emulated hosts (emulated_hosts.py) average a tensor over a link of a given rate, with each
-codec in turn, and without. For each, the median time, its ratio to the exchange without compression, and the bytes that
-a host sends, beside those that the codec promises.
-
-Training and links: compression_training.py.
+docs/measurements/benchmarks.md has the parts, and compression_training.py the last two of them.
 """
 
 from __future__ import annotations
@@ -49,7 +42,6 @@ CODECS: dict[str, Codec] = {
     "bfloat16": BFloat16(),
     "int8": Int8(),
     "top-k 1 %": TopK(0.01),
-    "top-k 1 %, 2 bits": TopK(0.01, bits=2),
 }
 EXCHANGED = ["float16", "int8", "top-k 1 %"]
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from cluster_ranks import HostRank
 from fogdist import algorithms
-from fogdist.algorithms import Neighbors
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.simulate import Shards
 from fogdist.topology import Topology, by_name
@@ -47,58 +46,29 @@ class Way:
     """A way to train with fewer bytes.
 
     Attributes:
-        make: Makes the distributed optimizer of the local one, the model, the topology and the number of local steps.
+        algorithm: Makes the distributed optimizer of the local one and the model.
         codec: Of the exchanges; None for none.
         local_steps: From one exchange to the next.
         graph: The name of its topology.
     """
 
-    make: Callable[[Optimizer, nn.Module, Topology, int], Any]
+    algorithm: Callable[..., Any]
     codec: Codec | None
     local_steps: int = 1
     graph: str = "ring"
 
 
-def exchanged_as_they_are(codec: Codec | None) -> Way:
-    """Returns decentralized SGD, whose parameters are encoded. Its order is that of the other recursions: adapt, then combine."""
-
-    def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
-        mixing = Neighbors(graph, compression=codec)
-        return algorithms.DecentralizedSGD(
-            local, model, order="atc", topology=mixing, local_steps=local_steps
-        )
-
-    return Way(make, codec)
-
-
-def kept_by(
-    algorithm: Callable[..., Any],
-    codec: Codec,
-    local_steps: int = 1,
-    graph: str = "ring",
-    **options: Any,
-) -> Way:
-    """Returns a recursion that keeps what the codec loses, with its options."""
-
-    def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
-        return algorithm(local, model, topology=graph, compression=codec, local_steps=local_steps, **options)
-
-    return Way(make, codec, local_steps, graph)
-
-
 REFERENCE = "no codec"
+# The order of the other recursions: adapt, then combine.
+_SGD = partial(algorithms.DecentralizedSGD, order="atc")
 WAYS: dict[str, Way] = {
-    REFERENCE: exchanged_as_they_are(None),
-    "int8": exchanged_as_they_are(Int8()),
-    "CHOCO-SGD, top-k 33 % in 2 bits": kept_by(algorithms.ChocoSGD, TopK(0.33, bits=2), gamma=1.0),
+    REFERENCE: Way(_SGD, None),
+    "int8": Way(_SGD, Int8()),
+    "CHOCO-SGD, top-k 33 % in 2 bits": Way(partial(algorithms.ChocoSGD, gamma=1.0), TopK(0.33, bits=2)),
     # As published, each rank sends to all others, and there is no outer momentum. More local steps cost more where ranks'
     # data differ so much, and so does forgetting a part of what was not sent.
-    "SparseLoCo, 2 local steps, top-k 4.5 % in 2 bits": kept_by(
-        algorithms.SparseLoCo,
-        TopK(0.045, bits=2),
-        local_steps=2,
-        graph="full",
-        error_decay=1.0,
+    "SparseLoCo, 2 local steps, top-k 4.5 % in 2 bits": Way(
+        partial(algorithms.SparseLoCo, error_decay=1.0), TopK(0.045, bits=2), local_steps=2, graph="full"
     ),
 }
 
@@ -314,7 +284,8 @@ class TrainingRank(HostRank):
         model = task.model()
         local = task.optimizer(model.parameters(), rate)
         graph = topology(way, self.size)
-        optimizer = way.make(local, model, graph, way.local_steps)
+        options = {"topology": graph, "compression": way.codec, "local_steps": way.local_steps}
+        optimizer = way.algorithm(local, model, **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_factor, steps=steps))
         flats = [flat.detach() for flat in optimizer.buckets.flats]
         neighbors, of_reference = (

@@ -1,16 +1,8 @@
 """The parts "training" and "links" of benchmarks/compression.py: loss over bytes, and time to a loss over links.
 
-Training: four ranks, each on an emulated host, train with each way of compression_ranks.py. The learning rate of each way
-is the one of a grid with which its loss on validation data ended lowest, for seeds that are not used after. Runs of one
-seed are paired: they have the same model, batches and order. The loss is that of the mean of the ranks' models. Bytes are
-those that the links of the hosts have carried, with all headers.
-
-Links: the seconds of a step with the same ranks over links of several rates. A training in step makes the same steps on
-any link, bit for bit, so its time to a loss is the steps of the first part times these seconds. In a *dilated* world
-gradients take 10 or 100 times as long, by sleeping, and so does the codec, so a link of 1 Gbit/s stands for one of 10 or
-100. Times are divided by that. The codec's time is added after the step as a whole, although a large part of it would
-hide behind the link, so it counts for more than it would take. What a message costs beside its bytes, and the ranks'
-other work, are not dilated and count for a tenth or a hundredth.
+docs/measurements/compression.md says how both are measured. A training in step makes the same steps on any link, bit for
+bit, so its time to a loss is the steps of the first part times the seconds of a step of the second. The codec's time in a
+*dilated* world is added after the step as a whole, although a large part of it would hide behind the link.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from emulated_hosts import move_to_host
@@ -154,7 +154,10 @@ class ForkedWorld:
                 del living[sentinel]
         return 1e3 * (time.perf_counter() - begin)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Ends the processes that are left."""
         for process in self.processes:
             process.kill()

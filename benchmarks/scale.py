@@ -37,8 +37,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -160,7 +159,7 @@ def serve(
 
 
 class World(ForkedWorld):
-    """The ranks of one system, from their fork to their end.
+    """The ranks of one system, from their fork to their end; the title is that of the system.
 
     Args:
         system: The backend's name in torch.distributed.
@@ -191,19 +190,9 @@ class World(ForkedWorld):
         return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
 
 
-@contextmanager
-def world_of(system: str, size: int, limit: float) -> Iterator[World]:
-    """A world whose processes are ended after the block in any case."""
-    world = World(system, size, limit)
-    try:
-        world.fork_all()
-        yield world
-    finally:
-        world.close()
-
-
 def measure(world: World, sizes: Sequence[int], found: dict[Key, float]) -> None:
     """Runs one world and adds its results to `found`, including those from before a failure."""
+    world.fork_all()
     world.ask("ready")
     found["start", 0] = world.time("start")
     found["group", 0] = world.time("group")
@@ -230,7 +219,7 @@ def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures
             found: dict[Key, float] = {}
             begin = time.perf_counter()
             try:
-                with world_of(system, size, limit) as world:
+                with World(system, size, limit) as world:
                     measure(world, sizes, found)
             except WorldFailed as failure:
                 failures.append(str(failure))
