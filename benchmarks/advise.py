@@ -160,8 +160,6 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "cluster": name,
         "hosts": hosts,
-        "model": scenario.model,
-        "rate_bits_per_s": dilation.rate(scenario.rate),
         "between_bits_per_s": scenario.between and dilation.rate(scenario.between),
         "parameter_bytes": size,
         "compute_s": compute,

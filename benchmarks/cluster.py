@@ -37,9 +37,9 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ from emulated_hosts import Unavailable, rate_text, traffic
 from forked_ranks import ForkedWorld, WorldFailed
 from performance_tables import step_table
 from report import spread, write
-from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
+from workloads import MODELS, SCENARIOS, Scenario, emulated
 
 # Seconds of compute of an emulated step, so long that two cores are mostly idle. Scenario c has a tenth, as its exchanges
 # take several steps.
@@ -72,7 +72,7 @@ SECONDS_A_RANK = 0.06
 # of a way's step.
 LEAST_IDLE = 0.25
 MOST_LATE = 0.05
-LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
+EMULATED_LOCAL_STEPS = 10
 HOSTS = [2, 4, 8, 16]
 STRAGGLER = 1  # the host
 SLOW_LINK = 0.1
@@ -86,11 +86,11 @@ WAYS = list(dict.fromkeys([*SCALING_WAYS, *STRAGGLER_WAYS, "hierarchical", "site
 KINDS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
     "a": ("a", SCALING_WAYS, {}),
     "b": ("b", SCALING_WAYS, {}),
-    "c": ("c", CENTER_WAYS, {"group": 500 // EMULATED_LOCAL_STEPS}),
-    "a strong": ("a", SYNCHRONOUS, {"scaling": "strong"}),
+    "c": ("c", CENTER_WAYS, {"grouped": 500 // EMULATED_LOCAL_STEPS, "local_steps": EMULATED_LOCAL_STEPS}),
+    "a strong": ("a", SYNCHRONOUS, {}),
     "slow host": ("a", STRAGGLER_WAYS, {"slow": {STRAGGLER: 2.0}}),
     "slow link": ("a", STRAGGLER_WAYS, {"slow_link": STRAGGLER}),
-    "pauses": ("a", STRAGGLER_WAYS, {"pauses": 0.05}),
+    "pauses": ("a", STRAGGLER_WAYS, {"pause_probability": 0.05}),
 }
 
 
@@ -103,54 +103,32 @@ class World:
         scenario: The cluster.
         hosts: Number of hosts.
         ways: Keys of WAYS.
-        compute: Emulated seconds of a step.
-        ranks_per_host: Consecutive ranks that share a host.
-        scaling: "weak" or "strong".
-        slow: What the compute of a host is multiplied with.
-        slow_link: Host whose link is slow.
-        pauses: Probability of a pause in a step.
-        group: Real local steps that an emulated one stands for.
+        job: What its ranks are told.
     """
 
     name: str
     scenario: Scenario
     hosts: int
     ways: Sequence[str]
-    compute: float
-    ranks_per_host: int = 1
-    scaling: str = "weak"
-    slow: Mapping[int, float] = field(default_factory=dict)
-    slow_link: int | None = None
-    pauses: float = 0.0
-    group: int = 1
+    job: Job
 
     @property
     def title(self) -> str:
         """The world's name in reports; no other world's begins with it."""
-        return f"{self.name}, {self.hosts} hosts x {self.ranks_per_host}"
-
-    @property
-    def dilation(self) -> Dilation:
-        """How much smaller and slower than the real cluster it is."""
-        return emulated(self.scenario, self.compute)
-
-    @property
-    def local_steps(self) -> int:
-        """Emulated steps between two exchanges, of the ways with local steps."""
-        return LOCAL_STEPS if self.group == 1 else EMULATED_LOCAL_STEPS
+        return f"{self.name}, {self.hosts} hosts x {self.job.ranks_per_host}"
 
     @property
     def is_uneven(self) -> bool:
         """Whether ranks need different times for a step."""
-        return bool(self.slow) or self.slow_link is not None or self.pauses > 0
+        return self.name in ("slow host", "slow link", "pauses")
 
     def grouped(self, way: str) -> int:
         """The real steps that a step of a way stands for."""
-        return self.group if way in LOCAL else 1
+        return self.job.grouped if way in LOCAL else 1
 
 
 def worlds_of(
-    names: Sequence[str], hosts: Sequence[int], ways: Sequence[str] | None, seconds: float
+    names: Sequence[str], hosts: Sequence[int], ways: Sequence[str] | None, seconds: float, seed: int
 ) -> list[World]:
     """Returns the worlds of some scenarios; those of one host count stand together.
 
@@ -159,6 +137,7 @@ def worlds_of(
         hosts: Host counts of a and b; the others, whose turns are long, have the largest one up to 16.
         ways: Only these, where the scenario has them; None for all.
         seconds: Emulated compute of a step, of up to ten ranks; scenario c has a tenth.
+        seed: Of pauses.
     """
     found: list[World] = []
     largest = max((count for count in hosts if count <= 16), default=hosts[0])
@@ -173,37 +152,30 @@ def worlds_of(
                 scenario = replace(scenario, compute=scenario.compute * 2 / count)
             compute = seconds / 10 if name == "c" else seconds
             compute *= max(1.0, SECONDS_A_RANK / COMPUTE_SECONDS * count)
+            options |= {
+                "centers": 1 if scenario.between is None else 2,
+                "seed": seed,
+                "timeout": PHASE_SECONDS,
+            }
+            job = Job(scenario.model, emulated(scenario, compute), compute, **options)
             if len(kept) > 1:
-                found.append(World(name, scenario, count, kept, compute, **options))
+                found.append(World(name, scenario, count, kept, job))
             if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 8:
-                both = ["none", "hierarchical"]
-                found.append(World(name, scenario, count, both, 2 * compute, ranks_per_host=2))
+                both = {"compute": 2 * compute, "dilation": emulated(scenario, 2 * compute)}
+                of_two = replace(job, ranks_per_host=2, **both)
+                found.append(World(name, scenario, count, ["none", "hierarchical"], of_two))
     return found
 
 
-def running(world: World, seed: int) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
+def running(world: World) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
     """Makes the hosts and starts the ranks; both are gone afterwards."""
-    dilation, scenario = world.dilation, world.scenario
-    rate = dilation.rate(scenario.rate)
-    options: dict[str, Any] = {}
+    job, scenario = world.job, world.scenario
+    rate = job.dilation.rate(scenario.rate)
+    options: dict[str, Any] = {"centers": job.centers, "ranks_per_host": job.ranks_per_host}
     if scenario.between is not None:
-        options = {"centers": 2, "between": rate_text(dilation.rate(scenario.between))}
-    if world.slow_link is not None:
-        options["rates"] = {world.slow_link: rate_text(SLOW_LINK * rate)}
-    job = Job(
-        scenario.model,
-        dilation,
-        world.compute,
-        local_steps=world.local_steps,
-        grouped=world.group,
-        centers=options.get("centers", 1),
-        ranks_per_host=world.ranks_per_host,
-        slow=world.slow,
-        pause_probability=world.pauses,
-        seed=seed,
-        timeout=PHASE_SECONDS,
-    )
-    options["ranks_per_host"] = world.ranks_per_host
+        options["between"] = rate_text(job.dilation.rate(scenario.between))
+    if job.slow_link is not None:
+        options["rates"] = {job.slow_link: rate_text(SLOW_LINK * rate)}
     return emulated_world(
         world.title, world.hosts, rate_text(rate), PHASE_SECONDS, ClusterRank, job, **options
     )
@@ -226,7 +198,7 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     latency, buckets = 0.0, {}
     draw = random.Random(f"{seed} {world.name} {world.hosts}")
     try:
-        with running(world, seed) as (ranks, hosts):
+        with running(world) as (ranks, hosts):
             latency = max(ranks.ask("latency")[1])
             # First the one that makes its graph the group's for a while, which nobody can where others have windows.
             for way in sorted(world.ways, key=lambda way: way != "async_gossip"):
@@ -243,33 +215,34 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     if "none" not in turns:
         return []
     # The mean of the ranks' rates counts where these differ.
-    expected = world.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in world.slow.values()))
+    job = world.job
+    expected = job.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in job.slow.values()))
     alone = statistics.median(each["step_s"] for each in turns["none"])
-    late = 0.0 if world.pauses else max(0.0, alone - expected)
+    late = 0.0 if job.pause_probability else max(0.0, alone - expected)
     rate, between = world.scenario.rate, world.scenario.between
     points = []
     for way, made in turns.items():
         step = spread([each["step_s"] for each in made])
         idle, wire = (statistics.median(each[name] for each in made) for name in ("idle", "bytes"))
-        compute = world.compute * world.grouped(way)
-        local_steps = world.local_steps if way in LOCAL else 1
+        compute = job.compute * world.grouped(way)
+        local_steps = job.local_steps if way in LOCAL else 1
         points.append(
             {
                 "scenario": world.name,
                 "model": world.scenario.model,
                 "way": way,
-                "scaling": world.scaling,
+                "scaling": "strong" if "strong" in world.name else "weak",
                 "hosts": world.hosts,
-                "ranks_per_host": world.ranks_per_host,
-                "rate_bits_per_s": world.dilation.rate(rate),
-                "between_bits_per_s": between and world.dilation.rate(between),
+                "ranks_per_host": job.ranks_per_host,
+                "rate_bits_per_s": job.dilation.rate(rate),
+                "between_bits_per_s": between and job.dilation.rate(between),
                 "latency_s": latency,
                 "compute_s": compute,
                 "forward_s": compute / 3,
                 "bucket_bytes": buckets[way],
                 "local_steps": local_steps,
                 "local_steps_real": local_steps * world.grouped(way),
-                "dilation": asdict(world.dilation),
+                "dilation": asdict(job.dilation),
                 "step_s": step,
                 "efficiency": (alone if world.is_uneven else compute) / step["median"],
                 "wire_bytes_per_host_per_step": wire,
@@ -284,11 +257,11 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
 def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps: int) -> dict[str, Any]:
     """Returns the measurements of one turn of a way."""
     if way in LOCAL:
-        steps = world.local_steps
+        steps = world.job.local_steps
     # Ranks at a pace of their own run for a time, as long as the others' steps take.
-    seconds = steps * world.compute if way in ASYNCHRONOUS and world.is_uneven else None
+    seconds = steps * world.job.compute if way in ASYNCHRONOUS and world.is_uneven else None
     cores, sent = core_time(), traffic(hosts)
-    patience = 20 * steps * world.compute * world.grouped(way)
+    patience = 20 * steps * world.job.compute * world.grouped(way)
     answers = ranks.ask("run", way, steps, seconds, patience=patience)[1]
     idle, sent_end = idle_since(cores), traffic(hosts)
     rates = [each["steps"] / (each["end"] - each["begin"]) for each in answers]
@@ -347,7 +320,8 @@ def main() -> None:
         "compute": {name: scenario.compute_is_of for name, scenario in SCENARIOS.items()},
         "parameters": {name: sum(model.sizes) for name, model in MODELS.items()},
     }
-    worlds = worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute)
+    options = arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute, arguments.seed
+    worlds = worlds_of(*options)
     if not worlds:
         sys.exit("no scenario has these ways on these numbers of hosts")
     points: list[dict[str, Any]] = []
@@ -365,7 +339,7 @@ def main() -> None:
         if found:
             print_points(found)
         print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        own = {"scenario": world.name, "hosts": world.hosts, "ranks_per_host": world.ranks_per_host}
+        own = {"scenario": world.name, "hosts": world.hosts, "ranks_per_host": world.job.ranks_per_host}
         points = [point for point in points if not own.items() <= point.items()] + found
         if arguments.json is not None:
             write(arguments.json, facts=about, failures=failures, points=points)

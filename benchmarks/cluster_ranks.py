@@ -67,6 +67,7 @@ class Job:
         centers: Data centers.
         ranks_per_host: Consecutive ranks that share a host.
         slow: By host, by what its compute is multiplied.
+        slow_link: Host whose link is slow.
         pause_probability: Of a step of any rank, to stand still for as long as it computes.
         seed: Of these draws.
         timeout: Seconds, of the groups.
@@ -80,6 +81,7 @@ class Job:
     centers: int = 1
     ranks_per_host: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
+    slow_link: int | None = None
     pause_probability: float = 0.0
     seed: int = 0
     timeout: float = 120.0

@@ -12,12 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from emulated_hosts import move_to_host
 
 from fog_pg._extension import load as load_extension
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Ranks that wait for each other give up first, and name the ranks for which they waited.
 PATIENCE_SECONDS = 10.0

@@ -77,36 +77,20 @@ WAYS = {
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """What a step exchanges: so many tensors of so many bytes."""
-
-    count: int
-    bytes: int
-
-    @classmethod
-    def parse(cls, text: str) -> Tensors:
-        """Reads "16x128K"."""
-        count, _, size = text.partition("x")
-        return cls(int(count), parse_size(size))
-
-    def __str__(self) -> str:
-        return f"{self.count} x {size_text(self.bytes)}"
-
-
-@dataclass(frozen=True)
 class World:
-    """Hosts, the rate of their links, and what they exchange."""
+    """Hosts, the rate of their links, and what a step exchanges: so many tensors of so many bytes."""
 
     hosts: int
     rate: str
-    tensors: tuple[Tensors, ...]
+    tensors: int
+    bytes: int
 
 
 WORLDS = [
-    World(4, "200mbit", (Tensors(8, 1 << 20),)),
-    World(8, "100mbit", (Tensors(16, 128 << 10),)),
-    World(8, "34mbit", (Tensors(32, 128 << 10),)),
-    World(16, "50mbit", (Tensors(16, 128 << 10),)),
+    World(4, "200mbit", 8, 1 << 20),
+    World(8, "100mbit", 16, 128 << 10),
+    World(8, "34mbit", 32, 128 << 10),
+    World(16, "50mbit", 16, 128 << 10),
 ]
 
 
@@ -144,10 +128,10 @@ class LinkRank(ClusterRank):
         }
         self.buffer = bytearray(PIECE)
 
-    def turn(self, way: str, tensors: Tensors, steps: int) -> list[float]:
+    def turn(self, way: str, world: World, steps: int) -> list[float]:
         """Makes one step, and then so many more; returns when each of these began, and when the last one ended."""
-        numel = tensors.bytes // FLOAT_BYTES
-        data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
+        numel = world.bytes // FLOAT_BYTES
+        data = [torch.full((numel,), float(self.rank)) for _ in range(world.tensors)]
         dist.barrier()
         self._step(way, data, 0)
         times = [time.perf_counter()]
@@ -245,44 +229,34 @@ def seconds_until_back(ends: Sequence[float], begin: float, cut: float, returned
 
 
 def measure(world: World, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the points of one world."""
+    """Returns the points of one world, by way."""
     job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
     title = f"{world.hosts} hosts, {world.rate}"
-    points = []
     network = {"centers": 2, "delay": 1e-3 * arguments.delay} if arguments.delay else {}
-    with emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job, **network) as (
-        ranks,
-        hosts,
-    ):
+    running = emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job, **network)
+    with running as (ranks, hosts):
         ranks.ask("connect")
-        for tensors in world.tensors:
-            points += measure_tensors(world, tensors, arguments, ranks, hosts)
-    return points
+        return measure_turns(world, arguments, ranks, hosts)
 
 
-def measure_tensors(
-    world: World,
-    tensors: Tensors,
-    arguments: argparse.Namespace,
-    ranks: ForkedWorld,
-    hosts: Sequence[str],
+def measure_turns(
+    world: World, arguments: argparse.Namespace, ranks: ForkedWorld, hosts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns the points of one world and some tensors, by way."""
+    """Returns the points of one world that runs."""
     ways, turns = arguments.ways, arguments.turns
     link = parse_rate(world.rate) / 8
     seconds = arguments.seconds + (BEFORE_CUT + 3 if arguments.cut else 0)
-    least = {way: volume(way, world.hosts) * tensors.count * tensors.bytes for way in ways}
+    least = {way: volume(way, world.hosts) * world.tensors * world.bytes for way in ways}
     most = math.inf if arguments.cut else MOST_STEPS
     steps = {way: int(min(max(round(seconds * link / least[way]), LEAST_STEPS), most)) for way in ways}
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times, back = ({way: list[float]() for way in ways} for _ in range(2))
     sent: dict[str, float] = {}
-    back: dict[str, list[float]] = {way: [] for way in ways}
     draw = random.Random(arguments.seed)
     for _ in range(turns):
         for way in draw.sample(list(ways), len(ways)):
             before = traffic(hosts)
             with cut_for(arguments.cut, hosts[-1]) as of_cut:
-                ended = ranks.ask("turn", way, tensors, steps[way])[1]
+                ended = ranks.ask("turn", way, world, steps[way])[1]
             begin, end = min(each[0] for each in ended), max(each[-1] for each in ended)
             times[way].append((end - begin) / steps[way])
             if of_cut:
@@ -299,8 +273,8 @@ def measure_tensors(
             {
                 "hosts": world.hosts,
                 "bits_per_s": 8 * link,
-                "tensors": tensors.count,
-                "bytes": tensors.bytes,
+                "tensors": world.tensors,
+                "bytes": world.bytes,
                 "way": way,
                 "steps": steps[way],
                 "step_s": step,
@@ -313,9 +287,9 @@ def measure_tensors(
 
 
 def print_points(points: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the points of one world and some tensors."""
-    first = points[0]
-    tensors, hosts = Tensors(first["tensors"], first["bytes"]), first["hosts"]
+    """Prints the points of one world."""
+    first, hosts = points[0], points[0]["hosts"]
+    tensors = f"{first['tensors']} x {size_text(first['bytes'])}"
     print(f"\n{hosts} hosts, {first['bits_per_s'] / 1e6:g} Mbit/s, {tensors}")
     print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'steps/s':>9}{'used':>7}{'sent':>7}")
     for point in points:
@@ -333,13 +307,14 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
         print(f"one peer a step / best allreduce: {ahead:.2f} steps, bound {bound:.2f}", flush=True)
 
 
-def parse_world(words: Sequence[str]) -> World:
-    """Returns the world of "8 100mbit 16x128K 1x4M"."""
+def parse_worlds(words: Sequence[str]) -> list[World]:
+    """Returns the worlds of "8 100mbit 16x128K 1x4M"."""
     hosts, rate, *tensors = words
     parse_rate(rate)
     if not 2 <= int(hosts) <= 32 or not tensors:
         raise ValueError("it needs 2 to 32 hosts, a rate and tensors, such as 16x128K")
-    return World(int(hosts), rate, tuple(map(Tensors.parse, tensors)))
+    pairs = (each.partition("x") for each in tensors)
+    return [World(int(hosts), rate, int(count), parse_size(size)) for count, _, size in pairs]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -357,7 +332,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--json", type=Path, help="file for the points")
     arguments = parser.parse_args()
     try:
-        arguments.worlds = [parse_world(words) for words in arguments.world or ()] or WORLDS
+        arguments.worlds = [w for words in arguments.world or () for w in parse_worlds(words)] or WORLDS
     except ValueError as error:
         parser.error(f"--world: {error}")
     if not 0 <= arguments.cut <= PHASE_SECONDS / 6:
@@ -378,9 +353,7 @@ def main() -> None:
             found = measure(world, arguments)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
-        for tensors in world.tensors:
-            those = [p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)]
-            print_points(those)
+        print_points(found)
         points += found
         if arguments.json:
             write(arguments.json, facts=about, points=points)

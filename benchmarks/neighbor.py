@@ -196,21 +196,17 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
         return NeighborPlan(node, nodes, 1.0, sources, destinations, mean=True)
 
     plans = itertools.cycle([plan(step) for step in range(exchange.steps)])
-    if exchange.ranks_per_node > 1:
-        n, per_machine = world.systems.size, exchange.ranks_per_node
-        machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
+    backend, n, per_machine = world.systems.backend, world.systems.size, exchange.ranks_per_node
+    machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
 
-        def hierarchical() -> Tensor:
-            world.systems.backend.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
-            return y
-
-        return hierarchical
-
-    def flat() -> Tensor:
-        world.systems.backend.neighbor_allreduce(x, next(plans), output=y).wait()
+    def way() -> Tensor:
+        if per_machine > 1:
+            backend.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
+        else:
+            backend.neighbor_allreduce(x, next(plans), output=y).wait()
         return y
 
-    return flat
+    return way
 
 
 def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:

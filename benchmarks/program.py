@@ -17,6 +17,7 @@ from typing import Any
 import fogdist
 import side_by_side
 import torch
+import torch.distributed as dist
 from report import Row, parse_size, write
 
 # The load average above which other programs are assumed to run.
@@ -141,7 +142,8 @@ def run(
                     before = json.loads(arguments.json.read_text())
                     write(arguments.json, **before | {"rows": [*before["rows"], asdict(row)]})
         fogdist.shutdown()
-        side_by_side.leave()
+        dist.barrier()
+        dist.destroy_process_group()  # raw MPI ends with the process
         return
     side_by_side.require("mpi4py")
     about = facts()

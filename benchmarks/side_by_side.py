@@ -163,9 +163,3 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
     assert dist.group.WORLD is not None
     gloo, nothing = (dist.new_group(backend=name, timeout=TIMEOUT) for name in ("gloo", "fake"))
     return Systems(mpi, dist.group.WORLD, gloo, nothing)
-
-
-def leave() -> None:
-    """Ends fog and Gloo after a barrier of all ranks; raw MPI ends with the process."""
-    dist.barrier()
-    dist.destroy_process_group()
