@@ -28,6 +28,7 @@ import program
 import torch
 import torch.distributed as dist
 from cluster_ranks import HostRank, emulated_world
+from compression_ranks import TASKS, WAYS
 from emulated_hosts import Unavailable, traffic
 from fogdist.compression import BFloat16, Codec, Float16, Int8, TopK
 from performance_tables import codec_table, compressed_loss_table, compressed_time_table, exchange_table
@@ -142,8 +143,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--size", type=parse_size, default=SIZE, metavar="BYTES", help="of the tensor, such as 16M")
     add("--rate", default="1gbit", help="of each host's link in exchanges, in the words of tc")
     add("--repetitions", type=count, default=15, help="of codecs and exchanges")
-    program.add_names(parser, "--tasks", parts.TASKS)
-    program.add_names(parser, "--ways", parts.WAYS)
+    program.add_names(parser, "--tasks", TASKS)
+    program.add_names(parser, "--ways", WAYS)
     add("--seeds", type=int, nargs="+", default=list(parts.SEEDS), metavar="N", help="of the training")
     add("--steps", type=count, help="of a training (default: each task's own)")
     program.add_names(parser, "--links", parts.LINKS)
@@ -174,7 +175,7 @@ class Results:
 
 def measure_training(arguments: argparse.Namespace, results: Results) -> None:
     """Measures the part "training"."""
-    tasks = {name: parts.TASKS[name]() for name in arguments.tasks}
+    tasks = {name: TASKS[name]() for name in arguments.tasks}
     about = program.facts() | {"ranks": parts.RANKS}
     before = results.facts.get("training", {}).get("tasks", {}) if arguments.keep else {}
     about["tasks"] = before | {
@@ -198,7 +199,7 @@ def measure_training(arguments: argparse.Namespace, results: Results) -> None:
 
 def measure_links(arguments: argparse.Namespace, results: Results) -> None:
     """Measures the part "links"."""
-    task = parts.TASKS[parts.LINKS_TASK]()
+    task = TASKS[parts.LINKS_TASK]()
     steps, turns = arguments.link_steps, arguments.turns
     about = program.facts() | {"turns": turns, "steps of a turn": steps, "pays": parts.PAYS}
     measured = parts.measure_links(task, arguments.ways, arguments.links, steps, turns)
