@@ -1,11 +1,12 @@
 """Compares the accuracy of the training modes with that of DDP, with learning rates that are chosen by validation.
 
     torchrun --nproc_per_node=4 benchmarks/accuracy.py mnist --json mnist.json --lr 0.2 0.4 0.8 \\
-        --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600
+        --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600 --batch-size 32 \\
+        --momentum 0 --model convolutional --split labels
     torchrun --nproc_per_node=4 benchmarks/accuracy.py gpt --json gpt.json --lr 6e-3 1.2e-2 \\
         --modes ddp awc "atc --dynamic" -- --steps 600
 
-Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
+Runs examples/train_digits.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
 its own flags; the flags after -- apply to all runs. First, each mode trains with each learning rate and
 --validation, and the rate with the best result is chosen. Then the mode trains with this rate and each of
 --seeds, and is tested on data that the choice did not use. The Markdown table has the mean and the standard deviation
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 # By task: the example, whether a larger metric is better, and a factor for the output of the metric.
 TASKS: dict[str, tuple[str, bool, float]] = {
-    "mnist": ("train_mnist", True, 100.0),
+    "mnist": ("train_digits", True, 100.0),
     "gpt": ("train_gpt", False, 1.0),
 }
 
@@ -79,6 +80,7 @@ class Runs:
 
     def _run(self, flags: Sequence[str]) -> dict[str, Any]:
         args = self._example.read_flags(flags)
+        args.save_plot_file = None
         if self._first is None:
             self._first = args
             self._training.start(args)
