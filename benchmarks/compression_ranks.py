@@ -295,21 +295,11 @@ class TrainingRank(HostRank):
         plain = sum(FLOAT_BYTES * flat.numel() for flat in flats)
         sent = plain if way.codec is None else sum(way.codec.bytes(flat.numel()) for flat in flats)
         seconds = 0.0 if way.codec is None else codec_seconds(way.codec, flats, neighbors)
-        self.training = Training(
-            model,
-            optimizer,
-            schedule,
-            task.batches(self.rank, self.size, seed),
-            task.loss,
-            way,
-            seconds,
-        )
+        batches = task.batches(self.rank, self.size, seed)
+        self.training = Training(model, optimizer, schedule, batches, task.loss, way, seconds)
         dist.barrier()
-        return {
-            "promised": neighbors * sent / way.local_steps,
-            "plain": of_reference * plain,
-            "codec_s": seconds,
-        }
+        promised = neighbors * sent / way.local_steps
+        return {"promised": promised, "plain": of_reference * plain, "codec_s": seconds}
 
     def run(self, steps: int, slowness: float = 1.0) -> float:
         """Makes so many steps, and returns their seconds.

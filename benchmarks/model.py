@@ -40,7 +40,7 @@ import program
 from fog_cli.advice import near_first
 from performance_tables import error_table
 from report import write
-from workloads import MODELS, SCENARIOS, Dilation, sizes_of
+from workloads import MODELS, Dilation, sizes_of
 
 Point = dict[str, Any]
 
@@ -138,12 +138,6 @@ def dilation_of(point: Point) -> Dilation:
     return Dilation(point["dilation"]["size"], point["dilation"]["time"])
 
 
-def line_rate(point: Point) -> float | None:
-    """Bits per second between data centers, where a point does not say it."""
-    between = SCENARIOS[point["scenario"][0]].between
-    return None if between is None else dilation_of(point).rate(between)
-
-
 def ready_shares(point: Point) -> list[float]:
     """Returns when the gradients of each bucket are there, as a part of the backward pass."""
     model = MODELS[point["model"]]
@@ -173,7 +167,7 @@ def step_seconds(point: Point, fitted: Fitted, hosts: int | None = None) -> floa
     way, compute, forward = point["way"], point["compute_s"], point["forward_s"]
     load = Load.of(way, hosts or point["hosts"], CENTERS.get(point["scenario"], 1))
     message = point["latency_s"] + fitted.shared["o_gloo" if way == "ddp_gloo" else "o_fog"]
-    line = point.get("between_bits_per_s") or line_rate(point)
+    line = point.get("between_bits_per_s")
 
     def exchange(size: float) -> float:
         on_link = load.sent * size / point["rate_bits_per_s"]

@@ -16,8 +16,7 @@ The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog mem        fog with tensor and result in fog's memory (fogdist.empty); the result tensor is reused
     fog            the same with ordinary tensors
-    mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
-    fog new        the same with an ordinary x
+    fog new        fogdist.neighbor_allreduce(x) with an ordinary x: the operation allocates its result
     MPI            raw MPI: mpi4py's Irecv, Isend and Waitall on the MPICH that fog uses, then sums of numpy
     Gloo           irecv and isend of torch.distributed on Gloo, then sums of torch
     fog all        fog's allreduce of a tensor of this size, in place, in ordinary memory
@@ -25,8 +24,8 @@ The size is that of a rank's float32 tensor. The columns, in milliseconds:
     memory         each rank sums d + 1 private arrays into one, all ranks at once (see memory_limit.py)
 
 MPI, Gloo and the columns "fog mem" and "fog" use existing buffers; these two call the backend's operation with a
-prepared plan and an output. "mem new" and "fog new" call fogdist as a training loop does: each call looks up its
-weights (one-peer also advances the generator of peers) and returns a new tensor, which is freed within the measurement.
+prepared plan and an output. "fog new" calls fogdist as a training loop does: each call looks up its weights
+(one-peer also advances the generator of peers) and returns a new tensor, which is freed within the measurement.
 There one-peer exchanges run without the check of the topology, as in fogdist's optimizers, and static exchanges with
 their default, which makes a sender wait until its receivers have agreed.
 
@@ -81,7 +80,6 @@ MACHINES = 2
 SYSTEMS = {
     "fog_memory": "fog mem",
     "fog": "fog",
-    "fog_memory_new": "mem new",
     "fog_new": "fog new",
     "mpi": "MPI",
     "gloo": "Gloo",
@@ -290,7 +288,6 @@ def measure_one(exchange: Exchange, world: World, size: int, arguments: argparse
     ways: dict[str, Way] = {}
     x_memory, y_memory = fogdist.empty(elements).copy_(x), fogdist.empty(elements).zero_()
     ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
-    ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
     ways["fog"] = on_backend(world, exchange, x, y)
     ways["fog_new"] = on_fogdist(world, exchange, x)
     for system in ("mpi", "gloo"):

@@ -64,12 +64,8 @@ class Way:
     topology: Callable[[int], Topology] | None = None
 
 
-def static_exponential(ranks: int) -> Topology:
-    return Topology.from_graph("exp2", topologies.by_name("exp2", ranks))
-
-
-def symmetric(ranks: int) -> Topology:
-    return Topology.from_graph("symexp", topologies.by_name("symexp", ranks))
+def static(graph: str) -> Callable[[int], Topology]:
+    return lambda ranks: Topology.from_graph(graph, topologies.by_name(graph, ranks))
 
 
 def hierarchical(ranks: int) -> Topology:
@@ -81,26 +77,22 @@ def hierarchical(ranks: int) -> Topology:
     )
 
 
-def base_3(ranks: int) -> Topology:
-    """Base-3, as in benchmarks/cluster.py; at powers of two its rounds are those of a hypercube, a peer each."""
-    return topologies.base_graph(ranks, 2)
-
-
 _awc = partial(algorithms.DecentralizedSGD, order="awc")
 # The names and topologies are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
 WAYS: dict[str, Way] = {
     "ddp_fog": Way(simulate.GradientAverage),
     "one_peer_exp": Way(_awc, topologies.one_peer_exponential),
-    "static_exp": Way(_awc, static_exponential),
+    "static_exp": Way(_awc, static("exp2")),
     "hierarchical": Way(_awc, hierarchical),
-    "base_k": Way(_awc, base_3),
+    # At powers of two its rounds are those of a hypercube, a peer each.
+    "base_k": Way(_awc, lambda ranks: topologies.base_graph(ranks, 2)),
     "local_sgd": Way(partial(algorithms.LocalSGD, local_steps=LOCAL_STEPS)),
     "gossip_diloco": Way(
         partial(algorithms.GASLoC, local_steps=LOCAL_STEPS, outer_momentum=0.5),
-        lambda ranks: topologies.random_matching(ranks),
+        topologies.random_matching,
     ),
-    "exact_diffusion": Way(algorithms.ExactDiffusion, symmetric),
-    "gradient_tracking": Way(algorithms.GradientTracking, static_exponential),
+    "exact_diffusion": Way(algorithms.ExactDiffusion, static("symexp")),
+    "gradient_tracking": Way(algorithms.GradientTracking, static("exp2")),
 }
 REFERENCE = "ddp_fog"
 

@@ -32,7 +32,7 @@ def run_benchmark(script: str, directory: Path, *options: str) -> list[dict[str,
     return rows
 
 
-NEIGHBOR = "fog, fog_new, mpi, gloo, fog_allreduce, gloo_allreduce, fog_memory, fog_memory_new, memory"
+NEIGHBOR = "fog, fog_new, mpi, gloo, fog_allreduce, gloo_allreduce, fog_memory, memory"
 WINDOW = "fog, fog_pg, mpi, memory"
 ONE_PLACE = f"{WINDOW}, one_place"
 MODES = "none, ddp gloo, ddp, awc, awc one-peer, awc timeline, ddp_async, win_put one-peer, diloco"
