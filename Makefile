@@ -221,7 +221,7 @@ benchmark-cuda: build
 
 benchmark-cluster: build
 	@echo "== benchmark on an emulated cluster"
-	@$(IN_VENV) python benchmarks/cluster.py --json benchmarks/results/cluster.json $(ARGS)
+	@$(IN_VENV) python benchmarks/cluster.py $(or $(ARGS),--json benchmarks/results/cluster.json)
 
 benchmark-links: build
 	@echo "== benchmark of exchanges where links are slow"
@@ -229,7 +229,7 @@ benchmark-links: build
 
 benchmark-advise: build
 	@echo "== benchmark of the advice"
-	@$(IN_VENV) python benchmarks/advise.py --json benchmarks/results/advise.json $(ARGS)
+	@$(IN_VENV) python benchmarks/advise.py $(or $(ARGS),--json benchmarks/results/advise.json)
 
 benchmark-model: build
 	@echo "== model of the emulated cluster"
@@ -243,7 +243,7 @@ benchmark-performance:
 
 benchmark-compression: build
 	@echo "== benchmark of compression"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(or $(ARGS),--json benchmarks/results/compression.json)
 
 benchmark-scale: build
 	@echo "== benchmark of many ranks"

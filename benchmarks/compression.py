@@ -2,7 +2,7 @@
 
     make benchmark-compression                                  # as root: all parts, some 20 minutes
     python benchmarks/compression.py --parts codecs             # anywhere
-    python benchmarks/compression.py --parts training --keep    # goes on with a run that was stopped
+    python benchmarks/compression.py --parts training --keep --json FILE    # goes on with a run that was stopped
 
 The file keeps what it has of other parts. With --keep, trainings that it has are not repeated, so a stopped run can go on,
 and ways can be added later.
@@ -37,7 +37,6 @@ from report import parse_size, size_text, write
 SIZE = 16 << 20
 LIMIT = 120.0  # seconds of a phase
 PARTS = ["codecs", "exchanges", "training", "links"]
-RESULTS = Path(__file__).resolve().parent / "results" / "compression.json"
 CODECS: dict[str, Codec] = {
     "float16": Float16(),
     "bfloat16": BFloat16(),
@@ -150,7 +149,7 @@ def parse_arguments() -> argparse.Namespace:
     program.add_names(parser, "--links", parts.LINKS)
     add("--link-steps", type=count, default=40, help="of a turn over a link (default: %(default)s)")
     add("--turns", type=count, default=3, help="of each way over a link (default: %(default)s)")
-    add("--json", type=Path, default=RESULTS, help="file for the numbers (default: %(default)s)")
+    add("--json", type=Path, help="file for the numbers; parts that are not measured now stay")
     add("--keep", action="store_true", help="do not repeat trainings that the file has")
     arguments = parser.parse_args()
     if arguments.size < 4:
@@ -159,18 +158,21 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Results:
-    """What the file holds: facts by part, and the rows of all parts. Parts that are not measured now stay."""
+    """What the file holds, if there is to be one: facts by part, and the rows of all parts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
         self._path = path
-        self.rows: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: dict[str, Any] = {}
+        if path is not None and path.exists():
+            self.rows = json.loads(path.read_text())
         self.facts: dict[str, Any] = self.rows.pop("facts", {})
 
     def add(self, part: str, about: dict[str, Any], **rows: Any) -> None:
         """Takes the results of a part, and writes the file."""
         self.facts[part] = about
         self.rows |= rows
-        write(self._path, facts=self.facts, **self.rows)
+        if self._path is not None:
+            write(self._path, facts=self.facts, **self.rows)
 
 
 def measure_training(arguments: argparse.Namespace, results: Results) -> None:

@@ -35,7 +35,8 @@ def add_names(
     """Adds an option that takes some of these names, by default all of them."""
     known = list(names)
     chosen = known if default is None else list(default)
-    parser.add_argument(flag, nargs="+", choices=known, default=chosen, metavar="NAME", help=", ".join(known))
+    text = ", ".join(known).replace("%", "%%")
+    parser.add_argument(flag, nargs="+", choices=known, default=chosen, metavar="NAME", help=text)
 
 
 def add_options(
