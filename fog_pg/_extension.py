@@ -93,7 +93,7 @@ def load() -> ModuleType:
         ValueError: If a variable of `fog_pg.environment` has a value that is not allowed.
     """
     environment.check()
-    _logging.set_up()
+    sets_cpp_level = _logging.set_up()
     _check_build()
     # UCX, inside MPI, uses SIGHUP for its debug mode, so a rank would outlive its terminal. UCX reads this when loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
@@ -108,7 +108,8 @@ def load() -> ModuleType:
         ) from error
     from fog_pg._build_info import VERSION
 
-    _C.init_logging()  # torch may have been imported before the level was set
+    if sets_cpp_level:  # torch may have been imported before
+        _C.init_logging()
     _C.set_version(VERSION)
     _settings.apply(_C)
     try:

@@ -39,8 +39,8 @@ def _add_rank(record: logging.LogRecord) -> bool:
 
 
 @cache
-def set_up() -> None:
-    """Gives the loggers their level and handler, once per process.
+def set_up() -> bool:
+    """Gives the loggers their level and handler, once per process. Returns whether the level of C++ code is to change.
 
     Raises:
         ValueError: FOG_LOG_LEVEL is not a level.
@@ -54,5 +54,7 @@ def set_up() -> None:
         if logger.level == logging.NOTSET:  # the program may have set one
             logger.setLevel(level)
         logger.addHandler(handler)
-    if environment.LOG_LEVEL.is_set() and not environment.CPP_LOG_LEVEL.is_set():
+    sets_cpp_level = environment.LOG_LEVEL.is_set() and not environment.CPP_LOG_LEVEL.is_set()
+    if sets_cpp_level:
         os.environ[environment.CPP_LOG_LEVEL.name] = "INFO" if level == "DEBUG" else level
+    return sets_cpp_level
