@@ -111,9 +111,10 @@ def _begin_get(
         if src_weights[own] != 1:
             warn_once("win_get: this rank's own weight has no effect; give it to win_update as self_weight")
         src_weights = {rank: weight for rank, weight in src_weights.items() if rank != own}
-    return _window(name, group).get(
+    work: dist.Work = _window(name, group).get(
         src_weights=src_weights, require_mutex=require_mutex, async_op=True, **options
     )
+    return work
 
 
 def _forms(
