@@ -12,7 +12,7 @@ the test accuracy of each rank's model, and that of their average, which is what
 chosen with --validation, which tests on images that it holds out of the training set.
 
 With --slow-rank a rank takes --slowdown times as long to compute. Modes in which ranks wait for each other then go at
-its pace; in the asynchronous ones (win_put, pull_get, ddp_async, asynchronous_gossip) the others go on, and make
+its pace; in the asynchronous ones (win_put, ddp_async, asynchronous_gossip) the others go on, and make
 more of the steps: in total as many as elsewhere.
 """
 

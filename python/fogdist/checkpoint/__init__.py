@@ -192,10 +192,7 @@ def load(
 
     def sources() -> list[states.Source]:
         mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
-        return [
-            states.Source(each.tensors, states.weights_of(each.shapes, each.rest(), each.head()))
-            for each in mine
-        ]
+        return [states.Source(each.tensors, states.weights_of(each.shapes, each.head())) for each in mine]
 
     piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
