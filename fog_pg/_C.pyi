@@ -79,17 +79,14 @@ class Codec:
     def bytes(self, dtype: torch.dtype, numel: int) -> int:
         """The size of a message."""
 
-    def encode(self, tensor: Tensor, message: Tensor, by_operations: bool = False) -> None:
-        """Encodes into `message`, of dtype uint8.
-
-        Tensors on other devices than the CPU are encoded by torch's operations; with `by_operations`, for tests, those
-        on the CPU too.
+    def encode(self, tensor: Tensor, message: Tensor) -> None:
+        """Encodes into `message`, of dtype uint8, on the host: tensors of other devices are copied.
 
         Raises:
             ValueError: The codec does not take the dtype; the message has another size.
         """
 
-    def decode(self, message: Tensor, output: Tensor, by_operations: bool = False) -> None:
+    def decode(self, message: Tensor, output: Tensor) -> None:
         """Decodes into `output`, whose shape and dtype are those of the encoded tensor.
 
         Raises:
@@ -116,7 +113,8 @@ class ProcessGroupFog(Backend):
     matched by their order, regardless of names; wait() of a Work makes the current stream wait and does not block;
     `timeout` only applies to the work on the host. With `confirm`, the ranks first compare signatures on the host,
     by name if one is given; gathers always do. In this case the call itself waits, and raises. The first operation
-    on a device waits until all ranks have called an operation on it.
+    on a device waits until all ranks have called an operation on it. Exchanges with a codec are those of the CPU, of
+    copies of the tensors.
 
     Attributes:
         lost_after: The least seconds without a sign of life after which a rank that still runs is declared lost; 0:

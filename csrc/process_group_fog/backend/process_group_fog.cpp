@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
@@ -448,6 +449,32 @@ WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::
     parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
   }
   return WorkFog::when_all(group_->engine, rank_, type, std::move(parts), std::move(outputs));
+}
+
+WorkPtr ProcessGroupFog::then(
+    c10::function_ref<WorkPtr()> start, Call call, const char* op, std::function<void(const Tensors& results)> finish) {
+  // the caller's coalesced group should contain the whole operation, not its parts
+  const bool coalescing = std::exchange(coalescing_, false);
+  const auto before = start();
+  coalescing_ = coalescing;
+  auto work = c10::make_intrusive<WorkFog>(group_->engine, rank_, call.type, call.title, call.inputs, std::move(call.outputs));
+  work->set_sequence(before->getSequencenumber());
+  work->set_describe([op, name = group_->name] { return c10::str(op, " of group '", name, "'"); });
+  before->getFuture()->addCallback([work, finish = std::move(finish)](c10::ivalue::Future& future) {
+    std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+    if (!error) {
+      try {
+        finish(future.constValue().toTensorVector());
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    work->complete(error);
+  });
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
 }
 
 void ProcessGroupFog::startCoalescing() {

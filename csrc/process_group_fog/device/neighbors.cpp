@@ -174,11 +174,7 @@ at::Tensor Neighbors::empty_rows(size_t count, const at::Tensor& like) {
   return at::empty({static_cast<int64_t>(count), stride}, like.options()).narrow(1, 0, like.numel());
 }
 
-void Neighbors::mix(
-    const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works) {
-  if (encoding.codec) {
-    return mix_encoded(mixes, plan, encoding, rank_of, works);
-  }
+void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
   // A weight of 0 means no edge, so not even a NaN may have an effect: the tensors with weight 0 get the last rows, and
   // only the rows before them are summed.
   auto sources = plan.sources();
@@ -189,7 +185,7 @@ void Neighbors::mix(
   Messages sends;
   Messages receives;
   Tensors received;
-  for (const auto& [own, out, decoded] : mixes) {
+  for (const auto& [own, out] : mixes) {
     std::vector<std::pair<double, at::Tensor>> shares = {{1.0, own}};
     for (const auto& peer : plan.destinations()) {
       auto found = std::find_if(shares.begin(), shares.end(), [&](const auto& made) { return made.first == peer.weight; });
@@ -210,74 +206,16 @@ void Neighbors::mix(
   }
 }
 
-// The messages of a part are decoded into the rows of one matrix, which is summed as the tensors themselves would be.
-void Neighbors::mix_encoded(
-    const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works) {
-  const auto& codec = *encoding.codec;
-  NeighborWeights weights(plan, encoding.scales);
-  if (encoding.conserve) {
-    weights.conserve();
-  }
-  Messages sends;
-  Messages receives;
-  Tensors messages; // this rank's own
-  Tensors received; // matrices of bytes
-  for (size_t i = 0; i < mixes.size(); ++i) {
-    const auto& own = mixes[i].own;
-    const auto bytes = static_cast<int64_t>(codec.bytes(own.scalar_type(), static_cast<size_t>(own.numel())));
-    const auto& message = messages.emplace_back(at::empty({bytes}, own.options().dtype(at::kByte)));
-    if (!plan.destinations().empty() || encoding.conserve || mixes[i].decoded.defined()) {
-      codec.encode_tensor(own, message);
-    }
-    for (const auto& peer : plan.destinations()) {
-      sends.push_back({rank_of(peer.rank), message});
-    }
-    const auto& rows = received.emplace_back(empty_rows(plan.sources().size(), message));
-    for (size_t source = 0; source < plan.sources().size(); ++source) {
-      receives.push_back({rank_of(plan.sources()[source].rank), rows[static_cast<int64_t>(source)]});
-    }
-  }
-  exchange(sends, receives, works);
-  for (size_t i = 0; i < mixes.size(); ++i) {
-    const auto& [own, out, decoded] = mixes[i];
-    const bool adds_decoded = encoding.conserve && weights.own;
-    auto rows = empty_rows(weights.sources.size() + (adds_decoded ? 1 : 0), own);
-    int64_t row = 0;
-    for (const size_t source : weights.sources) {
-      codec.decode_tensor(received[i][static_cast<int64_t>(source)], rows[row++]);
-    }
-    if (adds_decoded) {
-      codec.decode_tensor(messages[i], rows[row++]);
-    }
-    if (decoded.defined()) {
-      codec.decode_tensor(messages[i], decoded);
-    }
-    const auto factors = weights.mean ? std::vector<double>(weights.weights.size(), 1.0)
-                                      : std::vector<double>(weights.weights.begin(), weights.weights.end());
-    const double own_weight = weights.own || encoding.conserve ? factors.back() : 0.0;
-    const auto others = c10::ArrayRef<double>(factors).slice(0, static_cast<size_t>(row));
-    combine(out, decoded.defined() ? decoded : own, own_weight, rows, others, weights.mean);
-  }
-}
-
-WorkPtr Neighbors::neighbor_allreduce(
-    const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs, const Encoding& encoding) {
+WorkPtr Neighbors::neighbor_allreduce(const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"neighbor_allreduce", "fog:neighbor_allreduce", OpType::UNKNOWN};
-  auto used = tensors;
-  used.insert(used.end(), encoding.decoded.begin(), encoding.decoded.end());
-  return run(call, used, outputs, [&](Works& works) {
+  return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
     std::vector<Mix> mixes;
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
-      const auto out = results.emplace_back(pick(outputs, places), false).vector();
-      at::Tensor decoded;
-      if (!encoding.decoded.empty()) {
-        decoded = results.emplace_back(pick(encoding.decoded, places), false).vector();
-      }
-      mixes.push_back({own.vector(), out, decoded});
+      mixes.push_back({own.vector(), results.emplace_back(pick(outputs, places), false).vector()});
     }
-    mix(mixes, plan, encoding, [](int rank) { return rank; }, works);
+    mix(mixes, plan, [](int rank) { return rank; }, works);
     for (const auto& result : results) {
       result.deliver();
     }
@@ -285,12 +223,7 @@ WorkPtr Neighbors::neighbor_allreduce(
 }
 
 WorkPtr Neighbors::hierarchical_neighbor_allreduce(
-    const Tensors& tensors,
-    const Parts& parts,
-    const Machines& machines,
-    const NeighborPlan& plan,
-    const Tensors& outputs,
-    const Encoding& encoding) {
+    const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"hierarchical_neighbor_allreduce", "fog:hierarchical_neighbor_allreduce", OpType::UNKNOWN};
   const auto& local = machines.local();
   const auto place = static_cast<size_t>(machines.place());
@@ -326,7 +259,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
         combine(mean, owns[part], 1.0, others[part], std::vector<double>(local.size() - 1, 1.0), true);
       }
       const auto slices = slices_of(results[part].vector(), local.size());
-      mixes.push_back({mean, slices[place], {}});
+      mixes.push_back({mean, slices[place]});
       for (size_t i = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[place]});
@@ -334,7 +267,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
         }
       }
     }
-    mix(mixes, plan, encoding, [&](int machine) { return machines.rank(machine, machines.place()); }, works);
+    mix(mixes, plan, [&](int machine) { return machines.rank(machine, machines.place()); }, works);
     if (local.size() > 1) {
       exchange(sends, receives, works);
     }
