@@ -336,10 +336,12 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"delivery": 2}, "it carries data"),
     ({"delivery": 3}, "only other hosts send this"),
     ({"delivery": 4}, "it carries data"),
+    ({"delivery": 5}, "it carries data"),
     ({"kind": 5, "chunk": 5000}, "its sender has no such chunk"),
     ({"kind": 7, "delivery": 1}, "its text is not all there"),
     ({"kind": 11, "window_op": 8}, "there is no such operation on a window"),
     ({"kind": 5}, "it carries data"),
+    ({"kind": 20, "bytes": 0}, "its data has another length"),
 ]
 # The news of a failure, whose text was cut within a character, and has a byte that is no text.
 NEWS, CUT, REPORTED = {"kind": 7, "failed_rank": 1}, b"\xc3b\xe2\x82", r"rank 1 reports: \?b\?\?"
