@@ -496,13 +496,11 @@ class Window:
             self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
                 complete, unless the Work fails. Integers are rounded as in the sent values. With a codec, `tensor`
                 becomes ``tensor - (1 - self_weight) * decoded`` instead: the share that the others get is taken away.
-            compression: Slots get weight * the decoded tensor. A window has one codec: that of the first such call of
-                this rank, or of a neighbor that writes here. `DistBackendError` names both codecs if a destination
-                has another one.
+            compression: Slots get weight * the decoded tensor.
             decoded: Where this rank's own decoded tensor is written before the call returns; for tensors on the CPU.
 
         Raises:
-            ValueError: The codec does not take the dtype, needs the receiver's values, or is not the window's.
+            ValueError: The codec does not take the dtype, or needs the receiver's values.
         """
 
     def accumulate(
