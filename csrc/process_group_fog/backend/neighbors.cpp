@@ -11,7 +11,6 @@
 #include "backend/arguments.hpp"
 #include "core/arithmetic.hpp"
 #include "device/neighbors.hpp"
-#include "device/reduce.hpp"
 #include "core/machines.hpp"
 #include "collectives/barrier.hpp"
 #include "collectives/compressed_neighbor_allreduce.hpp"
@@ -385,12 +384,18 @@ WorkPtr ProcessGroupFog::local_allreduce(
   const Machines layout(kOp, std::move(machines), rank_, size_);
   auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
   layout.sign(signature);
+  const bool adds_floats = (op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG) && at::isFloatingType(tensor.scalar_type());
+  if (!tensor.device().is_cpu() && !adds_floats) {
+    return through_host(kOp, {tensor}, Tensors{tensor}, {}, [&](const Tensors& here, const Compression&) {
+      auto copy = here[0];
+      return local_allreduce(copy, layout.all(), op, options);
+    });
+  }
   if (const auto device = neighbors_of(kOp, tensor)) {
-    device::check_reduction_on_device(kOp, op.op_, tensor);
     if (confirms(options)) {
       compare(signature, layout.local(), layout.local(), options);
     }
-    return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
+    return device->local_allreduce(tensor, layout, op.op_ == c10d::ReduceOp::AVG);
   }
   std::vector<int> hosts;
   for (const int member : layout.local()) {

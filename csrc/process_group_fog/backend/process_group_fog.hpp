@@ -364,7 +364,8 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options,
       const Compression& compression,
       MakeMix make);
-  // Codecs encode on the host: calls `exchange` with copies of a device's tensors there, and copies the results back.
+  // Codecs, and most reductions, work on the host only: calls `exchange` with copies of a device's tensors there, and copies
+  // the results back.
   c10::intrusive_ptr<c10d::Work> through_host(
       const char* op,
       const Tensors& tensors,

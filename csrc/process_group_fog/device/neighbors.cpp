@@ -12,7 +12,6 @@
 #include "core/neighbor_plan.hpp"
 #include "core/tensor_lists.hpp"
 #include "device/combine.hpp"
-#include "device/reduce.hpp"
 
 namespace fog::device {
 
@@ -277,15 +276,12 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
   });
 }
 
-WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor) {
+WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& machines, bool average) {
   const Call call = {"local_allreduce", "fog:local_allreduce", OpType::ALLREDUCE};
   const auto& local = machines.local();
   const auto place = static_cast<size_t>(machines.place());
   return run(call, {tensor}, {tensor}, [&](Works& works) {
     const Flat flat({tensor}, true);
-    if (op == c10d::ReduceOp::PREMUL_SUM) {
-      flat.vector().mul_(factor);
-    }
     const auto slices = slices_of(flat.vector(), local.size());
     auto rows = empty_rows(local.size(), slices[place]).unbind();
     rows[place] = slices[place];
@@ -302,7 +298,15 @@ WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& mac
       }
     }
     exchange(sends, receives, works);
-    reduce(op, slices[place], rows);
+    const auto wide = c10::isReducedFloatingType(tensor.scalar_type()) ? at::kFloat : tensor.scalar_type();
+    auto sum = rows[0].to(wide, false, true);
+    for (size_t i = 1; i < rows.size(); ++i) {
+      sum.add_(rows[i].to(wide));
+    }
+    if (average) { // divide by a tensor: a division by a number would multiply by its reciprocal
+      sum.div_(at::full({}, static_cast<double>(rows.size()), sum.options()));
+    }
+    slices[place].copy_(sum);
     exchange(results, others, works);
     flat.deliver();
   });

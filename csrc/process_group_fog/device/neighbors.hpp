@@ -47,8 +47,9 @@ class Neighbors {
   // mixes a slice.
   WorkPtr hierarchical_neighbor_allreduce(
       const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs);
-  // A reduction over the ranks of this machine, in place. `factor` is this rank's factor for PREMUL_SUM.
-  WorkPtr local_allreduce(const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor);
+  // The sum of floating-point numbers over the ranks of this machine, or their mean, in place, in the types and the order of
+  // fog::reduce() on the CPU.
+  WorkPtr local_allreduce(const at::Tensor& tensor, const Machines& machines, bool average);
   // Concatenates the sources' tensors along dimension 0; the i-th source has `rows[i]` rows. Both lists may contain
   // this rank.
   WorkPtr gather(
