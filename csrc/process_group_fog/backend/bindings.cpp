@@ -96,12 +96,6 @@ fog::DelegateFactory delegate_factory(py::function make) {
   };
 }
 
-c10::intrusive_ptr<c10d::Backend::Options> copy_options(const fog::BackendPtr& backend) {
-  const py::gil_scoped_acquire gil;
-  const auto copied = py::module_::import("copy").attr("deepcopy")(py::cast(backend->getBackendOptions()));
-  return copied.cast<c10::intrusive_ptr<c10d::Backend::Options>>();
-}
-
 void without_gil(const std::function<void()>& function) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
     function();
@@ -120,7 +114,6 @@ PYBIND11_MODULE(_C, module) {
   fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));
   fog::process_engine().set_interrupt_check(check_interrupt);
   fog::set_python_lock(without_gil);
-  fog::set_delegate_support({copy_options});
 
   module.attr("torch_version") = TORCH_VERSION;
 #ifdef FOG_NATIVE_MPI

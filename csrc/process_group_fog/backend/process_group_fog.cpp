@@ -160,23 +160,18 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     child->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global[rank]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
-  const bool is_member = mine != ranks.end();
+  if (mine == ranks.end()) {
+    return nullptr;
+  }
   // ProcessGroup::splitGroup() calls this once for each type of device; the new group has one backend for all of them.
   if (!child->group_name.empty() && child->group_name == last_split_.first) {
-    auto same = last_split_.second.lock();
-    if (same || !is_member) {
+    if (auto same = last_split_.second.lock()) {
       return same;
     }
   }
   last_split_.first = child->group_name;
-  if (!is_member) {
-    last_split_.second.reset();
-    device_backends_->split(store, ranks, *child, nullptr);
-    return nullptr;
-  }
   auto group = c10::make_intrusive<ProcessGroupFog>(
       store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child, this, ranks);
-  device_backends_->split(store, ranks, *child, group->device_backends_.get());
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;
 }

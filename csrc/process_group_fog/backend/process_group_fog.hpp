@@ -187,7 +187,7 @@ class ProcessGroupFog : public c10d::Backend {
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Creates the delegate of a device now, and connects it; from then on split() splits it too.
+  // Creates the delegate of a device now, and connects it.
   void eagerConnectSingleDevice(at::Device device) override;
   // The next three use the delegate of the process's accelerator.
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
