@@ -19,8 +19,6 @@ using Clock = std::chrono::steady_clock;
 // The first and the longest sleep between two checks of an event.
 constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
-// Unused buffers that a window keeps: one to copy to while another one is sent.
-constexpr size_t kBuffers = 2;
 
 // Copies without autograd or the version counter.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
@@ -73,7 +71,10 @@ void PinnedStaging::check(const char* op) const {
 void PinnedStaging::submit(const char* op, const at::Tensor& tensor, Deadline deadline, Go go, Fail fail) {
   Operation operation{op, deadline, tensor, {}, nullptr, std::move(go), std::move(fail)};
   if (tensor.defined()) {
-    operation.staged = take_buffer(tensor.sizes());
+    {
+      const c10::InferenceMode normal(false);
+      operation.staged = empty_pinned(tensor.sizes(), published_.scalar_type()); // torch keeps such memory for the next use
+    }
     const Stream::Guard guard(stream_);
     copy_values(operation.staged, tensor);
     operation.copied = stream_.record();
@@ -150,7 +151,6 @@ void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::T
       window_.publish([&] { published_.copy_(staged); });
     }
   }
-  give_buffer(staged);
 }
 
 void PinnedStaging::copy_to_published(const char* op, Deadline deadline) {
@@ -218,26 +218,6 @@ void PinnedStaging::await(const char* op, const Event& event, Deadline deadline)
     window_.engine().check_interrupt();
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(2 * pause, kLongest);
-  }
-}
-
-at::Tensor PinnedStaging::take_buffer(at::IntArrayRef sizes) {
-  if (sizes == published_.sizes()) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!buffers_.empty()) {
-      auto buffer = std::move(buffers_.back());
-      buffers_.pop_back();
-      return buffer;
-    }
-  }
-  const c10::InferenceMode normal(false);
-  return empty_pinned(sizes, published_.scalar_type());
-}
-
-void PinnedStaging::give_buffer(at::Tensor buffer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (buffers_.size() < kBuffers && buffer.sizes() == published_.sizes()) {
-    buffers_.push_back(std::move(buffer));
   }
 }
 

@@ -62,8 +62,6 @@ class PinnedStaging final : public WindowStaging {
   void copy_to_published(const char* op, Deadline deadline);
   // Throws at the deadline. The memory that the device may still use is not released.
   void await(const char* op, const Event& event, Deadline deadline) const;
-  at::Tensor take_buffer(at::IntArrayRef sizes);
-  void give_buffer(at::Tensor buffer);
 
   Window& window_;
   const at::Device device_;
@@ -81,7 +79,6 @@ class PinnedStaging final : public WindowStaging {
   std::condition_variable idle_;
   std::deque<Operation> queue_; // not started yet
   bool running_ = false; // a thread runs the queue
-  std::vector<at::Tensor> buffers_; // unused
 };
 
 } // namespace fog::device
