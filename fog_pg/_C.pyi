@@ -844,18 +844,6 @@ class VirtualWorld:
     def failures_told(self) -> list[int]:
         """The number of failure messages, by the rank that sent them."""
 
-    def record(self) -> None:
-        """Has `recorded` remember the messages of operations from now on, and forget those of before."""
-
-    def recorded(self) -> tuple[list[tuple[int, int, int, int, int, int]], list[list[int]]]:
-        """What a model of the network can replay.
-
-        Returns:
-            The messages in the order in which they left: sender, receiver, bytes, key of the operation, which message of the
-            operation between these two ranks, and how many messages had come to the sender by then; and for each rank the places
-            in this list of those that have come to it, in that order.
-        """
-
     def lose(self, rank: int, *, noticed: bool = True) -> None:
         """Ends a rank without a goodbye, as if its process were killed; the others notice at once, or never."""
 
