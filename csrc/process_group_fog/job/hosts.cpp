@@ -7,14 +7,13 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iomanip>
-#include <random>
 #include <sstream>
 #include <unordered_map>
 
 #include <c10/util/Exception.h>
 
 #include "core/settings.hpp"
+#include "job/secret.hpp"
 
 namespace fog {
 namespace {
@@ -45,14 +44,9 @@ socklen_t length_with(const std::string& name) {
 } // namespace
 
 Beacon::Beacon() : fd_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
-  std::random_device device;
-  std::ostringstream name;
-  name << "fog-" << std::hex;
-  for (int word = 0; word < 4; ++word) {
-    name << std::setw(8) << std::setfill('0') << device();
-  }
-  if (const auto own = address_of(name.str()); fd_ >= 0 && bind(fd_, as_plain(own), length_with(name.str())) == 0) {
-    name_ = name.str();
+  const auto name = "fog-" + random_secret();
+  if (const auto own = address_of(name); fd_ >= 0 && bind(fd_, as_plain(own), length_with(name)) == 0) {
+    name_ = name;
   }
 }
 
