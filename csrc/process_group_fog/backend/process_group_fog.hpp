@@ -417,12 +417,6 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
-  // allgather of several tensors per rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
-  c10::intrusive_ptr<c10d::Work> allgather_flat(
-      c10d::OpType type,
-      const std::vector<at::Tensor>& inputs,
-      const std::vector<std::vector<at::Tensor>>& outputs,
-      const CallOptions& options);
   // Returns the call of the delegate that serves the given tensors, in lists or lists of lists; empty if fog serves
   // them.
   template <typename... Given>
