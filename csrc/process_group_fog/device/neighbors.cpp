@@ -23,8 +23,6 @@ namespace {
 
 // All messages between two ranks have this tag; they are matched by their order.
 constexpr int kTag = 0;
-// Elements of a vector that begin at multiples of this number of bytes can be loaded together.
-constexpr size_t kAlignment = 16;
 
 // Contiguous memory for the tensors of one dtype in a list: their own memory if they are contiguous already.
 class Flat {
@@ -60,19 +58,6 @@ class Flat {
   at::Tensor vector_;
   bool is_copy_ = false;
 };
-
-// Divides a vector into one slice for each rank of a machine, by place; slices begin at multiples of kAlignment.
-Tensors slices_of(const at::Tensor& vector, size_t count) {
-  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / vector.element_size()));
-  const int64_t share = (vector.numel() + static_cast<int64_t>(count) - 1) / static_cast<int64_t>(count);
-  const int64_t part = (share + lanes - 1) / lanes * lanes;
-  Tensors slices;
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t begin = std::min(static_cast<int64_t>(i) * part, vector.numel());
-    slices.push_back(vector.narrow(0, begin, std::min(part, vector.numel() - begin)));
-  }
-  return slices;
-}
 
 } // namespace
 
@@ -167,12 +152,6 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
   }
 }
 
-at::Tensor Neighbors::empty_rows(size_t count, const at::Tensor& like) {
-  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / like.element_size()));
-  const int64_t stride = (like.numel() + lanes - 1) / lanes * lanes;
-  return at::empty({static_cast<int64_t>(count), stride}, like.options()).narrow(1, 0, like.numel());
-}
-
 void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
   // A weight of 0 means no edge, so not even a NaN may have an effect: the tensors with weight 0 get the last rows, and
   // only the rows before them are summed.
@@ -193,7 +172,7 @@ void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, con
       }
       sends.push_back({rank_of(peer.rank), found->second});
     }
-    const auto& rows = received.emplace_back(empty_rows(sources.size(), own));
+    const auto& rows = received.emplace_back(at::empty({static_cast<int64_t>(sources.size()), own.numel()}, own.options()));
     for (size_t i = 0; i < sources.size(); ++i) {
       receives.push_back({rank_of(sources[i].rank), rows[static_cast<int64_t>(i)]});
     }
@@ -225,6 +204,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
     const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"hierarchical_neighbor_allreduce", "fog:hierarchical_neighbor_allreduce", OpType::UNKNOWN};
   const auto& local = machines.local();
+  const auto count = static_cast<int64_t>(local.size());
   const auto place = static_cast<size_t>(machines.place());
   return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
@@ -235,9 +215,9 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
       results.emplace_back(pick(outputs, places), false);
-      const auto slices = slices_of(own.vector(), local.size());
+      const auto slices = own.vector().tensor_split(count);
       owns.push_back(slices[place]);
-      const auto& rows = others.emplace_back(empty_rows(local.size() - 1, slices[place]));
+      const auto& rows = others.emplace_back(at::empty({count - 1, slices[place].numel()}, own.vector().options()));
       for (size_t i = 0, row = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[i]});
@@ -257,7 +237,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
         mean = at::empty_like(mean);
         combine(mean, owns[part], 1.0, others[part], std::vector<double>(local.size() - 1, 1.0), true);
       }
-      const auto slices = slices_of(results[part].vector(), local.size());
+      const auto slices = results[part].vector().tensor_split(count);
       mixes.push_back({mean, slices[place]});
       for (size_t i = 0; i < local.size(); ++i) {
         if (i != place) {
@@ -282,8 +262,8 @@ WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& mac
   const auto place = static_cast<size_t>(machines.place());
   return run(call, {tensor}, {tensor}, [&](Works& works) {
     const Flat flat({tensor}, true);
-    const auto slices = slices_of(flat.vector(), local.size());
-    auto rows = empty_rows(local.size(), slices[place]).unbind();
+    const auto slices = flat.vector().tensor_split(static_cast<int64_t>(local.size()));
+    auto rows = at::empty({static_cast<int64_t>(local.size()), slices[place].numel()}, tensor.options().requires_grad(false)).unbind();
     rows[place] = slices[place];
     Messages sends;
     Messages receives;

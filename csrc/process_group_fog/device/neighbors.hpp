@@ -89,8 +89,6 @@ class Neighbors {
   // Exchanges and sums; `rank_of` maps a number in the plan to a rank.
   using RankOf = std::function<int(int)>;
   void mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
-  // A matrix whose rows are `count` vectors like `like`; each begins at a multiple of kAlignment.
-  static at::Tensor empty_rows(size_t count, const at::Tensor& like);
 
   const BackendPtr delegate_;
   const std::shared_ptr<DelegateGate> gate_;
