@@ -336,7 +336,7 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"delivery": 2}, "it carries data"),
     ({"delivery": 3}, "only other hosts send this"),
     ({"delivery": 4}, "it carries data"),
-    ({"delivery": 5}, "it carries data"),
+    ({"delivery": 5}, "its data cannot come so"),
     ({"kind": 5, "chunk": 5000}, "its sender has no such chunk"),
     ({"kind": 7, "delivery": 1}, "its text is not all there"),
     ({"kind": 11, "window_op": 8}, "there is no such operation on a window"),

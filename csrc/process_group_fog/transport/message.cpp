@@ -65,6 +65,9 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       return !local ? "no other host can send this" : came != header.bytes ? "its data has another length" : nullptr;
     case MessageKind::kData:
     case MessageKind::kPointToPoint:
+      if (header.delivery == Delivery::kFragments) {
+        return "its data cannot come so";
+      }
       break;
     default:
       return "there is no such kind";
