@@ -334,12 +334,13 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
   check_plan(op, plan, "rank", rank_, size_);
   check_mix(op, tensors, outputs);
   check_compression(op, compression, tensors, outputs);
-  if (compression.codec && !tensors[0].device().is_cpu()) {
+  const auto device = neighbors_of(op, tensors, outputs);
+  if (device && compression.codec) {
     return through_host(op, tensors, outputs, compression, [&](const Tensors& here, const Compression& given) {
       return neighbor_allreduce(here, plan, std::nullopt, options, given);
     });
   }
-  if (const auto device = neighbors_of(op, tensors, outputs)) {
+  if (device) {
     const auto parts = by_dtype(tensors);
     if (confirms(options)) {
       const auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
@@ -385,13 +386,14 @@ WorkPtr ProcessGroupFog::local_allreduce(
   auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
   layout.sign(signature);
   const bool adds_floats = (op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG) && at::isFloatingType(tensor.scalar_type());
-  if (!tensor.device().is_cpu() && !adds_floats) {
+  const auto device = neighbors_of(kOp, tensor);
+  if (device && !adds_floats) {
     return through_host(kOp, {tensor}, Tensors{tensor}, {}, [&](const Tensors& here, const Compression&) {
       auto copy = here[0];
       return local_allreduce(copy, layout.all(), op, options);
     });
   }
-  if (const auto device = neighbors_of(kOp, tensor)) {
+  if (device) {
     if (confirms(options)) {
       compare(signature, layout.local(), layout.local(), options);
     }
@@ -418,12 +420,13 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
   check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
   check_mix(op, tensors, outputs);
   check_compression(op, compression, tensors, outputs);
-  if (compression.codec && !tensors[0].device().is_cpu()) {
+  const auto device = neighbors_of(op, tensors, outputs);
+  if (device && compression.codec) {
     return through_host(op, tensors, outputs, compression, [&](const Tensors& here, const Compression& given) {
       return hierarchical_neighbor_allreduce(here, layout.all(), plan, std::nullopt, options, given);
     });
   }
-  if (const auto device = neighbors_of(op, tensors, outputs)) {
+  if (device) {
     const auto parts = by_dtype(tensors);
     if (confirms(options)) {
       auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
