@@ -69,7 +69,7 @@ help:
 	@echo "make benchmark-windows    the same of one-sided windows       (ARGS=\"--ranks 2 --sizes 4K 1M\")"
 	@echo "make benchmark-rma        the same of MPI RMA between hosts   (ARGS=\"--operations exchange --sizes 1M 16M\")"
 	@echo "make benchmark-training   steps per second in every mode     (ARGS=\"--ranks 4 --models mlp\")"
-	@echo "make benchmark-cuda       on GPUs, beside plain NCCL          (ARGS=\"--ranks 1 --parts training\")"
+	@echo "make benchmark-cuda       training on a GPU                  (ARGS=\"--models resnet50 --modes none awc\")"
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-links      exchanges where links are slow      (as root; ARGS=\"--world 8 100mbit 16x128K\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
@@ -217,11 +217,11 @@ benchmark-training: build
 
 benchmark-cuda: build
 	@echo "== benchmark on GPUs"
-	@$(IN_VENV) python benchmarks/cuda.py --json cuda.json $(ARGS)
+	@$(IN_VENV) python benchmarks/training.py --device cuda --back-to-back 20 --json cuda.json $(ARGS)
 
 benchmark-cluster: build
 	@echo "== benchmark on an emulated cluster"
-	@$(IN_VENV) python benchmarks/cluster.py $(ARGS)
+	@$(IN_VENV) python benchmarks/cluster.py $(or $(ARGS),--json benchmarks/results/cluster.json)
 
 benchmark-links: build
 	@echo "== benchmark of exchanges where links are slow"
@@ -229,12 +229,12 @@ benchmark-links: build
 
 benchmark-advise: build
 	@echo "== benchmark of the advice"
-	@$(IN_VENV) python benchmarks/advise.py $(ARGS)
+	@$(IN_VENV) python benchmarks/advise.py $(or $(ARGS),--json benchmarks/results/advise.json)
 
 benchmark-model: build
 	@echo "== model of the emulated cluster"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/model.py $(ARGS)
-	@$(IN_VENV) python benchmarks/cluster_plots.py
+	@$(IN_VENV) python benchmarks/performance_tables.py
 
 # All of docs/measurements/scaling.md, one after the other: each needs the machine for itself.
 benchmark-performance:
@@ -243,7 +243,7 @@ benchmark-performance:
 
 benchmark-compression: build
 	@echo "== benchmark of compression"
-	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(ARGS)
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/compression.py $(or $(ARGS),--json benchmarks/results/compression.json)
 
 benchmark-scale: build
 	@echo "== benchmark of many ranks"

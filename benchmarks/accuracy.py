@@ -1,11 +1,12 @@
 """Compares the accuracy of the training modes with that of DDP, with learning rates that are chosen by validation.
 
     torchrun --nproc_per_node=4 benchmarks/accuracy.py mnist --json mnist.json --lr 0.2 0.4 0.8 \\
-        --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600
+        --modes ddp awc atc "ddp_async --slow-rank 0" -- --data DIR --steps 600 --batch-size 32 \\
+        --momentum 0 --model convolutional --split labels
     torchrun --nproc_per_node=4 benchmarks/accuracy.py gpt --json gpt.json --lr 6e-3 1.2e-2 \\
         --modes ddp awc "atc --dynamic" -- --steps 600
 
-Runs examples/train_mnist.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
+Runs examples/train_digits.py or examples/train_gpt.py many times in the same processes. Each of --modes is a mode with
 its own flags; the flags after -- apply to all runs. First, each mode trains with each learning rate and
 --validation, and the rate with the best result is chosen. Then the mode trains with this rate and each of
 --seeds, and is tested on data that the choice did not use. The Markdown table has the mean and the standard deviation
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import fogdist
+import program
 import torch
 import torch.distributed as dist
 
@@ -41,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 # By task: the example, whether a larger metric is better, and a factor for the output of the metric.
 TASKS: dict[str, tuple[str, bool, float]] = {
-    "mnist": ("train_mnist", True, 100.0),
+    "mnist": ("train_digits", True, 100.0),
     "gpt": ("train_gpt", False, 1.0),
 }
 
@@ -78,6 +80,7 @@ class Runs:
 
     def _run(self, flags: Sequence[str]) -> dict[str, Any]:
         args = self._example.read_flags(flags)
+        args.save_plot_file = None
         if self._first is None:
             self._first = args
             self._training.start(args)
@@ -100,34 +103,16 @@ def mean_and_deviation(values: Sequence[float], digits: int) -> str:
     return f"{mean} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else mean
 
 
-def choose(runs: Runs, mode: str, options: argparse.Namespace, is_more_better: bool) -> str:
-    """Returns the learning rate with which a mode is best on validation data."""
-    rates: list[str] = options.lr
-    if len(rates) == 1:
-        return rates[0]
-    found: dict[str, float] = {}
-    for rate in rates:
-        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--validation", "--seed", "0"]
-        found[rate] = float(runs.result(flags)["final"])
-    best = max if is_more_better else min
-    return best(found, key=lambda rate: found[rate])
-
-
 def read_options() -> argparse.Namespace:
     """Returns the command line; `common` holds the flags after --."""
     own, common = sys.argv[1:], []
     if "--" in own:
         place = own.index("--")
         own, common = own[:place], own[place + 1 :]
-    parser = argparse.ArgumentParser(description="Compare the modes' accuracy with DDP's.")
+    parser = program.parser_of(__doc__)
     add = parser.add_argument
     add("task", choices=list(TASKS))
-    add(
-        "--modes",
-        nargs="+",
-        required=True,
-        help="each with its flags; others are compared with the first",
-    )
+    add("--modes", nargs="+", required=True, help="each with its flags; others are compared with the first")
     add("--lr", nargs="+", required=True, help="learning rates to choose from; one is taken as it is")
     add("--seeds", nargs="+", default=["1", "2", "3"], help="of the test runs")
     add("--json", type=Path, metavar="FILE", help="takes the results, and has those of before")
@@ -139,12 +124,18 @@ def main() -> None:
     example, is_more_better, factor = TASKS[options.task]
     runs = Runs(example, options.json)
     worse = -1.0 if is_more_better else 1.0
+    best = max if is_more_better else min
     reference: list[float] = []
     rows: list[str] = []
     for mode in options.modes:
-        rate = choose(runs, mode, options, is_more_better)
-        flags = ["--mode", *mode.split(), *options.common, "--lr", rate, "--seed"]
-        found = [runs.result([*flags, seed]) for seed in options.seeds]
+        flags = ["--mode", *mode.split(), *options.common, "--lr"]
+        # One rate is taken as it is; of several the one with which the mode is best on validation data.
+        finals = {
+            rate: runs.result([*flags, rate, "--validation", "--seed", "0"])["final"]
+            for rate in (options.lr if len(options.lr) > 1 else [])
+        }
+        rate = best(finals or options.lr, key=lambda rate: finals.get(rate, 0.0))
+        found = [runs.result([*flags, rate, "--seed", seed]) for seed in options.seeds]
         values = [factor * float(each["final"]) for each in found]
         reference = reference or values
         less = [worse * (mine - its) for mine, its in zip(values, reference, strict=True)]

@@ -24,37 +24,22 @@ ranks differ in speed, in the last three scenarios, it is the share of the sum o
 over that of the same ranks without any exchange, measured in the same world, for which ways that let ranks go at their
 own pace run for a fixed time.
 
-In scenario c ways with local steps make 500 of them. Each emulated one stands for 50, with 50 times the compute.
-
-"idle" is the share of the cores' time in which nothing ran, of this program or another one. A point with less than 25 %
-is marked, and so is one whose step would be more than 5 % shorter if steps without an exchange took their compute only.
-Marked points are used neither for goals nor for the model. `cpu_waited` in the file is the time in which threads of a rank
-could run and had no core, over that of the step: an upper bound of what more cores would save, as most of it is beside
-the accelerator's work.
-
-The bytes that the hosts' links carried prove that data went over the wire.
-
-This can show what the links, the topology and the software cost. It cannot show an accelerator's contention for
-memory with the network, NVLink, congestion in the switches of a real network, or latencies below those of this kernel:
-a message takes some 50 us here, which the dilation of time makes small beside a step.
+Points that the file of --json has of other worlds stay there. docs/measurements/scaling.md says when a point is marked as
+short of processor, and what all of this cannot show.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import gc
 import json
 import os
-import platform
 import random
-import signal
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +47,22 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import program
-from cluster_ranks import ASYNCHRONOUS, LOCAL, ClusterRank, Job, emulated_world
-from emulated_hosts import Unavailable, missing, rate_text, traffic
+from cluster_ranks import (
+    ASYNCHRONOUS,
+    LOCAL,
+    ClusterRank,
+    Job,
+    core_time,
+    emulated_world,
+    idle_since,
+    prepare,
+)
+from emulated_hosts import Unavailable, rate_text, traffic
 from forked_ranks import ForkedWorld, WorldFailed
-from performance_tables import NAMES, step_table
-from report import write_results
-from workloads import MODELS, SCENARIOS, Dilation, Scenario, emulated
+from performance_tables import step_table
+from report import spread, write
+from workloads import MODELS, SCENARIOS, Scenario, emulated
 
-from fog_pg._extension import load as load_extension
-
-RESULTS = Path(__file__).parent / "results" / "cluster.json"
 # Seconds of compute of an emulated step, so long that two cores are mostly idle. Scenario c has a tenth, as its exchanges
 # take several steps.
 COMPUTE_SECONDS = 0.6
@@ -81,23 +72,25 @@ SECONDS_A_RANK = 0.06
 # of a way's step.
 LEAST_IDLE = 0.25
 MOST_LATE = 0.05
-LOCAL_STEPS, EMULATED_LOCAL_STEPS = 8, 10
-PAUSES = 0.05
-SLOW_HOST, SLOW_LINK = 2.0, 0.1
+EMULATED_LOCAL_STEPS = 10
 HOSTS = [2, 4, 8, 16]
 STRAGGLER = 1  # the host
+SLOW_LINK = 0.1
 PHASE_SECONDS = 90.0
 SYNCHRONOUS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "static_exp", "base_k"]
 SCALING_WAYS = [*SYNCHRONOUS, "async_win", "local_sgd", "gossip_diloco"]
+CENTER_WAYS = ["none", "ddp_gloo", "ddp_fog", "one_peer_exp", "sites", "local_sgd", "gossip_diloco"]
 STRAGGLER_WAYS = ["none", "ddp_gloo", "one_peer_exp", "async_win", "win_put", "async_gossip"]
 WAYS = list(dict.fromkeys([*SCALING_WAYS, *STRAGGLER_WAYS, "hierarchical", "sites"]))
-# Goals: the least efficiency, by scenario, hosts and way.
-GOALS = {
-    ("a", 16, "one_peer_exp"): 0.95,
-    ("c", 16, "gossip_diloco"): 0.90,
-    ("slow host", 16, "async_win"): 0.95,
-    ("slow host", 16, "win_put"): 0.95,
-    ("slow host", 16, "async_gossip"): 0.90,
+# By the name of a scenario: its cluster, its ways, and what its worlds have.
+KINDS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "a": ("a", SCALING_WAYS, {}),
+    "b": ("b", SCALING_WAYS, {}),
+    "c": ("c", CENTER_WAYS, {"grouped": 500 // EMULATED_LOCAL_STEPS, "local_steps": EMULATED_LOCAL_STEPS}),
+    "a strong": ("a", SYNCHRONOUS, {}),
+    "slow host": ("a", STRAGGLER_WAYS, {"slow": {STRAGGLER: 2.0}}),
+    "slow link": ("a", STRAGGLER_WAYS, {"slow_link": STRAGGLER}),
+    "pauses": ("a", STRAGGLER_WAYS, {"pause_probability": 0.05}),
 }
 
 
@@ -110,40 +103,32 @@ class World:
         scenario: The cluster.
         hosts: Number of hosts.
         ways: Keys of WAYS.
-        compute: Emulated seconds of a step.
-        ranks_per_host: Consecutive ranks that share a host.
-        scaling: "weak" or "strong".
-        slow: What the compute of a host is multiplied with.
-        slow_link: Host whose link is slow.
-        pauses: Probability of a pause in a step.
-        group: Real local steps that an emulated one stands for.
+        job: What its ranks are told.
     """
 
     name: str
     scenario: Scenario
     hosts: int
     ways: Sequence[str]
-    compute: float
-    ranks_per_host: int = 1
-    scaling: str = "weak"
-    slow: Mapping[int, float] = field(default_factory=dict)
-    slow_link: int | None = None
-    pauses: float = 0.0
-    group: int = 1
+    job: Job
 
     @property
-    def dilation(self) -> Dilation:
-        """How much smaller and slower than the real cluster it is."""
-        return emulated(self.scenario, self.compute)
+    def title(self) -> str:
+        """The world's name in reports; no other world's begins with it."""
+        return f"{self.name}, {self.hosts} hosts x {self.job.ranks_per_host}"
 
     @property
-    def local_steps(self) -> int:
-        """Emulated steps between two exchanges, of the ways with local steps."""
-        return LOCAL_STEPS if self.group == 1 else EMULATED_LOCAL_STEPS
+    def is_uneven(self) -> bool:
+        """Whether ranks need different times for a step."""
+        return self.name in ("slow host", "slow link", "pauses")
+
+    def grouped(self, way: str) -> int:
+        """The real steps that a step of a way stands for."""
+        return self.job.grouped if way in LOCAL else 1
 
 
 def worlds_of(
-    names: Sequence[str], hosts: Sequence[int], ways: Sequence[str] | None, seconds: float
+    names: Sequence[str], hosts: Sequence[int], ways: Sequence[str] | None, seconds: float, seed: int
 ) -> list[World]:
     """Returns the worlds of some scenarios; those of one host count stand together.
 
@@ -152,90 +137,48 @@ def worlds_of(
         hosts: Host counts of a and b; the others, whose turns are long, have the largest one up to 16.
         ways: Only these, where the scenario has them; None for all.
         seconds: Emulated compute of a step, of up to ten ranks; scenario c has a tenth.
+        seed: Of pauses.
     """
     found: list[World] = []
     largest = max((count for count in hosts if count <= 16), default=hosts[0])
     for name in names:
+        letter, chosen, options = KINDS[name]
+        kept = [way for way in chosen if ways is None or way in ways or way == "none"]
         for count in hosts if name in ("a", "b", "a strong") else [largest]:
-            letter = name[0] if name in ("a", "b", "c", "a strong") else "a"
             scenario = SCENARIOS[letter]
-            options: dict[str, Any] = {}
-            chosen, compute = SCALING_WAYS, seconds
-            if name == "c":
-                if count < 2 or count % 2:
-                    continue
-                compute, options = seconds / 10, {"group": 500 // EMULATED_LOCAL_STEPS}
-                chosen = [
-                    "none",
-                    "ddp_gloo",
-                    "ddp_fog",
-                    "one_peer_exp",
-                    "sites",
-                    "local_sgd",
-                    "gossip_diloco",
-                ]
-            elif name == "a strong":
-                real = scenario.compute * 2 / count
-                scenario = Scenario(**{**asdict(scenario), "compute": real})
-                options = {"scaling": "strong"}
-                chosen = SYNCHRONOUS
-            elif name == "slow host":
-                chosen, options = STRAGGLER_WAYS, {"slow": {STRAGGLER: SLOW_HOST}}
-            elif name == "slow link":
-                chosen, options = STRAGGLER_WAYS, {"slow_link": STRAGGLER}
-            elif name == "pauses":
-                chosen, options = STRAGGLER_WAYS, {"pauses": PAUSES}
-            compute = max(compute, compute * SECONDS_A_RANK / COMPUTE_SECONDS * count)
-            kept = [way for way in chosen if ways is None or way in ways or way == "none"]
+            if name == "c" and count % 2:
+                continue
+            if name == "a strong":
+                scenario = replace(scenario, compute=scenario.compute * 2 / count)
+            compute = seconds / 10 if name == "c" else seconds
+            compute *= max(1.0, SECONDS_A_RANK / COMPUTE_SECONDS * count)
+            options |= {
+                "centers": 1 if scenario.between is None else 2,
+                "seed": seed,
+                "timeout": PHASE_SECONDS,
+            }
+            job = Job(scenario.model, emulated(scenario, compute), compute, **options)
             if len(kept) > 1:
-                found.append(World(name, scenario, count, kept, compute, **options))
+                found.append(World(name, scenario, count, kept, job))
             if name in ("a", "b") and (ways is None or "hierarchical" in ways) and count <= 8:
-                both = ["none", "hierarchical"]
-                found.append(World(name, scenario, count, both, 2 * compute, ranks_per_host=2))
+                both = {"compute": 2 * compute, "dilation": emulated(scenario, 2 * compute)}
+                of_two = replace(job, ranks_per_host=2, **both)
+                found.append(World(name, scenario, count, ["none", "hierarchical"], of_two))
     return found
 
 
-def running(world: World, seed: int, limit: float) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
+def running(world: World) -> AbstractContextManager[tuple[ForkedWorld, list[str]]]:
     """Makes the hosts and starts the ranks; both are gone afterwards."""
-    dilation, scenario = world.dilation, world.scenario
-    rate = dilation.rate(scenario.rate)
-    options: dict[str, Any] = {}
+    job, scenario = world.job, world.scenario
+    rate = job.dilation.rate(scenario.rate)
+    options: dict[str, Any] = {"centers": job.centers, "ranks_per_host": job.ranks_per_host}
     if scenario.between is not None:
-        options = {"centers": 2, "between": rate_text(dilation.rate(scenario.between))}
-    if world.slow_link is not None:
-        options["rates"] = {world.slow_link: rate_text(SLOW_LINK * rate)}
-    job = Job(
-        scenario.model,
-        dilation,
-        world.compute,
-        local_steps=world.local_steps,
-        grouped=world.group,
-        centers=options.get("centers", 1),
-        ranks_per_host=world.ranks_per_host,
-        slow=world.slow,
-        pause_probability=world.pauses,
-        seed=seed,
-        timeout=limit,
+        options["between"] = rate_text(job.dilation.rate(scenario.between))
+    if job.slow_link is not None:
+        options["rates"] = {job.slow_link: rate_text(SLOW_LINK * rate)}
+    return emulated_world(
+        world.title, world.hosts, rate_text(rate), PHASE_SECONDS, ClusterRank, job, **options
     )
-    options["ranks_per_host"] = world.ranks_per_host
-    return emulated_world(title_of(world), world.hosts, rate_text(rate), limit, ClusterRank, job, **options)
-
-
-def title_of(world: World) -> str:
-    """Returns the world's name in reports; no other world's begins with it."""
-    return f"{world.name}, {world.hosts} hosts x {world.ranks_per_host}"
-
-
-def size_of(world: World) -> int:
-    """Returns the number of ranks."""
-    return world.hosts * world.ranks_per_host
-
-
-def core_time() -> tuple[float, float]:
-    """Returns the time of all cores so far, in ticks: that in which nothing ran, and all."""
-    _, *fields = Path("/proc/stat").read_text().splitlines()[0].split()[:9]
-    _, _, _, idle, waiting, *_ = times = [float(each) for each in fields]
-    return idle + waiting, sum(times)
 
 
 def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str]) -> list[dict[str, Any]]:
@@ -252,9 +195,19 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
         Unavailable: Hosts cannot be emulated here.
     """
     turns: dict[str, list[dict[str, Any]]] = {way: [] for way in world.ways}
-    facts: dict[str, Any] = {}
+    latency, buckets = 0.0, {}
+    draw = random.Random(f"{seed} {world.name} {world.hosts}")
     try:
-        measure_turns(world, rounds, steps, seed, facts, turns)
+        with running(world) as (ranks, hosts):
+            latency = max(ranks.ask("latency")[1])
+            # First the one that makes its graph the group's for a while, which nobody can where others have windows.
+            for way in sorted(world.ways, key=lambda way: way != "async_gossip"):
+                buckets[way] = ranks.ask("make", way)[1][0]
+                ranks.ask("run", way, 1)
+            for number in range(rounds):
+                print(f"{ranks.title}: turn {number + 1} of {rounds}", file=sys.stderr, flush=True)
+                for way in draw.sample(list(world.ways), len(world.ways)):
+                    turns[way].append(turn(world, ranks, hosts, way, steps))
     except WorldFailed as failure:
         failures.append(str(failure))
         print(failure, file=sys.stderr, flush=True)
@@ -262,114 +215,65 @@ def measure(world: World, rounds: int, steps: int, seed: int, failures: list[str
     if "none" not in turns:
         return []
     # The mean of the ranks' rates counts where these differ.
-    expected = world.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in world.slow.values()))
+    job = world.job
+    expected = job.compute * world.hosts / (world.hosts - sum(1 - 1 / each for each in job.slow.values()))
     alone = statistics.median(each["step_s"] for each in turns["none"])
-    late = 0.0 if world.pauses else max(0.0, alone - expected)
+    late = 0.0 if job.pause_probability else max(0.0, alone - expected)
+    rate, between = world.scenario.rate, world.scenario.between
     points = []
     for way, made in turns.items():
-        times = [each["step_s"] for each in made]
-        lower, _, upper = statistics.quantiles(times, n=4) if len(times) > 1 else (times[0],) * 3
-        idle = statistics.median(each["idle"] for each in made)
-        median = statistics.median(times)
-        grouped = world.group if way in LOCAL else 1
+        step = spread([each["step_s"] for each in made])
+        idle, wire = (statistics.median(each[name] for each in made) for name in ("idle", "bytes"))
+        compute = job.compute * world.grouped(way)
+        local_steps = job.local_steps if way in LOCAL else 1
         points.append(
             {
                 "scenario": world.name,
                 "model": world.scenario.model,
                 "way": way,
-                "scaling": world.scaling,
+                "scaling": "strong" if "strong" in world.name else "weak",
                 "hosts": world.hosts,
-                "ranks_per_host": world.ranks_per_host,
-                "rate_bits_per_s": world.dilation.rate(world.scenario.rate),
-                "between_bits_per_s": world.scenario.between and world.dilation.rate(world.scenario.between),
-                "latency_s": facts["latency_s"],
-                "compute_s": world.compute * grouped,
-                "forward_s": world.compute * grouped / 3,
-                "bucket_bytes": facts["buckets"][way],
-                "local_steps": world.local_steps if way in LOCAL else 1,
-                "local_steps_real": world.local_steps * world.group if way in LOCAL else 1,
-                "dilation": asdict(world.dilation),
-                "steps": sum(each["steps"] for each in made),
-                "turns": len(made),
-                "step_s": {"median": median, "lower": lower, "upper": upper},
-                "efficiency": (alone if is_uneven(world) else world.compute * grouped) / median,
-                "wire_bytes_per_host_per_step": statistics.median(each["bytes"] for each in made),
-                "cpu_s_per_rank_per_step": statistics.median(each["cpu"] for each in made),
+                "ranks_per_host": job.ranks_per_host,
+                "rate_bits_per_s": job.dilation.rate(rate),
+                "between_bits_per_s": between and job.dilation.rate(between),
+                "latency_s": latency,
+                "compute_s": compute,
+                "forward_s": compute / 3,
+                "bucket_bytes": buckets[way],
+                "local_steps": local_steps,
+                "local_steps_real": local_steps * world.grouped(way),
+                "dilation": asdict(job.dilation),
+                "step_s": step,
+                "efficiency": (alone if world.is_uneven else compute) / step["median"],
+                "wire_bytes_per_host_per_step": wire,
                 "cpu_idle": idle,
-                "cpu_waited": statistics.median(each["waited"] for each in made),
-                "cpu_bound": late > MOST_LATE * median or idle < LEAST_IDLE,
-                "seed": seed,
-                "slow": {str(host): slowness for host, slowness in world.slow.items()},
-                "slow_link": world.slow_link,
-                "pauses": world.pauses,
-                "facts": facts["run"],
+                "cpu_bound": late > MOST_LATE * step["median"] or idle < LEAST_IDLE,
+                "date": time.strftime("%Y-%m-%d"),
             }
         )
     return points
 
 
-def measure_turns(
-    world: World,
-    rounds: int,
-    steps: int,
-    seed: int,
-    facts: dict[str, Any],
-    turns: dict[str, list[dict[str, Any]]],
-) -> None:
-    """Adds the turns of a world to `turns`, and what else is known of it to `facts`."""
-    draw = random.Random(f"{seed} {world.name} {world.hosts}")
-    with running(world, seed, PHASE_SECONDS) as (ranks, hosts):
-        facts |= {"latency_s": max(ranks.ask("latency")[1]), "run": ranks.ask("facts")[1][0], "buckets": {}}
-        # First the one that makes its graph the group's for a while, which nobody can where others have windows.
-        for way in sorted(world.ways, key=lambda way: way != "async_gossip"):
-            facts["buckets"][way] = ranks.ask("make", way)[1][0]
-            ranks.ask("run", way, 1)
-        for number in range(rounds):
-            print(
-                f"{ranks.title}, {size_of(world)} ranks: turn {number + 1} of {rounds}",
-                file=sys.stderr,
-                flush=True,
-            )
-            for way in draw.sample(list(world.ways), len(world.ways)):
-                turns[way].append(turn(world, ranks, hosts, way, steps))
-
-
 def turn(world: World, ranks: ForkedWorld, hosts: Sequence[str], way: str, steps: int) -> dict[str, Any]:
     """Returns the measurements of one turn of a way."""
     if way in LOCAL:
-        steps = world.local_steps
+        steps = world.job.local_steps
     # Ranks at a pace of their own run for a time, as long as the others' steps take.
-    seconds = steps * world.compute if way in ASYNCHRONOUS and is_uneven(world) else None
-    grouped = world.group if way in LOCAL else 1
+    seconds = steps * world.job.compute if way in ASYNCHRONOUS and world.is_uneven else None
     cores, sent = core_time(), traffic(hosts)
-    answers = ranks.ask("run", way, steps, seconds, patience=20 * steps * world.compute * grouped)[1]
-    cores_end, sent_end = core_time(), traffic(hosts)
-    idle, whole = (after - before for before, after in zip(cores, cores_end, strict=True))
-    durations = [each["end"] - each["begin"] for each in answers]
-    rates = [each["steps"] / duration for each, duration in zip(answers, durations, strict=True)]
+    patience = 20 * steps * world.job.compute * world.grouped(way)
+    answers = ranks.ask("run", way, steps, seconds, patience=patience)[1]
+    idle, sent_end = idle_since(cores), traffic(hosts)
+    rates = [each["steps"] / (each["end"] - each["begin"]) for each in answers]
     # All that was sent in the turn counts here, in the step that does not count too.
     sent_steps = statistics.fmean(each["sent"] for each in answers)
-    made = statistics.fmean(each["steps"] + 1 for each in answers)
     wire = [max(b[0] - a[0], b[1] - a[1]) for a, b in zip(sent, sent_end, strict=True)]
     # Of a fixed number of steps the last rank counts: far from a slow rank the first steps do not feel it yet.
     return {
         "step_s": 1 / min(rates) if seconds is None else len(rates) / sum(rates),
-        "steps": max(each["steps"] for each in answers),
-        "idle": idle / whole,
-        "waited": max(each["waited"] / duration for each, duration in zip(answers, durations, strict=True)),
+        "idle": idle,
         "bytes": statistics.fmean(wire) / max(1.0, sent_steps),
-        "cpu": statistics.fmean(each["cpu"] for each in answers) / made,
     }
-
-
-def is_uneven(world: World) -> bool:
-    """Returns whether ranks need different times for a step."""
-    return bool(world.slow) or world.slow_link is not None or world.pauses > 0
-
-
-def world_of(point: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what the points of a world have in common."""
-    return tuple(point[name] for name in ("scenario", "hosts", "ranks_per_host"))
 
 
 def print_points(points: Sequence[dict[str, Any]]) -> None:
@@ -382,110 +286,63 @@ def print_points(points: Sequence[dict[str, Any]]) -> None:
     print(step_table(first["scenario"], points), flush=True)
 
 
-def print_goals(points: Sequence[dict[str, Any]]) -> None:
-    """Prints which goals the points meet."""
-    lines = []
-    for point in points:
-        least = GOALS.get((point["scenario"], point["hosts"], point["way"]))
-        if least is None:
-            continue
-        verdict = "met" if point["efficiency"] >= least else "missed"
-        if point["cpu_bound"]:
-            verdict = f"not shown: the processor was short ({verdict} by the number)"
-        lines.append(
-            f"  {point['scenario']}, {point['hosts']} hosts, {NAMES[point['way']]}: {point['efficiency']:.1%}, "
-            f"at least {least:.0%}: {verdict}"
-        )
-    if lines:
-        print("\nGoals\n" + "\n".join(lines))
-
-
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
     parser = program.parser_of(__doc__)
-    names = ["a", "b", "c", "a strong", "slow host", "slow link", "pauses"]
     add = parser.add_argument
-    program.add_names(parser, "--scenarios", names)
-    add("--hosts", type=int, nargs="+", default=HOSTS, help="numbers of hosts, 2 to 32")
-    add("--ways", nargs="+", choices=WAYS, metavar="NAME", help=", ".join(WAYS))
-    add("--rounds", type=int, default=3, help="turns of each way in a world")
-    add("--steps", type=int, default=4, help="steps of a turn")
+    program.add_names(parser, "--scenarios", KINDS)
     add(
-        "--compute",
-        type=float,
-        default=COMPUTE_SECONDS,
-        metavar="SECONDS",
-        help="emulated compute of a step, more with over ten ranks (default: %(default)s)",
+        "--hosts",
+        type=int,
+        choices=range(2, 33),
+        nargs="+",
+        default=HOSTS,
+        metavar="N",
+        help="numbers of hosts",
     )
+    add("--ways", nargs="+", choices=WAYS, metavar="NAME", help=", ".join(WAYS))
+    add("--rounds", type=program.at_least(1), default=3, help="turns of each way in a world")
+    add("--steps", type=program.at_least(1), default=4, help="steps of a turn")
+    compute = "emulated compute of a step, more with over ten ranks (default: %(default)s)"
+    add("--compute", type=program.positive, default=COMPUTE_SECONDS, metavar="SECONDS", help=compute)
     add("--seed", type=int, default=0, help="of the order of the turns and of pauses")
-    add("--json", type=Path, help=f"file for the points (default for a whole run or with --keep: {RESULTS})")
-    add("--keep", action="store_true", help="keep the points of the file that are of other worlds")
-    arguments = parser.parse_args()
-    is_whole = (arguments.scenarios, arguments.hosts, arguments.ways) == (names, HOSTS, None)
-    if arguments.json is None and (is_whole or arguments.keep):
-        arguments.json = RESULTS
-    for name in ("rounds", "steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name}: got {getattr(arguments, name)}; must be 1 or more")
-    if not arguments.compute > 0:
-        parser.error(f"--compute: got {arguments.compute}; must be positive")
-    if not all(2 <= count <= 32 for count in arguments.hosts):
-        parser.error(f"--hosts: got {arguments.hosts}; each must be from 2 to 32")
-    return arguments
-
-
-def prepare(seed: int, rounds: int) -> dict[str, Any]:
-    """Makes this process ready to fork ranks, or exits where hosts cannot be emulated; returns facts of the run."""
-    if reason := missing():
-        sys.exit(f"emulated hosts: {reason}")
-    # So that the hosts are removed.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    load_extension()
-    # Forked processes then neither traverse nor copy these objects.
-    gc.collect()
-    gc.freeze()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "kernel": platform.release(),
-        "load average before": os.getloadavg()[0],
-        "seed": seed,
-        "rounds": rounds,
-    }
+    add("--json", type=Path, help="file for the points; those of other worlds stay")
+    return parser.parse_args()
 
 
 def main() -> None:
     """Measures one world after the other, and writes the points after each."""
     arguments = parse_arguments()
-    about = prepare(arguments.seed, arguments.rounds) | {
+    prepare()
+    about = program.facts() | {
+        "seed": arguments.seed,
+        "rounds": arguments.rounds,
         "compute": {name: scenario.compute_is_of for name, scenario in SCENARIOS.items()},
         "parameters": {name: sum(model.sizes) for name, model in MODELS.items()},
     }
-    worlds = worlds_of(arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute)
+    options = arguments.scenarios, arguments.hosts, arguments.ways, arguments.compute, arguments.seed
+    worlds = worlds_of(*options)
     if not worlds:
         sys.exit("no scenario has these ways on these numbers of hosts")
     points: list[dict[str, Any]] = []
     failures: list[str] = []
-    if arguments.keep and arguments.json is not None and arguments.json.exists():
+    if arguments.json is not None and arguments.json.exists():
         before = json.loads(arguments.json.read_text())
         points, failures = before["points"], before["failures"]
     for world in worlds:
         begin = time.perf_counter()
-        failures = [each for each in failures if not each.startswith(title_of(world))]
+        failures = [each for each in failures if not each.startswith(world.title)]
         try:
             found = measure(world, arguments.rounds, arguments.steps, arguments.seed, failures)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
-        for point in found:
-            about |= point.pop("facts")
-            point |= {"date": about["date"], "load average before": about["load average before"]}
         if found:
             print_points(found)
         print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
-        measured_now = (world.name, world.hosts, world.ranks_per_host)
-        points = [point for point in points if world_of(point) != measured_now] + found
+        own = {"scenario": world.name, "hosts": world.hosts, "ranks_per_host": world.job.ranks_per_host}
+        points = [point for point in points if not own.items() <= point.items()] + found
         if arguments.json is not None:
-            write_results(arguments.json, about, failures, points=points)
-    print_goals(points)
+            write(arguments.json, facts=about, failures=failures, points=points)
     if failures:
         sys.exit("\n".join(["These worlds failed:", *failures]))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +19,9 @@ from typing import Any
 import fogdist
 import fogdist.bluefog.torch as bf
 import networkx
-import program
 import torch
 import torch.distributed as dist
-from emulated_hosts import INTERFACE, address, emulated_hosts, move_to_host
+from emulated_hosts import INTERFACE, address, emulated_hosts, missing, move_to_host
 from fogdist import algorithms, topology
 from fogdist.packing import cap_bytes
 from fogdist.training.buckets import FlatBuckets
@@ -66,6 +67,7 @@ class Job:
         centers: Data centers.
         ranks_per_host: Consecutive ranks that share a host.
         slow: By host, by what its compute is multiplied.
+        slow_link: Host whose link is slow.
         pause_probability: Of a step of any rank, to stand still for as long as it computes.
         seed: Of these draws.
         timeout: Seconds, of the groups.
@@ -79,6 +81,7 @@ class Job:
     centers: int = 1
     ranks_per_host: int = 1
     slow: Mapping[int, float] = field(default_factory=dict)
+    slow_link: int | None = None
     pause_probability: float = 0.0
     seed: int = 0
     timeout: float = 120.0
@@ -179,11 +182,31 @@ class Trainer:
     steps: int = 0
 
 
-class ClusterRank:
-    """A rank; the parent calls its methods by name."""
+class HostRank:
+    """A rank on an emulated host; the parent calls its methods by name."""
+
+    def __init__(self, rank: int, size: int, limit: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timedelta(seconds=limit)
+
+    def start(self) -> None:
+        """Joins the others."""
+        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=self.timeout)
+        dist.init_process_group(
+            "fog", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
+        )
+        fogdist.init()
+
+    def leave(self) -> None:
+        """Meets the others before the end."""
+        dist.barrier()
+
+
+class ClusterRank(HostRank):
+    """A rank of an emulated cluster."""
 
     def __init__(self, rank: int, size: int, job: Job) -> None:
-        self.rank, self.size, self.job = rank, size, job
+        super().__init__(rank, size, job.timeout)
+        self.job = job
         host = rank // job.ranks_per_host
         self.device = Device()
         self.slowness = job.slow.get(host, 1.0)
@@ -191,40 +214,27 @@ class ClusterRank:
         self.gloo: dist.ProcessGroup | None = None
         self.x = torch.ones(1)
 
-    def start(self) -> list[float]:
+    def start(self) -> None:
         """Joins the others."""
-        timeout = timedelta(seconds=self.job.timeout)
-        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=timeout)
-        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        self.gloo = dist.new_group(backend="gloo", timeout=timeout)
-        fogdist.init()
+        super().start()
+        self.gloo = dist.new_group(backend="gloo", timeout=self.timeout)
         if self.job.ranks_per_host > 1:
             machines = self.size // self.job.ranks_per_host
             fogdist.set_machine_topology(topology.by_name("exp2", machines))
         dist.barrier()
-        return []
-
-    def facts(self) -> dict[str, object]:
-        """About the run."""
-        return program.facts()
 
     def latency(self) -> float:
         """Seconds that a small message takes from the first rank to the last one, by TCP alone; 0 on others."""
-        if self.rank not in (0, self.size - 1):
-            return 0.0
         if self.rank == 0:
-            with socket.create_server((address(0), PORT + 1)) as server:
+            server = socket.create_server((address(0), PORT + 1))
+        dist.barrier()
+        if self.rank == 0:
+            with server:
                 connection, _ = server.accept()
+        elif self.rank == self.size - 1:
+            connection = socket.create_connection((address(0), PORT + 1), self.job.timeout)
         else:
-            deadline = time.monotonic() + self.job.timeout
-            while True:
-                try:
-                    connection = socket.create_connection((address(0), PORT + 1), timeout=self.job.timeout)
-                    break
-                except ConnectionRefusedError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.01)
+            return 0.0
         times = []
         with connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -257,41 +267,21 @@ class ClusterRank:
         """Makes one step, and then so many more; or as many more as begin within so many seconds.
 
         Returns:
-            When the first step had ended, when the last one ended, how many came after the first one, for how many
-            steps values were sent, the seconds of this process's CPU, and how long its threads could run and had no
-            core, after the first step.
+            When the first step had ended, when the last one ended, how many came after the first one, and for how many
+            steps values were sent.
         """
         trainer = self.trainers[way]
         period = self.job.local_steps if way in LOCAL else 1
         exchanges = trainer.steps // period
-        cpu = time.process_time()
         self._step(trainer)
-        begin, waited = time.perf_counter(), waiting_time()
-        made = 0
+        begin, made = time.perf_counter(), 0
         while made < steps if seconds is None else time.perf_counter() - begin < seconds:
             self._step(trainer)
             made += 1
         end = time.perf_counter()
-        waited = waiting_time() - waited
         trainer.stand_still()
-        return {
-            "begin": begin,
-            "end": end,
-            "steps": made,
-            "sent": period * (trainer.steps // period - exchanges),
-            "cpu": time.process_time() - cpu,
-            "waited": waited,
-        }
-
-    def check(self, way: str) -> list[float]:
-        """The values of a way's first parameter, for tests."""
-        first: list[float] = next(iter(self.trainers[way].module.parameters())).detach()[:1].tolist()
-        return first
-
-    def leave(self) -> list[float]:
-        """Meets the others before the end."""
-        dist.barrier()
-        return []
+        sent = period * (trainer.steps // period - exchanges)
+        return {"begin": begin, "end": end, "steps": made, "sent": sent}
 
     # --- inside ---
 
@@ -332,46 +322,43 @@ class ClusterRank:
         def algorithm(make: Callable[..., Any], **options: Any) -> Trainer:
             return Trainer(model, make(sgd(model.parameters()), model, bucket_cap_mb=fog_cap, **options))
 
-        if way == "none":
-            return Trainer(model, sgd(model.parameters()))
-        if way == "ddp_gloo":
-            return ddp(self.gloo)
-        if way == "ddp_fog":
-            return ddp(None)
-        if way == "one_peer_exp":
-            return wrapped(topology.one_peer_exponential(size))
-        if way == "sites":
-            return wrapped(sites_topology(size, job.centers))
-        if way == "static_exp":
-            return wrapped(topology.by_name("exp2", size))
-        if way == "base_k":
-            return wrapped(topology.base_graph(size, BASE_DEGREE))
-        if way == "async_win":
-            return wrapped(topology.one_peer_exponential(size), "async")
-        if way == "local_sgd":
-            return algorithm(algorithms.LocalSGD, local_steps=job.local_steps)
-        if way == "gossip_diloco":
-            if job.centers == 1:
-                return algorithm(algorithms.GASLoC, local_steps=job.local_steps)
-            # One rank of each center talks to the next center in a round.
-            rounds = topology.inner_outer_exponential(size, size // job.centers)
-            return algorithm(algorithms.DiLoCo, topology=rounds, local_steps=job.local_steps)
-        if way == "win_put":
-            return self._dynamic(algorithm(bf.DistributedWinPutOptimizer))
-        if way == "async_gossip":
+        def async_gossip() -> Trainer:
             # Its neighbors are those of the group's topology, whose edges must go both ways.
             before = fogdist.load_topology()
             fogdist.set_topology(topology.by_name("ring", size))
             trainer = algorithm(algorithms.AsynchronousGossip)
             fogdist.set_topology(before)
             return trainer
-        if way == "hierarchical":
+
+        def gossip_diloco() -> Trainer:
+            if job.centers == 1:
+                return algorithm(algorithms.GASLoC, local_steps=job.local_steps)
+            # One rank of each center talks to the next center in a round.
+            rounds = topology.inner_outer_exponential(size, size // job.centers)
+            return algorithm(algorithms.DiLoCo, topology=rounds, local_steps=job.local_steps)
+
+        def hierarchical() -> Trainer:
             kind = bf.CommunicationType.hierarchical_neighbor_allreduce
-            return self._dynamic(
-                algorithm(bf.DistributedAdaptWithCombineOptimizer, communication_type=kind),
-                is_of_machines=True,
-            )
-        raise ValueError(f"way must be one of cluster.WAYS, got {way!r}")
+            trainer = algorithm(bf.DistributedAdaptWithCombineOptimizer, communication_type=kind)
+            return self._dynamic(trainer, is_of_machines=True)
+
+        one_peer = topology.one_peer_exponential
+        ways: dict[str, Callable[[], Trainer]] = {
+            "none": lambda: Trainer(model, sgd(model.parameters())),
+            "ddp_gloo": lambda: ddp(self.gloo),
+            "ddp_fog": lambda: ddp(None),
+            "one_peer_exp": lambda: wrapped(one_peer(size)),
+            "sites": lambda: wrapped(sites_topology(size, job.centers)),
+            "static_exp": lambda: wrapped(topology.by_name("exp2", size)),
+            "base_k": lambda: wrapped(topology.base_graph(size, BASE_DEGREE)),
+            "async_win": lambda: wrapped(one_peer(size), "async"),
+            "local_sgd": lambda: algorithm(algorithms.LocalSGD, local_steps=job.local_steps),
+            "win_put": lambda: self._dynamic(algorithm(bf.DistributedWinPutOptimizer)),
+            "async_gossip": async_gossip,
+            "gossip_diloco": gossip_diloco,
+            "hierarchical": hierarchical,
+        }
+        return ways[way]()
 
     def _dynamic(self, trainer: Trainer, *, is_of_machines: bool = False) -> Trainer:
         """One peer a step, told to the optimizer before it."""
@@ -422,13 +409,24 @@ def prefer() -> None:
         Path("/proc/self/autogroup").write_text(str(-PRIORITY))
 
 
-def waiting_time() -> float:
-    """Returns the seconds that this process's threads could run and had no core, as the kernel counts them."""
-    waited = 0
-    for thread in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
-            waited += int((thread / "schedstat").read_text().split()[1])
-    return 1e-9 * waited
+def core_time() -> tuple[float, float]:
+    """Returns the time of all cores so far, in ticks: that in which nothing ran, and all."""
+    _, *fields = Path("/proc/stat").read_text().splitlines()[0].split()[:9]
+    _, _, _, idle, waiting, *_ = times = [float(each) for each in fields]
+    return idle + waiting, sum(times)
+
+
+def idle_since(before: tuple[float, float]) -> float:
+    """Returns the share of the cores' time in which nothing ran since a `core_time`."""
+    idle, whole = (now - then for then, now in zip(before, core_time(), strict=True))
+    return idle / max(1.0, whole)
+
+
+def prepare() -> None:
+    """Lets this process remove its hosts when it is ended; exits where none can be emulated."""
+    if reason := missing():
+        sys.exit(f"emulated hosts: {reason}")
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def serve(
@@ -470,16 +468,12 @@ def emulated_world(
     """
     os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     size = hosts * ranks_per_host
-    with emulated_hosts(hosts, rate, **network) as names:
-        ranks = ForkedWorld(title, size, limit)
-        try:
-            ranks.fork(keep_store, address(0), PORT, names[0])
-            ranks.port()
-            for rank in range(size):
-                ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)
-            ranks.ask("start")
-            yield ranks, names
-            ranks.ask("leave")
-            ranks.end()
-        finally:
-            ranks.close()
+    with emulated_hosts(hosts, rate, **network) as names, ForkedWorld(title, size, limit) as ranks:
+        ranks.fork(keep_store, address(0), PORT, names[0])
+        ranks.port()
+        for rank in range(size):
+            ranks.fork(serve, names[rank // ranks_per_host], rank, size, kind, job)
+        ranks.ask("start")
+        yield ranks, names
+        ranks.ask("leave")
+        ranks.end()

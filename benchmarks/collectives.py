@@ -35,25 +35,21 @@ broadcast may run ahead. --pause 5 measures the time after all ranks have slept 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
+import numpy as np
 import program
 import side_by_side
+import torch
+import torch.distributed as dist
 from emulated_hosts import ACROSS, INTERFACE, Unavailable, address, emulated_hosts
-from goals import Goal, print_goals
-from interleaved import Times, take_turns
-from report import Row, Table, write_json
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from side_by_side import Systems
+from interleaved import take_turns
+from report import Row, Table
+from side_by_side import Systems
 
 OPERATIONS = ["allreduce", "broadcast", "allgather", "reduce_scatter", "all_to_all", "send/recv", "barrier"]
 ITEMSIZE = 4  # of float32
@@ -67,55 +63,43 @@ ON_HOSTS = {
     "FOG_BETWEEN_HOSTS": "tcp",
     "GLOO_SOCKET_IFNAME": INTERFACE,
 }
-# The least number of back-to-back calls that count as a loop.
-MANY_CALLS = 100
-# The small operations with a goal on a machine of two cores, after the time of torch's own layers is subtracted.
-SMALL = [("barrier", 0), ("broadcast", 4), ("allreduce", 4 << 10)]
-GOALS_IN_A_LOOP = [
-    *(Goal(op, 2, size, "fog", "mpi", 1.5, above="nothing", plus=0.002) for op, size in SMALL),
-    *(Goal(op, ranks, size, "fog", "gloo", 1 / 5) for ranks in (2, 4) for op, size in SMALL),
-]
-GOALS_AFTER_A_PAUSE = [Goal(op, 2, size, "fog", "mpi", 2.0, above="nothing") for op, size in SMALL]
-
 
 Way = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One operation at one size on this rank.
 
     Attributes:
-        elements: Number of elements of the larger buffer.
-        bytes_moved: See the module.
+        moved: How many tensors of the larger buffer's size all ranks together must read and write.
         on_group: The operation on a group of torch.distributed.
         on_mpi: The operation on raw MPI.
         fill: Sets the buffers before the check.
         holds: Returns whether the buffers hold the result.
-        parts: Number of operations in a call: 2 if the call goes there and back.
     """
 
-    elements: int
-    bytes_moved: int
+    moved: int
     on_group: Callable[[dist.ProcessGroup], object]
     on_mpi: Way
-    fill: Way
-    holds: Callable[[], bool]
-    parts: int = 1
+    fill: Way = lambda: None
+    holds: Callable[[], bool] = lambda: True
 
 
-def make_case(operation: str, systems: Systems, size: int) -> Case:
-    """Prepares an operation on about `size` bytes, with at least one element for each rank that gets a part."""
-    import torch
-    import torch.distributed as dist
+def make_case(operation: str, systems: Systems, size: int) -> tuple[int, Case]:
+    """Prepares an operation on about `size` bytes, with at least one element for each rank that gets a part.
+
+    Returns:
+        The bytes of the larger buffer, and the operation.
+    """
     from mpi4py import MPI
 
     mpi, rank, n = systems.mpi, systems.rank, systems.size
+    if operation == "barrier":
+        return 0, Case(0, lambda g: dist.barrier(g), mpi.Barrier)
     wanted = size // ITEMSIZE
     split = operation in ("allgather", "reduce_scatter", "all_to_all")
     block = max(1, wanted // n)
     elements = block * n if split else max(1, wanted)
-    S = elements * ITEMSIZE
     # The value of rank r; sums of these values are exact.
     mark, total = float(rank + 1), n * (n + 1) / 2
     marks = torch.arange(1, n + 1, dtype=torch.float32)
@@ -127,14 +111,11 @@ def make_case(operation: str, systems: Systems, size: int) -> Case:
     def filled(of: torch.Tensor, value: float) -> bool:
         return bool((of == value).all())
 
-    if operation == "barrier":
-        return Case(0, 0, lambda g: dist.barrier(g), mpi.Barrier, lambda: None, lambda: True)
-
     x, y = tensor(elements), tensor(elements if operation in ("all_to_all", "send/recv") else block)
     a, b = x.numpy(), y.numpy()  # they share the memory
     peer = rank ^ 1
 
-    def there_and_back(send: Callable[[], object], receive: Callable[[], object]) -> None:
+    def there_and_back(send: Way, receive: Way) -> None:
         for way in (send, receive) if rank < peer else (receive, send):
             way()
 
@@ -143,44 +124,43 @@ def make_case(operation: str, systems: Systems, size: int) -> Case:
         source.copy_(torch.as_tensor(values).expand_as(source))
 
     parts = marks.repeat_interleave(block) if split else marks
-    # By operation: tensors moved; the operation on a group and on raw MPI; what it begins with, and whether it holds.
-    cases: dict[str, tuple[int, Callable[[dist.ProcessGroup], object], Way, Way, Callable[[], bool]]] = {
-        "allreduce": (
+    cases = {
+        "allreduce": Case(
             2 * n,
             lambda g: dist.all_reduce(x, group=g),
             lambda: mpi.Allreduce(MPI.IN_PLACE, a),
             lambda: fill(y, x),
             lambda: filled(x, total),
         ),
-        "broadcast": (
+        "broadcast": Case(
             n,
             lambda g: dist.broadcast(x, group=g, group_src=0),
             lambda: mpi.Bcast(a, 0),
             lambda: fill(y, x),
             lambda: filled(x, 1),
         ),
-        "allgather": (
+        "allgather": Case(
             n + 1,
             lambda g: dist.all_gather_into_tensor(x, y, group=g),
             lambda: mpi.Allgather(b, a),
             lambda: fill(x, y),
             lambda: torch.equal(x, parts),
         ),
-        "reduce_scatter": (
+        "reduce_scatter": Case(
             n + 1,
             lambda g: dist.reduce_scatter_tensor(y, x, group=g),
             lambda: mpi.Reduce_scatter_block(a, b),
             lambda: fill(y, x, parts * mark),
             lambda: filled(y, mark * total),
         ),
-        "all_to_all": (
+        "all_to_all": Case(
             2 * n,
             lambda g: dist.all_to_all_single(y, x, group=g),
             lambda: mpi.Alltoall(a, b),
             lambda: fill(y, x, parts * mark),
             lambda: torch.equal(y, parts * mark),
         ),
-        "send/recv": (
+        "send/recv": Case(
             n,
             lambda g: there_and_back(
                 lambda: dist.send(x, group=g, group_dst=peer), lambda: dist.recv(y, group=g, group_src=peer)
@@ -190,16 +170,12 @@ def make_case(operation: str, systems: Systems, size: int) -> Case:
             lambda: filled(y, peer + 1),
         ),
     }
-    moved, on_group, on_mpi, begin, holds = cases[operation]
-    calls = 2 if operation == "send/recv" else 1
-    return Case(elements, moved * S, on_group, on_mpi, begin, holds, calls)
+    return elements * ITEMSIZE, cases[operation]
 
 
-def measure(operation: str, systems: Systems, size: int, arguments: argparse.Namespace) -> Row:
+def measure_one(operation: str, systems: Systems, size: int, arguments: argparse.Namespace) -> Row:
     """Checks and times one operation at one size on all systems."""
-    import numpy as np
-
-    case = make_case(operation, systems, size)
+    bytes_, case = make_case(operation, systems, size)
     ways: dict[str, Way] = {"fog": lambda: case.on_group(systems.fog), "mpi": case.on_mpi}
     ways["gloo"] = lambda: case.on_group(systems.gloo)
     for name, way in ways.items():
@@ -210,73 +186,38 @@ def measure(operation: str, systems: Systems, size: int, arguments: argparse.Nam
         systems.mpi.Barrier()
     case.fill()
     ways["nothing"] = lambda: case.on_group(systems.nothing)
-    if case.bytes_moved:
-        # The bytes of a whole call, which has two parts if it is a round trip.
-        copied = max(1, case.parts * case.bytes_moved // (2 * systems.size))
+    calls = 2 if operation == "send/recv" else 1  # there and back
+    if case.moved:
+        copied = max(1, calls * case.moved * bytes_ // (2 * systems.size))
         source, destination = np.full(copied, 1, np.uint8), np.full(copied, 2, np.uint8)
         ways["memory"] = lambda: np.copyto(destination, source)
-
     times, iterations = take_turns(ways, systems.mpi, arguments)
-    if case.parts != 1:
-        times = {
-            name: Times(t.median / case.parts, t.lower / case.parts, t.upper / case.parts)
-            for name, t in times.items()
-        }
-    return Row(
-        operation,
-        systems.size,
-        "float32",
-        case.elements,
-        case.elements * ITEMSIZE,
-        case.bytes_moved,
-        iterations,
-        times,
-    )
+    of_one = {name: each.divided(calls) for name, each in times.items()}
+    return Row(operation, systems.size, bytes_, iterations, of_one)
 
 
-def measure_all(arguments: argparse.Namespace) -> None:
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     """Measures on a rank."""
     systems = side_by_side.join(address(0)) if arguments.hosts else side_by_side.join()
-    rows: list[Row] = []
-
-    def add(row: Row) -> None:
-        rows.append(row)
-        if systems.rank == 0:
-            print(TABLE.line(row), flush=True)
-
-    if systems.rank == 0:
-        where = f" on {arguments.hosts} hosts, links of {arguments.rate}" if arguments.hosts else ""
-        print(f"\n{systems.size} ranks{where}, {os.cpu_count()} cores, milliseconds")
-        print(TABLE.heading(), flush=True)
     for operation in arguments.ops:
-        if operation == "barrier":
-            add(measure(operation, systems, 0, arguments))
-            continue
-        for size in arguments.sizes:
-            add(measure(operation, systems, size, arguments))
-    if systems.rank == 0:
-        if copies := [row for row in rows if row.bytes_moved]:
-            most = max(copies, key=lambda row: row.bytes_moved)
-            rate = most.bytes_moved / most.times["memory"].median / 1e6
-            print(f"memory: together {rate:.1f} GB/s read and written (as for {most.operation})", flush=True)
-        write_json(arguments.rows, program.facts(), rows)
-    side_by_side.leave()
+        for size in [0] if operation == "barrier" else arguments.sizes:
+            yield measure_one(operation, systems, size, arguments)
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
     parser = program.parser_of(__doc__)
-    program.add_options(parser, ranks=[2, 4], seconds=1.5, has_pause=True)
-    add = parser.add_argument
+    program.add_options(parser, ranks=[2, 4], seconds=1.5, sizes=SIZES)
+    program.add_pause(parser)
     program.add_names(parser, "--ops", OPERATIONS)
-    add("--hosts", type=int, help="emulated hosts, each with as many ranks")
+    add = parser.add_argument
+    add("--hosts", type=program.at_least(1), help="emulated hosts, each with as many ranks")
     add("--rate", default="10gbit", help="of each host's link, in the words of tc: 400mbit")
-    parser.set_defaults(sizes=SIZES)
-    arguments = program.parse_options(parser)
+    arguments = parser.parse_args()
     for ranks in arguments.ranks:
-        if ranks < 1 or (ranks % 2 and "send/recv" in arguments.ops):
-            parser.error(f"--ranks: {ranks}; send/recv needs an even number, the others 1 or more")
-        if arguments.hosts and (arguments.hosts < 1 or ranks % arguments.hosts):
+        if ranks % 2 and "send/recv" in arguments.ops:
+            parser.error(f"--ranks: {ranks}; send/recv needs an even number")
+        if arguments.hosts and ranks % arguments.hosts:
             parser.error(f"--hosts: {arguments.hosts}; {ranks} ranks must be a multiple of it")
     return arguments
 
@@ -294,14 +235,10 @@ def run_on_hosts(number: int, rate: str, ranks: int, script: Path, words: Sequen
 def main() -> None:
     """Starts the ranks of each world in turn; on a rank, measures."""
     arguments = parse_arguments()
-    run_ranks = side_by_side.run_ranks
+    start = side_by_side.run_ranks
     if arguments.hosts:
-        run_ranks = partial(run_on_hosts, arguments.hosts, arguments.rate)
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_ranks)
-    if arguments.pause:
-        print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
-    elif arguments.back_to_back >= MANY_CALLS:
-        print_goals(GOALS_IN_A_LOOP, rows, SYSTEMS)
+        start = partial(run_on_hosts, arguments.hosts, arguments.rate)
+    program.run(__file__, arguments, measure, TABLE.line, TABLE.heading(), start)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import fogdist
 import numpy as np
 import torch
 import torch.distributed as dist
-from cluster_ranks import PORT
-from emulated_hosts import address
+from cluster_ranks import HostRank
 from fogdist import algorithms
-from fogdist.algorithms import Neighbors
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.simulate import Shards
 from fogdist.topology import Topology, by_name
@@ -50,62 +46,29 @@ class Way:
     """A way to train with fewer bytes.
 
     Attributes:
-        make: Makes the distributed optimizer of the local one, the model, the topology and the number of local steps.
+        algorithm: Makes the distributed optimizer of the local one and the model.
         codec: Of the exchanges; None for none.
-        fewer: The goal: by how much fewer bytes than `REFERENCE`; 1 for that.
         local_steps: From one exchange to the next.
         graph: The name of its topology.
     """
 
-    make: Callable[[Optimizer, nn.Module, Topology, int], Any]
+    algorithm: Callable[..., Any]
     codec: Codec | None
-    fewer: int
     local_steps: int = 1
     graph: str = "ring"
 
 
-def exchanged_as_they_are(codec: Codec | None, fewer: int) -> Way:
-    """Returns decentralized SGD, whose parameters are encoded. Its order is that of the other recursions: adapt, then combine."""
-
-    def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
-        mixing = Neighbors(graph, compression=codec)
-        return algorithms.DecentralizedSGD(
-            local, model, order="atc", topology=mixing, local_steps=local_steps
-        )
-
-    return Way(make, codec, fewer)
-
-
-def kept_by(
-    algorithm: Callable[..., Any],
-    codec: Codec,
-    fewer: int,
-    local_steps: int = 1,
-    graph: str = "ring",
-    **options: Any,
-) -> Way:
-    """Returns a recursion that keeps what the codec loses, with its options."""
-
-    def make(local: Optimizer, model: nn.Module, graph: Topology, local_steps: int) -> Any:
-        return algorithm(local, model, topology=graph, compression=codec, local_steps=local_steps, **options)
-
-    return Way(make, codec, fewer, local_steps, graph)
-
-
 REFERENCE = "no codec"
+# The order of the other recursions: adapt, then combine.
+_SGD = partial(algorithms.DecentralizedSGD, order="atc")
 WAYS: dict[str, Way] = {
-    REFERENCE: exchanged_as_they_are(None, 1),
-    "int8": exchanged_as_they_are(Int8(), 4),
-    "CHOCO-SGD, top-k 33 % in 2 bits": kept_by(algorithms.ChocoSGD, TopK(0.33, bits=2), 16, gamma=1.0),
+    REFERENCE: Way(_SGD, None),
+    "int8": Way(_SGD, Int8()),
+    "CHOCO-SGD, top-k 33 % in 2 bits": Way(partial(algorithms.ChocoSGD, gamma=1.0), TopK(0.33, bits=2)),
     # As published, each rank sends to all others, and there is no outer momentum. More local steps cost more where ranks'
     # data differ so much, and so does forgetting a part of what was not sent.
-    "SparseLoCo, 2 local steps, top-k 4.5 % in 2 bits": kept_by(
-        algorithms.SparseLoCo,
-        TopK(0.045, bits=2),
-        100,
-        local_steps=2,
-        graph="full",
-        error_decay=1.0,
+    "SparseLoCo, 2 local steps, top-k 4.5 % in 2 bits": Way(
+        partial(algorithms.SparseLoCo, error_decay=1.0), TopK(0.045, bits=2), local_steps=2, graph="full"
     ),
 }
 
@@ -293,25 +256,13 @@ class Training:
     steps: int = 0
 
 
-class TrainingRank:
-    """A rank; the parent calls its methods by name.
-
-    Args:
-        rank: Its number.
-        size: The number of ranks.
-        tasks: By name.
-    """
+class TrainingRank(HostRank):
+    """A rank that trains one of some tasks, given by name."""
 
     def __init__(self, rank: int, size: int, tasks: dict[str, Task]) -> None:
-        self.rank, self.size, self.tasks = rank, size, tasks
+        super().__init__(rank, size, PHASE_SECONDS)
+        self.tasks = tasks
         self.training: Training | None = None
-
-    def start(self) -> None:
-        """Joins the others."""
-        timeout = timedelta(seconds=PHASE_SECONDS)
-        store = dist.TCPStore(address(0), PORT, is_master=False, timeout=timeout)
-        dist.init_process_group("fog", store=store, rank=self.rank, world_size=self.size, timeout=timeout)
-        fogdist.init()
 
     def make(self, task_name: str, way_name: str, seed: int, rate: float, steps: int) -> dict[str, float]:
         """Begins a training; collective.
@@ -333,7 +284,8 @@ class TrainingRank:
         model = task.model()
         local = task.optimizer(model.parameters(), rate)
         graph = topology(way, self.size)
-        optimizer = way.make(local, model, graph, way.local_steps)
+        options = {"topology": graph, "compression": way.codec, "local_steps": way.local_steps}
+        optimizer = way.algorithm(local, model, **options)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(rate_factor, steps=steps))
         flats = [flat.detach() for flat in optimizer.buckets.flats]
         neighbors, of_reference = (
@@ -343,21 +295,11 @@ class TrainingRank:
         plain = sum(FLOAT_BYTES * flat.numel() for flat in flats)
         sent = plain if way.codec is None else sum(way.codec.bytes(flat.numel()) for flat in flats)
         seconds = 0.0 if way.codec is None else codec_seconds(way.codec, flats, neighbors)
-        self.training = Training(
-            model,
-            optimizer,
-            schedule,
-            task.batches(self.rank, self.size, seed),
-            task.loss,
-            way,
-            seconds,
-        )
+        batches = task.batches(self.rank, self.size, seed)
+        self.training = Training(model, optimizer, schedule, batches, task.loss, way, seconds)
         dist.barrier()
-        return {
-            "promised": neighbors * sent / way.local_steps,
-            "plain": of_reference * plain,
-            "codec_s": seconds,
-        }
+        promised = neighbors * sent / way.local_steps
+        return {"promised": promised, "plain": of_reference * plain, "codec_s": seconds}
 
     def run(self, steps: int, slowness: float = 1.0) -> float:
         """Makes so many steps, and returns their seconds.
@@ -398,7 +340,7 @@ class TrainingRank:
     def leave(self) -> None:
         """Meets the others before the end."""
         self.training = None
-        dist.barrier()
+        super().leave()
 
 
 def codec_seconds(codec: Codec, flats: list[Tensor], neighbors: int) -> float:

@@ -1,16 +1,8 @@
 """The parts "training" and "links" of benchmarks/compression.py: loss over bytes, and time to a loss over links.
 
-Training: four ranks, each on an emulated host, train with each way of compression_ranks.py. The learning rate of each way
-is the one of a grid with which its loss on validation data ended lowest, for seeds that are not used after. Runs of one
-seed are paired: they have the same model, batches and order. The loss is that of the mean of the ranks' models. Bytes are
-those that the links of the hosts have carried, with all headers.
-
-Links: the seconds of a step with the same ranks over links of several rates. A training in step makes the same steps on
-any link, bit for bit, so its time to a loss is the steps of the first part times these seconds. In a *dilated* world
-gradients take 10 or 100 times as long, by sleeping, and so does the codec, so a link of 1 Gbit/s stands for one of 10 or
-100. Times are divided by that. The codec's time is added after the step as a whole, although a large part of it would
-hide behind the link, so it counts for more than it would take. What a message costs beside its bytes, and the ranks'
-other work, are not dilated and count for a tenth or a hundredth.
+docs/measurements/compression.md says how both are measured. A training in step makes the same steps on any link, bit for
+bit, so its time to a loss is the steps of the first part times the seconds of a step of the second. The codec's time in a
+*dilated* world is added after the step as a whole, although a large part of it would hide behind the link.
 """
 
 from __future__ import annotations
@@ -26,22 +18,16 @@ from typing import Any
 
 import networkx  # noqa: F401  fogdist imports it at the first topology, which would be in each rank
 import torch
-from cluster import core_time
-from cluster_ranks import emulated_world
-from compression_ranks import PHASE_SECONDS, REFERENCE, TASKS, WAYS, Task, TrainingRank
+from cluster_ranks import core_time, emulated_world, idle_since
+from compression_ranks import PHASE_SECONDS, REFERENCE, WAYS, Task, TrainingRank
 from emulated_hosts import traffic
 from forked_ranks import ForkedWorld
-from loss_steps import steps_to
-from performance_tables import compressed_loss_table, compressed_time_table
-from time_to_loss import interval
+from paired import best_rates, compared, difference, finite, key_of, median_steps
+from report import spread
 from torch import nn
-
-from fog_pg._extension import load as load_extension
 
 RANKS = 4
 SEEDS = (1, 2, 3)
-# Relative to the loss without a codec.
-GOAL = 0.01
 # By tc's words: bits per second.
 LINKS = {"100mbit": 1e8, "300mbit": 3e8, "1gbit": 1e9}
 SLOWNESS = (1.0, 10.0, 100.0)
@@ -60,7 +46,6 @@ def running(
     Raises:
         Unavailable: Hosts cannot be emulated here.
     """
-    load_extension()
     title = f"compression at {rate or 'any rate'}"
     return emulated_world(title, RANKS, rate, PHASE_SECONDS, TrainingRank, tasks)
 
@@ -134,15 +119,6 @@ def train(
     }
 
 
-def best_rate(tuning: Iterable[Mapping[str, Any]], task: str, way: str) -> float:
-    """Returns the learning rate with which a way's loss ended lowest on validation data."""
-    losses: dict[float, list[float]] = {}
-    for row in tuning:
-        if (row["task"], row["way"]) == (task, way):
-            losses.setdefault(row["rate"], []).append(math.inf if row["loss"] is None else row["loss"])
-    return min(losses, key=lambda rate: statistics.fmean(losses[rate]))
-
-
 def measure_training(
     tasks: Mapping[str, Task],
     ways: Sequence[str],
@@ -165,10 +141,8 @@ def measure_training(
     """
     ways = [REFERENCE, *(way for way in ways if way != REFERENCE)]
 
-    def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
-        return tuple(row[name] for name in ("task", "way", "seed", "rate"))
-
-    made = {key(row) for row in tuning}, {key(row) for row in points}
+    key = ("task", "way", "seed", "rate")
+    made = [{key_of(row, key) for row in rows} for rows in (tuning, points)]
     with running(None, dict(tasks)) as (ranks, hosts):
 
         def point(name: str, way: str, seed: int, rate: float, held_out: str) -> Row:
@@ -182,12 +156,10 @@ def measure_training(
             for rate, seed in product(tasks[name].rates, tasks[name].tuning_seeds):
                 if (name, way, seed, rate) not in made[0]:
                     found = point(name, way, seed, rate, "validation")
-                    last = found["losses"][-1]
-                    # JSON has no numbers for what runs that diverge come to.
-                    loss = last if math.isfinite(last) else None
+                    loss = finite(found["losses"][-1])
                     tuning.append({"task": name, "way": way, "seed": seed, "rate": rate, "loss": loss})
                     tell()
-            rate = best_rate(tuning, name, way)
+            rate = best_rates(tuning, ("task", "way"))[name, way]
             points[:] = [p for p in points if (p["task"], p["way"]) != (name, way) or p["rate"] == rate]
             for seed in seeds:
                 if (name, way, seed, rate) not in made[1]:
@@ -195,52 +167,24 @@ def measure_training(
                     tell()
 
 
-def compared(points: Iterable[Mapping[str, Any]]) -> list[Row]:
+def compared_ways(points: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Returns for each task and way: the loss relative to that without a codec, of paired seeds, and bytes saved."""
-    final = {(p["task"], p["way"], p["seed"]): p for p in points}
-    groups: dict[tuple[str, str], list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
-    for (task, way, seed), point in final.items():
-        reference = final.get((task, REFERENCE, seed))
-        if reference is not None:
-            groups.setdefault((task, way), []).append((point, reference))
     rows = []
-    for (task, way), pairs in groups.items():
-        mean, lower, upper = interval([mine["losses"][-1] / its["losses"][-1] - 1 for mine, its in pairs])
-        fewer = statistics.fmean(its["bytes"][-1] / mine["bytes"][-1] for mine, its in pairs)
+    for (way, task), pairs in compared(points, REFERENCE, ("task",)).items():
         last = pairs[0][0]
+        fewer = statistics.fmean(its["bytes"][-1] / mine["bytes"][-1] for mine, its in pairs)
         row: Row = {
             "task": task,
             "way": way,
             "rate": last["rate"],
-            "seeds": len(pairs),
             "loss": round(statistics.fmean(mine["losses"][-1] for mine, _ in pairs), 5),
             "bytes a step": round(last["bytes"][-1] / last["steps"][-1]),
             "promised bytes a step": last["promised bytes a step"],
             "fewer bytes": round(fewer, 2),
             "fewer bytes, promised": round(last["plain bytes a step"] / last["promised bytes a step"], 2),
-            "goal": WAYS[way].fewer,
-            "mean": round(mean, 6),
         }
-        if len(pairs) > 1:  # one seed has no interval
-            row |= {"lower": round(lower, 6), "upper": round(upper, 6)}
-        rows.append(row)
+        rows.append(row | difference(pairs))
     return rows
-
-
-def verdict(row: Mapping[str, Any]) -> str:
-    """Returns whether a row of `compared` meets the goal of its loss."""
-    if not row["mean"] <= GOAL:
-        return "missed"
-    return "met" if row.get("upper", math.inf) <= GOAL else "met in the mean"
-
-
-def print_training(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the rows of `compared`, and whether they meet the goal."""
-    print(f"\n{compressed_loss_table(rows)}")
-    for row in rows:
-        if row["way"] != REFERENCE:
-            aim = f"a loss of {GOAL:+.0%} at most"
-            print(f"goal: {row['task']}, {row['way']}, {aim}: {row['mean']:+.2%}, {verdict(row)}")
 
 
 # --- links ----------------------------------------------------------------------------------------------------
@@ -262,10 +206,9 @@ def measure_links(task: Task, ways: Sequence[str], links: Sequence[str], steps: 
     for link in links:
         with running(link, {LINKS_TASK: task}) as (ranks, hosts):
             for slowness in SLOWNESS:
-                seconds: dict[str, list[float]] = {way: [] for way in ways}
+                seconds, idle = ({way: list[float]() for way in ways} for _ in range(2))
                 codec: dict[str, float] = {}
                 counted: dict[str, float] = {}
-                idle: dict[str, list[float]] = {way: [] for way in ways}
                 for _ in range(turns):
                     for way in draw.sample(ways, len(ways)):
                         period = WAYS[way].local_steps
@@ -276,62 +219,34 @@ def measure_links(task: Task, ways: Sequence[str], links: Sequence[str], steps: 
                         cores, before = core_time(), sent(hosts)
                         took = ranks.ask("run", length, slowness, patience=length)[1]
                         counted[way] = (sent(hosts) - before) / length
-                        spare, whole = (b - a for a, b in zip(cores, core_time(), strict=True))
+                        idle[way].append(idle_since(cores))
                         seconds[way].append(max(took) / length / slowness)
-                        idle[way].append(spare / max(1.0, whole))
                 for way, times in seconds.items():
-                    rows.append(
-                        {
-                            "task": LINKS_TASK,
-                            "way": way,
-                            "link": link,
-                            "slowness": slowness,
-                            "bits_per_s": LINKS[link] * slowness,
-                            "step_s": {
-                                "median": statistics.median(times),
-                                "least": min(times),
-                                "most": max(times),
-                            },
-                            "codec_s": codec[way],
-                            "bytes a step": round(counted[way]),
-                            "cpu_idle": statistics.median(idle[way]),
-                        }
-                    )
-                    print(
-                        f"{link} x {slowness:g}: {way}: {1e3 * rows[-1]['step_s']['median']:.2f} ms a step",
-                        flush=True,
-                    )
+                    step = spread(times)
+                    row = {"task": LINKS_TASK, "way": way, "link": link, "slowness": slowness, "step_s": step}
+                    row |= {"bits_per_s": LINKS[link] * slowness, "codec_s": codec[way]}
+                    row |= {"bytes a step": round(counted[way])}
+                    rows.append(row | {"cpu_idle": statistics.median(idle[way])})
+                    print(f"{link} x {slowness:g}: {way}: {1e3 * step['median']:.2f} ms a step", flush=True)
     return rows
 
 
 def times_to_loss(
-    links: Iterable[Mapping[str, Any]], points: Iterable[Mapping[str, Any]], targets: Mapping[str, float]
+    links: Iterable[Mapping[str, Any]], points: Iterable[Mapping[str, Any]], target: float
 ) -> list[Row]:
     """Returns the rows of `measure_links` with the steps to the target, the median of the seeds, and their product.
 
     Args:
         links: Rows of `measure_links`.
-        points: Of the training.
-        targets: The loss to which steps are counted, by task.
+        points: Of the training of that task.
+        target: The loss to which steps are counted.
     """
-    found: dict[tuple[str, str], list[float]] = {}
-    for p in points:
-        steps = steps_to(p, targets[p["task"]])
-        found.setdefault((p["task"], p["way"]), []).append(math.inf if steps is None else steps)
-    counts = {key: statistics.median_high(values) for key, values in found.items()}
+    counts = median_steps(points, target, ("way",))
     rows: list[Row] = []
     for row in links:
-        count = counts.get((row["task"], row["way"]), math.inf)
-        seconds = count * row["step_s"]["median"]
-        is_finite = math.isfinite(count)
-        rows.append(
-            {
-                **row,
-                "target": targets[row["task"]],
-                "steps": count if is_finite else None,
-                "seconds": seconds if is_finite else None,
-            }
-        )
+        count = finite(counts.get((row["way"],), math.inf))
+        seconds = None if count is None else count * row["step_s"]["median"]
+        rows.append({**row, "target": target, "steps": count, "seconds": seconds})
     plain = {(r["bits_per_s"], r["slowness"]): r["seconds"] for r in rows if r["way"] == REFERENCE}
     for row in rows:
         reference = plain[row["bits_per_s"], row["slowness"]]
@@ -371,14 +286,3 @@ def crossings(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
         {"way": way, "where": where, "bits_per_s": speed}
         for way, (where, speed) in ((way, crossing(rows, way)) for way in ways)
     ]
-
-
-def print_links(rows: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the rows of `times_to_loss` and `crossings`."""
-    print(f"\ntime to a loss of {rows[0]['target']}: {rows[0]['task']}")
-    print(compressed_time_table(rows, found))
-
-
-def tasks_of(names: Sequence[str]) -> dict[str, Task]:
-    """Makes some of the tasks."""
-    return {name: TASKS[name]() for name in names}

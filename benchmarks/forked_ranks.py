@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -11,10 +12,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from emulated_hosts import move_to_host
+
+from fog_pg._extension import load as load_extension
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Ranks that wait for each other give up first, and name the ranks for which they waited.
 PATIENCE_SECONDS = 10.0
@@ -78,6 +84,10 @@ class ForkedWorld:
         self.title, self.size, self.limit = title, size, limit
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+        # Forked processes then neither load the extension, nor traverse and copy these objects.
+        load_extension()
+        gc.collect()
+        gc.freeze()
 
     def fork(self, function: Callable[..., None], *arguments: object) -> None:
         """Forks a process that calls ``function(connection, *arguments)``."""
@@ -147,7 +157,10 @@ class ForkedWorld:
                 del living[sentinel]
         return 1e3 * (time.perf_counter() - begin)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Ends the processes that are left."""
         for process in self.processes:
             process.kill()

@@ -36,6 +36,10 @@ class Times:
     lower: float
     upper: float
 
+    def divided(self, number: float) -> Times:
+        """Returns so many parts of them."""
+        return Times(self.median / number, self.lower / number, self.upper / number)
+
 
 def sleep_until_all_come(mpi: MPI.Intracomm, nap: float) -> None:
     """A barrier that leaves the cores to ranks that still work.
@@ -54,10 +58,10 @@ def take_turns(
     mpi: MPI.Intracomm,
     options: Namespace,
     *,
-    back_to_back: int | None = None,
     are_long: bool = False,
     apart: Mapping[str, MPI.Intracomm | None] | None = None,
     before: Callable[[str], object] = lambda name: None,
+    after: Callable[[], object] = lambda: None,
 ) -> tuple[dict[str, Times], int]:
     """Times each way; all ranks call this together, with the same names.
 
@@ -68,7 +72,6 @@ def take_turns(
             a turn, `back_to_back`; and where the program has it the `pause`, for whose milliseconds all ranks sleep
             after the barrier, as if they computed. They wake at different times, so a turn then lasts from when the
             last rank begins until the last one ends, on one host.
-        back_to_back: Calls in one turn, instead of the option.
         are_long: Whether turns are so long that ranks share the cores within one, although they need not wait for each
             other. A turn then lasts from when the first rank begins until the last one ends, on one host: a rank that
             gets no core after the barrier begins late, and would seem fast by its own clock. Ranks also sleep before
@@ -77,13 +80,14 @@ def take_turns(
             ranks sleep until all have come; then the ranks of the turn meet at their own barrier, and the others sleep
             until the next turn, without effect on the times. Must be given for all ways or for none.
         before: Called with the name of the way before the barrier of each turn. Its time does not count.
+        after: Called after the last call of a turn, within its time.
 
     Returns:
         The times of one call of each way, on all ranks, and the number of iterations.
     """
     names = list(ways)
     iterations, pause = options.iterations, getattr(options, "pause", 0.0) / 1e3
-    back_to_back = options.back_to_back if back_to_back is None else back_to_back
+    back_to_back = options.back_to_back
 
     def turn(name: str) -> tuple[float, float]:
         before(name)
@@ -103,6 +107,7 @@ def take_turns(
         begin = time.perf_counter()
         for _ in range(back_to_back):
             way()
+        after()
         return begin, time.perf_counter()
 
     for _ in range(WARM_UP - 1):

@@ -48,14 +48,13 @@ import fogdist
 import program
 import torch
 import torch.distributed as dist
-from cluster import prepare
-from cluster_ranks import PORT, ClusterRank, Job, emulated_world
+from cluster_ranks import PORT, ClusterRank, Job, emulated_world, prepare
 from emulated_hosts import INTERFACE, Unavailable, address, cut_link, parse_rate, traffic
 from fogdist import topology
 from forked_ranks import ForkedWorld
-from report import parse_size, size_text, write_results
+from report import parse_size, size_text, spread, write
 from torch import Tensor
-from workloads import Dilation
+from workloads import FLOAT_BYTES, Dilation
 
 PHASE_SECONDS = 60.0
 TURN_SECONDS = 2.0
@@ -64,59 +63,34 @@ BEFORE_CUT = 2.0
 LEAST_STEPS, MOST_STEPS = 3, 200
 # Of plain sockets: the largest piece that is sent or received at once.
 PIECE = 256 << 10
-FLOAT_BYTES = 4
-# Goals: the least share of the link, and by how much one peer a step is ahead of the best allreduce at so many hosts.
-LEAST_USED = {"one-peer": 0.88, "ring": 0.88}
-AHEAD, AHEAD_HOSTS = 1.7, (8, 16)
 ALLREDUCES = ["allreduce", "gloo"]
 # By name: the heading.
 WAYS = {
     "one-peer": "fog, one peer a step",
     "ring": "fog, ring",
     "allreduce": "fog, allreduce",
-    "reduce_scatter": "fog, reduce_scatter",
-    "allgather": "fog, allgather",
     "gloo": "Gloo, allreduce",
-    "gloo reduce_scatter": "Gloo, reduce_scatter",
-    "gloo allgather": "Gloo, allgather",
     "sockets one-peer": "sockets, one peer a step",
     "sockets one-peer, asked": "sockets, one peer, asked",
     "sockets ring": "sockets, ring",
 }
-DEFAULT_WAYS = [way for way in WAYS if "gather" not in way and "scatter" not in way]
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """What a step exchanges: so many tensors of so many bytes."""
-
-    count: int
-    bytes: int
-
-    @classmethod
-    def parse(cls, text: str) -> Tensors:
-        """Reads "16x128K"."""
-        count, _, size = text.partition("x")
-        return cls(int(count), parse_size(size))
-
-    def __str__(self) -> str:
-        return f"{self.count} x {size_text(self.bytes)}"
 
 
 @dataclass(frozen=True)
 class World:
-    """Hosts, the rate of their links, and what they exchange."""
+    """Hosts, the rate of their links, and what a step exchanges: so many tensors of so many bytes."""
 
     hosts: int
     rate: str
-    tensors: tuple[Tensors, ...]
+    tensors: int
+    bytes: int
 
 
 WORLDS = [
-    World(4, "200mbit", (Tensors(8, 1 << 20),)),
-    World(8, "100mbit", (Tensors(16, 128 << 10),)),
-    World(8, "34mbit", (Tensors(32, 128 << 10),)),
-    World(16, "50mbit", (Tensors(16, 128 << 10),)),
+    World(4, "200mbit", 8, 1 << 20),
+    World(8, "100mbit", 16, 128 << 10),
+    World(8, "34mbit", 32, 128 << 10),
+    World(16, "50mbit", 16, 128 << 10),
 ]
 
 
@@ -126,7 +100,7 @@ def volume(way: str, hosts: int) -> float:
         return 1.0
     if "ring" in way:
         return min(2, hosts - 1)
-    return (hosts - 1) / hosts * (1 if "gather" in way or "scatter" in way else 2)
+    return 2 * (hosts - 1) / hosts
 
 
 class LinkRank(ClusterRank):
@@ -154,23 +128,22 @@ class LinkRank(ClusterRank):
         }
         self.buffer = bytearray(PIECE)
 
-    def turn(self, way: str, tensors: Tensors, steps: int) -> list[float]:
+    def turn(self, way: str, world: World, steps: int) -> list[float]:
         """Makes one step, and then so many more; returns when each of these began, and when the last one ended."""
-        numel = tensors.bytes // FLOAT_BYTES
-        data = [torch.full((numel,), float(self.rank)) for _ in range(tensors.count)]
-        slices = [torch.empty(-(-numel // self.size)) for _ in data]
+        numel = world.bytes // FLOAT_BYTES
+        data = [torch.full((numel,), float(self.rank)) for _ in range(world.tensors)]
         dist.barrier()
-        self._step(way, data, slices, 0)
+        self._step(way, data, 0)
         times = [time.perf_counter()]
         for step in range(1, steps + 1):
-            self._step(way, data, slices, step)
+            self._step(way, data, step)
             times.append(time.perf_counter())
         mean = (self.size - 1) / 2
         if way in ALLREDUCES and not all(torch.allclose(each, torch.tensor(mean)) for each in data):
             raise AssertionError(f"{way}: a wrong average")
         return times
 
-    def _step(self, way: str, data: list[Tensor], slices: list[Tensor], step: int) -> None:
+    def _step(self, way: str, data: list[Tensor], step: int) -> None:
         system, _, name = way.removesuffix(", asked").rpartition(" ")
         if name in self.graphs:
             peers = self.graphs[name].peers(self.rank, step)
@@ -187,19 +160,11 @@ class LinkRank(ClusterRank):
                 for work in works:
                     work.wait()
             return
-        group = self.gloo if "gloo" in way else None
-        if "gather" in way or "scatter" in way:
-            whole = [torch.empty(self.size * each.numel()) for each in slices]
-            start = dist.all_gather_into_tensor if "gather" in way else dist.reduce_scatter_tensor
-            pairs = zip(whole, slices, strict=True) if "gather" in way else zip(slices, whole, strict=True)
-            works = [start(output, given, group=group, async_op=True) for output, given in pairs]
-        else:
-            works = [dist.all_reduce(each, group=group, async_op=True) for each in data]
-        for work in works:
+        group = self.gloo if way == "gloo" else None
+        works = [dist.all_reduce(each, group=group, async_op=True) for each in data]
+        for work, each in zip(works, data, strict=True):
             work.wait()
-        if way in ALLREDUCES:
-            for each in data:
-                each.div_(self.size)
+            each.div_(self.size)
 
     def _by_sockets(self, to: Sequence[int], source: Sequence[int], size: int, asked: bool) -> None:
         sending = {self.to[other]: size for other in to}
@@ -264,44 +229,34 @@ def seconds_until_back(ends: Sequence[float], begin: float, cut: float, returned
 
 
 def measure(world: World, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the points of one world."""
+    """Returns the points of one world, by way."""
     job = Job("", Dilation(1.0, 1.0), 0.0, timeout=PHASE_SECONDS)
     title = f"{world.hosts} hosts, {world.rate}"
-    points = []
     network = {"centers": 2, "delay": 1e-3 * arguments.delay} if arguments.delay else {}
-    with emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job, **network) as (
-        ranks,
-        hosts,
-    ):
+    running = emulated_world(title, world.hosts, world.rate, PHASE_SECONDS, LinkRank, job, **network)
+    with running as (ranks, hosts):
         ranks.ask("connect")
-        for tensors in world.tensors:
-            points += measure_tensors(world, tensors, arguments, ranks, hosts)
-    return points
+        return measure_turns(world, arguments, ranks, hosts)
 
 
-def measure_tensors(
-    world: World,
-    tensors: Tensors,
-    arguments: argparse.Namespace,
-    ranks: ForkedWorld,
-    hosts: Sequence[str],
+def measure_turns(
+    world: World, arguments: argparse.Namespace, ranks: ForkedWorld, hosts: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns the points of one world and some tensors, by way."""
+    """Returns the points of one world that runs."""
     ways, turns = arguments.ways, arguments.turns
     link = parse_rate(world.rate) / 8
     seconds = arguments.seconds + (BEFORE_CUT + 3 if arguments.cut else 0)
-    least = {way: volume(way, world.hosts) * tensors.count * tensors.bytes for way in ways}
+    least = {way: volume(way, world.hosts) * world.tensors * world.bytes for way in ways}
     most = math.inf if arguments.cut else MOST_STEPS
     steps = {way: int(min(max(round(seconds * link / least[way]), LEAST_STEPS), most)) for way in ways}
-    times: dict[str, list[float]] = {way: [] for way in ways}
+    times, back = ({way: list[float]() for way in ways} for _ in range(2))
     sent: dict[str, float] = {}
-    back: dict[str, list[float]] = {way: [] for way in ways}
     draw = random.Random(arguments.seed)
     for _ in range(turns):
         for way in draw.sample(list(ways), len(ways)):
             before = traffic(hosts)
             with cut_for(arguments.cut, hosts[-1]) as of_cut:
-                ended = ranks.ask("turn", way, tensors, steps[way])[1]
+                ended = ranks.ask("turn", way, world, steps[way])[1]
             begin, end = min(each[0] for each in ended), max(each[-1] for each in ended)
             times[way].append((end - begin) / steps[way])
             if of_cut:
@@ -313,17 +268,17 @@ def measure_tensors(
             sent[way] = carried / (steps[way] + 1)
     points = []
     for way in ways:
-        lower, median, upper = statistics.quantiles(times[way], n=4) if turns > 1 else times[way] * 3
+        step = spread(times[way])
         points.append(
             {
                 "hosts": world.hosts,
                 "bits_per_s": 8 * link,
-                "tensors": tensors.count,
-                "bytes": tensors.bytes,
+                "tensors": world.tensors,
+                "bytes": world.bytes,
                 "way": way,
                 "steps": steps[way],
-                "step_s": {"median": statistics.median(times[way]), "lower": lower, "upper": upper},
-                "used": least[way] / link / median,
+                "step_s": step,
+                "used": least[way] / link / step["median"],
                 "sent": sent[way] / least[way],
                 **({"back_s": statistics.median(back[way])} if back[way] else {}),
             }
@@ -332,9 +287,9 @@ def measure_tensors(
 
 
 def print_points(points: Sequence[Mapping[str, Any]]) -> None:
-    """Prints the points of one world and some tensors, and which goals they meet."""
-    first = points[0]
-    tensors, hosts = Tensors(first["tensors"], first["bytes"]), first["hosts"]
+    """Prints the points of one world."""
+    first, hosts = points[0], points[0]["hosts"]
+    tensors = f"{first['tensors']} x {size_text(first['bytes'])}"
     print(f"\n{hosts} hosts, {first['bits_per_s'] / 1e6:g} Mbit/s, {tensors}")
     print(f"{'':28}{'ms a step':>10}{'quartiles':>18}{'steps/s':>9}{'used':>7}{'sent':>7}")
     for point in points:
@@ -345,64 +300,43 @@ def print_points(points: Sequence[Mapping[str, Any]]) -> None:
             f"{point['used']:>7.1%}{point['sent']:>7.2f}"
             + (f"  back {point['back_s']:.2f} s" if "back_s" in point else "")
         )
-    sys.stdout.flush()
-    if "back_s" in first:
-        return  # the goals are those of steps without a cut
-    used = {point["way"]: point["used"] for point in points}
-    for way, least in LEAST_USED.items():
-        if way in used:
-            verdict = "met" if used[way] >= least else "missed"
-            print(f"goal: {WAYS[way]}, at least {least:.0%} of the link: {used[way]:.1%}, {verdict}")
     medians = {point["way"]: point["step_s"]["median"] for point in points}
     sums = [medians[way] for way in ALLREDUCES if way in medians]
     if "one-peer" in medians and sums:
-        ahead = min(sums) / medians["one-peer"]
-        verdict = "" if hosts not in AHEAD_HOSTS else ", met" if ahead >= AHEAD else ", missed"
-        aim = f" (goal {AHEAD})" if verdict else ""
-        bound = volume("allreduce", hosts)
-        print(f"one peer a step / best allreduce: {ahead:.2f} steps{aim}, bound {bound:.2f}{verdict}")
-    for name in ("allreduce", "reduce_scatter", "allgather"):
-        of_gloo = "gloo" if name == "allreduce" else f"gloo {name}"
-        if name in medians and of_gloo in medians:
-            ratio = medians[name] / medians[of_gloo]
-            print(f"{name}, fog / Gloo: {ratio:.2f} (goal: at most 1), {'met' if ratio <= 1 else 'missed'}")
-    sys.stdout.flush()
+        ahead, bound = min(sums) / medians["one-peer"], volume("allreduce", hosts)
+        print(f"one peer a step / best allreduce: {ahead:.2f} steps, bound {bound:.2f}", flush=True)
 
 
-def parse_world(words: Sequence[str]) -> World:
-    """Returns the world of "8 100mbit 16x128K 1x4M"."""
+def parse_worlds(words: Sequence[str]) -> list[World]:
+    """Returns the worlds of "8 100mbit 16x128K 1x4M"."""
     hosts, rate, *tensors = words
     parse_rate(rate)
     if not 2 <= int(hosts) <= 32 or not tensors:
         raise ValueError("it needs 2 to 32 hosts, a rate and tensors, such as 16x128K")
-    return World(int(hosts), rate, tuple(map(Tensors.parse, tensors)))
+    pairs = (each.partition("x") for each in tensors)
+    return [World(int(hosts), rate, int(count), parse_size(size)) for count, _, size in pairs]
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
     parser = program.parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "--world",
-        nargs="+",
-        action="append",
-        metavar="WORD",
-        help="hosts, rate and tensors, instead of the default's",
-    )
-    program.add_names(parser, "--ways", WAYS, DEFAULT_WAYS)
-    add("--turns", type=int, default=7, help="of each way")
-    add("--seconds", type=float, default=TURN_SECONDS, help="of a turn at the link's rate")
+    world = "hosts, rate and tensors, instead of the default's"
+    add("--world", nargs="+", action="append", metavar="WORD", help=world)
+    program.add_names(parser, "--ways", WAYS)
+    add("--turns", type=program.at_least(1), default=7, help="of each way")
+    add("--seconds", type=program.positive, default=TURN_SECONDS, help="of a turn at the link's rate")
     add("--delay", type=float, default=0, metavar="MS", help="from one half of the hosts to the other")
     add("--cut", type=float, default=0, metavar="SECONDS", help="cut a host's link in each turn")
     add("--seed", type=int, default=0, help="of the order of the turns")
     add("--json", type=Path, help="file for the points")
     arguments = parser.parse_args()
     try:
-        arguments.worlds = [parse_world(words) for words in arguments.world or ()] or WORLDS
+        arguments.worlds = [w for words in arguments.world or () for w in parse_worlds(words)] or WORLDS
     except ValueError as error:
         parser.error(f"--world: {error}")
-    if arguments.turns < 1 or not arguments.seconds > 0 or not 0 <= arguments.cut <= PHASE_SECONDS / 6:
-        parser.error("--turns and --seconds must be positive, and --cut from 0 to 10")
+    if not 0 <= arguments.cut <= PHASE_SECONDS / 6:
+        parser.error("--cut must be from 0 to 10")
     if arguments.delay < 0 or (arguments.delay and any(world.hosts % 2 for world in arguments.worlds)):
         parser.error("--delay must not be negative, and needs an even number of hosts")
     return arguments
@@ -411,19 +345,18 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Measures one world after the other, and writes the points after each."""
     arguments = parse_arguments()
-    about = prepare(arguments.seed, arguments.turns)
+    prepare()
+    about = program.facts()
     points: list[dict[str, Any]] = []
     for world in arguments.worlds:
         try:
             found = measure(world, arguments)
         except Unavailable as error:
             sys.exit(f"emulated hosts: {error}")
-        for tensors in world.tensors:
-            those = [p for p in found if (p["tensors"], p["bytes"]) == (tensors.count, tensors.bytes)]
-            print_points(those)
+        print_points(found)
         points += found
         if arguments.json:
-            write_results(arguments.json, about, [], points=points)
+            write(arguments.json, facts=about, points=points)
 
 
 if __name__ == "__main__":

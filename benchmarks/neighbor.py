@@ -16,8 +16,7 @@ The size is that of a rank's float32 tensor. The columns, in milliseconds:
 
     fog mem        fog with tensor and result in fog's memory (fogdist.empty); the result tensor is reused
     fog            the same with ordinary tensors
-    mem new        fogdist.neighbor_allreduce(x) with x in fog's memory: the operation allocates its result
-    fog new        the same with an ordinary x
+    fog new        fogdist.neighbor_allreduce(x) with an ordinary x: the operation allocates its result
     MPI            raw MPI: mpi4py's Irecv, Isend and Waitall on the MPICH that fog uses, then sums of numpy
     Gloo           irecv and isend of torch.distributed on Gloo, then sums of torch
     fog all        fog's allreduce of a tensor of this size, in place, in ordinary memory
@@ -25,8 +24,8 @@ The size is that of a rank's float32 tensor. The columns, in milliseconds:
     memory         each rank sums d + 1 private arrays into one, all ranks at once (see memory_limit.py)
 
 MPI, Gloo and the columns "fog mem" and "fog" use existing buffers; these two call the backend's operation with a
-prepared plan and an output. "mem new" and "fog new" call fogdist as a training loop does: each call looks up its
-weights (one-peer also advances the generator of peers) and returns a new tensor, which is freed within the measurement.
+prepared plan and an output. "fog new" calls fogdist as a training loop does: each call looks up its weights
+(one-peer also advances the generator of peers) and returns a new tensor, which is freed within the measurement.
 There one-peer exchanges run without the check of the topology, as in fogdist's optimizers, and static exchanges with
 their default, which makes a sender wait until its receivers have agreed.
 
@@ -50,26 +49,27 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import fogdist
 import memory_limit
 import numpy as np
 import program
 import side_by_side
-from goals import Goal, print_goals
+import torch
+import torch.distributed as dist
+from fogdist import topology
+from fogdist.topology import Topology
 from interleaved import take_turns
 from numpy.typing import NDArray
-from report import Row, Table, write_json
+from report import Row, Table
+from side_by_side import Systems
+from torch import Tensor
+
+from fog_pg._C import NeighborPlan
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-    from fogdist.topology import Topology
     from mpi4py import MPI
-    from side_by_side import Systems
-    from torch import Tensor
-
-    from fog_pg._C import NeighborPlan, ProcessGroupFog
 
 EXCHANGES = ["exp2", "one-peer", "ring", "complete", "hierarchical"]
 SIZES = [4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
@@ -80,7 +80,6 @@ MACHINES = 2
 SYSTEMS = {
     "fog_memory": "fog mem",
     "fog": "fog",
-    "fog_memory_new": "mem new",
     "fog_new": "fog new",
     "mpi": "MPI",
     "gloo": "Gloo",
@@ -100,22 +99,6 @@ TABLE = Table(
 )
 # Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
-
-
-# The goals for a machine of two cores.
-GOALS = [
-    *(Goal("one-peer", 4, 4 << 10, s, "mpi", 1.5, enough=0.025) for s in ("fog_memory", "fog", "fog_new")),
-    Goal("exp2", 4, 16 << 20, "fog_memory", "memory", 1.25),
-    Goal("exp2", 4, 16 << 20, "fog", "memory", 1.75),
-    Goal("exp2", 4, 16 << 20, "fog", "mpi", 1 / 1.3),
-    Goal("exp2", 2, 16 << 20, "fog_memory", "mpi", 1 / 3),
-    *(Goal("exp2", 4, 1 << 20, system, "mpi", 1.0) for system in ("fog_memory", "fog")),
-    *(Goal("one-peer", 4, 16 << 20, s, "fog_allreduce", 1 / 1.7) for s in ("fog_memory", "fog")),
-]
-# The least number of back-to-back calls that count as a loop.
-MANY_CALLS = 100
-GOALS_IN_A_LOOP = [Goal("exp2", 2, 4 << 10, s, "mpi", 1.5, plus=0.004) for s in ("fog_memory_new", "fog_new")]
-GOALS_AFTER_A_PAUSE = [Goal("exp2", 2, 4 << 10, s, "mpi", 2.0) for s in ("fog_memory_new", "fog_new")]
 
 
 @dataclass(frozen=True)
@@ -150,7 +133,6 @@ class Exchange:
 
 def make_exchange(name: str, size: int) -> Exchange | str:
     """Returns an exchange among `size` ranks, or the reason why there is none."""
-    from fogdist import topology
 
     def static(graph: str, nodes: int) -> Topology:
         return topology.Topology.from_graph(graph, topology.by_name(graph, nodes))
@@ -172,22 +154,17 @@ class World:
 
     Attributes:
         systems: The systems of this run.
-        fog: The backend of `systems.fog`.
         machine: Communicator of raw MPI among this rank's emulated machine; None if ranks do not divide.
         gloo_machine: Group of Gloo of the same ranks.
     """
 
     systems: Systems
-    fog: ProcessGroupFog
     machine: MPI.Comm | None
     gloo_machine: dist.ProcessGroup | None
 
 
 def join() -> World:
     """Starts all systems on a rank."""
-    import torch
-    import torch.distributed as dist
-
     systems = side_by_side.join()
     n, machine, gloo_machine = systems.size, None, None
     if n % MACHINES == 0:
@@ -199,20 +176,15 @@ def join() -> World:
             group = dist.new_group(ranks, backend="gloo", timeout=side_by_side.TIMEOUT)
             if systems.rank in ranks:
                 gloo_machine = group
-    import fogdist
-
     fogdist.init()
-    fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
-    return World(systems, fog, machine, gloo_machine)
+    return World(systems, machine, gloo_machine)
 
 
-Way = Callable[[], "Tensor"]
+Way = Callable[[], Tensor]
 
 
 def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
     """Returns the backend's operation with an existing output."""
-    from fog_pg._C import NeighborPlan
-
     nodes = exchange.topology.size
 
     def plan(step: int) -> NeighborPlan:
@@ -222,27 +194,21 @@ def on_backend(world: World, exchange: Exchange, x: Tensor, y: Tensor) -> Way:
         return NeighborPlan(node, nodes, 1.0, sources, destinations, mean=True)
 
     plans = itertools.cycle([plan(step) for step in range(exchange.steps)])
-    if exchange.ranks_per_node > 1:
-        n, per_machine = world.systems.size, exchange.ranks_per_node
-        machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
+    backend, n, per_machine = world.systems.backend, world.systems.size, exchange.ranks_per_node
+    machines = [list(range(first, first + per_machine)) for first in range(0, n, per_machine)]
 
-        def hierarchical() -> Tensor:
-            world.fog.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
-            return y
-
-        return hierarchical
-
-    def flat() -> Tensor:
-        world.fog.neighbor_allreduce(x, next(plans), output=y).wait()
+    def way() -> Tensor:
+        if per_machine > 1:
+            backend.hierarchical_neighbor_allreduce(x, machines, next(plans), output=y).wait()
+        else:
+            backend.neighbor_allreduce(x, next(plans), output=y).wait()
         return y
 
-    return flat
+    return way
 
 
 def on_fogdist(world: World, exchange: Exchange, x: Tensor) -> Way:
     """Returns the call of a training loop."""
-    import fogdist
-
     if exchange.ranks_per_node > 1:
         return lambda: fogdist.hierarchical_neighbor_allreduce(x)
     if exchange.name != "one-peer":
@@ -255,8 +221,6 @@ def on_messages(
     world: World, exchange: Exchange, x: Tensor, y: Tensor, received: list[Tensor], system: str
 ) -> Way:
     """Raw MPI with numpy, or Gloo with torch: receives and sends, then a sum; of machines through their first ranks."""
-    import torch
-    import torch.distributed as dist
     from mpi4py import MPI
 
     per_node, mpi, gloo = exchange.ranks_per_node, world.systems.mpi, world.systems.gloo
@@ -307,12 +271,8 @@ def on_messages(
     return hierarchical if per_node > 1 else flat
 
 
-def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Namespace) -> Row:
+def measure_one(exchange: Exchange, world: World, size: int, arguments: argparse.Namespace) -> Row:
     """Checks and times one exchange at one size on all systems."""
-    import fogdist
-    import torch
-    import torch.distributed as dist
-
     systems, n, rank = world.systems, world.systems.size, world.systems.rank
     elements = max(1, size // torch.float32.itemsize)
     # Rank r's tensor is base + r, exactly: 10 random bits, the same on all ranks, and r.
@@ -328,7 +288,6 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     ways: dict[str, Way] = {}
     x_memory, y_memory = fogdist.empty(elements).copy_(x), fogdist.empty(elements).zero_()
     ways["fog_memory"] = on_backend(world, exchange, x_memory, y_memory)
-    ways["fog_memory_new"] = on_fogdist(world, exchange, x_memory)
     ways["fog"] = on_backend(world, exchange, x, y)
     ways["fog_new"] = on_fogdist(world, exchange, x)
     for system in ("mpi", "gloo"):
@@ -375,62 +334,32 @@ def measure(exchange: Exchange, world: World, size: int, arguments: argparse.Nam
     limit = memory_limit.sum_of([array.numpy() for array in read], y.numpy())
     everyone: dict[str, Callable[[], object]] = {**ways, "memory": limit}
     times, iterations = take_turns(everyone, systems.mpi, arguments)
-    bytes_ = elements * torch.float32.itemsize
-    return Row(exchange.name, n, "float32", elements, bytes_, n * (len(read) + 1) * bytes_, iterations, times)
+    return Row(exchange.name, n, elements * torch.float32.itemsize, iterations, times)
 
 
-def measure_all(arguments: argparse.Namespace) -> None:
-    """Runs the benchmark on a rank."""
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Measures on a rank."""
     world = join()
-    systems = world.systems
-    first = systems.rank == 0
-    rows: list[Row] = []
-    if first:
-        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
-        print(TABLE.heading(), flush=True)
-    for exchange in found_exchanges(arguments.exchanges, systems.size, tell=first):
-        for size in arguments.sizes or (SIZES if systems.size < MANY_RANKS else FEWER_SIZES):
-            rows.append(measure(exchange, world, size, arguments))
-            if first:
-                print(TABLE.line(rows[-1]), flush=True)
-    if first:
-        write_json(arguments.rows, program.facts(), rows)
-    import fogdist
-
-    fogdist.shutdown()
-    side_by_side.leave()
-
-
-def found_exchanges(names: list[str], size: int, *, tell: bool) -> Iterator[Exchange]:
-    """Returns the exchanges that exist among `size` ranks. If `tell`, prints which are skipped, and why."""
-    for name in names:
+    size = world.systems.size
+    for name in arguments.exchanges:
         exchange = make_exchange(name, size)
         if isinstance(exchange, Exchange):
-            yield exchange
-        elif tell:
+            for bytes_ in arguments.sizes or (SIZES if size < MANY_RANKS else FEWER_SIZES):
+                yield measure_one(exchange, world, bytes_, arguments)
+        elif world.systems.rank == 0:
             print(f"{name:21}left out: {exchange}", flush=True)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line, checked."""
-    parser = program.parser_of(__doc__)
-    program.add_options(parser, ranks=[2, 4, 8], seconds=1.5, has_pause=True)
-    program.add_names(parser, "--exchanges", EXCHANGES)
-    arguments = program.parse_options(parser)
-    for ranks in arguments.ranks:
-        if ranks < 2:
-            parser.error(f"--ranks: {ranks}; an exchange takes 2 or more")
-    return arguments
-
-
 def main() -> None:
-    """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS)
-    if arguments.pause:
-        print_goals(GOALS_AFTER_A_PAUSE, rows, SYSTEMS)
-    else:
-        print_goals(GOALS + (GOALS_IN_A_LOOP if arguments.back_to_back >= MANY_CALLS else []), rows, SYSTEMS)
+    """Starts the ranks of each world in turn; on a rank, measures."""
+    parser = program.parser_of(__doc__)
+    program.add_options(parser, ranks=[2, 4, 8], seconds=1.5, sizes=[])
+    program.add_pause(parser)
+    program.add_names(parser, "--exchanges", EXCHANGES)
+    arguments = parser.parse_args()
+    if min(arguments.ranks) < 2:
+        parser.error(f"--ranks: {min(arguments.ranks)}; an exchange takes 2 or more")
+    program.run(__file__, arguments, measure, TABLE.line, TABLE.heading())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Fills the tables of docs/measurements from the files in benchmarks/results.
+"""Fills the tables of docs/measurements from the files in benchmarks/results, and draws scaling efficiency.
 
-    python benchmarks/performance_tables.py            # writes the pages anew
+    python benchmarks/performance_tables.py            # writes the pages, and docs/pictures/scaling.png, anew
     python benchmarks/performance_tables.py --check    # fails if a page says anything else than the files
 
-A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``.
+A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. In the picture, measured points are filled
+and have bars from quartile to quartile, and are small and pale if the processor was short; modelled ones are hollow, on
+dashed lines.
 """
 
 from __future__ import annotations
@@ -18,10 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import program
-
-# By the names of cluster_ranks.py and time_to_loss.py.
-from cluster_plots import WAYS
-from loss_steps import median_steps
+from paired import median_steps
 
 # At the end, so modules of the benchmarks come before modules of the tests with the same name.
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
@@ -31,6 +30,26 @@ from soak_totals import FAILURES, next_steps, percentile, throughput
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "docs" / "measurements" / name for name in ("scaling.md", "compression.md", "faults.md")]
 RESULTS = ROOT / "benchmarks" / "results"
+TITLES = {
+    "a": "(a) ResNet-50, 8 V100 a host, 25 Gbit/s",
+    "b": "(b) GPT-2 124M, 8 H100 a host, 100 Gbit/s",
+    "c": "(c) GPT-2 124M, two data centers, 1 Gbit/s between",
+}
+# By way, as cluster_ranks.py and time_to_loss.py call it: its name, and in the picture, color, marker.
+WAYS = {
+    "ddp_gloo": ("DDP on Gloo", "tab:red", "s"),
+    "ddp_fog": ("DDP on fog", "tab:orange", "D"),
+    "one_peer_exp": ("one-peer exponential", "tab:blue", "o"),
+    "sites": ("one peer, sites known", "tab:blue", "p"),
+    "static_exp": ("static exponential", "tab:cyan", "^"),
+    "base_k": ("Base-3", "tab:olive", "v"),
+    "hierarchical": ("hierarchical", "tab:green", "P"),
+    "async_win": ("asynchronous windows", "tab:purple", "X"),
+    "win_put": ("win-put", "tab:pink", "<"),
+    "async_gossip": ("AD-PSGD", "tab:gray", ">"),
+    "local_sgd": ("local SGD", "tab:brown", "h"),
+    "gossip_diloco": ("gossip DiLoCo", "black", "*"),
+}
 NAMES = {
     "none": "no exchange",
     **{way: title for way, (title, _, _) in WAYS.items()},
@@ -91,17 +110,33 @@ def efficiency_cell(point: Point | None) -> str:
     return f"{percent(point['efficiency'])} ({percent(point['cpu_idle'], 0)}){MARK if point['cpu_bound'] else ''}"
 
 
+def by_way(
+    points: Sequence[Point],
+    column: str,
+    cell: Callable[[Point | None], str],
+    heads: Iterable[Any] | None = None,
+) -> str:
+    """Returns a table of a row for each way.
+
+    Args:
+        points: Of several points with a way and a column the last one counts.
+        column: The name of what the columns differ in.
+        cell: Makes the text of a point.
+        heads: The columns; by default all, ascending.
+    """
+    found = {(point["way"], point[column]): point for point in points}
+    columns_ = list(heads or sorted({point[column] for point in points}))
+    shown = [f"{head:,}" if isinstance(head, int) else head for head in columns_]
+    first = "way" if column == "scenario" else column
+    rows = ([NAMES[way], *(cell(found.get((way, each))) for each in columns_)] for way in ways_of(points))
+    return table([first, *shown], rows)
+
+
 def efficiency_table(scenario: str, points: Sequence[Point]) -> str:
     """Returns the efficiencies of a scenario, by way and hosts."""
     chosen = [point for point in points if point["scenario"] == scenario]
     # Of two worlds with a way, the one with one rank a host; "hierarchical" has two.
-    found = {(p["way"], p["hosts"]): p for p in sorted(chosen, key=lambda p: -p["ranks_per_host"])}
-    hosts = sorted({point["hosts"] for point in chosen})
-    rows = [
-        [NAMES[way], *(efficiency_cell(found.get((way, count))) for count in hosts)]
-        for way in ways_of(chosen)
-    ]
-    return table(["hosts", *map(str, hosts)], rows)
+    return by_way(sorted(chosen, key=lambda p: -p["ranks_per_host"]), "hosts", efficiency_cell)
 
 
 def step_table(scenario: str, points: Sequence[Point]) -> str:
@@ -129,15 +164,8 @@ def step_table(scenario: str, points: Sequence[Point]) -> str:
 
 def straggler_table(points: Sequence[Point]) -> str:
     """Returns the share of the sum of solo speeds, by way and scenario."""
-    found = {(point["scenario"], point["way"]): point for point in points}
-    kinds = [kind for kind in STRAGGLERS if any(scenario == kind for scenario, _ in found)]
-    ways = ways_of(point for (scenario, _), point in found.items() if scenario in kinds)
-    rows = [
-        [NAMES[way], *(efficiency_cell(found.get((kind, way))) for kind in kinds)]
-        for way in ways
-        if way != "none"
-    ]
-    return table(["way", *kinds], rows)
+    chosen = [p for p in points if p["scenario"] in STRAGGLERS and p["way"] != "none"]
+    return by_way(chosen, "scenario", efficiency_cell, STRAGGLERS)
 
 
 def error_table(model: Mapping[str, Any]) -> str:
@@ -165,14 +193,8 @@ def error_table(model: Mapping[str, Any]) -> str:
 
 def extrapolated_table(scenario: str, model: Mapping[str, Any]) -> str:
     """Returns modelled efficiencies far beyond what was measured."""
-    chosen = [point for point in model["points"] if point["scenario"] == scenario]
-    found = {(point["way"], point["hosts"]): percent(point["efficiency"]) for point in chosen}
-    rows = [
-        [NAMES[way], *(found.get((way, count), "") for count in FAR_HOSTS)]
-        for way in ways_of(chosen)
-        if way != "none"
-    ]
-    return table(["hosts", *(f"{count:,}" for count in FAR_HOSTS)], rows)
+    chosen = [p for p in model["points"] if p["scenario"] == scenario and p["way"] != "none"]
+    return by_way(chosen, "hosts", lambda p: percent(p["efficiency"]) if p else "", FAR_HOSTS)
 
 
 def advice_table(advice: Mapping[str, Any]) -> str:
@@ -205,7 +227,7 @@ def loss_table(loss: Mapping[str, Any]) -> str:
     found = {(row["way"], row["split"]): row for row in loss["differences"] if "lower" in row}
     splits = list(dict.fromkeys(split for _, split in found))
     ranks = next(row["ranks"] for row in found.values())
-    counts = median_steps(loss["points"], loss["facts"]["target"])
+    counts = median_steps(loss["points"], loss["facts"]["target"], ("way", "ranks", "split"))
 
     def cell(way: str, split: str) -> str:
         row = found[way, split]
@@ -226,16 +248,8 @@ def loss_table(loss: Mapping[str, Any]) -> str:
 
 def many_ranks_table(loss: Mapping[str, Any]) -> str:
     """Returns losses at equal samples of one seed, by way and number of ranks."""
-    found = {
-        (row["way"], row["ranks"]): signed(row["mean"]) for row in loss["differences"] if row["seeds"] == 1
-    }
-    counts = sorted({ranks for _, ranks in found})
-    rows = [
-        [NAMES[way], *(found.get((way, count), "") for count in counts)]
-        for way in NAMES
-        if any((way, count) in found for count in counts)
-    ]
-    return table(["ranks", *(f"{count:,}" for count in counts)], rows)
+    rows = [row for row in loss["differences"] if row["seeds"] == 1]
+    return by_way(rows, "ranks", lambda row: signed(row["mean"]) if row else "")
 
 
 def time_table(points: Sequence[Point], loss: Mapping[str, Any]) -> str:
@@ -246,7 +260,7 @@ def time_table(points: Sequence[Point], loss: Mapping[str, Any]) -> str:
         for p in points
         if (p["scenario"], p["hosts"], p["ranks_per_host"], p["scaling"]) == ("a", ranks, 1, "weak")
     }
-    counts = median_steps(loss["points"], loss["facts"]["target"])
+    counts = median_steps(loss["points"], loss["facts"]["target"], ("way", "ranks", "split"))
     # Both DDPs make the same steps.
     steps = {way: counts.get((way.replace("ddp_gloo", "ddp_fog"), ranks, split)) for way in chosen}
     rows = []
@@ -408,15 +422,85 @@ def compressed_time_table(rows: Sequence[Mapping[str, Any]], crossings: Iterable
     )
 
 
+def draw_efficiency(
+    path: Path, measured: Sequence[dict[str, Any]], modelled: Sequence[dict[str, Any]]
+) -> None:
+    """Draws efficiency over hosts under weak scaling, a panel for each scenario.
+
+    Args:
+        path: Of the picture.
+        measured: Points of cluster.json; those whose processor was short are small and pale.
+        modelled: Points of model.json.
+    """
+    from matplotlib.figure import Figure
+
+    weak = [p for p in measured if p["scaling"] == "weak"]
+    # By the entry of the legend: the points, and how they look.
+    kinds: dict[str, tuple[Sequence[dict[str, Any]], dict[str, Any]]] = {
+        "measured, with quartiles": (
+            [p for p in weak if not p["cpu_bound"]],
+            {"linestyle": "", "markersize": 8, "capsize": 2},
+        ),
+        "the processor was short": (
+            [p for p in weak if p["cpu_bound"]],
+            {"linestyle": "", "markersize": 5, "alpha": 0.25},
+        ),
+        "modelled": (
+            modelled,
+            {"linestyle": "--", "linewidth": 1, "markersize": 6, "markerfacecolor": "white"},
+        ),
+    }
+    scenarios = [s for s in TITLES if any(p["scenario"] == s for p in [*weak, *modelled])]
+    figure = Figure(figsize=(5.4 * len(scenarios), 5.6), layout="constrained")
+    panels = figure.subplots(1, len(scenarios), squeeze=False, sharey=True)[0]
+    for panel, scenario in zip(panels, scenarios, strict=True):
+        for (title, color, marker), (points, looks), way in (
+            (drawn, kind, way) for way, drawn in WAYS.items() for kind in kinds.values()
+        ):
+            own = [p for p in points if p["scenario"] == scenario and p["way"] == way]
+            own.sort(key=lambda p: p["hosts"])
+            heights = [100 * p["efficiency"] for p in own]
+            bars = None
+            if own and "capsize" in looks:
+                steps = [p["step_s"] for p in own]
+                below = [h * (1 - s["median"] / s["upper"]) for h, s in zip(heights, steps, strict=True)]
+                above = [h * (s["median"] / s["lower"] - 1) for h, s in zip(heights, steps, strict=True)]
+                bars = [below, above]
+            hosts = [p["hosts"] for p in own]
+            panel.errorbar(hosts, heights, yerr=bars, color=color, marker=marker, **looks)
+            panel.plot([], [], color=color, marker=marker, linestyle="", label=title)
+        panel.axhline(95, color="0.6", linewidth=0.8, linestyle=":")
+        panel.set_xscale("log", base=2)
+        counts = sorted({p["hosts"] for p in [*weak, *modelled] if p["scenario"] == scenario})
+        panel.set_xticks(counts, [f"{count:,}" for count in counts], rotation=45)
+        panel.minorticks_off()
+        panel.set_xlabel("hosts")
+        panel.set_title(TITLES[scenario], fontsize="medium")
+        panel.set_ylim(0, 104)
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel("scaling efficiency: compute of a step over its time, %")
+    for name, (_, looks) in kinds.items():
+        panels[0].errorbar([], [], color="0.3", marker="o", label=name, **looks)
+    handles, labels = panels[0].get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
+    columns = 2 * len(scenarios)
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns, fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def read(name: str) -> Any:
+    """Returns what a file in benchmarks/results holds."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def points() -> list[dict[str, Any]]:
+    """Returns the measured points of emulated clusters."""
+    found: list[dict[str, Any]] = read("cluster")["points"]
+    return found
+
+
 def tables() -> dict[str, Callable[[], str]]:
     """Returns what makes each table, by name."""
-
-    def read(name: str) -> Any:
-        return json.loads((RESULTS / f"{name}.json").read_text())
-
-    def points() -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = read("cluster")["points"]
-        return found
 
     return {
         "a": lambda: efficiency_table("a", points()),
@@ -455,7 +539,7 @@ def filled(page: str) -> str:
 
 
 def main() -> None:
-    """Writes the pages, or checks them."""
+    """Writes the pages and the picture, or checks the pages."""
     parser = program.parser_of(__doc__)
     parser.add_argument("--check", action="store_true", help="fail if a page differs, and leave it as it is")
     arguments = parser.parse_args()
@@ -468,6 +552,8 @@ def main() -> None:
             )
         if not arguments.check:
             path.write_text(after)
+    if not arguments.check:
+        draw_efficiency(ROOT / "docs" / "pictures" / "scaling.png", points(), read("model")["points"])
 
 
 if __name__ == "__main__":

@@ -44,22 +44,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import fogdist
 import numpy as np
 import program
 import side_by_side
-from goals import Goal, print_goals
+import torch
+from fogdist import topology
 from interleaved import LONG_NAP, Times, sleep_until_all_come, take_turns
 from numpy.typing import NDArray
-from report import Row, Table, write_json
+from report import Row, Table
+from side_by_side import Systems
+
+from fog_pg._C import NeighborPlan
 
 if TYPE_CHECKING:
-    import fogdist
     from mpi4py import MPI
-    from side_by_side import Systems
-
-    from fog_pg._C import ProcessGroupFog
 
 
 # The values of FOG_BETWEEN_HOSTS, one for each pair of ranks, which are also the transports that fog must then use.
@@ -84,20 +85,6 @@ TOLERANCE = 2e-6
 # Seconds within which a process stops.
 STOP_TIMEOUT = 10.0
 
-GOALS = [
-    Goal("put, stopped", RANKS, 16 << 20, "rma", "raw", 1.5),
-    *(
-        Goal(operation, RANKS, size, "rma", "raw", 1.2)
-        for operation in ("exchange", "exchange, computing")
-        for size in (1 << 20, 16 << 20)
-    ),
-    *(
-        Goal(operation, RANKS, size, "rma", "tcp", 1 / 1.5)
-        for operation in ("exchange, computing", "one-way, computing")
-        for size in (1 << 20, 16 << 20)
-    ),
-]
-
 Array = NDArray[np.float32]
 Way = Callable[[], object]
 
@@ -110,7 +97,6 @@ class World:
         everyone: Raw MPI's communicator of all pairs.
         number: The number of this rank's pair, from 0.
         systems: The systems of this pair.
-        fog: The backend.
         pids: The process IDs of the pair.
         compute: Multiplies matrices for about COMPUTE_MS.
         signals: The number of times that the other rank of the pair has told this one to continue.
@@ -119,7 +105,6 @@ class World:
     everyone: MPI.Intracomm
     number: int
     systems: Systems
-    fog: ProcessGroupFog
     pids: Sequence[int]
     compute: Way
     signals: list[int]
@@ -158,23 +143,16 @@ def join() -> World:
     os.environ["FOG_BETWEEN_HOSTS"] = TRANSPORTS[number]
     systems = side_by_side.join(ranks=everyone.Split(number))  # type: ignore[arg-type]
 
-    import fogdist
-    import torch
-    from fogdist import topology
-
     fogdist.init()
     fogdist.set_topology(topology.by_name("exp2", RANKS))
     if (transport := fogdist.transport(1 - systems.rank)) != TRANSPORTS[number]:
         raise RuntimeError(f"fog reaches the other rank by {transport}, not by {TRANSPORTS[number]}")
-    fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
     pids = systems.mpi.allgather(os.getpid())
-    return World(everyone, number, systems, fog, pids, matrices(everyone), signals)
+    return World(everyone, number, systems, pids, matrices(everyone), signals)
 
 
 def matrices(everyone: MPI.Intracomm) -> Way:
     """What multiplies matrices for about COMPUTE_MS, as many on all ranks."""
-    import torch
-
     a = torch.rand(MATRIX, MATRIX)
     product = torch.empty_like(a)
 
@@ -237,8 +215,7 @@ class RawWindow:
         self._window.Free()
 
 
-@dataclass(frozen=True)
-class Peers:
+class Peers(NamedTuple):
     """Whether this rank receives in an exchange, and whether it sends."""
 
     receives: bool
@@ -273,17 +250,13 @@ class Exchange:
 
 def exchange_of_fog(world: World, x: Array, peers: Peers) -> Exchange:
     """The backend's operation, with a plan that is there, into an output that is there."""
-    import torch
-
-    from fog_pg._C import NeighborPlan
-
     there = [(world.other, 1.0)]
     plan = NeighborPlan(
         world.rank, RANKS, 1.0, there if peers.receives else [], there if peers.sends else [], mean=True
     )
     tensor, output = torch.from_numpy(x), torch.full((x.size,), float("nan"))
     return Exchange(
-        lambda: world.fog.neighbor_allreduce(tensor, plan, output=output),
+        lambda: world.systems.backend.neighbor_allreduce(tensor, plan, output=output),
         lambda work: work.wait(),
         output.numpy(),
     )
@@ -363,9 +336,7 @@ def measure_exchange(world: World, operation: str, elements: int, arguments: arg
         times = beyond_compute(times)
     if window is not None:
         window.free()
-    bytes_ = 4 * elements
-    moved = (3 if one_way else 3 * RANKS) * bytes_
-    return Row(operation, RANKS, "float32", elements, bytes_, moved, iterations, times)
+    return Row(operation, RANKS, 4 * elements, iterations, times)
 
 
 def _nothing() -> None:
@@ -391,18 +362,12 @@ def measure_put(world: World, operation: str, elements: int, arguments: argparse
     Returns:
         The row; None on all ranks but rank 0.
     """
-    row = None
-    if world.number == 0:
-        row = _measure_put_in_pair(world, operation, elements, arguments)
+    row = _put_in_pair(world, operation, elements, arguments) if world.number == 0 else None
     sleep_until_all_come(world.everyone, LONG_NAP)
     return row
 
 
-def _measure_put_in_pair(
-    world: World, operation: str, elements: int, arguments: argparse.Namespace
-) -> Row | None:
-    import fogdist
-    import torch
+def _put_in_pair(world: World, operation: str, elements: int, arguments: argparse.Namespace) -> Row | None:
     from mpi4py import MPI
 
     mpi, x = world.systems.mpi, input_of(0, elements)
@@ -423,10 +388,9 @@ def _measure_put_in_pair(
     until = len(world.signals) + 1
     mpi.Barrier()
     if world.rank == 0:
-        with stopped(world.pids[1]) if operation.endswith("stopped") else computing(world.pids[1]):
+        with busy(world.pids[1], operation.endswith("stopped")):
             times, iterations = take_turns(ways, MPI.COMM_SELF, arguments)
-        bytes_ = 4 * elements
-        row = Row(operation, RANKS, "float32", elements, bytes_, 2 * bytes_, iterations, times)
+        row = Row(operation, RANKS, 4 * elements, iterations, times)
     else:
         while len(world.signals) < until:
             if operation.endswith("computing"):
@@ -440,52 +404,30 @@ def _measure_put_in_pair(
 
 
 @contextlib.contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stops a process and lets it go on at the end."""
-    os.kill(pid, signal.SIGSTOP)
+def busy(pid: int, is_stopped: bool) -> Iterator[None]:
+    """Tells a process at the end to go on: it multiplies matrices until then, or is stopped."""
     try:
-        end = time.monotonic() + STOP_TIMEOUT
-        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            if time.monotonic() > end:
-                raise RuntimeError(f"process {pid} did not stop")
-            time.sleep(LONG_NAP)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+            end = time.monotonic() + STOP_TIMEOUT
+            while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+                if time.monotonic() > end:
+                    raise RuntimeError(f"process {pid} did not stop")
+                time.sleep(LONG_NAP)
         yield
     finally:
         os.kill(pid, signal.SIGUSR1)  # comes when it goes on
         os.kill(pid, signal.SIGCONT)
 
 
-@contextlib.contextmanager
-def computing(pid: int) -> Iterator[None]:
-    """A process that multiplies matrices until it is told to go on."""
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGUSR1)
-
-
-def measure_all(arguments: argparse.Namespace) -> None:
-    """What a rank does."""
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Measures on a rank."""
     world = join()
-    first = world.everyone.rank == 0
-    rows: list[Row] = []
-    if first:
-        print(f"\n{RANKS} ranks, {os.cpu_count()} cores, milliseconds")
-        print(TABLE.heading(), flush=True)
-    for operation in arguments.operations:
-        for size in arguments.sizes:
-            measure = measure_put if operation.startswith("put") else measure_exchange
-            row = measure(world, operation, max(1, size // 4), arguments)
-            if first:
-                assert row is not None
-                rows.append(row)
-                print(TABLE.line(row), flush=True)
-    if first:
-        write_json(arguments.rows, program.facts(), rows)
-    import fogdist
-
-    fogdist.shutdown()
-    side_by_side.leave()
+    for operation, size in itertools.product(arguments.operations, arguments.sizes):
+        of_kind = measure_put if operation.startswith("put") else measure_exchange
+        row = of_kind(world, operation, max(1, size // 4), arguments)
+        if row is not None:
+            yield row
 
 
 def run_pairs(ranks: int, script: Path, words: Sequence[str]) -> None:
@@ -493,23 +435,15 @@ def run_pairs(ranks: int, script: Path, words: Sequence[str]) -> None:
     side_by_side.run_ranks(ranks * len(TRANSPORTS), script, words, environment=ENVIRONMENT)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """The command line, checked."""
+def main() -> None:
+    """Starts the ranks; on a rank, measures."""
     parser = program.parser_of(__doc__)
-    program.add_options(parser, ranks=[RANKS], seconds=3.0)
+    program.add_options(parser, ranks=[RANKS], seconds=3.0, sizes=SIZES)
     program.add_names(parser, "--operations", OPERATIONS)
-    parser.set_defaults(sizes=SIZES)
-    arguments = program.parse_options(parser)
+    arguments = parser.parse_args()
     if arguments.ranks != [RANKS]:
         parser.error(f"--ranks: {' '.join(map(str, arguments.ranks))}; this benchmark has {RANKS} ranks")
-    return arguments
-
-
-def main() -> None:
-    """Starts the ranks, then holds the results against the goals; in a rank, measures."""
-    arguments = parse_arguments()
-    rows = program.run(Path(__file__), arguments, measure_all, SYSTEMS, run_pairs)
-    print_goals(GOALS, rows, SYSTEMS)
+    program.run(__file__, arguments, measure, TABLE.line, TABLE.heading(), run_pairs)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,11 @@ import os
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
-import gc
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,15 +50,11 @@ import program
 import torch
 import torch.distributed as dist
 from forked_ranks import ForkedWorld, WorldFailed, die_with_parent, keep_store, obey
-from goals import Goal, print_goals
 from interleaved import Times
-from report import Row, Table, plot, write_json
-
-from fog_pg._extension import load as load_extension
+from report import Row, Table, parse_size, spread, write
 
 SYSTEMS = {"fog": "fog", "gloo": "Gloo"}
 TABLE = Table(SYSTEMS, [("fog", "gloo")])
-GOALS = [Goal("start", ranks, 0, "fog", "gloo", 1.5) for ranks in (32, 64)]
 SIZES = [8, 4 << 10, 1 << 20]
 # The time of the operations in a row, in seconds, and their least and largest number.
 ROW_SECONDS, LEAST, MOST = 2.0, 2, 20
@@ -129,10 +124,6 @@ class Rank:
         end = time.perf_counter()
         return [begin / count, end / count]
 
-    def facts(self) -> dict[str, object]:
-        """Returns facts about the run."""
-        return program.facts()
-
     def memory(self) -> list[float]:
         """Returns the private and mapped MiB, and the number of descriptors."""
         rollup = dict(
@@ -168,7 +159,7 @@ def serve(
 
 
 class World(ForkedWorld):
-    """The ranks of one system, from their fork to their end.
+    """The ranks of one system, from their fork to their end; the title is that of the system.
 
     Args:
         system: The backend's name in torch.distributed.
@@ -199,26 +190,9 @@ class World(ForkedWorld):
         return 1e3 * (ends.max() - (begins.min() if begins.any() else told))
 
 
-@contextmanager
-def world_of(system: str, size: int, limit: float) -> Iterator[World]:
-    """A world whose processes are ended after the block in any case."""
-    world = World(system, size, limit)
-    try:
-        world.fork_all()
-        yield world
-    finally:
-        world.close()
-
-
-def facts(limit: float) -> dict[str, object]:
-    """Returns facts about the run from ranks of fog, because this process must not load MPI."""
-    with world_of("fog", 3, limit) as world:
-        world.ask("start")
-        return world.ask("facts")[1][0]
-
-
 def measure(world: World, sizes: Sequence[int], found: dict[Key, float]) -> None:
     """Runs one world and adds its results to `found`, including those from before a failure."""
+    world.fork_all()
     world.ask("ready")
     found["start", 0] = world.time("start")
     found["group", 0] = world.time("group")
@@ -245,7 +219,7 @@ def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures
             found: dict[Key, float] = {}
             begin = time.perf_counter()
             try:
-                with world_of(system, size, limit) as world:
+                with World(system, size, limit) as world:
                     measure(world, sizes, found)
             except WorldFailed as failure:
                 failures.append(str(failure))
@@ -263,9 +237,8 @@ def rows_of(size: int, sizes: Sequence[int], rounds: int, limit: float, failures
         for system in SYSTEMS:
             values = [sample[name, count] for sample in samples[system] if (name, count) in sample]
             if values and np.median(values) > 0:  # otherwise the system has no such value
-                lower, median, upper = np.percentile(values, [25, 50, 75])
-                times[system] = Times(float(median), float(lower), float(upper))
-        return Row(name, size, "float32", count // 4, count, 0, rounds, times)
+                times[system] = Times(**spread(values))
+        return Row(name, size, count, rounds, times)
 
     keys = dict.fromkeys(
         key for each in zip(*samples.values(), strict=True) for sample in each for key in sample
@@ -277,34 +250,14 @@ def main() -> None:
     """Runs the benchmark."""
     parser = program.parser_of(__doc__)
     add = parser.add_argument
-    add("--ranks", type=int, nargs="+", default=[4, 16, 32], help="numbers of ranks")
-    add(
-        "--sizes",
-        type=program.parse_size,
-        nargs="+",
-        metavar="BYTES",
-        default=SIZES,
-        help="such as 8, 4K, 1M",
-    )
-    add("--rounds", type=int, default=5, help="worlds of each system")
-    add(
-        "--limit",
-        type=float,
-        default=PHASE_SECONDS,
-        metavar="SECONDS",
-        help="what a phase of a world may take",
-    )
+    add("--ranks", type=program.at_least(3), nargs="+", default=[4, 16, 32], help="numbers of ranks")
+    add("--sizes", type=parse_size, nargs="+", metavar="BYTES", default=SIZES, help="such as 8, 4K, 1M")
+    add("--rounds", type=program.at_least(1), default=5, help="worlds of each system")
+    limit = "seconds that a phase of a world may take"
+    add("--limit", type=program.positive, default=PHASE_SECONDS, metavar="SECONDS", help=limit)
     add("--json", type=Path, help="file for the numbers")
-    add("--plot", type=Path, help="file for a picture")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or min(arguments.ranks) < 3 or not arguments.limit > 0:
-        parser.error("--rounds must be 1 or more, --ranks 3 or more, --limit more than 0")
-    load = program.load_before()
-    load_extension()
-    # Forked processes then neither traverse nor copy these objects.
-    gc.collect()
-    gc.freeze()
-    about = facts(arguments.limit) if arguments.json else {}
+    about = program.facts()
     rows: list[Row] = []
     failures: list[str] = []
     for ranks in arguments.ranks:
@@ -312,11 +265,8 @@ def main() -> None:
         print(f"\n{ranks} ranks on {os.cpu_count()} cores\n{TABLE.heading()}")
         print("\n".join(map(TABLE.line, found)), flush=True)
         rows += found
-    print_goals(GOALS, rows, SYSTEMS)
     if arguments.json:
-        write_json(arguments.json, {**about, "load average before": load, "failures": failures}, rows)
-    if arguments.plot:
-        plot(arguments.plot, rows, SYSTEMS, over="ranks")
+        write(arguments.json, facts=about, failures=failures, rows=list(map(asdict, rows)))
     if failures:
         sys.exit(f"{len(failures)} worlds did not come to their end:\n" + "\n".join(failures))
 

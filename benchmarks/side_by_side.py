@@ -28,11 +28,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from emulated_hosts import inside
 
+import fog_pg  # noqa: F401  registers "fog" also where torch does not look for entry points
+
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from mpi4py import MPI
+
+    from fog_pg._C import ProcessGroupFog
 
 # mpi4py reads the path of its MPI library from this variable.
 MPI4PY_VARIABLE = "MPI4PY_LIBMPI"
@@ -124,6 +129,11 @@ class Systems:
         """The number of ranks."""
         return self.mpi.size
 
+    @property
+    def backend(self) -> ProcessGroupFog:
+        """fog's own object of `fog`."""
+        return self.fog._get_backend(torch.device("cpu"))  # type: ignore[return-value]
+
 
 def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Systems:
     """Starts all systems in a process that `run_ranks` started.
@@ -139,11 +149,7 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
         if name.startswith(_LAUNCHER_PREFIXES):
             del os.environ[name]
 
-    import torch
-    import torch.distributed as dist
     from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
-
-    import fog_pg  # noqa: F401  registers "fog" also where torch does not look for entry points
 
     torch.set_num_threads(1)
     # torch 2.13 renamed operations, but 2.11 has only the old names.
@@ -157,11 +163,3 @@ def join(master: str = "127.0.0.1", ranks: MPI.Intracomm | None = None) -> Syste
     assert dist.group.WORLD is not None
     gloo, nothing = (dist.new_group(backend=name, timeout=TIMEOUT) for name in ("gloo", "fake"))
     return Systems(mpi, dist.group.WORLD, gloo, nothing)
-
-
-def leave() -> None:
-    """Ends fog and Gloo after a barrier of all ranks; raw MPI ends with the process."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()

@@ -38,29 +38,26 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fogdist
 import memory_limit
 import numpy as np
 import program
 import side_by_side
-from goals import Goal, print_goals
-from interleaved import Times, take_turns
+import torch
+from fogdist import topology
+from interleaved import Times, sleep_until_all_come, take_turns
 from numpy.typing import NDArray
-from report import Row, Table, write_json
+from report import Row, Table
+from side_by_side import Systems
+
+from fog_pg._C import Window as BackendWindow
 
 if TYPE_CHECKING:
-    import fogdist
     from mpi4py import MPI
-    from side_by_side import Systems
-
-    from fog_pg._C import ProcessGroupFog
-    from fog_pg._C import Window as BackendWindow
 
 SINGLE = ["put", "get", "accumulate", "update"]
 TOGETHER = [*SINGLE, "put+update"]
@@ -83,23 +80,6 @@ BUFFERS = 2
 NAP = 0.02
 # Relative tolerance: the inputs are positive, and their sums are rounded a few times in float32.
 TOLERANCE = 2e-6
-
-GOALS = [
-    *(Goal("put alone", 2, 4 << 10, system, "memory", 0.0, enough=0.010) for system in ("fog", "fog_pg")),
-    *(
-        Goal(f"{operation}{alone}", ranks, size, "fog", "memory", 1.2)
-        for operation in ("put", "get")
-        for alone in (" alone", "")
-        for ranks in (2, 4)
-        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
-    ),
-    *(
-        Goal(f"update{alone}", ranks, size, "fog", "memory", 1.5)
-        for alone in (" alone", "")
-        for ranks in (2, 4)
-        for size in (1 << 20, 4 << 20, 16 << 20, 64 << 20)
-    ),
-]
 
 Array = NDArray[np.float32]
 Way = Callable[[], object]
@@ -129,9 +109,6 @@ class Place:
 
 def place_of(rank: int, size: int) -> Place:
     """Sets the topology; returns what it is for this rank."""
-    import fogdist
-    from fogdist import topology
-
     graph = topology.by_name("exp2", size)
     fogdist.set_topology(graph)
 
@@ -300,12 +277,6 @@ def _by_turns(ways: Sequence[Way]) -> Way:
     return lambda: next(turns)()
 
 
-def tensors_moved(operation: str, d: int) -> int:
-    """How many tensors a rank must at least read or write."""
-    parts = {"put": 2 * d, "get": 2 * d, "accumulate": 3 * d, "update": d + 2}
-    return sum(parts[part] for part in operation.split("+"))
-
-
 def check(system: str, side: Side, mpi: MPI.Intracomm, place: Place) -> None:
     """Does each operation once and compares what it did; leaves means of the ranks' tensors behind."""
     # Rank r's tensor is base + r, exactly: 10 random bits, the same on all ranks, and r.
@@ -341,30 +312,25 @@ def turns_of_rank_0(
     from mpi4py import MPI
 
     measured = take_turns(ways, MPI.COMM_SELF, arguments) if mpi.rank == 0 else None
-    done = mpi.Ibarrier()
-    while not done.Test():
-        time.sleep(NAP)
+    sleep_until_all_come(mpi, NAP)
     result: tuple[dict[str, Times], int] = mpi.bcast(measured)
     return result
 
 
-def measure(size: int, systems: Systems, place: Place, arguments: argparse.Namespace) -> list[Row]:
+def measure_size(size: int, systems: Systems, place: Place, arguments: argparse.Namespace) -> Iterator[Row]:
     """Checks and times all operations at one size."""
-    import fogdist
-    import torch
-
-    n, d, mpi = systems.size, len(place.sources), systems.mpi
+    d, mpi = len(place.sources), systems.mpi
     elements = max(1, size // torch.float32.itemsize)
     bytes_ = elements * torch.float32.itemsize
     sides = {"fog": on_fogdist(fogdist.Window(torch.zeros(elements)))}
     if bytes_ <= LARGEST_OF_BACKEND:
-        fog: ProcessGroupFog = systems.fog._get_backend(torch.device("cpu"))  # type: ignore[assignment]
-        window = fog.create_window(torch.zeros(elements), "of the backend", place.sources, place.destinations)
+        window = systems.backend.create_window(
+            torch.zeros(elements), "of the backend", place.sources, place.destinations
+        )
         sides["fog_pg"] = on_backend(window, place.weight)
     sides["mpi"] = on_mpi(mpi, place, elements)
     for system, side in sides.items():
         check(system, side, mpi, place)
-    rows: list[Row] = []
     for name in arguments.operations:
         operation = ALONE.get(name, name)
         ways = {system: side.way(operation) for system, side in sides.items()}
@@ -373,10 +339,7 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
             ways["one_place"] = in_memory(operation, d, elements, buffers=1)
         times, iterations = (turns_of_rank_0 if name in ALONE else take_turns)(ways, mpi, arguments)
         del ways  # their arrays
-        moved = tensors_moved(operation, d) * bytes_ * (1 if name in ALONE else n)
-        rows.append(Row(name, n, "float32", elements, bytes_, moved, iterations, times))
-        if systems.rank == 0:
-            print(TABLE.line(rows[-1]), flush=True)
+        yield Row(name, systems.size, bytes_, iterations, times)
         for side in sides.values():
             side.tensor.fill(1.0)  # sums do not grow beyond what float32 has
             mpi.Barrier()
@@ -384,43 +347,26 @@ def measure(size: int, systems: Systems, place: Place, arguments: argparse.Names
     for side in sides.values():
         mpi.Barrier()
         side.free()
-    return rows
 
 
-def measure_all(arguments: argparse.Namespace) -> None:
-    """Runs the benchmark on a rank."""
-    import fogdist
-
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Measures on a rank."""
     systems = side_by_side.join()
     fogdist.init()
     place = place_of(systems.rank, systems.size)
-    if systems.rank == 0:
-        print(f"\n{systems.size} ranks, {os.cpu_count()} cores, milliseconds")
-        print(TABLE.heading(), flush=True)
-    rows = [row for size in arguments.sizes for row in measure(size, systems, place, arguments)]
-    if systems.rank == 0:
-        write_json(arguments.rows, program.facts(), rows)
-    fogdist.shutdown()
-    side_by_side.leave()
-
-
-def parse_arguments() -> argparse.Namespace:
-    """The command line, checked."""
-    parser = program.parser_of(__doc__)
-    program.add_options(parser, ranks=[2, 4], seconds=1.5)
-    program.add_names(parser, "--operations", OPERATIONS)
-    parser.set_defaults(sizes=SIZES)
-    arguments = program.parse_options(parser)
-    for ranks in arguments.ranks:
-        if ranks < 2:
-            parser.error(f"--ranks: {ranks}; a window takes 2 or more")
-    return arguments
+    for size in arguments.sizes:
+        yield from measure_size(size, systems, place, arguments)
 
 
 def main() -> None:
-    """Starts the ranks of each world and compares the results with the goals; on a rank, measures."""
-    rows = program.run(Path(__file__), parse_arguments(), measure_all, SYSTEMS)
-    print_goals(GOALS, rows, SYSTEMS)
+    """Starts the ranks of each world in turn; on a rank, measures."""
+    parser = program.parser_of(__doc__)
+    program.add_options(parser, ranks=[2, 4], seconds=1.5, sizes=SIZES)
+    program.add_names(parser, "--operations", OPERATIONS)
+    arguments = parser.parse_args()
+    if min(arguments.ranks) < 2:
+        parser.error(f"--ranks: {min(arguments.ranks)}; a window takes 2 or more")
+    program.run(__file__, arguments, measure, TABLE.line, TABLE.heading())
 
 
 if __name__ == "__main__":

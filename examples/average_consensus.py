@@ -33,15 +33,10 @@ def main() -> None:
     parser.add_argument("--topology", choices=names, default="exp2", help="who is whose neighbor")
     parser.add_argument("--dynamic", action="store_true", help="one peer a round, in turn")
     parser.add_argument("--rounds", type=int, default=100)
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
+    args = devices.parse(parser, "rounds")
     if args.dynamic and args.topology in ("mesh", "star", INNER_OUTER):
         # A rank could receive from several peers at once, and the weights that leave a rank not sum to 1.
         parser.error(f"--dynamic needs a topology that looks the same from each rank, not {args.topology}")
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
 
     is_inner_outer = args.topology == INNER_OUTER
     fogdist.init(None if is_inner_outer else lambda size: by_name(args.topology, size))

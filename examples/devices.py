@@ -26,6 +26,23 @@ def add_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def parse(parser: argparse.ArgumentParser, *counts: str) -> argparse.Namespace:
+    """Returns the flags and --device; ends the program if there is no such device, or a count is below 1.
+
+    Args:
+        parser: Of the other flags.
+        counts: The names of those that must be at least 1.
+    """
+    add_flag(parser)
+    args = parser.parse_args()
+    if reason := problem(args.device):
+        parser.error(reason)
+    for name in counts:
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    return args
+
+
 def problem(device: str) -> str | None:
     """Returns why ranks cannot be on a type of device, in a line; None if they can. No other rank is asked.
 

@@ -88,13 +88,7 @@ def main() -> None:
     parser.add_argument("--max-iter", type=int, default=100)
     parser.add_argument("--lr", type=float, default=0.5)
     parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="exp2", help="who is whose neighbor")
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    for flag in ("rows", "features", "max_iter"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    args = devices.parse(parser, "rows", "features", "max_iter")
 
     fogdist.init(lambda size: by_name(args.topology, size))
     samples = Samples(fogdist.rank(), args.rows, args.features, devices.use(args.device))

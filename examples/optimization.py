@@ -161,12 +161,7 @@ def main() -> None:
     parser.add_argument("--max-iter", type=int, default=1000)
     parser.add_argument("--lr", type=float, default=0.2)
     parser.add_argument("--save-plot-file", help="picture of the errors, needs matplotlib")
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    if args.max_iter < 1:
-        parser.error(f"--max-iter must be at least 1, got {args.max_iter}")
+    args = devices.parse(parser, "max_iter")
     if args.topology == UNBALANCED and args.method != ["push_diging"]:
         parser.error(f"--topology {UNBALANCED} is for --method push_diging alone: averages are biased on it")
 

@@ -32,12 +32,7 @@ def main() -> None:
         "--rounds", type=int, default=100, help="of the slowest rank; the others go on meanwhile"
     )
     parser.add_argument("--slow-rank", type=int, default=0, help="the rank that takes ten times as long")
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    if args.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {args.rounds}")
+    args = devices.parse(parser, "rounds")
 
     fogdist.init(lambda size: by_name(args.topology, size))
     rank, size = fogdist.rank(), fogdist.size()

@@ -124,12 +124,7 @@ def main() -> None:
     parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="ring", help="who is whose neighbor")
     parser.add_argument("--max-iter", type=int, default=300)
     parser.add_argument("--lr", type=float, default=0.2)
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    if args.max_iter < 1:
-        parser.error(f"--max-iter must be at least 1, got {args.max_iter}")
+    args = devices.parse(parser, "max_iter")
 
     fogdist.init(lambda size: by_name(args.topology, size))
     own = Rank(fogdist.rank(), devices.use(args.device))

@@ -69,13 +69,7 @@ def main() -> None:
     parser.add_argument("--num-warmup", type=int, default=10, help="calls before the first iteration")
     parser.add_argument("--num-iters", type=int, default=10)
     parser.add_argument("--num-per-iter", type=int, default=20, help="calls in each iteration")
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    for flag in ("data_size", "num_warmup", "num_iters", "num_per_iter"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    args = devices.parse(parser, "data_size", "num_warmup", "num_iters", "num_per_iter")
 
     fogdist.init(lambda size: by_name(args.topology, size))
     data = torch.full((args.data_size,), float(fogdist.rank()), device=devices.use(args.device))

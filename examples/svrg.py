@@ -71,12 +71,7 @@ def main() -> None:
     parser.add_argument("--topology", choices=TOPOLOGY_NAMES, default="ring", help="who is whose neighbor")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--lr", type=float, default=0.05)
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    if args.epochs < 1:
-        parser.error(f"--epochs must be at least 1, got {args.epochs}")
+    args = devices.parse(parser, "epochs")
 
     fogdist.init(lambda size: by_name(args.topology, size))
     problem = Problem(args.task, fogdist.rank(), devices.use(args.device))

@@ -130,13 +130,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="where to save, and to go on from")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="for TensorBoard")
-    devices.add_flag(parser)
-    args = parser.parse_args()
-    if problem := devices.problem(args.device):
-        parser.error(problem)
-    for flag in ("epochs", "batch_size", "batches_per_step"):
-        if getattr(args, flag) < 1:
-            parser.error(f"--{flag.replace('_', '-')} must be at least 1, got {getattr(args, flag)}")
+    args = devices.parse(parser, "epochs", "batch_size", "batches_per_step")
 
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()

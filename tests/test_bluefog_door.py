@@ -23,7 +23,7 @@ import pytest
 import torch
 from fogdist import topology as topologies
 from fogdist.bluefog.deprecation import warn_once
-from fogdist.bluefog.run.run import fog_run
+from fogdist.bluefog.run import fog_run
 from harness import WorldPool, on_ranks
 from reference import Checks
 from scripts import run_script
@@ -381,7 +381,7 @@ def test_call_forms_of_all_versions() -> None:
 
 @on_ranks(RANKS)
 def test_machines_of_two() -> None:
-    with fogdist.bluefog.util.env(BLUEFOG_NODES_PER_MACHINE="2"):
+    with fogdist.bluefog.common.env(BLUEFOG_NODES_PER_MACHINE="2"):
         bf.init()
     machine = bf.machine_rank()
     assert (bf.machine_size(), bf.local_size(), "FOG_NODES_PER_MACHINE" in os.environ) == (2, 2, False)

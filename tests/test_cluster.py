@@ -129,7 +129,7 @@ def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
     assert list(points) == WAYS
     for way, point in points.items():
         assert 1 < point["sent"] < 1.3, (way, point)  # frames have headers, and TCP acknowledges
-    assert "one peer a step / best allreduce" in printed and "fog / Gloo" in printed
+    assert "one peer a step / best allreduce" in printed
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:

@@ -25,7 +25,7 @@ from harness import WorldPool
 from scripts import ROOT, run_script
 
 EXAMPLES = ROOT / "examples"
-TRAINING = ["train_digits", "train_mnist", "train_gpt", "train_resnet", "synthetic_resnet50"]
+TRAINING = ["train_digits", "train_gpt", "train_resnet", "synthetic_resnet50"]
 OTHERS = ["average_consensus", "push_sum", "optimization", "resource_allocation", "svrg", "linear_speedup"]
 OTHERS += ["single_operation", "train_imagenet"]
 
@@ -68,7 +68,8 @@ def test_demo_is_as_accurate_as_ddp_on_gloo(tmp_path: Path, script_worlds: World
 
 # Of each training: the least accuracy at the end. Of digits by labels each rank has half of the labels, so alone it would be
 # right in at most half of the cases; the residual network is to tell ten equally frequent classes.
-DIGITS, BY_LABELS = "train_digits.py --steps 330", "train_mnist.py --steps 400 --lr 0.1 --momentum 0.5"
+DIGITS = "train_digits.py --steps 330"
+BY_LABELS = "train_digits.py --model convolutional --split labels --steps 400 --batch-size 32 --momentum 0.5"
 RESNET = "train_resnet.py --depth 8 --steps 72 --batch-size 16"
 TRAININGS = [
     (f"{DIGITS} --mode atc --topology ring --dynamic", 0.93),

@@ -230,7 +230,7 @@ def test_an_interrupt_beside_a_cell_loses_no_answer(cluster: Cluster) -> None:
 
 
 def interrupt_through_the_door() -> None:
-    from fogdist.bluefog.run.interactive_run import interrupt_hanged_processes
+    from fogdist.bluefog.run import interrupt_hanged_processes
 
     interrupt_hanged_processes()
 
@@ -445,28 +445,20 @@ def test_cells_that_are_run_again(tmp_path: Path) -> None:
     assert texts[-1].strip() == "1"
 
 
-@pytest.mark.parametrize("name", ["hello_world", "resource_allocation"])
 @with_notebooks
-def test_notebook(name: str) -> None:
+def test_notebook() -> None:
     import nbformat
 
     folder = ROOT / "examples" / "notebooks"
-    notebook = nbformat.read(folder / f"{name}.ipynb", as_version=4)
+    notebook = nbformat.read(folder / "hello_world.ipynb", as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") for cell in notebook.cells), "outputs are not kept"
     shown = "\n".join(run_notebook(notebook, folder))
-    if name == "hello_world":
-        assert all(f"rank {rank} of 4 hears from the ranks" in shown for rank in range(4))
-        assert shown.count("1.5000") == 4
-        lines = re.findall(r"y = ([\d.]+) x \+ ([\d.]+), consensus distance ([\d.e+-]+)", shown)
-        assert len(lines) == 4
-        for slope, offset, distance in lines:
-            assert abs(float(slope) - 2) < 0.2 and abs(float(offset) - 1) < 0.1 and float(distance) < 0.1
-        assert all(f"[{rank}:execute]KeyboardInterrupt" in shown for rank in [0])
-        assert shown.count("4.0") == 4
-    else:
-        lines = re.findall(r"at first, ([\d.e+-]+) after 50 iterations, ([\d.e+-]+) after 300", shown)
-        assert len(lines) == 4 and all(float(last) < 1e-6 for _, last in lines)
-        assert [float(each) < 1e-6 for each in re.findall(r"missing in all: ([\d.e+-]+)", shown)] == [
-            True
-        ] * 4
+    assert all(f"rank {rank} of 4 hears from the ranks" in shown for rank in range(4))
+    assert shown.count("1.5000") == 4
+    lines = re.findall(r"y = ([\d.]+) x \+ ([\d.]+), consensus distance ([\d.e+-]+)", shown)
+    assert len(lines) == 4
+    for slope, offset, distance in lines:
+        assert abs(float(slope) - 2) < 0.2 and abs(float(offset) - 1) < 0.1 and float(distance) < 0.1
+    assert "[0:execute]KeyboardInterrupt" in shown
+    assert shown.count("4.0") == 4

@@ -81,6 +81,7 @@ def test_names_and_their_types_are_there_at_once(module: typing.Any) -> None:
 def test_a_name_that_is_gone_says_what_to_use() -> None:
     for module, names in REMOVED.items():
         for name, instead in names.items():
+            assert name.isidentifier(), name
             expected = f"module {module!r} has no attribute {name!r} any more: {instead}"
             with pytest.raises(AttributeError, match=re.escape(expected)):
                 getattr(importlib.import_module(module), name)

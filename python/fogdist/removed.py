@@ -8,103 +8,78 @@ _REPLICAS = "ChocoSGD takes the same codecs"
 _DIFFERENT_DATA = "GradientTracking and ExactDiffusion are for data that differ between ranks"
 
 
-def _forms(name: str) -> dict[str, str]:
-    """Returns what replaces the forms of an operation that BlueFog has."""
-    return {
-        f"{name}_": f"{name}(x, out=x)",
-        f"{name}_nonblocking": f"{name}(x, async_op=True)",
-        f"{name}_nonblocking_": f"{name}(x, out=x, async_op=True)",
-    }
+def _read(lines: str) -> dict[str, str]:
+    """Returns what each name is replaced by, of lines "name name ...: instead"."""
+    pairs = (line.strip().split(": ", 1) for line in lines.strip().splitlines())
+    return {name: instead for names, instead in pairs for name in names.split()}
 
 
-def _window_forms(name: str) -> dict[str, str]:
-    waits, starts = f"fogdist.Window.{name}", f"fogdist.Window.{name}(async_op=True)"
-    return {
-        f"win_{name}": waits,
-        f"win_{name}_nonblocking": starts,
-        f"neighbor_win_{name}": waits,
-        f"neighbor_win_{name}_nonblocking": starts,
-    }
-
-
-_GRAPHS = {
-    "ExponentialGraph": "fogdist.topology.exponential",
-    "ExponentialTwoGraph": "fogdist.topology.exponential",
-    "FullyConnectedGraph": "fogdist.topology.fully_connected",
-    "GetDynamicOnePeerSendRecvRanks": "fogdist.topology.one_peer",
-    "GetExp2DynamicSendRecvMachineRanks": "fogdist.topology.one_peer of a graph of machines",
-    "GetInnerOuterExpo2DynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
-    "GetInnerOuterRingDynamicSendRecvRanks": "fogdist.topology.inner_outer_exponential",
-    "GetRecvWeights": "fogdist.topology.recv_weights",
-    "GetSendWeights": "fogdist.topology.send_weights",
-    "IsRegularGraph": "fogdist.topology.is_regular",
-    "IsTopologyEquivalent": "fogdist.topology.is_equivalent",
-    "MeshGrid2DGraph": "fogdist.topology.mesh",
-    "RingGraph": "fogdist.topology.ring",
-    "StarGraph": "fogdist.topology.star",
-    "SymmetricExponentialGraph": "fogdist.topology.symmetric_exponential",
-}
+_GRAPHS = _read("""
+    ExponentialGraph ExponentialTwoGraph: fogdist.topology.exponential
+    FullyConnectedGraph: fogdist.topology.fully_connected
+    GetDynamicOnePeerSendRecvRanks: fogdist.topology.one_peer
+    GetExp2DynamicSendRecvMachineRanks: fogdist.topology.one_peer of a graph of machines
+    GetInnerOuterExpo2DynamicSendRecvRanks: fogdist.topology.inner_outer_exponential
+    GetInnerOuterRingDynamicSendRecvRanks: fogdist.topology.inner_outer_exponential
+    GetRecvWeights: fogdist.topology.recv_weights
+    GetSendWeights: fogdist.topology.send_weights
+    IsRegularGraph: fogdist.topology.is_regular
+    IsTopologyEquivalent: fogdist.topology.is_equivalent
+    MeshGrid2DGraph: fogdist.topology.mesh
+    RingGraph: fogdist.topology.ring
+    StarGraph: fogdist.topology.star
+    SymmetricExponentialGraph: fogdist.topology.symmetric_exponential
+""")
 
 # Names of BlueFog, which `fogdist.bluefog.torch` has, and what a new script writes.
-_OF_BLUEFOG: dict[str, str] = {
-    **_GRAPHS,
-    **_forms("neighbor_allreduce"),
-    **_forms("hierarchical_neighbor_allreduce"),
-    "neighbor_allgather_nonblocking": "neighbor_allgather(x, async_op=True)",
-    "pair_gossip_nonblocking": "pair_gossip(x, rank, async_op=True)",
-    **{
-        f"allreduce{form}": "torch.distributed.all_reduce"
-        for form in ("", "_", "_nonblocking", "_nonblocking_")
-    },
-    **{
-        f"broadcast{form}": "torch.distributed.broadcast"
-        for form in ("", "_", "_nonblocking", "_nonblocking_")
-    },
-    **dict.fromkeys(("allgather", "allgather_nonblocking"), "torch.distributed.all_gather"),
-    "barrier": "torch.distributed.barrier",
-    **dict.fromkeys(("poll", "win_poll"), "is_completed() of a Work, which async_op=True returns"),
-    **dict.fromkeys(("wait", "synchronize", "win_wait"), "wait() of a Work, which async_op=True returns"),
-    "InferDestinationFromSourceRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
-    "InferSourceFromDestinationRanks": "fogdist.topology.transpose_neighbor_ranks of all ranks' lists",
-    "is_homogeneous": "fogdist.machine_size, which raises PreconditionError if the machines differ",
-    **dict.fromkeys(
-        ("is_topo_weighted", "is_machine_topo_weighted"), "load_topology(), whose weights are used"
-    ),
-    **_window_forms("put"),
-    **_window_forms("get"),
-    **_window_forms("accumulate"),
-    "win_create": "fogdist.Window(tensor)",
-    "win_free": "fogdist.Window.free",
-    "win_update": "fogdist.Window.update",
-    "win_update_then_collect": "fogdist.Window.collect",
-    "win_mutex": "fogdist.Window.mutex",
-    "win_lock": "fogdist.Window.lock",
-    "get_win_version": "fogdist.Window.version",
-    "get_current_created_window_names": "fogdist.Window objects of your own",
-    "win_associated_p": "fogdist.Window.p",
-    **dict.fromkeys(
-        ("turn_on_win_ops_with_associated_p", "turn_off_win_ops_with_associated_p"),
-        "with_p= of the methods of fogdist.Window",
-    ),
-    **dict.fromkeys(
-        (
-            "CommunicationType",
-            "DistributedAdaptWithCombineOptimizer",
-            "DistributedNeighborAllreduceOptimizer",
-            "DistributedHierarchicalNeighborAllreduceOptimizer",
-            "DistributedAllreduceOptimizer",
-        ),
-        'fogdist.DecentralizedOptimizer(optimizer, model, order="awc")',
-    ),
-    "DistributedAdaptThenCombineOptimizer": 'fogdist.DecentralizedOptimizer(optimizer, model, order="atc")',
-    "DistributedGradientAllreduceOptimizer": "torch.nn.parallel.DistributedDataParallel",
-    "DistributedWinPutOptimizer": "fogdist.algorithms.WinPut",
-    "DistributedPullGetOptimizer": "fogdist.algorithms.PullGet",
-    "DistributedPushSumOptimizer": "fogdist.algorithms.WindowPushSum",
-    "timeline_context": "fogdist.timeline.timeline_context",
-    "timeline_start_activity": "fogdist.timeline.timeline_start_activity",
-    "timeline_end_activity": "fogdist.timeline.timeline_end_activity",
-}
+_OF_BLUEFOG = _GRAPHS | _read("""
+    neighbor_allreduce_: neighbor_allreduce(x, out=x)
+    neighbor_allreduce_nonblocking: neighbor_allreduce(x, async_op=True)
+    neighbor_allreduce_nonblocking_: neighbor_allreduce(x, out=x, async_op=True)
+    hierarchical_neighbor_allreduce_: hierarchical_neighbor_allreduce(x, out=x)
+    hierarchical_neighbor_allreduce_nonblocking: hierarchical_neighbor_allreduce(x, async_op=True)
+    hierarchical_neighbor_allreduce_nonblocking_: hierarchical_neighbor_allreduce(x, out=x, async_op=True)
+    neighbor_allgather_nonblocking: neighbor_allgather(x, async_op=True)
+    pair_gossip_nonblocking: pair_gossip(x, rank, async_op=True)
+    allreduce allreduce_ allreduce_nonblocking allreduce_nonblocking_: torch.distributed.all_reduce
+    broadcast broadcast_ broadcast_nonblocking broadcast_nonblocking_: torch.distributed.broadcast
+    allgather allgather_nonblocking: torch.distributed.all_gather
+    barrier: torch.distributed.barrier
+    poll win_poll: is_completed() of a Work, which async_op=True returns
+    wait synchronize win_wait: wait() of a Work, which async_op=True returns
+    InferDestinationFromSourceRanks: fogdist.topology.transpose_neighbor_ranks of all ranks' lists
+    InferSourceFromDestinationRanks: fogdist.topology.transpose_neighbor_ranks of all ranks' lists
+    is_homogeneous: fogdist.machine_size, which raises PreconditionError if the machines differ
+    is_topo_weighted is_machine_topo_weighted: load_topology(), whose weights are used
+    win_put neighbor_win_put: fogdist.Window.put
+    win_get neighbor_win_get: fogdist.Window.get
+    win_accumulate neighbor_win_accumulate: fogdist.Window.accumulate
+    win_put_nonblocking neighbor_win_put_nonblocking: fogdist.Window.put(async_op=True)
+    win_get_nonblocking neighbor_win_get_nonblocking: fogdist.Window.get(async_op=True)
+    win_accumulate_nonblocking neighbor_win_accumulate_nonblocking: fogdist.Window.accumulate(async_op=True)
+    win_create: fogdist.Window(tensor)
+    win_free: fogdist.Window.free
+    win_update: fogdist.Window.update
+    win_update_then_collect: fogdist.Window.collect
+    win_mutex: fogdist.Window.mutex
+    win_lock: fogdist.Window.lock
+    get_win_version: fogdist.Window.version
+    get_current_created_window_names: fogdist.Window objects of your own
+    win_associated_p: fogdist.Window.p
+    turn_on_win_ops_with_associated_p turn_off_win_ops_with_associated_p: with_p= of the methods of fogdist.Window
+    DistributedAdaptWithCombineOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="awc")
+    DistributedNeighborAllreduceOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="awc")
+    DistributedHierarchicalNeighborAllreduceOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="awc")
+    CommunicationType DistributedAllreduceOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="awc")
+    DistributedAdaptThenCombineOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="atc")
+    DistributedGradientAllreduceOptimizer: torch.nn.parallel.DistributedDataParallel
+    DistributedWinPutOptimizer: fogdist.algorithms.WinPut
+    DistributedPullGetOptimizer: fogdist.algorithms.PullGet
+    DistributedPushSumOptimizer: fogdist.algorithms.WindowPushSum
+    timeline_context: fogdist.timeline.timeline_context
+    timeline_start_activity: fogdist.timeline.timeline_start_activity
+    timeline_end_activity: fogdist.timeline.timeline_end_activity
+""")
 
 _OF_FOGDIST = {
     **{

@@ -21,9 +21,7 @@ import warnings
 from importlib.machinery import PathFinder
 
 from fogdist.bluefog import common, run, torch
-from fogdist.bluefog.common import basics, topology_util, util
-from fogdist.bluefog.run import interactive_run
-from fogdist.bluefog.run import run as bfrun
+from fogdist.bluefog.common import topology_util
 from fogdist.bluefog.torch import ddp, optim
 
 __all__ = ["common", "run", "torch"]
@@ -33,16 +31,16 @@ __version__ = "0.3.0"  # of BlueFog, whose interface this is
 _MODULES = {
     "bluefog": sys.modules[__name__],
     "bluefog.common": common,
-    "bluefog.common.basics": basics,
+    "bluefog.common.basics": common,
     "bluefog.common.topology_util": topology_util,
-    "bluefog.common.util": util,
+    "bluefog.common.util": common,
     "bluefog.run": run,
-    "bluefog.run.interactive_run": interactive_run,
-    "bluefog.run.run": bfrun,
+    "bluefog.run.interactive_run": run,
+    "bluefog.run.run": run,
     "bluefog.torch": torch,
     "bluefog.torch.ddp": ddp,
     "bluefog.torch.optim": optim,
-    # BlueFog spreads the names of `bluefog.torch` over these.
+    # BlueFog spreads the names of `bluefog.torch` over these, as others above.
     "bluefog.torch.mpi_ops": torch,
     "bluefog.torch.optimizers": torch,
     "bluefog.torch.topology_util": torch,

@@ -15,13 +15,16 @@ import torch.distributed as dist
 
 from fogdist.context import current
 
+Function = Callable[..., Any]
+# An operation in flight, and what returns its output once it is complete.
+Begun = tuple[dist.Work, Callable[[dist.Work], Any]]
 FOR_SCRIPTS = ("poll", "synchronize", "wait", "win_cancel", "win_poll", "win_wait")
 
 # There is one counter per process, so a handle from before `shutdown` never refers to an operation after the next
 # `init`.
 _numbers = itertools.count()
 # The operations for which `wait` was not called yet, each with what returns its output once it is complete.
-_in_flight: dict[int, tuple[dist.Work, Callable[[dist.Work], Any]]] = {}
+_in_flight: dict[int, Begun] = {}
 
 
 def add(work: dist.Work, finish: Callable[[dist.Work], Any]) -> int:
@@ -29,6 +32,36 @@ def add(work: dist.Work, finish: Callable[[dist.Work], Any]) -> int:
     handle = next(_numbers)
     _in_flight[handle] = work, finish
     return handle
+
+
+def forms(
+    begin: Callable[..., Begun], name: str, *first: Any, doc: str | None = None
+) -> tuple[Function, Function]:
+    """Returns the form of an operation that waits for it, and the one that returns a handle.
+
+    Args:
+        begin: Begins the operation.
+        name: Name of the form that waits; it ends in "_" where the operation writes its result into its input.
+        first: Arguments of `begin` before those of a call.
+        doc: What the operation does; by default the docstring of `begin`.
+    """
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        work, finish = begin(*first, *arguments, **options)
+        work.wait()
+        return finish(work)
+
+    def starts(*arguments: Any, **options: Any) -> int:
+        return add(*begin(*first, *arguments, **options))
+
+    waits.__name__, waits.__doc__ = name, doc or begin.__doc__
+    base = name.rstrip("_")
+    starts.__name__, starts.__doc__ = (
+        f"{base}_nonblocking{name[len(base) :]}",
+        f"Starts `{name}` and returns its handle.",
+    )
+    waits.__module__ = starts.__module__ = begin.__module__
+    return waits, starts
 
 
 def settle() -> None:

@@ -1,7 +1,70 @@
-"""`bluefog.run`: `bfrun` is ``python -m fogdist.bluefog.run`` here, and `ibfrun` is `fogdist.interactive`; see docs/bluefog.md."""
+"""`bluefog.run`: `bfrun`, which is `fog run` with BlueFog's names for the script; `ibfrun` is `fogdist.interactive`."""
 
 from __future__ import annotations
 
-from fogdist.bluefog.run import interactive_run, run
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
 
-__all__ = ["interactive_run", "run"]
+from fogdist import bluefog, interactive
+
+
+def fog_run(words: Sequence[str]) -> list[str]:
+    """Returns the words of `fog run` for those of `bfrun`.
+
+    fog has no use for `--use-infiniband`, as UCX finds the network itself, nor for `--extra-mpi-flags`, as no launcher of MPI
+    starts the ranks. All other options are those of `fog run`.
+    """
+    parser = argparse.ArgumentParser(prog="bfrun", allow_abbrev=False, add_help=False)
+    parser.add_argument("-v", "--version", action="version", version=bluefog.__version__)
+    parser.add_argument("--use-infiniband", action="store_true")
+    parser.add_argument("--extra-mpi-flags", default="")
+    for option in (("-np", "--num-proc"), ("-p", "--ssh-port"), ("--network-interface",), ("--prefix",)):
+        parser.add_argument(*option)
+    parser.add_argument("-H", "--hosts")
+    parser.add_argument("-hostfile", "--hostfile")
+    parser.add_argument("--timeline-filename")
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    given = vars(parser.parse_args(words))
+    command = given.pop("command")
+    for unused in ("use_infiniband", "extra_mpi_flags"):
+        given.pop(unused)
+    options = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given.items()
+        if value
+    ]
+    first, *rest = command or [""]
+    if os.path.basename(first).startswith("python"):
+        command = rest
+    elif first and not os.path.exists(first):
+        command = [shutil.which(first) or first, *rest]  # a program in Python, such as pytest
+    return [*options, "-m", "fogdist.bluefog", *command]
+
+
+def interrupt_hanged_processes(profile: str = "bluefog") -> None:
+    """Interrupts the ranks of this notebook, as `fogdist.interactive.Cluster.interrupt` does.
+
+    `ibfrun start -np 4` is `fogdist.interactive.start` here.
+
+    Args:
+        profile: Not used: they are all ranks that this process has started.
+
+    Raises:
+        RuntimeError: This process has started no ranks, or they are suspended.
+    """
+    clusters = interactive.running()
+    if not clusters:
+        raise RuntimeError(
+            "this process has started no ranks to interrupt: fogdist.interactive.start(4) does what `ibfrun start -np 4` did"
+        )
+    for cluster in clusters:
+        cluster.interrupt()
+
+
+def main() -> None:
+    """Runs the command line of this process in place of it."""
+    os.execv(sys.executable, [sys.executable, "-m", "fog_cli", "run", *fog_run(sys.argv[1:])])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch  # noqa: F401  `bluefog.torch.torch`, which BlueFog's documentation lists
+import torch  # also `bluefog.torch.torch`, which BlueFog's documentation lists
 
 import fogdist
 from fogdist.bluefog import handles
@@ -18,7 +18,7 @@ from fogdist.observe.timeline import timeline_context, timeline_end_activity, ti
 
 _NAMES: dict[str, Any] = {
     **{name: getattr(fogdist, name) for name in fogdist.__all__},
-    **{name: getattr(topology_util, name) for name in topology_util.OWN},
+    **topology_util.OWN,
     **{
         name: value
         for module in (basics, collectives, optimizers, windows)
@@ -26,6 +26,8 @@ _NAMES: dict[str, Any] = {
         if getattr(value, "__module__", "") == module.__name__ and not name.startswith("_") and name != "end"
     },
     **{name: getattr(handles, name) for name in handles.FOR_SCRIPTS},
+    "is_available": torch.distributed.is_available,
+    "nccl_built": torch.distributed.is_nccl_available,
     "deprecated_function_arg": deprecated_function_arg,
     "timeline_context": timeline_context,
     "timeline_end_activity": timeline_end_activity,

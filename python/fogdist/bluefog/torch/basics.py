@@ -14,8 +14,7 @@ import torch.distributed as dist
 import fogdist
 from fog_pg import environment
 from fogdist.bluefog import handles
-from fogdist.bluefog.common.topology_util import FullyConnectedGraph
-from fogdist.bluefog.common.util import env
+from fogdist.bluefog.common import env
 from fogdist.bluefog.torch.collectives import barrier
 from fogdist.context import assign_topology, current, start
 from fogdist.machines import assign_machine_topology, machines_are_homogeneous
@@ -59,7 +58,7 @@ def init(
     with env(**{each.name: None if each.is_set() else value or None for each, value in values.items()}):
         start(make, is_weighted)
     if is_homogeneous() and fogdist.machine_size() > 1:
-        set_machine_topology(FullyConnectedGraph(fogdist.machine_size()))
+        set_machine_topology(fogdist.topology.fully_connected(fogdist.machine_size()))
     atexit.unregister(end)  # each call registers it, and it is to be called once
     atexit.register(end)
 
@@ -129,11 +128,6 @@ def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:
     return machines_are_homogeneous(current(group).machine_of)
 
 
-def is_available() -> bool:
-    """Returns whether torch was built with torch.distributed, which is all that asyncddp's scripts want to know."""
-    return dist.is_available()
-
-
 def set_skip_negotiate_stage(value: bool) -> None:
     """Keeps the value for `get_skip_negotiate_stage`. It changes nothing: no operation of fogdist negotiates.
 
@@ -147,11 +141,6 @@ def set_skip_negotiate_stage(value: bool) -> None:
 def get_skip_negotiate_stage() -> bool:
     """Returns the last argument of `set_skip_negotiate_stage`, False before."""
     return _skips_negotiation
-
-
-def nccl_built() -> bool:
-    """Returns whether torch has NCCL, which serves CUDA tensors here."""
-    return dist.is_nccl_available()
 
 
 def mpi_threads_supported() -> bool:
@@ -174,5 +163,4 @@ def suspend() -> None:
     """
 
 
-def resume() -> None:
-    """Does nothing, as `suspend`."""
+resume = suspend

@@ -1,6 +1,6 @@
 """Collectives and neighbor collectives in the call forms of every BlueFog version; objects as asyncddp sends them.
 
-An operation has up to four forms, made by `_forms` of one function that begins it: the plain one, which waits; one that ends
+An operation has up to four forms, made by `forms` of one function that begins it: the plain one, which waits; one that ends
 in "nonblocking" and returns a handle for `wait`; and both with a "_" at the end, which write their results into their
 input, also if it is not contiguous.
 """
@@ -8,7 +8,7 @@ input, also if it is not contiguous.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,35 +19,9 @@ import fogdist
 from fogdist.arguments import dense, has_dimensions, key, plain, writable
 from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
+from fogdist.bluefog.handles import Begun, Function, forms
 from fogdist.context import PreconditionError, current
 from fogdist.topology.validation import check_flags, check_rank
-
-Function = Callable[..., Any]
-# An operation in flight, and what returns its output once it is complete.
-Begun = tuple[dist.Work, Callable[[dist.Work], Any]]
-
-
-def _forms(begin: Callable[..., Begun], name: str) -> list[Function]:
-    """Returns the forms of an operation: plain, nonblocking, in place, nonblocking and in place.
-
-    Args:
-        begin: Begins the operation, with its arguments after a flag whether it is in place.
-        name: Name of the operation.
-    """
-
-    def form(in_place: bool, waits: bool) -> Function:
-        def call(*arguments: Any, **options: Any) -> Any:
-            work, finish = begin(in_place, *arguments, **options)
-            if not waits:
-                return handles.add(work, finish)
-            work.wait()
-            return finish(work)
-
-        call.__name__ = name + ("" if waits else "_nonblocking") + ("_" if in_place else "")
-        call.__doc__ = begin.__doc__ if waits else f"Starts `{name}` and returns its handle."
-        return call
-
-    return [form(in_place, waits) for in_place in (False, True) for waits in (True, False)]
 
 
 def _target(tensor: Any, in_place: bool) -> tuple[Tensor, Callable[[dist.Work], Tensor]]:
@@ -129,9 +103,7 @@ def _begin_broadcast(
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        TypeError: `root_rank` is not an integer; else as `allreduce`.
-        ValueError: `root_rank` is not a rank; else as `allreduce`.
-        RuntimeError: As `allreduce`.
+        ValueError: `root_rank` is not a rank; all else as `allreduce`.
     """
     buffer, finish = _target(tensor, in_place)
     context = current(group)
@@ -140,7 +112,7 @@ def _begin_broadcast(
 
 
 def _begin_allgather(
-    _: bool, tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None
+    tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Begun:
     """Returns the tensors of all ranks, concatenated on dimension 0 in order of ranks.
 
@@ -150,9 +122,7 @@ def _begin_allgather(
         group: The group of ranks; by default that of `init`.
 
     Raises:
-        TypeError: As `allreduce`.
-        ValueError: `tensor` has no dimension; else as `allreduce`.
-        RuntimeError: As `allreduce`.
+        ValueError: `tensor` has no dimension; all else as `allreduce`.
     """
     source = has_dimensions(plain(dense(tensor)))
     return current(group).backend.allgather_concat(source, name=key(name)), _one
@@ -169,7 +139,7 @@ def _begin(operation: Function, tensor: Any, *arguments: Any, **options: Any) ->
     return work, _one if isinstance(tensor, Tensor) else lambda done: done.get_future().value()
 
 
-def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[..., Begun]:
+def _with_weights(operation: Function, **renamed: str) -> Callable[..., Begun]:
     """BlueFog up to 0.2.4 took weights and name by position, and its keywords had other names; the first had `average`.
 
     Args:
@@ -179,8 +149,8 @@ def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[.
     sources, destinations = renamed.values()
     order = ("self_weight", sources, destinations, "enable_topo_check", "name")
 
-    @functools.wraps(operation)
-    def begin(_: bool, tensor: Any, *positional: Any, **options: Any) -> Begun:
+    @functools.wraps(operation, ("__name__", "__doc__"))
+    def begin(tensor: Any, *positional: Any, **options: Any) -> Begun:
         if positional and isinstance(positional[0], bool):
             options["average"], *rest = positional
             positional = (None, None, *rest)
@@ -203,13 +173,12 @@ def _with_weights(operation: Function, renamed: Mapping[str, str]) -> Callable[.
     return begin
 
 
-def _begin_neighbor_allgather(_: bool, tensor: Any, name: str | None = None, **options: Any) -> Begun:
+def _begin_neighbor_allgather(tensor: Any, name: str | None = None, **options: Any) -> Begun:
     """As `fogdist.neighbor_allgather`; BlueFog up to 0.2 took the name by position."""
     return _begin(fogdist.neighbor_allgather, tensor, name=name, **options)
 
 
 def _begin_pair_gossip(
-    _: bool,
     tensor: Any,
     target_rank: int,
     self_weight: float | None = None,
@@ -222,29 +191,25 @@ def _begin_pair_gossip(
     return _begin(fogdist.pair_gossip, tensor, target_rank, **options)
 
 
-allreduce, allreduce_nonblocking, allreduce_, allreduce_nonblocking_ = _forms(_begin_allreduce, "allreduce")
-_broadcast, broadcast_nonblocking, broadcast_, broadcast_nonblocking_ = _forms(_begin_broadcast, "broadcast")
-allgather, allgather_nonblocking, *_ = _forms(_begin_allgather, "allgather")
-neighbor_allreduce, neighbor_allreduce_nonblocking, *_ = _forms(
-    _with_weights(
-        fogdist.neighbor_allreduce, {"neighbor_weights": "src_weights", "send_neighbors": "dst_weights"}
-    ),
+allreduce, allreduce_nonblocking = forms(_begin_allreduce, "allreduce", False)
+allreduce_, allreduce_nonblocking_ = forms(_begin_allreduce, "allreduce_", True)
+_broadcast, broadcast_nonblocking = forms(_begin_broadcast, "broadcast", False)
+broadcast_, broadcast_nonblocking_ = forms(_begin_broadcast, "broadcast_", True)
+allgather, allgather_nonblocking = forms(_begin_allgather, "allgather")
+neighbor_allgather, neighbor_allgather_nonblocking = forms(_begin_neighbor_allgather, "neighbor_allgather")
+pair_gossip, pair_gossip_nonblocking = forms(_begin_pair_gossip, "pair_gossip")
+neighbor_allreduce, neighbor_allreduce_nonblocking = forms(
+    _with_weights(fogdist.neighbor_allreduce, neighbor_weights="src_weights", send_neighbors="dst_weights"),
     "neighbor_allreduce",
 )
-hierarchical_neighbor_allreduce, hierarchical_neighbor_allreduce_nonblocking, *_ = _forms(
+hierarchical_neighbor_allreduce, hierarchical_neighbor_allreduce_nonblocking = forms(
     _with_weights(
         fogdist.hierarchical_neighbor_allreduce,
-        {
-            "neighbor_machine_weights": "src_machine_weights",
-            "send_neighbor_machines": "dst_machine_weights",
-        },
+        neighbor_machine_weights="src_machine_weights",
+        send_neighbor_machines="dst_machine_weights",
     ),
     "hierarchical_neighbor_allreduce",
 )
-neighbor_allgather, neighbor_allgather_nonblocking, *_ = _forms(
-    _begin_neighbor_allgather, "neighbor_allgather"
-)
-pair_gossip, pair_gossip_nonblocking, *_ = _forms(_begin_pair_gossip, "pair_gossip")
 
 
 def broadcast(tensor: Tensor, root_rank: int, *arguments: Any, **options: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
@@ -168,24 +169,16 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
             yield order[batch * self._batch_size : (batch + 1) * self._batch_size]
 
 
+@dataclass
 class _StepOfBackward:
     """The step at the end of a backward pass, however many parameters got a gradient in it."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        scheduler: LRScheduler | None,
-        scaler: torch.amp.GradScaler | None,
-        max_norm: float,
-    ) -> None:
-        self._optimizer, self._scheduler, self._scaler, self._max_norm = (
-            optimizer,
-            scheduler,
-            scaler,
-            max_norm,
-        )
-        self.is_accumulating = False
-        self.is_queued = False
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    scaler: torch.amp.GradScaler | None
+    max_norm: float
+    is_accumulating: bool = False
+    is_queued: bool = False
 
     def after_gradient(self, _: Tensor) -> None:
         if not (self.is_queued or self.is_accumulating):
@@ -195,20 +188,20 @@ class _StepOfBackward:
 
     def _step(self) -> None:
         self.is_queued = False
-        optimizer, scaler = self._optimizer, self._scaler
-        if self._max_norm > 0:
+        optimizer, scaler = self.optimizer, self.scaler
+        if self.max_norm > 0:
             if scaler is not None:
                 scaler.unscale_(optimizer)
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            nn.utils.clip_grad_norm_(parameters, self._max_norm)
+            nn.utils.clip_grad_norm_(parameters, self.max_norm)
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
         optimizer.zero_grad()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
 
 def _graph(topology: Any) -> Any:

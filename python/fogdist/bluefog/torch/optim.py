@@ -98,54 +98,27 @@ class AccumAdamW(AccumAdam):
     _is_decoupled: ClassVar[bool] = True
 
 
-def optim_fn_adam(
-    params: Named,
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    weight_decay: float = 1 / 32768,
-    eps: float = 1e-8,
-) -> torch.optim.Adam:
-    """Returns ``torch.optim.Adam`` of named parameters."""
-    return torch.optim.Adam(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
+def _optim_fn(kind: type[Optimizer], weight_decay: float, *order: str) -> Callable[..., Any]:
+    """Returns a function of named parameters, and of these arguments after the learning rate and the betas."""
+
+    def make(
+        params: Named, lr: float = 1e-3, beta1: float = 0.9, beta2: float = 0.999, *more: Any, **options: Any
+    ) -> Any:
+        if len(more) > len(order):
+            raise TypeError(f"at most {4 + len(order)} arguments are taken by position, got {4 + len(more)}")
+        options = {"weight_decay": weight_decay, **dict(zip(order, more, strict=False)), **options}
+        groups = _groups(params, options.pop("weight_decay"))
+        return kind(groups, lr=lr, betas=(beta1, beta2), **options)  # type: ignore[call-arg]
+
+    make.__doc__ = f"Returns `{kind.__name__}` of named parameters; further arguments are {', '.join(order)}."
+    return make
 
 
-def optim_fn_adamw(
-    params: Named,
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    weight_decay: float = 0.1,
-    eps: float = 1e-8,
-) -> torch.optim.AdamW:
-    """Returns ``torch.optim.AdamW`` of named parameters."""
-    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(beta1, beta2), eps=eps)
-
-
-def optim_fn_accum_adam(
-    params: Named,
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 1 / 32768,
-    accum_iter: int = 4,
-) -> AccumAdam:
-    """Returns `AccumAdam` of named parameters."""
-    return AccumAdam(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
-
-
-def optim_fn_accum_adamw(
-    params: Named,
-    lr: float = 1e-3,
-    beta1: float = 0.9,
-    beta2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    accum_iter: int = 4,
-) -> AccumAdamW:
-    """Returns `AccumAdamW` of named parameters."""
-    return AccumAdamW(_groups(params, weight_decay), lr, (beta1, beta2), eps, accum_iter=accum_iter)
+_LAST = "eps", "weight_decay", "accum_iter"
+optim_fn_adam = _optim_fn(torch.optim.Adam, 1 / 32768, "weight_decay", "eps")
+optim_fn_adamw = _optim_fn(torch.optim.AdamW, 0.1, "weight_decay", "eps")
+optim_fn_accum_adam = _optim_fn(AccumAdam, 1 / 32768, *_LAST)
+optim_fn_accum_adamw = _optim_fn(AccumAdamW, 0.1, *_LAST)
 
 
 def lr_scheduler_fn_cosine_with_warmup(

@@ -8,8 +8,9 @@ The recursion is the same, as the gradient is that of the old parameters.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -195,21 +196,16 @@ class DistributedAdaptWithCombineOptimizer(_Communicating):
 
     _order: ClassVar[Order] = "awc"
 
-    def use_allreduce_in_communication(self) -> None:
-        """Averages with all ranks from now on."""
-        self.communication_type = CommunicationType.allreduce
+    def _use(self, kind: CommunicationType) -> None:
+        """Averages with other ranks from now on."""
+        self.communication_type = kind
 
-    def use_neighbor_allreduce_in_communication(self) -> None:
-        """Averages with the neighbors from now on."""
-        self.communication_type = CommunicationType.neighbor_allreduce
-
-    def use_hierarchical_neighbor_allreduce_in_communication(self) -> None:
-        """Averages with the neighbor machines from now on."""
-        self.communication_type = CommunicationType.hierarchical_neighbor_allreduce
-
-    def use_empty_function_in_communication(self) -> None:
-        """Averages with no rank from now on."""
-        self.communication_type = CommunicationType.empty
+    use_allreduce_in_communication = partialmethod(_use, CommunicationType.allreduce)
+    use_neighbor_allreduce_in_communication = partialmethod(_use, CommunicationType.neighbor_allreduce)
+    use_hierarchical_neighbor_allreduce_in_communication = partialmethod(
+        _use, CommunicationType.hierarchical_neighbor_allreduce
+    )
+    use_empty_function_in_communication = partialmethod(_use, CommunicationType.empty)
 
 
 class DistributedAdaptThenCombineOptimizer(_Communicating):
@@ -423,79 +419,68 @@ class DistributedGradientAllreduceOptimizer(_OldNames):
                 parameter.grad = sharded_as(parameter, piece)
 
 
-def DistributedAllreduceOptimizer(
-    optimizer: Optimizer,
-    model: Given | None = None,
-    num_steps_per_communication: int = 1,
-    *,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-) -> Any:
-    """Averages parameters over all ranks if it is given a model, as since BlueFog 0.2.2, else gradients, as in 0.1.
+def _before_3(name: str, kind: str, meaning: str) -> Callable[..., Any]:
+    """Returns what makes an optimizer that has another name since BlueFog 0.3."""
 
-    With a model it is ``DistributedAdaptWithCombineOptimizer(optimizer, model, CommunicationType.allreduce)``, else
-    ``DistributedGradientAllreduceOptimizer``. Arguments and errors are those of `DistributedNeighborAllreduceOptimizer`.
-    """
-    models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    if is_by_name:
-        return DistributedGradientAllreduceOptimizer(optimizer, models)
-    return _choosable(optimizer, models, "allreduce", num_steps_per_communication)
+    def make(
+        optimizer: Optimizer,
+        model: Given | None = None,
+        num_steps_per_communication: int = 1,
+        *,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        **options: Any,
+    ) -> Any:
+        models, is_by_name = _models(optimizer, model, named_parameters, num_steps_per_communication)
+        if kind == "win_put":
+            return DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
+        if kind == "allreduce" and is_by_name:
+            return DistributedGradientAllreduceOptimizer(optimizer, models, **options)
+        chosen = CommunicationType[kind]
+        warn_user(
+            f"it is DistributedAdaptWithCombineOptimizer with {chosen} since BlueFog 0.3",
+            PendingDeprecationWarning,
+        )
+        return DistributedAdaptWithCombineOptimizer(
+            optimizer, models, chosen, num_steps_per_communication, **options
+        )
 
-
-def DistributedNeighborAllreduceOptimizer(
-    optimizer: Optimizer,
-    model: Given | None = None,
-    num_steps_per_communication: int = 1,
-    *,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-) -> Any:
-    """As `DistributedAdaptWithCombineOptimizer`: ``w+ = Avg(w) - step(grad f(w))``.
+    make.__name__ = make.__qualname__ = name
+    make.__doc__ = f"""{meaning}
 
     Args:
-        optimizer: As there.
+        optimizer: As of `DistributedAdaptWithCombineOptimizer`.
         model: As there.
         num_steps_per_communication: As there; with a model only.
         named_parameters: In place of a model; neither of both means all parameters of the optimizer.
+        **options: More arguments of the class.
 
     Raises:
         TypeError: As there; `model` and `named_parameters` are both given.
         ValueError: As there; `num_steps_per_communication` without a model.
         RuntimeError: As there.
     """
-    models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    return _choosable(optimizer, models, "neighbor_allreduce", num_steps_per_communication)
+    return make
 
 
+DistributedAllreduceOptimizer = _before_3(
+    "DistributedAllreduceOptimizer",
+    "allreduce",
+    "Averages parameters over all ranks if it is given a model, as since BlueFog 0.2.2, else gradients, as in 0.1.",
+)
+DistributedNeighborAllreduceOptimizer = _before_3(
+    "DistributedNeighborAllreduceOptimizer",
+    "neighbor_allreduce",
+    "As `DistributedAdaptWithCombineOptimizer`: ``w+ = Avg(w) - step(grad f(w))``.",
+)
 DistributedConsensusOptimizer = DistributedNeighborAllreduceOptimizer
-
-
-def DistributedHierarchicalNeighborAllreduceOptimizer(
-    optimizer: Optimizer, model: Models, num_steps_per_communication: int = 1
-) -> Any:
-    """As `DistributedAdaptWithCombineOptimizer` between machines; arguments and errors of there."""
-    return _choosable(optimizer, model, "hierarchical_neighbor_allreduce", num_steps_per_communication)
-
-
-def DistributedBluefogOptimizer(
-    optimizer: Optimizer,
-    model: Given | None = None,
-    num_steps_per_communication: int = 1,
-    *,
-    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    **options: Any,
-) -> DistributedWinPutOptimizer:
-    """As `DistributedWinPutOptimizer`, or with `named_parameters` as `DistributedNeighborAllreduceOptimizer` has them."""
-    models, _ = _models(optimizer, model, named_parameters, num_steps_per_communication)
-    return DistributedWinPutOptimizer(optimizer, models, num_steps_per_communication, **options)
-
-
-def _choosable(optimizer: Optimizer, models: Models, kind: str, interval: int) -> Any:
-    """Returns AWC with a warning that BlueFog 0.3 has one name for it."""
-    chosen = CommunicationType[kind]
-    warn_user(
-        f"it is DistributedAdaptWithCombineOptimizer with {chosen} since BlueFog 0.3",
-        PendingDeprecationWarning,
-    )
-    return DistributedAdaptWithCombineOptimizer(optimizer, models, chosen, interval)
+DistributedHierarchicalNeighborAllreduceOptimizer = _before_3(
+    "DistributedHierarchicalNeighborAllreduceOptimizer",
+    "hierarchical_neighbor_allreduce",
+    "As `DistributedAdaptWithCombineOptimizer` between machines.",
+)
+DistributedBluefogOptimizer = _before_3(
+    "DistributedBluefogOptimizer", "win_put", "As `DistributedWinPutOptimizer`, also with `named_parameters`."
+)
 
 
 class _Parameters(Module):

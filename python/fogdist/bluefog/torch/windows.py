@@ -10,7 +10,7 @@ The weight of push-sum, p, travels with puts and accumulates and is combined by 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, SupportsIndex, cast
 
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fogdist
-from fogdist.bluefog import handles
 from fogdist.bluefog.deprecation import warn_once
+from fogdist.bluefog.handles import Begun, forms
 from fogdist.context import current
 
 Group = dist.ProcessGroup | None
@@ -65,36 +65,36 @@ def win_free(name: str | None = None, *, group: Group = None) -> bool:
     return True
 
 
-def _write_forms(method: str) -> tuple[Callable[..., bool], Callable[..., int]]:
-    def begin(
-        tensor: Tensor,
-        name: str,
-        self_weight: Any = None,
-        dst_weights: Any = None,
-        require_mutex: bool = False,
-        *,
-        group: Group = None,
-        **options: Any,
-    ) -> dist.Work:
-        # BlueFog up to 0.2.1 had `dst_weights` and `require_mutex` where `self_weight` and `dst_weights` are now.
-        if isinstance(dst_weights, bool):
-            dst_weights, require_mutex = None, dst_weights
-        if isinstance(self_weight, (Mapping, list, tuple)) and dst_weights is None:
-            self_weight, dst_weights = None, self_weight
-        work: dist.Work = getattr(_window(name, group), method)(
-            tensor,
-            self_weight=1.0 if self_weight is None else self_weight,
-            dst_weights=dst_weights,
-            require_mutex=require_mutex,
-            with_p=_with_p,
-            async_op=True,
-            **options,
-        )
-        return work
+def _true(_: dist.Work) -> bool:
+    return True
 
-    return _forms(
-        begin, f"neighbor_win_{method}", f"As `fogdist.Window.{method}`, of the window of this name."
+
+def _begin_write(
+    method: str,
+    tensor: Tensor,
+    name: str,
+    self_weight: Any = None,
+    dst_weights: Any = None,
+    require_mutex: bool = False,
+    *,
+    group: Group = None,
+    **options: Any,
+) -> Begun:
+    # BlueFog up to 0.2.1 had `dst_weights` and `require_mutex` where `self_weight` and `dst_weights` are now.
+    if isinstance(dst_weights, bool):
+        dst_weights, require_mutex = None, dst_weights
+    if isinstance(self_weight, (Mapping, list, tuple)) and dst_weights is None:
+        self_weight, dst_weights = None, self_weight
+    work: dist.Work = getattr(_window(name, group), method)(
+        tensor,
+        self_weight=1.0 if self_weight is None else self_weight,
+        dst_weights=dst_weights,
+        require_mutex=require_mutex,
+        with_p=_with_p,
+        async_op=True,
+        **options,
     )
+    return work, _true
 
 
 def _begin_get(
@@ -104,39 +104,26 @@ def _begin_get(
     *,
     group: Group = None,
     **options: Any,
-) -> dist.Work:
+) -> Begun:
     # BlueFog's documentation lets `src_weights` name the own rank, whose tensor is here already.
     own = fogdist.rank(group=group)
     if isinstance(src_weights, Mapping) and own in src_weights:
         if src_weights[own] != 1:
             warn_once("win_get: this rank's own weight has no effect; give it to win_update as self_weight")
         src_weights = {rank: weight for rank, weight in src_weights.items() if rank != own}
-    return _window(name, group).get(
-        src_weights=src_weights, require_mutex=require_mutex, async_op=True, **options
-    )
+    options |= {"src_weights": src_weights, "require_mutex": require_mutex}
+    return _window(name, group).get(async_op=True, **options), _true
 
 
-def _forms(
-    begin: Callable[..., dist.Work], name: str, meaning: str
-) -> tuple[Callable[..., bool], Callable[..., int]]:
-    """Returns the form of an operation that waits and returns True, and the one that returns a handle."""
-
-    def waits(*arguments: Any, **options: Any) -> bool:
-        begin(*arguments, **options).wait()
-        return True
-
-    def starts(*arguments: Any, **options: Any) -> int:
-        return handles.add(begin(*arguments, **options), lambda _: True)
-
-    waits.__name__, waits.__doc__ = name, f"{meaning} It waits, and returns True."
-    starts.__name__, starts.__doc__ = f"{name}_nonblocking", f"{meaning} It returns a handle at once."
-    return waits, starts
-
-
-neighbor_win_put, neighbor_win_put_nonblocking = _write_forms("put")
-neighbor_win_accumulate, neighbor_win_accumulate_nonblocking = _write_forms("accumulate")
-neighbor_win_get, neighbor_win_get_nonblocking = _forms(
-    _begin_get, "neighbor_win_get", "As `fogdist.Window.get`, of the window of this name."
+_MEANING = "As `fogdist.Window.{}`, of the window of this name; returns True."
+neighbor_win_put, neighbor_win_put_nonblocking = forms(
+    _begin_write, "neighbor_win_put", "put", doc=_MEANING.format("put")
+)
+neighbor_win_accumulate, neighbor_win_accumulate_nonblocking = forms(
+    _begin_write, "neighbor_win_accumulate", "accumulate", doc=_MEANING.format("accumulate")
+)
+neighbor_win_get, neighbor_win_get_nonblocking = forms(
+    _begin_get, "neighbor_win_get", doc=_MEANING.format("get")
 )
 win_put, win_put_nonblocking = neighbor_win_put, neighbor_win_put_nonblocking
 win_accumulate, win_accumulate_nonblocking = neighbor_win_accumulate, neighbor_win_accumulate_nonblocking
