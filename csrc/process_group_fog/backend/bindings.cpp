@@ -4,7 +4,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "device/device_backends.hpp"
@@ -13,15 +12,11 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
-#include "backend/codec_bindings.hpp"
+#include "backend/bindings.hpp"
 #include "backend/given_timeout.hpp"
-#include "backend/joining_bindings.hpp"
-#include "backend/observation_bindings.hpp"
-#include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
 #include "core/settings.hpp"
-#include "backend/process_group_fog.hpp"
 #include "core/python_lock.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/window.hpp"

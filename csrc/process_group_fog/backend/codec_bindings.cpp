@@ -1,4 +1,4 @@
-#include "backend/codec_bindings.hpp"
+#include "backend/bindings.hpp"
 
 #include <string>
 

@@ -6,9 +6,11 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include "device/runtime.hpp"
 #include "engine/engine.hpp"
 
 namespace fog::device {
@@ -19,6 +21,19 @@ using Clock = std::chrono::steady_clock;
 // The first and the longest sleep between two checks of an event.
 constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
+
+constexpr unsigned kPortable = 1; // cudaHostRegisterPortable: page-locked for every context of the process
+
+// Returns a page-locked CPU tensor, or an ordinary one if the device's allocator has no such memory: copies are then
+// slower, and the host may wait for them.
+at::Tensor empty_pinned(at::IntArrayRef sizes, c10::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
+  try {
+    return at::empty(sizes, options.pinned_memory(true));
+  } catch (const std::exception&) { // this device's allocator has no pinned memory
+    return at::empty(sizes, options);
+  }
+}
 
 // Copies without autograd or the version counter.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
@@ -45,6 +60,32 @@ void keep_until(const Event& event, std::vector<at::Tensor> tensors) {
 }
 
 } // namespace
+
+PinnedMemory::PinnedMemory(const at::Device& device, void* memory, size_t bytes) : device_(device) {
+  auto* lock = of_runtime<int(void*, size_t, unsigned)>("cudaHostRegister");
+  if (lock == nullptr || bytes == 0) {
+    return;
+  }
+  const c10::DeviceGuard guard(device); // if there is no context yet, the runtime creates one on this device
+  if (lock(memory, bytes, kPortable) == 0) {
+    memory_ = memory;
+  } else { // for example pages of another window that are locked already
+    forget_error();
+  }
+}
+
+PinnedMemory::~PinnedMemory() {
+  if (memory_ == nullptr) {
+    return;
+  }
+  try {
+    const c10::DeviceGuard guard(device_);
+    if (of_runtime<int(void*)>("cudaHostUnregister")(memory_) != 0) {
+      forget_error();
+    }
+  } catch (const std::exception&) { // the device has ended with the process
+  }
+}
 
 PinnedStaging::PinnedStaging(Window& window)
     : window_(window),

@@ -7,11 +7,24 @@
 #include <mutex>
 #include <vector>
 
-#include "device/pinned_memory.hpp"
 #include "device/stream.hpp"
 #include "windows/window.hpp"
 
 namespace fog::device {
+
+// Page-locks existing memory of the host during its lifetime, so that a device can access it directly, by the CUDA runtime
+// that torch has loaded. Does nothing without such a runtime or if it refuses.
+class PinnedMemory {
+ public:
+  PinnedMemory(const at::Device& device, void* memory, size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+ private:
+  const at::Device device_;
+  void* memory_ = nullptr; // null if it is not locked
+};
 
 // Serves any device, between any hosts. Slots are in host memory. Neighbors get the tensor from a copy in host memory,
 // the published copy. Both belong to the Window; this class copies between them and the device.

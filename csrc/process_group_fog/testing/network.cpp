@@ -202,9 +202,6 @@ class InProcessNetwork::Endpoint::Going final : public Outgoing {
     }
     return taken;
   }
-  bool taken_by_all() const {
-    return slowest() == bytes;
-  }
 
   Endpoint* endpoint = nullptr;
   uint64_t transfer = 0;
@@ -361,7 +358,7 @@ void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
     }
   }
   const auto owner = going->owner;
-  if (going->taken_by_all()) {
+  if (going->slowest() == going->bytes) {
     {
       const std::lock_guard<std::mutex> lock(network_->mutex_);
       network_->valid_.erase(header.shared.transfer);

@@ -136,10 +136,7 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
 
 void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
   // How this rank reaches each other rank: by mapping its memory, by messages, by both, or by RMA and messages.
-  constexpr char kMaps = '0';
-  constexpr char kSends = '1';
-  constexpr char kDoesBoth = '2';
-  constexpr char kWrites = '3';
+  enum Way : char { kMaps = '0', kSends, kDoesBoth, kWrites };
   std::string ways(static_cast<size_t>(group_->size()), kMaps);
   for (const auto& neighbor : neighbors_) {
     memory_->control(neighbor->control).used.store(1); // set before the next gather, from which the neighbor may use it
