@@ -953,5 +953,8 @@ def read_flight_record(pid: int) -> dict[str, object]:
 def suspend_detection(on: bool) -> None:
     """Begins a time without calls of fog that is no hang, or ends it; see `fogdist.suspend_detection`."""
 
+def init_logging() -> None:
+    """Reads TORCH_CPP_LOG_LEVEL, as torch does when it is imported."""
+
 def shutdown() -> None:
     """Fails operations in flight, says goodbye to the other ranks and ends MPI; for interpreter exit."""

@@ -87,7 +87,7 @@ def gradients() -> None:
             matrix = random_matrix(size, seed)
             arguments = arguments_of(matrix, rank)
             check(f"seed {seed}", matrix, lambda x, a=arguments: torch.ops.fog.neighbor_allreduce(x, *a))
-        for name in ("star", "ring-left", "exp"):
+        for name in ("star", "ring-right", "exp2"):
             weighted = topologies.by_name(name, size)
             for graph in (weighted, topologies.uniform_weights(weighted)):
                 fogdist.set_topology(graph)

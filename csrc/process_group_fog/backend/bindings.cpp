@@ -1,6 +1,7 @@
 // The Python module fog_pg._C. fog_pg/_C.pyi describes its types.
 #include <variant>
 
+#include <c10/util/Logging.h>
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -410,5 +411,6 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "suspend_detection", [](bool on) { fog::process_engine().suspend_judgement(on); }, py::arg("on"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("init_logging", &c10::initLogging);
   module.def("shutdown", [] { fog::leave_job(); }, py::call_guard<py::gil_scoped_release>());
 }

@@ -33,7 +33,7 @@ class PushSumSGD(Algorithm):
     The arguments are those of `Algorithm`.
 
     Attributes:
-        p: This rank's weight; a vector of all ranks' weights where one process holds them all (`fogdist.simulate`).
+        p: This rank's weight; a vector of all ranks' weights where one process holds them all.
     """
 
     takes_compression: ClassVar[bool] = False  # the weight must travel exactly as the values do
