@@ -17,8 +17,8 @@ import torch.distributed as dist
 from cluster_ranks import HostRank
 from fogdist import algorithms
 from fogdist.compression import Codec, Int8, TopK
-from fogdist.simulate import Shards
 from fogdist.topology import Topology, by_name
+from shards import Shards
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD, AdamW, Optimizer

@@ -118,7 +118,7 @@ class Exchange:
     @property
     def steps(self) -> int:
         """The number of different rounds."""
-        return self.topology.period or 1
+        return self.topology.period
 
     def matrix(self, step: int) -> NDArray[np.float64]:
         """Returns the mixing matrix of the ranks at a step."""

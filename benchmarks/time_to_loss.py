@@ -23,13 +23,15 @@ from typing import Any
 import numpy as np
 import program
 import torch
-from fogdist import algorithms, simulate
+from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.topology import Topology
 from paired import best_rates, compared, difference, finite
-from performance_tables import loss_table, many_ranks_table
+from performance_tables import loss_table, many_ranks_table  # which adds the folder of tests to sys.path
 from report import write
+from shards import Shards
 from torch import Tensor, nn
+from virtual_training import GradientAverage, StackedModel, train
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -72,15 +74,13 @@ def hierarchical(ranks: int) -> Topology:
     """Means within machines, and the one-peer exponential graph between them."""
     machines = topologies.one_peer_exponential(ranks // RANKS_PER_MACHINE)
     within = np.full((RANKS_PER_MACHINE, RANKS_PER_MACHINE), 1 / RANKS_PER_MACHINE)
-    return Topology(
-        "hierarchical", [np.kron(machines.matrix(t), within) for t in range(machines.period or 1)]
-    )
+    return Topology("hierarchical", [np.kron(machines.matrix(t), within) for t in range(machines.period)])
 
 
 _awc = partial(algorithms.DecentralizedSGD, order="awc")
 # The names and topologies are those of benchmarks/cluster.py where it has the way, as the time of a step is joined by name.
 WAYS: dict[str, Way] = {
-    "ddp_fog": Way(simulate.GradientAverage),
+    "ddp_fog": Way(GradientAverage),
     "one_peer_exp": Way(_awc, topologies.one_peer_exponential),
     "static_exp": Way(_awc, static("exp2")),
     "hierarchical": Way(_awc, hierarchical),
@@ -131,15 +131,15 @@ def run(
     _, inputs, labels, test, answers = task
     way = WAYS[name]
 
-    def evaluate(stacked: simulate.StackedModel) -> float:
+    def evaluate(stacked: StackedModel) -> float:
         return float(nn.functional.cross_entropy(stacked.model_of()(test), answers))
 
     begin = time.perf_counter()
     batch = min(BATCH, len(inputs) // ranks)
-    result = simulate.train(
+    result = train(
         make_model(seed),
         nn.functional.cross_entropy,
-        simulate.Shards(inputs, labels, ranks=ranks, batch=batch, split=SPLITS[split], seed=seed),
+        Shards(inputs, labels, ranks=ranks, batch=batch, split=SPLITS[split], seed=seed),
         ranks=ranks,
         steps=steps,
         topology=None if way.topology is None else way.topology(ranks),

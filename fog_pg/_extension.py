@@ -108,6 +108,7 @@ def load() -> ModuleType:
         ) from error
     from fog_pg._build_info import VERSION
 
+    _C.init_logging()  # torch may have been imported before the level was set
     _C.set_version(VERSION)
     _settings.apply(_C)
     try:

@@ -5,19 +5,14 @@ If the program has given the root logger handlers, records only go there, with a
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import logging
 import os
 import sys
 from functools import cache
-from pathlib import Path
 
 from fog_pg import environment
 
 _LOGGERS = ("fogdist", "fog_pg")
-# The mangled name (Itanium ABI) of c10::initLogging(), which reads TORCH_CPP_LOG_LEVEL. torch calls it when imported.
-_INIT_LOGGING = "_ZN3c1011initLoggingEv"
 
 
 def rank_of_process() -> str:
@@ -61,15 +56,3 @@ def set_up() -> None:
         logger.addHandler(handler)
     if environment.LOG_LEVEL.is_set() and not environment.CPP_LOG_LEVEL.is_set():
         os.environ[environment.CPP_LOG_LEVEL.name] = "INFO" if level == "DEBUG" else level
-        _tell_cpp()
-
-
-def _tell_cpp() -> None:
-    """Makes torch, if it is already imported, read TORCH_CPP_LOG_LEVEL again."""
-    torch = sys.modules.get("torch")
-    if torch is None or torch.__file__ is None:
-        return
-    # A torch without that function keeps its log level.
-    with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
-        getattr(library, _INIT_LOGGING)()

@@ -13,6 +13,7 @@ import fogdist
 import torch
 import torch.distributed as dist
 from fogdist import topology
+from fogdist.bluefog.common import topology_util
 from fogdist.compression import Codec, Float16, Int8, TopK
 from torch import Tensor
 
@@ -55,7 +56,7 @@ def exchanges_of_ranks(x: Tensor) -> Iterator[tuple[str, Callable[[], Tensor], f
     fogdist.set_topology(topology.exponential(size))
     terms = [rank, *fogdist.in_neighbor_ranks()]
     yield "exp2", lambda: fogdist.neighbor_allreduce(x), sum(terms) / len(terms)
-    generator = topology.dynamic.one_peer_ranks(fogdist.load_topology(), rank)
+    generator = topology_util.GetDynamicOnePeerSendRecvRanks(fogdist.load_topology(), rank)
     for step in range((size - 1).bit_length()):
         destinations, sources = next(generator)
 

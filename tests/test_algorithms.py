@@ -31,11 +31,11 @@ from compressed_recursions import choco_sgd, sparse_loco
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import Codec, Int8, TopK
-from fogdist.simulate import VirtualRanks
 from harness import ALL, on_ranks
 from reference import top_k
 from torch import Tensor, nn
 from training_cases import EXACT, IN_STEP, snapshot, start
+from virtual_training import VirtualRanks
 
 SHAPES = [(2, 3), (4,)]
 DIMENSION = 10

@@ -24,11 +24,11 @@ from fogdist.algorithms import (
     PushSumSGD,
 )
 from fogdist.compression import Codec, Float16, Int8, TopK
-from fogdist.simulate.ranks import RowMixing
 from harness import error_of, on_ranks
 from hosts import run_on_hosts
 from reference import HALVES, Checks, make_input
 from torch import Tensor
+from virtual_training import RowMixing
 
 from fog_pg._C import NeighborPlan, VirtualWorld
 

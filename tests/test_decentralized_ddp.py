@@ -483,7 +483,6 @@ def test_bad_arguments() -> None:
         (TypeError, "topology must be a fogdist.topology.Topology", (model, sgd, [1]), {}),
         (ValueError, "as many nodes as ranks", (model, sgd, topologies.ring(size + 1)), {}),
         (ValueError, "sum to 1", (model, sgd, unweighted), {}),
-        (ValueError, "must have a period", (model, sgd, topologies.random_matching(size), "async"), {}),
         (ValueError, "require gradients", (nn.Linear(2, 2).requires_grad_(False), sgd), {}),
         (ValueError, "optimizer must hold parameters of the model only", (nn.Linear(2, 2), sgd), {}),
         (ValueError, "got an LBFGS", (model, torch.optim.LBFGS(model.parameters())), {}),

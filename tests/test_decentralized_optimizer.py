@@ -169,7 +169,7 @@ def test_wrong_arguments() -> None:
     model = make_net(0)
     cases: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         "order must be one of 'atc', 'awc', 'cta', got 'sync'": (ValueError, {"order": "sync"}),
-        "name must be one of exp, .*, random-matching, got 'cube'": (ValueError, {"topology": "cube"}),
+        "name must be one of ring, .*, random-matching, got 'cube'": (ValueError, {"topology": "cube"}),
         "topology must be .* a name that `fog topology` lists": (TypeError, {"topology": 3}),
         "compression must be None with topology=GlobalAverage": (
             ValueError,

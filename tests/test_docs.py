@@ -182,7 +182,6 @@ def test_every_public_name_is_in_the_reference() -> None:
         "flight_record",
         "membership",
         "metrics",
-        "simulate",
         "timeline",
         "topology",
     }

@@ -51,17 +51,20 @@ def default_of(variable: Variable[object]) -> str:
 
 
 def row(variable: Variable[object]) -> str:
-    """Returns a variable's row in the documentation's table."""
+    """Returns the beginning of a variable's row in the documentation's table, up to what it means."""
     default = f"`{shown}`" if (shown := default_of(variable)) else ""
     if variable.owner != "fog":
-        return f"| `{variable.name}` | {variable.owner} | {variable.meaning} |"
+        return f"| `{variable.name}` | {variable.owner} | "
     when = "build" if variable.reader == "build" else "run"
-    return f"| `{variable.name}` | {when} | {variable.kind.name} | {default} | {variable.meaning} |"
+    return f"| `{variable.name}` | {when} | {variable.kind.name} | {default} | "
 
 
 def test_documentation_has_each_variable_as_the_module_has_it() -> None:
     wanted = [row(variable) for variable in VARIABLES if variable.owner != "tests"]
-    assert [line for line in TABLE.splitlines() if line.startswith("| `")] == wanted, "\n".join(wanted)
+    found = [line for line in TABLE.splitlines() if line.startswith("| `")]
+    assert len(found) == len(wanted)
+    for line, begin in zip(found, wanted):
+        assert line.startswith(begin) and line.removeprefix(begin).endswith(". |"), begin
 
 
 def test_python_reads_what_is_listed_and_through_the_module_only() -> None:
@@ -73,7 +76,7 @@ def test_python_reads_what_is_listed_and_through_the_module_only() -> None:
                 variable = getattr(environment, node.attr, None)
                 if isinstance(variable, Variable):
                     read.add(variable.name)
-        if path.name == "environment.py" or path.parts[-2:] == ("common", "util.py"):
+        if path.name == "environment.py" or path.parts[-2:] == ("common", "__init__.py"):
             continue  # the second one sets variables that its caller names
         reads = [
             node.lineno
@@ -95,7 +98,7 @@ def test_command_line_reads_what_is_listed() -> None:
     read = set(re.findall(r'environ(?:ment)?(?:\.get\(|\[)"([A-Z_]+)"', text))
     read |= set(re.findall(r'"([A-Z_]+)" in environ', text))
     read -= {"PATH", "PYTHONPATH"}
-    assert {"RANK"} < read <= {variable.name for variable in VARIABLES}
+    assert {"RANK"} <= read <= {variable.name for variable in VARIABLES}
 
 
 def test_cpp_reads_what_is_listed() -> None:
@@ -205,7 +208,6 @@ def fresh_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [(logger.handlers[:], logger.level) for logger in loggers]
     for logger in loggers:
         logger.handlers, logger.level = [], logging.NOTSET
-    monkeypatch.setattr(_logging, "_tell_cpp", lambda: None)
     monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
     _logging.set_up.cache_clear()
     yield

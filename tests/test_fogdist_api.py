@@ -40,7 +40,7 @@ NAMES = """
     hierarchical_neighbor_allreduce in_neighbor_machine_ranks in_neighbor_ranks init is_initialized load_machine_topology
     load_topology local_rank local_size machine_rank machine_size membership metrics neighbor_allgather neighbor_allreduce
     out_neighbor_machine_ranks out_neighbor_ranks pair_gossip rank reconfigure set_machine_topology set_topology share_
-    shutdown simulate size suspend_detection timeline topology transport
+    shutdown size suspend_detection timeline topology transport
 """
 
 
@@ -55,7 +55,7 @@ LAYERS = """
     lazy warn removed topology launch agreement nested exchange
     static_topology context machines verification arguments compression operations
     windows ops streams memory packing shards parameters consensus observe elastic
-    training algorithms decentralized_optimizer ddp checkpoint hook simulate
+    training algorithms decentralized_optimizer ddp checkpoint hook
     __init__ interactive
     bluefog
 """
@@ -220,7 +220,7 @@ def test_topologies_set_and_loaded() -> None:
     size, rank = fogdist.size(), fogdist.rank()
     with Checks() as checks:
         for topology, error, message in [
-            ("rong", ValueError, "name must be one of exp, .*'rong'"),
+            ("rong", ValueError, "name must be one of ring, .*'rong'"),
             (7, TypeError, "topology.*DiGraph"),
             (topologies.one_peer(topologies.fully_connected(4)), ValueError, "one round"),
             (topologies.ring(size).to_undirected(), TypeError, "DiGraph"),

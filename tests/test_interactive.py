@@ -244,39 +244,6 @@ def seconds_of_cores(cluster: Cluster) -> float:
 
 
 @with_notebooks
-def test_suspend_and_resume(cluster: Cluster, tmp_path: Path) -> None:
-    result = run(
-        cluster,
-        """
-        print("computes", flush=True)
-        done = False
-        while not done:
-            x = fogdist.neighbor_allreduce(torch.ones(1))
-            done = os.path.exists(FLAG) and fogdist.rank() == 0
-            done = bf.broadcast(torch.tensor([float(done)]), 0).item() == 1
-        """.replace("FLAG", repr(str(flag := tmp_path / "flag"))),
-    )
-    wait_until_printed(result, "computes")
-    cluster.suspend()
-    cluster.suspend()
-    assert cluster.is_suspended and repr(cluster).endswith("suspended>")
-    time.sleep(0.1)  # a process stops only after its signal is delivered
-    before = seconds_of_cores(cluster)
-    time.sleep(1)
-    assert seconds_of_cores(cluster) == before
-    flag.touch()
-    for call in (lambda: run(cluster, "1"), cluster.interrupt):
-        with pytest.raises(RuntimeError, match=r"are suspended\. cluster\.resume\(\)"):
-            call()
-    assert not result.ready()
-    cluster.resume()
-    cluster.resume()
-    assert not cluster.is_suspended
-    printed(result)
-    assert output(cluster, "print(x.item())") == ["1.0"] * SIZE
-
-
-@with_notebooks
 def test_ranks_that_run_no_cell_use_no_core(cluster: Cluster) -> None:
     """BlueFog needed `suspend` because its ranks had a thread that was always busy."""
     output(cluster, 'bf.win_create(torch.ones(4), "w"); bf.win_put(torch.ones(4), "w")')
@@ -311,10 +278,10 @@ def test_a_killed_rank_is_named(cluster: Cluster) -> None:
         with pytest.raises(RuntimeError, match=r"^rank 1 ended by SIGKILL\. cluster\.restart\(\)"):
             call()
     cluster.interrupt()
-    cluster.suspend()
+    os.killpg(old[0], signal.SIGSTOP)
     cluster.restart()
     until_gone(handles)
-    assert not set(old) & set(cluster.pids) and not cluster.is_suspended
+    assert not set(old) & set(cluster.pids)
     # The new ranks are new processes, in which nothing is defined.
     assert output(cluster, "print('fogdist' in dir())") == ["False"] * SIZE
     assert output(cluster, "import fogdist; fogdist.init(); print(fogdist.rank())") == ["0", "1", "2"]
@@ -345,8 +312,9 @@ import os, signal, sys
 import fogdist.interactive
 
 cluster = fogdist.interactive.start(2, timeout=100)
-if "suspended" in sys.argv:
-    cluster.suspend()
+if "stopped" in sys.argv:
+    for pid in cluster.pids:
+        os.killpg(pid, signal.SIGSTOP)
 print(*cluster.pids, cluster._processes[0].folder, flush=True)
 sys.stdin.readline()
 if "killed" in sys.argv:
@@ -359,7 +327,7 @@ if "dropped" in sys.argv:
 """
 
 
-@pytest.mark.parametrize("how", ["killed suspended", "exits", "dropped"])
+@pytest.mark.parametrize("how", ["killed stopped", "exits", "dropped"])
 @with_notebooks
 def test_nothing_is_left_of_a_notebook_that_is_gone(how: str) -> None:
     with subprocess.Popen(

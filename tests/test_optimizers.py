@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fogdist import topology as topologies
+from fogdist.bluefog.common import topology_util
 from harness import on_ranks
 from reference import Checks
 from test_machines import machines_of
@@ -65,7 +66,7 @@ def matrices(run: Run, size: int) -> list[np.ndarray]:
     """Returns the mixing matrix of each step."""
     graph = topologies.star(size) if run.mixing == "weighted" else topologies.exponential(size)
     result = []
-    generators = [topologies.dynamic.one_peer_ranks(graph, r) for r in range(size)]
+    generators = [topology_util.GetDynamicOnePeerSendRecvRanks(graph, r) for r in range(size)]
     for step in range(run.steps):
         matrix = np.eye(size)
         if run.mixing == "static":

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 import training_cases
-from fogdist import algorithms, simulate
+from fogdist import algorithms
 from fogdist import topology as topologies
-from fogdist.simulate.ranks import as_operator
 from harness import on_ranks
 from torch import Tensor, nn
 from training_cases import OPTIMIZERS, Net, start
+from virtual_training import GradientAverage, Result, StackedModel, as_operator, train
 
 STEPS = 7
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -89,14 +89,14 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
         real.step()
         losses.append(float(bf.allreduce(loss.detach().reshape(1))))
         distances.append(fogdist.consensus_distance([*trained(model).values()]))
-    virtual = simulate.train(
+    virtual = train(
         make_net(),
         squares,
         data,
         ranks=size,
         steps=STEPS,
         topology=mixing,
-        algorithm=simulate.GradientAverage if averages_gradients else algorithm,
+        algorithm=GradientAverage if averages_gradients else algorithm,
         optimizer=make,
     )
     assert virtual.losses.isfinite().all()
@@ -117,30 +117,6 @@ def test_thousands_of_ranks_mix_along_sparse_matrices():
     torch.testing.assert_close(operator @ values, torch.from_numpy(matrix.T.copy()) @ values, **CLOSE)
 
 
-# --- data ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("split", ["iid", "sorted", 0.1, 10.0])
-def test_shards_give_each_rank_samples_of_its_own(split: Any):
-    labels = torch.arange(10).repeat_interleave(30)[torch.randperm(300)]
-    shards = simulate.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
-    owned = shards.owned
-    assert owned.shape == (7, 42) and len(set(owned.reshape(-1).tolist())) == 7 * 42
-    seen: list[Tensor] = []
-    for step in range(21):  # two epochs
-        inputs, targets = shards(step)
-        assert inputs.shape == targets.shape == (7, 4)
-        torch.testing.assert_close(labels[inputs], targets)
-        seen.append(inputs)
-    for rank in range(7):
-        counts = torch.bincount(torch.cat(seen, dim=1)[rank], minlength=300)
-        assert counts[owned[rank]].eq(2).all()
-    kinds = [len(set(labels[own].tolist())) for own in owned]
-    assert max(kinds) <= 3 if split == "sorted" else max(kinds) > 3
-    again = simulate.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
-    torch.testing.assert_close(again(13)[0], shards(13)[0])
-
-
 # --- what is refused, and what is different -----------------------------------------------------------------
 
 
@@ -148,9 +124,9 @@ def classifier(*layers: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), *layers, nn.Linear(8, 3)).double()
 
 
-def run(model: nn.Module, **options: Any) -> simulate.Result:
-    given = {"data": batches(4), "ranks": 4, "steps": 2, **options}
-    return simulate.train(model, squares, **given)
+def run(model: nn.Module, **options: Any) -> Result:
+    given = {"data": batches(4), "ranks": 4, "steps": 2, "optimizer": OPTIMIZERS["sgd"], **options}
+    return train(model, squares, **given)
 
 
 def test_models_with_statistics_of_batches_are_refused():
@@ -165,7 +141,7 @@ def test_models_with_statistics_of_batches_are_refused():
 
 
 def test_dropout_differs_between_ranks():
-    stacked = simulate.StackedModel(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 4)
+    stacked = StackedModel(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), 4)
     results = stacked(torch.ones(4, 1, 4))
     assert all(not torch.equal(results[0] == 0, results[rank] == 0) for rank in (1, 2, 3))
     model = classifier(nn.Dropout(0.5))
@@ -175,7 +151,7 @@ def test_dropout_differs_between_ranks():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_arguments_are_checked():
+def test_what_has_no_rows_is_refused():
     model = classifier()
     for error, message, options in (
         (
@@ -188,30 +164,15 @@ def test_arguments_are_checked():
             "topology must be a .* for virtual ranks, got Machines",
             {"topology": algorithms.Machines()},
         ),
-        (ValueError, "virtual ranks .* have neither messages nor windows", {"algorithm": algorithms.WinPut}),
+        (ValueError, "virtual ranks have neither messages nor windows", {"algorithm": algorithms.WinPut}),
         (
             ValueError,
             "patience must be None for virtual ranks",
             {"algorithm": partial(algorithms.DecentralizedSGD, patience=1)},
         ),
-        (TypeError, "model must be a torch.nn.Module, got int", {"model": 3}),
-        (ValueError, "steps must be at least 1, got 0", {"steps": 0}),
-        (ValueError, r"inputs\[0\] must have a row for each of 4 ranks", {"data": batches(3)}),
-        (ValueError, "model must have trained parameters", {"model": classifier().requires_grad_(False)}),
-        (ValueError, "got torch.float16", {"model": classifier().half()}),
     ):
         with pytest.raises(error, match=message):
-            run(**{"model": model, **options})
-    with pytest.raises(ValueError, match=r"loss must return a scalar, got shape \(5, 3\)"):
-        simulate.train(model, lambda outputs, _: outputs, batches(4), ranks=4, steps=1)
-    for message, ranks, split in (
-        ('split must be "iid", "sorted" or a number', 2, "random"),
-        ("at least one for each of 5 ranks, got 4", 5, "iid"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            simulate.Shards(torch.zeros(4), torch.zeros(4), ranks=ranks, batch=1, split=split)
-    with pytest.raises(ValueError, match=r"labels must be of shape \(4,\), as inputs, got \(3,\)"):
-        simulate.Shards(torch.zeros(4), torch.zeros(3), ranks=2, batch=1)
+            run(model, **options)
 
 
 def test_ranks_that_do_not_mix_stay_apart():
@@ -220,7 +181,7 @@ def test_ranks_that_do_not_mix_stay_apart():
 
 
 def test_evaluations_see_the_model_as_it_is_then():
-    def evaluate(stacked: simulate.StackedModel) -> float:
+    def evaluate(stacked: StackedModel) -> float:
         assert not stacked.training and not torch.is_grad_enabled()
         return stacked.consensus_distance()
 
@@ -258,6 +219,27 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
     task = ("random", torch.randn(40, 49), torch.arange(40) % 10, torch.randn(9, 49), torch.arange(9))
     monkeypatch.setattr(module, "load", lambda: task)
     return module
+
+
+@pytest.mark.parametrize("split", ["iid", "sorted", 0.1, 10.0])
+def test_shards_give_each_rank_samples_of_its_own(benchmark: Any, split: Any):
+    labels = torch.arange(10).repeat_interleave(30)[torch.randperm(300)]
+    shards = benchmark.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
+    owned = shards.owned
+    assert owned.shape == (7, 42) and len(set(owned.reshape(-1).tolist())) == 7 * 42
+    seen: list[Tensor] = []
+    for step in range(21):  # two epochs
+        inputs, targets = shards(step)
+        assert inputs.shape == targets.shape == (7, 4)
+        torch.testing.assert_close(labels[inputs], targets)
+        seen.append(inputs)
+    for rank in range(7):
+        counts = torch.bincount(torch.cat(seen, dim=1)[rank], minlength=300)
+        assert counts[owned[rank]].eq(2).all()
+    kinds = [len(set(labels[own].tolist())) for own in owned]
+    assert max(kinds) <= 3 if split == "sorted" else max(kinds) > 3
+    again = benchmark.Shards(torch.arange(300), labels, ranks=7, batch=4, split=split, seed=1)
+    torch.testing.assert_close(again(13)[0], shards(13)[0])
 
 
 def test_every_way_is_simulated(benchmark: Any):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -24,9 +22,9 @@ from scripts import ROOT
 
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))
-from fog_cli import main, samples
+from fog_cli import main
 from fog_cli.commands import top
-from fog_cli.samples import Watch, cells, duration, row_of
+from fog_cli.commands.top import Watch, cells, duration, row_of
 
 
 def operation(**values: object) -> Operation:
@@ -85,18 +83,24 @@ def test_the_oldest_operation_in_flight_is_shown() -> None:
     assert shown["operation"] == "#8 allreduce(SUM, float32[3]) … waits for 2" and shown["age"] == "12.0 s"
 
 
-def test_a_process_that_ended_keeps_its_row() -> None:
+def test_a_process_that_ended_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [process(job=9), process(pid=72, rank=1, job=9), process(pid=73, size=5, job=8, started=86400.0)]
-    watch = Watch(lambda: found, lambda processes: [f"late: {len(processes)}"], lambda _: "runs")
-    assert [(len(job.rows), job.late) for job in watch.sample(1.0)] == [(2, ["late: 2"]), (1, ["late: 1"])]
+    monkeypatch.setattr(time, "monotonic", iter([1.0, 2.0]).__next__)
+    monkeypatch.setattr(flight_record, "blamed", lambda processes: [f"late: {len(processes)}"])
+    watch = Watch(lambda: found, lambda _: "runs")
+    jobs = watch.sample()
+    assert [len(rows) for rows in jobs] == [2, 1] and re.findall("late: .", top.table(jobs)) == [
+        "late: 2",
+        "late: 1",
+    ]
     found = [process(steps=2, job=9)]
-    first, second = watch.sample(2.0)
-    assert [row.state for row in first.rows] == ["runs", "ended"] and first.rows[0].rate == 2.0
+    first, second = watch.sample()
+    assert [row.state for row in first] == ["runs", "ended"] and first[0].rate == 2.0
     when = time.strftime("%F %T", time.localtime(0))
-    assert first.title == f"a.py, started {when}: 1 of 3 ranks are on this host"
-    assert second.title.endswith("0 of 5 ranks are on this host")
-    grown = replace(first, rows=[row_of(process(rank=rank, size=1), None, 1.0, "runs") for rank in range(2)])
-    assert grown.title.endswith("2 of 2 ranks are on this host")
+    assert top.table([first]).startswith(f"a.py, started {when}: 1 of 3 ranks are on this host\n")
+    assert ": 0 of 5 ranks are on this host\n" in top.table([second])
+    grown = [row_of(process(rank=rank, size=1), None, 1.0, "runs") for rank in range(2)]
+    assert ": 2 of 2 ranks are on this host\n" in top.table([grown])
 
 
 def test_a_report_is_by_job() -> None:
@@ -114,7 +118,7 @@ def test_texts() -> None:
         "75.0 s",
         "2 h 2 min",
     ]
-    assert samples.top({1: 0.1, 2: 0.5, 3: 0.5, 4: 0.0, 5: 0.2}) == [(2, 0.5), (3, 0.5), (5, 0.2)]
+    assert top.largest({1: 0.1, 2: 0.5, 3: 0.5, 4: 0.0, 5: 0.2}) == [(2, 0.5), (3, 0.5), (5, 0.2)]
 
 
 # --- real ranks -----------------------------------------------------------------------------------------------
@@ -199,9 +203,9 @@ def a_sample_of_a_stopped_rank() -> str | None:
         while not all(") T " in status.read_text() for status in Path(f"/proc/{pid}/task").glob("*/stat")):
             time.sleep(0.01)
         before = switches(pid)
-        watch = Watch(flight_record.read_all, flight_record.blamed)
+        watch = Watch(flight_record.read_all)
         watch.sample()
-        rows = [row for job in watch.sample() for row in job.rows if row.process.pid == pid]
+        rows = [row for job in watch.sample() for row in job if row.process.pid == pid]
         after = switches(pid)
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -228,14 +232,17 @@ def commands(folder: str) -> None:
     descriptor, before = os.open(lines, os.O_WRONLY | os.O_CREAT), os.dup(1)
     os.dup2(descriptor, 1)
     try:
-        assert main(["top", "--interval", "0.1", "--json", pid]) == 0
+        assert main(["top", "--interval", "0.1", pid]) == 0
         sys.stdout.flush()
     finally:
         os.dup2(before, 1)
-    (job,) = json.loads(lines.read_text())["jobs"]
+    title, _, row = lines.read_text().splitlines()
     assert main(["dump", pid]) == 0
-    (row,) = job["rows"]
-    assert (row["pid"], row["size"], row["state"]) == (int(pid), 2, "runs")
+    assert title.endswith("1 of 2 ranks are on this host") and row.split()[:2] + row.split()[3:4] == [
+        "0",
+        pid,
+        "runs",
+    ]
     dist.barrier()
 
 
@@ -248,14 +255,15 @@ def test_the_command_shows_a_rank(new_world, tmp_path):
 
 def test_nothing_to_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(flight_record, "read_all", list)
-    assert main(["top", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out) == {"jobs": []}
+    assert main(["top"]) == 1
+    assert capsys.readouterr().err.startswith("fog top: no process of yours")
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Live until Ctrl-C in a terminal, and once elsewhere."""
     found = [process(operations=[operation()], steps=3, step_age=2.0, job=9), process(pid=73, job=8)]
-    watch = Watch(lambda: found, lambda _: ["rank 1 is late"], lambda _: "runs")
+    watch = Watch(lambda: found, lambda _: "runs")
+    monkeypatch.setattr(flight_record, "blamed", lambda _: ["rank 1 is late"])
     monkeypatch.setattr(top, "_watch", lambda _: watch)
     assert main(["top", "--interval", "0.1"]) == 0
     once = capsys.readouterr().out

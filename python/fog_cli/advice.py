@@ -41,8 +41,6 @@ EQUALLY_GOOD = 1.02
 PAYS = 0.95
 LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-# Of a sequence that never repeats, the rounds whose traffic is looked at.
-_ENDLESS_ROUNDS = 16
 # Fog's sums go around a ring up to so many hosts, and up to so many more if slices have so many bytes:
 # collectives/cutovers.hpp.
 _FEW_HOSTS, _MOST_IN_RING, _LEAST_IN_RING = 8, 30, 8192
@@ -229,7 +227,6 @@ class Setting:
         local_steps: Steps from one exchange to the next.
         bucket_mb: MiB of a bucket.
         exchange: Seconds of an exchange, the mean over the rounds.
-        limit: What most of that is spent with, in words.
         step: Seconds.
         agreement: Seconds to a tenth of the disagreement.
         sent: Bytes a step that leave all hosts, plus those within hosts.
@@ -240,7 +237,6 @@ class Setting:
     local_steps: int
     bucket_mb: float
     exchange: float
-    limit: str
     step: float
     agreement: float
     sent: float
@@ -274,7 +270,7 @@ def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
     if rounds is None:
         return None
     traffic = []
-    for t in range(topology.period or _ENDLESS_ROUNDS):
+    for t in range(topology.period):
         between: dict[tuple[int, int], float] = {}
         within: dict[int, float] = {}
         matrix = topology.matrix(t)
@@ -354,18 +350,8 @@ def exchange_seconds(
     codec: Codec | None = None,
     element_bytes: float = 4,
     encoded: float = 1.0,
-) -> tuple[float, str]:
-    """Returns what one exchange takes, and what most of it is spent with.
-
-    Args:
-        traffic: Of the round.
-        network: The links.
-        size: Bytes of the parameters.
-        bucket: Bytes of a bucket.
-        codec: Of what goes between hosts.
-        element_bytes: Of a parameter.
-        encoded: As in `Way`.
-    """
+) -> float:
+    """Returns the seconds of an exchange of `size` bytes in buckets of `bucket` bytes; `encoded` is as in `Way`."""
     share = 1.0 if codec is None else codec.element_bytes / element_bytes
     out: dict[int, float] = {}
     into: dict[int, float] = {}
@@ -377,30 +363,22 @@ def exchange_seconds(
         if sites[0] != sites[1]:
             over[sites] = over.get(sites, 0.0) + tensors
     loads = [
-        (share * tensors * size / network.host_rates[host], f"the link of host {host}")
+        share * tensors * size / network.host_rates[host]
         for ends in (out, into)
         for host, tensors in ends.items()
     ]
-    loads += [
-        (share * tensors * size / network.trunks[sites], f"the link from site {sites[0]} to site {sites[1]}")
-        for sites, tensors in over.items()
-    ]
-    loads += [
-        (tensors * size / network.local_rates[host], f"the memory of host {host}")
-        for host, tensors in traffic.within.items()
-    ]
-    transfer, link = max(loads, default=(0.0, "nothing"), key=lambda load: load[0])
+    loads += [share * tensors * size / network.trunks[sites] for sites, tensors in over.items()]
+    loads += [tensors * size / network.local_rates[host] for host, tensors in traffic.within.items()]
+    transfer = max(loads, default=0.0)
     bucket = min(bucket, size)
     latency = network.latency if traffic.between else network.latency_within
     messages = math.ceil(size / bucket) * traffic.messages * latency
     if codec is None:
-        last, name = bucket * (traffic.messages + 1) / network.sum_rate, "sums"
+        last = bucket * (traffic.messages + 1) / network.sum_rate
     else:
-        of_all = codec.seconds(encoded * size / element_bytes, traffic.messages)
-        transfer, link = max((transfer, link), (of_all, "the codec"), key=lambda part: part[0])
-        last, name = codec.seconds(encoded * bucket / element_bytes, traffic.messages), "the codec"
-    longest = max((transfer, link), (messages, "latency"), (last, name), key=lambda part: part[0])[1]
-    return messages + transfer + last, longest
+        transfer = max(transfer, codec.seconds(encoded * size / element_bytes, traffic.messages))
+        last = codec.seconds(encoded * bucket / element_bytes, traffic.messages)
+    return messages + transfer + last
 
 
 def settings(
@@ -440,8 +418,8 @@ def settings(
             rounds = [
                 exchange_seconds(each, network, size, megabytes * 2**20, **options) for each in way.traffic
             ]
-            exchange = statistics.fmean(seconds for seconds, _ in rounds)
-            late = statistics.fmean(max(0.0, seconds - compute) for seconds, _ in rounds)
+            exchange = statistics.fmean(rounds)
+            late = statistics.fmean(max(0.0, seconds - compute) for seconds in rounds)
             tensors = statistics.fmean(
                 share * sum(each.between.values()) + sum(each.within.values()) for each in way.traffic
             )
@@ -453,7 +431,6 @@ def settings(
                         steps,
                         megabytes,
                         exchange,
-                        max(rounds)[1],
                         step,
                         way.rounds * steps * step,
                         tensors * size / steps,
@@ -464,13 +441,7 @@ def settings(
 
 
 def longest_step(fastest: float, compute: float, tolerance: float) -> float:
-    """Returns the seconds that a step may take by the module's rule.
-
-    Args:
-        fastest: Seconds of the step of the fastest setting.
-        compute: Seconds of a step alone.
-        tolerance: How much longer a step may take, 0.05 for 5 %.
-    """
+    """Returns the seconds that a step may take by the module's rule, as in `best`."""
     return (1 + tolerance) * (compute if fastest <= (1 + tolerance) * compute else fastest)
 
 
@@ -489,22 +460,7 @@ def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
     return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))
 
 
-@dataclass(frozen=True)
-class Compression:
-    """What a codec would do.
-
-    Attributes:
-        codec: Which.
-        choice: What the rule recommends with it.
-        pays: Whether ranks agree sooner than without, to at most `PAYS` of the time.
-    """
-
-    codec: Codec
-    choice: Setting
-    pays: bool
-
-
-def compressions(
+def with_codecs(
     network: Network,
     compute: float,
     size: float,
@@ -512,27 +468,19 @@ def compressions(
     tolerance: float,
     *,
     element_bytes: float = 4,
-) -> list[Compression]:
-    """Returns what each codec would do, and whether it pays: nothing if all ranks are on one host.
-
-    Args:
-        network: The links.
-        compute: Seconds of a step alone.
-        size: Bytes of the parameters.
-        codecs: As measured.
-        tolerance: As in `best`.
-        element_bytes: Of a parameter.
-    """
+) -> list[Setting]:
+    """Returns what the rule chooses with each codec; nothing if all ranks are on one host. Arguments as of `settings`."""
     if network.hosts < 2:
         return []
     known = ways(network)
 
-    def chosen(codec: Codec | None) -> Setting:
+    def chosen(codec: Codec) -> Setting:
         found = settings(network, compute, size, chosen=known, codec=codec, element_bytes=element_bytes)
         return best(found, compute, tolerance)
 
-    found, plain = [], chosen(None)
-    for codec in codecs:
-        choice = chosen(codec)
-        found.append(Compression(codec, choice, choice.agreement <= PAYS * plain.agreement))
-    return found
+    return [chosen(codec) for codec in codecs]
+
+
+def pays(choice: Setting, plain: Setting) -> bool:
+    """Returns whether ranks agree sooner with a codec than without: in at most `PAYS` of the time."""
+    return choice.agreement <= PAYS * plain.agreement

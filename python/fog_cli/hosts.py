@@ -12,9 +12,8 @@ from fog_cli import UsageError
 
 # No name begins with a dash: ssh and others would take it for an option.
 _NAME = r"\[[0-9A-Fa-f:.%\w]+\]|[\w.][\w.-]*"
-_ENTRY = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+))?")
-_LINE = re.compile(rf"(?P<name>{_NAME})(?::(?P<slots>\d+)|\s+slots\s*=\s*(?P<words>\d+))?")
-_FORMS = "allowed are 'host', 'host:slots' and, in a file, 'host slots=n'"
+_ENTRY = re.compile(rf"(?P<name>{_NAME})(?:(?::|\s+slots\s*=\s*)(?P<slots>\d+))?")
+_FORMS = "allowed are 'host', 'host:slots' and 'host slots=n'"
 
 
 @dataclass(frozen=True)
@@ -31,9 +30,7 @@ def parse_hosts(text: str) -> list[Host]:
     Raises:
         UsageError: An entry cannot be parsed.
     """
-    return _collect(
-        _ENTRY, ((f"-H: entry {number}", entry) for number, entry in enumerate(text.split(","), 1))
-    )
+    return _collect((f"-H: entry {number}", entry) for number, entry in enumerate(text.split(","), 1))
 
 
 def read_hostfile(path: str) -> list[Host]:
@@ -49,19 +46,18 @@ def read_hostfile(path: str) -> list[Host]:
     entries = [
         (f"--hostfile {path}: line {number}", line.partition("#")[0]) for number, line in enumerate(lines, 1)
     ]
-    hosts = _collect(_LINE, ((where, line) for where, line in entries if line.strip()))
+    hosts = _collect((where, line) for where, line in entries if line.strip())
     if not hosts:
         raise UsageError(f"--hostfile {path}: it names no host; {_FORMS}")
     return hosts
 
 
-def _collect(pattern: re.Pattern[str], entries: Iterable[tuple[str, str]]) -> list[Host]:
+def _collect(entries: Iterable[tuple[str, str]]) -> list[Host]:
     """Returns the hosts of entries. The slots of repeated hosts are added, as batch systems write one line per slot."""
     slots: dict[str, int] = {}
     for where, entry in entries:
-        match = pattern.fullmatch(entry.strip())
-        found = match.groupdict() if match else {}
-        count = int(found.get("slots") or found.get("words") or 1)
+        match = _ENTRY.fullmatch(entry.strip())
+        count = int(match["slots"] or 1) if match else 0
         if match is None or count < 1:
             raise UsageError(f"{where}: got {entry.strip()!r}; {_FORMS}, with one slot at least")
         name = match["name"].strip("[]")

@@ -98,7 +98,6 @@ __all__ = [
     "set_topology",
     "share_",
     "shutdown",
-    "simulate",
     "size",
     "suspend_detection",
     "timeline",
@@ -107,14 +106,12 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fogdist import simulate
-
     bluefog: ModuleType  # which imports this module
 else:  # a type checker is to find misspelt names
 
     def __getattr__(name: str) -> Any:
-        if name in ("bluefog", "simulate"):  # most scripts do not use them
-            return importlib.import_module(f"fogdist.{name}")
+        if name == "bluefog":  # most scripts do not use it
+            return importlib.import_module("fogdist.bluefog")
         raise _missing(__name__, name)
 
     def __dir__() -> list[str]:

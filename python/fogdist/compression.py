@@ -17,7 +17,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
@@ -48,10 +48,7 @@ class Codec(abc.ABC):
     """
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = _checked(each.name, getattr(self, each.name), each.metadata["allowed"])
-            object.__setattr__(self, each.name, value)
-        _ = self.backend  # checks the rest
+        _ = self.backend  # checks the arguments
 
     @property
     def backend(self) -> _C.Codec:
@@ -120,14 +117,14 @@ class Codec(abc.ABC):
         return output
 
 
-def _argument(default: Any, allowed: str) -> Any:
-    return field(default=default, metadata={"allowed": allowed})
-
-
 def _integer(name: str, value: SupportsIndex, allowed: str = "an integer") -> int:
+    """Returns an argument as Python's integer."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    return operator.index(value)
+    number = operator.index(value)
+    if abs(number) >= 1 << 63:  # the backend could not name it
+        raise ValueError(f"{name} must be less than 2^63 in magnitude, got {number}")
+    return number
 
 
 def _within(name: str, value: SupportsIndex, limit: int) -> int:
@@ -136,24 +133,6 @@ def _within(name: str, value: SupportsIndex, limit: int) -> int:
     if not 0 <= number < limit:
         raise ValueError(f"{name} must be from 0 to {limit - 1}, got {number}")
     return number
-
-
-def _checked(name: str, value: Any, allowed: str) -> Any:
-    """Returns a codec's argument as it is kept: integers of other libraries become Python's."""
-    if value is None and allowed.endswith(" or None"):
-        return None
-    if allowed.startswith("an integer"):
-        number = _integer(name, value, allowed)
-        if abs(number) >= 1 << 63:  # the backend could not name it
-            raise ValueError(f"{name} must be less than 2^63 in magnitude, got {number}")
-        return number
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    try:
-        float(value)
-    except OverflowError:
-        raise ValueError(f"{name} must be a number that a float can hold, got {value!r}") from None
-    return value
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,7 +203,11 @@ class Int8(Codec):
         block: The number of elements of a block: a multiple of 8, from 8 to 8192.
     """
 
-    block: int = _argument(256, "an integer")
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block", _integer("block", self.block))
+        super().__post_init__()
 
     def _make(self) -> _C.Codec:
         return _backend().int8(self.block)
@@ -251,20 +234,27 @@ class TopK(Codec):
         bits: Of a value: 2; or 32, for exact values, in the tensor's dtype.
     """
 
-    fraction: float | None = _argument(None, "a real number or None")
-    k: int | None = _argument(None, "an integer or None")
-    bits: int = _argument(32, "an integer")
+    fraction: float | None = None
+    k: int | None = None
+    bits: int = 32
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.k is None):
             raise ValueError(
                 f"exactly one of fraction and k must be given, got fraction={self.fraction}, k={self.k}"
             )
+        if self.k is not None:
+            object.__setattr__(self, "k", _integer("k", self.k, "an integer or None"))
+        elif not isinstance(self.fraction, numbers.Real) or isinstance(self.fraction, bool):
+            raise TypeError(f"fraction must be a real number or None, got {self.fraction!r}")
+        object.__setattr__(self, "bits", _integer("bits", self.bits))
         super().__post_init__()
 
     def _which(self) -> tuple[float, int]:
         if self.k is None:
             assert self.fraction is not None
+            if not 0 < self.fraction <= 1:
+                raise ValueError(f"fraction must be more than 0 and at most 1, got {self.fraction}")
             return float(self.fraction), 0
         if self.k < 1:
             raise ValueError(f"k must be at least 1, got {self.k}")

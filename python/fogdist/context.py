@@ -170,7 +170,7 @@ class Context:
 
     @property
     def held(self) -> int:
-        """How many ranks' values this process holds: its own; all of them in `fogdist.simulate`."""
+        """How many ranks' values this process holds: its own; all of them in tests/virtual_training.py."""
         return 1
 
     def carried_out(self, mixing: _Mixing) -> _Mixing:
@@ -179,16 +179,6 @@ class Context:
         Where one process holds all ranks, it is a product with the mixing's matrix.
         """
         return mixing
-
-
-class VirtualGroup(dist.ProcessGroup):
-    """Ranks that one process holds, all of them (`fogdist.simulate`); they need no `init`.
-
-    Attributes:
-        context: The group's.
-    """
-
-    context: Context
 
 
 @dataclass
@@ -217,8 +207,6 @@ def current(group: dist.ProcessGroup | Context | None = None) -> Context:
     """
     if isinstance(group, Context):
         return group
-    if isinstance(group, VirtualGroup):
-        return group.context
     session = require_session()
     if group is None or group is session.main.group:
         if not _is_registered(session.main.group):

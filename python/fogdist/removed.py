@@ -22,7 +22,7 @@ _GRAPHS = _read("""
     GetInnerOuterExpo2DynamicSendRecvRanks: fogdist.topology.inner_outer_exponential
     GetInnerOuterRingDynamicSendRecvRanks: fogdist.topology.inner_outer_exponential
     GetRecvWeights: fogdist.topology.recv_weights
-    GetSendWeights: fogdist.topology.send_weights
+    GetSendWeights: the row of a rank in fogdist.topology.mixing_matrix
     IsRegularGraph: fogdist.topology.is_regular
     IsTopologyEquivalent: fogdist.topology.is_equivalent
     MeshGrid2DGraph: fogdist.topology.mesh
@@ -47,8 +47,8 @@ _OF_BLUEFOG = _GRAPHS | _read("""
     barrier: torch.distributed.barrier
     poll win_poll: is_completed() of a Work, which async_op=True returns
     wait synchronize win_wait: wait() of a Work, which async_op=True returns
-    InferDestinationFromSourceRanks: fogdist.topology.transpose_neighbor_ranks of all ranks' lists
-    InferSourceFromDestinationRanks: fogdist.topology.transpose_neighbor_ranks of all ranks' lists
+    InferDestinationFromSourceRanks: an all-gather of the ranks' lists, in which each rank looks for its own number
+    InferSourceFromDestinationRanks: an all-gather of the ranks' lists, in which each rank looks for its own number
     is_homogeneous: fogdist.machine_size, which raises PreconditionError if the machines differ
     is_topo_weighted is_machine_topo_weighted: load_topology(), whose weights are used
     win_put neighbor_win_put: fogdist.Window.put
@@ -91,7 +91,11 @@ _OF_FOGDIST = {
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
-    "fogdist": _OF_FOGDIST | {"testing": "fog's own tests inject faults"},
+    "fogdist": _OF_FOGDIST
+    | {
+        "simulate": "fog's own tests train virtual ranks, and benchmarks/time_to_loss.py counts steps to a loss with them",
+        "testing": "fog's own tests inject faults",
+    },
     "fogdist.algorithms": {
         "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
         "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
@@ -119,16 +123,18 @@ REMOVED: dict[str, dict[str, str]] = {
         "RandomK": "TopK sends as many elements, the largest ones",
         "Sign": _FEW_BITS,
     },
-    "fogdist.simulate": {
-        **dict.fromkeys(("Consensus", "consensus"), "Topology has consensus_distance and rounds_to"),
-        "second_eigenvalue": "it is 1 minus the spectral_gap of a Topology",
-    },
     "fogdist.topology": {
         **{
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
             for name, instead in _GRAPHS.items()
         },
         **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
+        "SEQUENCE_NAMES": "named(name, size) lists the names in its error",
+        **dict.fromkeys(
+            ("matrix_from_destinations", "matrix_from_sources", "transpose_neighbor_ranks"),
+            "mixing_matrix(uniform_weights(graph)) is the matrix of the plain mean along a graph's edges",
+        ),
+        "send_weights": "the row of a rank in mixing_matrix(graph)",
         "graph_from_matrix": "Topology(name, [W]).graph() is the graph of a matrix W",
         "plot": "networkx draws the graph of a round, Topology.graph(t)",
         "inner_outer_ring": "inner_outer_exponential(size, local_size) averages in fewer rounds",

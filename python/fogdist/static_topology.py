@@ -18,6 +18,7 @@ from fogdist.topology import (
     mixing_matrix,
     named,
     recv_weights,
+    uniform_weights,
 )
 from fogdist.topology.validation import check_flags, edge_weight, no_topology
 from fogdist.topology.weights import check_matrix, has_weights
@@ -54,6 +55,12 @@ class StaticTopology:
             return self.along.self_weight, dict(sources)
         share = 1.0 / (len(sources) + 1)
         return share, {source: share for source, _ in sources}
+
+    def as_topology(self) -> Topology:
+        """Returns it with the weights that exchanges use. Raises TopologyError if a user's weights do not sum to 1."""
+        return Topology.from_graph(
+            "group's topology", self.graph if self.is_weighted else uniform_weights(self.graph)
+        )
 
     def items(self) -> list[str]:
         """Returns the items that must be the same on all ranks, in an order that does not depend on the graph's."""

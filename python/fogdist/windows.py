@@ -202,7 +202,7 @@ class Window:
             skip_lost: True to skip neighbors that are known to be lost. Their shares are lost with them.
             compression: A codec of `fogdist.compression`: the slots get weight * the decoded tensor. With a
                 `self_weight`, `tensor` becomes ``tensor - (1 - self_weight) * decoded`` instead: this rank keeps what
-                the codec has lost. p is not encoded. All ranks must use one codec in a window.
+                the codec has lost. p is not encoded.
             decoded: A tensor on the CPU like `tensor`, which becomes what the others decode before the call returns.
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
             async_op: True to return a `torch.distributed.Work` at once. `tensor` must not change before its `wait`

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fog_cli import UsageError, add_command, advice, table
-from fog_cli.advice import Codec, Compression, Network, Setting
+from fog_cli.advice import Codec, Network, Setting, pays
 from fog_cli.commands import run as run_command
 from fog_cli.spawn import objects
 
@@ -103,7 +103,7 @@ class Report:
         size: Bytes of the parameters.
         found: All settings.
         choice: The recommended one.
-        compressed: What codecs would do.
+        compressed: The recommended one with each codec.
     """
 
     network: Network
@@ -111,7 +111,7 @@ class Report:
     size: float
     found: Sequence[Setting]
     choice: Setting
-    compressed: Sequence[Compression]
+    compressed: Sequence[Setting]
 
     @classmethod
     def of(cls, measured: Mapping[str, Any], parameters: str | None, step_time: float | None) -> Report:
@@ -123,7 +123,7 @@ class Report:
         found = advice.settings(network, compute, size)
         # No codec takes elements of a byte.
         codecs = [Codec(*codec) for codec in measured["codecs"]] if each > 1 else []
-        compressed = advice.compressions(network, compute, size, codecs, _TOLERANCE, element_bytes=each)
+        compressed = advice.with_codecs(network, compute, size, codecs, _TOLERANCE, element_bytes=each)
         return cls(network, compute, size, found, advice.best(found, compute, _TOLERANCE), compressed)
 
 
@@ -181,7 +181,7 @@ def as_text(report: Report) -> list[str]:
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
     rows = [
         (
-            *("", "local steps", "bucket MiB", "exchange ms", "mostly", "step ms", "over compute", "rounds"),
+            *("", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds"),
             "s to a tenth",
         )
     ]
@@ -189,7 +189,7 @@ def as_text(report: Report) -> list[str]:
         advice.best([each for each in report.found if each.way.name == name], compute, _TOLERANCE)
         for name in dict.fromkeys(each.way.name for each in report.found)
     ]
-    for each in [*by_way, *(compressed.choice for compressed in report.compressed)]:
+    for each in [*by_way, *report.compressed]:
         codec = f", {each.codec.code}" if each.codec else ""
         rows.append(
             (
@@ -197,7 +197,6 @@ def as_text(report: Report) -> list[str]:
                 str(each.local_steps),
                 f"{each.bucket_mb:g}",
                 f"{1e3 * each.exchange:.3g}",
-                each.limit,
                 f"{1e3 * each.step:.4g}",
                 f"{each.step / compute - 1:.1%}",
                 str(each.way.rounds),
@@ -208,7 +207,8 @@ def as_text(report: Report) -> list[str]:
     if network.hosts < 2:
         lines.append("Compression: ranks of one host read each other's tensors in place, so no codec pays.")
     for compressed in report.compressed:
-        verdict = f"pays: {in_code(compressed.choice)}" if compressed.pays else "does not pay"
+        assert compressed.codec is not None  # as was asked for
+        verdict = f"pays: {in_code(compressed)}" if pays(compressed, choice) else "does not pay"
         lines.append(f"Compression with {compressed.codec.code} {verdict}")
     return lines
 

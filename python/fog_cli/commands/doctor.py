@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +14,6 @@ _EXAMPLES = """\
 examples:
   fog doctor                   look at everything, and try two ranks
   fog doctor --no-self-test    only look
-  fog doctor --json > here     for an issue, or for a program
 
 Each line is ok, note (one host works, something else may not) or bad. The exit status is 0 if what fog needs on one
 host works, else 1.
@@ -36,7 +32,8 @@ _RMA_ADVICE = (
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
     "fog": _REBUILD,
-    "extension": "",  # the error says it
+    "extension": f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}",
+    "unknown variables": "fog knows no such variables; a typing error? docs/environment.md lists them",
     "MPI library": _MPI_ADVICE,
     "MPI": _MPI_ADVICE,
     "environment": "docs/environment.md lists the variables; correct or unset this one",
@@ -58,7 +55,6 @@ def add(subparsers: Any) -> None:
         "Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
         _EXAMPLES,
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object in place of the lines")
     parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")
 
 
@@ -68,8 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
     area = ""
     for finding in findings(arguments.self_test):
         found.append(finding)
-        if arguments.json:
-            continue
         if finding.area != area:
             area = finding.area
             print(f"{area}")
@@ -77,10 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         if finding.advice:
             print(f"        {' ' * len(finding.name)}  -> {finding.advice}", flush=True)
     bad = [finding.name for finding in found if finding.state == "bad"]
-    if arguments.json:
-        report = {"works": not bad, "findings": [dataclasses.asdict(finding) for finding in found]}
-        print(json.dumps(report, indent=2))
-    elif bad:
+    if bad:
         names = ", ".join(name for name in dict.fromkeys(bad) if name != "two ranks")
         print(f"\nNot everything that fog needs on one host works: {names}.")
     else:
@@ -120,19 +111,10 @@ def findings(self_test: bool) -> Iterator[Finding]:
 def loaded(ended: Ended) -> Iterator[Finding]:
     """Yields the findings that the program `facts` reported."""
     for name, text, error in _steps(ended, 1):
-        state, advice = "ok", ""
-        if name == "unknown variables":
-            state = "note"
-            advice = "fog knows no such variables; a typing error? docs/environment.md lists them"
-        elif error is not None:
-            state, advice = "note" if name in _NOT_NEEDED else "bad", _ADVICE.get(name, "")
-            if name == "extension" and "Error: " not in error:  # it crashed or hung
-                advice = f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}"
-            elif name == "extension" and os.environ.get("FOG_MPI_LIBRARY") and "MPI" in error:
-                advice = (
-                    "unset FOG_MPI_LIBRARY to take the package mpich's library, or name your site's correctly"
-                )
-        yield Finding("versions", name, state, error or text, advice)
+        state = "note" if name in _NOT_NEEDED else "bad"
+        if error is None:
+            state = "note" if name == "unknown variables" else "ok"
+        yield Finding("versions", name, state, error or text, "" if state == "ok" else _ADVICE.get(name, ""))
     if not ended.objects():
         why = ended.why() or "the program that looks said nothing"
         yield Finding("versions", "Python", "bad", why, "see the message")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -67,8 +65,12 @@ def add(subparsers: Any) -> None:
     )
 
 
-def add_hosts(parser: argparse.ArgumentParser) -> None:
-    """Describes the options that name hosts; other commands have them, too."""
+def add_placing(parser: argparse.ArgumentParser) -> None:
+    """Describes the options that say where ranks are and how they start; other commands have them, too."""
+    # The other options of `fog run`, for the commands that do not have them.
+    parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
+    # argparse would tell that it is missing also if an unknown option before it is what is wrong.
+    parser.add_argument("-np", "--num-proc", type=int, metavar="N", help="how many ranks to start")
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
         "-H",
@@ -80,15 +82,6 @@ def add_hosts(parser: argparse.ArgumentParser) -> None:
         "-hostfile", "--hostfile", metavar="FILE", help="file of hosts, a line each: host slots=N, or host:N"
     )
     parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
-
-
-def add_placing(parser: argparse.ArgumentParser) -> None:
-    """Describes the options that say where ranks are and how they start; other commands have them, too."""
-    # The other options of `fog run`, for the commands that do not have them.
-    parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
-    # argparse would tell that it is missing also if an unknown option before it is what is wrong.
-    parser.add_argument("-np", "--num-proc", type=int, metavar="N", help="how many ranks to start")
-    add_hosts(parser)
     parser.add_argument(
         "--network-interface",
         metavar="NIC",
@@ -140,7 +133,9 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
     """
     ranks = arguments.num_proc
     _check_numbers(arguments)
-    given = _given_hosts(arguments)
+    given = parse_hosts(arguments.hosts) if arguments.hosts else None
+    if arguments.hostfile:
+        given = read_hostfile(arguments.hostfile)
     hosts = place(given, ranks) if given else [Host("localhost", ranks)]
     variables = _variables(arguments, environment)
     prefix = _prefix(arguments.prefix)
@@ -209,12 +204,6 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def _given_hosts(arguments: argparse.Namespace) -> list[Host] | None:
-    if arguments.hostfile:
-        return read_hostfile(arguments.hostfile)
-    return parse_hosts(arguments.hosts) if arguments.hosts else None
-
-
 def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
     """Returns the command of a rank.
 
@@ -234,27 +223,17 @@ def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str
         )
     first = words[0]
     if is_module:
-        package = first.partition(".")[0]
-        here = any(Path(package + end).exists() for end in ("", ".py"))
-        if not here and importlib.util.find_spec(package) is None:
-            raise UsageError(f"-m {first}: there is no module {package}")
         return [sys.executable, "-m", *words]
     if first.startswith("-"):
         raise UsageError(f"{first}: no option of fog run; `fog run --help` lists them")
     if first.endswith(".py") or (Path(first).is_file() and not os.access(first, os.X_OK)):
-        _check_script(first)
+        if not Path(first).is_file():
+            raise UsageError(f"{first}: there is no such script")
         return [sys.executable, *words]
     if first not in ("python", "python3") and shutil.which(first, path=environment.get("PATH")) is None:
         raise UsageError(f"{first}: there is no such script or program")
-    if re.fullmatch(r"python[\d.]*", Path(first).name) and len(words) > 1 and not words[1].startswith("-"):
-        _check_script(words[1])
     # This interpreter has fog installed, even if its virtual environment is not activated.
     return [sys.executable if first in ("python", "python3") else first, *words[1:]]
-
-
-def _check_script(path: str) -> None:
-    if not Path(path).is_file():
-        raise UsageError(f"{path}: there is no such script")
 
 
 def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:

@@ -27,16 +27,11 @@ def add(subparsers: Any) -> None:
         "Works on the timelines that ranks record with FOG_TIMELINE=PREFIX.",
         _EXAMPLES,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    merge = add_command(
-        actions,
-        "merge",
-        "write one file with one clock",
-        "Writes one timeline of those of several ranks, with one clock.",
-        _EXAMPLES,
+    parser.add_argument(
+        "action", choices=["merge"], help="write one timeline of those of several ranks, with one clock"
     )
-    merge.add_argument("traces", nargs="+", metavar="PREFIX|FILE", help="the prefix, or the ranks' files")
-    merge.add_argument(
+    parser.add_argument("traces", nargs="+", metavar="PREFIX|FILE", help="the prefix, or the ranks' files")
+    parser.add_argument(
         "-o",
         "--output",
         default="timeline.json",

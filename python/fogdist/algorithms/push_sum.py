@@ -48,7 +48,7 @@ class PushSumSGD(OverlappingAlgorithm):
         **options: As in `Algorithm`, without `compression`.
 
     Attributes:
-        p: This rank's weight; a vector of all ranks' weights where one process holds them all (`fogdist.simulate`).
+        p: This rank's weight; a vector of all ranks' weights where one process holds them all.
 
     Raises:
         ValueError: `order` is none of them; and as `Algorithm`.

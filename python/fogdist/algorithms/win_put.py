@@ -53,7 +53,7 @@ class WinPut(OverlappingAlgorithm):
             has been quiet for 0.1 s and five times as long as the longest of that rank's last 64 exchanges. (As the bound of
             stale synchronous parallel, Ho et al., NeurIPS 2013, but for news instead of progress: a rank may always be
             slower.)
-        **options: As in `Algorithm`, but `topology` must have a period, and `compression` no other value than its default.
+        **options: As in `Algorithm`, but `compression` must have its default.
 
     Attributes:
         dst_weights: {out-neighbor: weight} of the next put, or out-neighbors that all weigh 1; None for those

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fogdist.agreement import check_same_everywhere
 from fogdist.checkpoint import folders, states
 from fogdist.checkpoint.folders import folder_of, latest, piece_of, steps
-from fogdist.checkpoint.pieces import Piece, write
+from fogdist.checkpoint.pieces import Piece, put_together, write
 from fogdist.checkpoint.together import tell, together
 from fogdist.context import current
 from fogdist.observe.detection import suspend_detection
@@ -190,9 +190,9 @@ def load(
             rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
         return piece, rest, ranks, is_combined
 
-    def sources() -> list[states.Source]:
+    def sources() -> list[tuple[Piece, dict[str, float]]]:
         mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
-        return [states.Source(each.tensors, states.weights_of(each.shapes, each.head())) for each in mine]
+        return [(each, states.weights_of(each)) for each in mine]
 
     piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")
@@ -202,7 +202,8 @@ def load(
         found = states.means(context, what, shapes, together(context, what, sources))
     tensors = found | together(context, what, lambda: piece.tensors(shapes.keys() - found.keys()))
     if optimizer is not None:
-        together(context, what, lambda: states.restore_optimizer(optimizer, rest, tensors))
+        saved = rest["optimizer"]["state"]
+        together(context, what, lambda: optimizer.load_state_dict(put_together(saved, tensors)))
     together(context, what, lambda: states.restore_model(model, rest, tensors))
     return Loaded(int(folder.name.partition("-")[2]), ranks, is_combined, rest["extra"])
 

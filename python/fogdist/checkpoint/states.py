@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,21 +14,13 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import some
-from fogdist.checkpoint.pieces import State, put_together, take_apart
+from fogdist.checkpoint.pieces import Piece, State, put_together, take_apart
 from fogdist.checkpoint.together import together
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
 from fogdist.shards import is_sharded
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.saved_state import set_number
-
-
-@dataclass(frozen=True)
-class Source:
-    """A state that counts in a mean: how its tensors are read, and the weight of each, by name."""
-
-    read: Callable[[list[str]], Mapping[str, Tensor]]
-    weights: Mapping[str, float]
 
 
 def check_arguments(model: Module, optimizer: Optimizer | None) -> None:
@@ -86,18 +77,17 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
     return changed
 
 
-def weights_of(names: Iterable[str], head: Mapping[str, Any]) -> dict[str, float]:
+def weights_of(piece: Piece) -> dict[str, float]:
     """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
-    return {name: head["weight"] if name.startswith("model.") else 1.0 for name in names}
-
-
-def has_mean(tensor: Tensor) -> bool:
-    """Returns whether a tensor has a mean; counts do not."""
-    return tensor.is_floating_point() or tensor.is_complex()
+    weight = piece.head()["weight"]
+    return {name: weight if name.startswith("model.") else 1.0 for name in piece.shapes}
 
 
 def means(
-    context: Context, what: str, shapes: Mapping[str, Tensor], sources: Sequence[Source]
+    context: Context,
+    what: str,
+    shapes: Mapping[str, Tensor],
+    sources: Sequence[tuple[Piece, dict[str, float]]],
 ) -> dict[str, Tensor]:
     """Returns the means over the states of all ranks. Collective.
 
@@ -107,12 +97,12 @@ def means(
     Args:
         context: The group.
         what: As of `together`.
-        shapes: Of the tensors, as tensors, the same on all ranks; only those that have means count.
-        sources: This rank's part of the states.
+        shapes: Of the tensors, as tensors, the same on all ranks; counts have no means.
+        sources: This rank's part of the states, each with the weights of its tensors.
     """
     found = {}
     for name, shape in shapes.items():
-        if has_mean(shape):
+        if shape.is_floating_point() or shape.is_complex():
             flat = together(context, what, partial(_sum, sources, name, shape))
             context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
             mean = flat[:-1].div_(flat[-1]).view(*shape.shape, 1 + shape.is_complex())
@@ -164,11 +154,6 @@ def check(
             )
 
 
-def restore_optimizer(optimizer: Optimizer, rest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Loads the saved state of an optimizer."""
-    optimizer.load_state_dict(put_together(rest["optimizer"]["state"], tensors))
-
-
 def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Loads the saved values of a model, and the round of the wrapper."""
     state = _module(model).state_dict()  # it also has the versions of the model's layers
@@ -178,15 +163,15 @@ def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, 
         model.round = rest.get("round", 0)
 
 
-def _sum(sources: Sequence[Source], name: str, shape: Tensor) -> Tensor:
+def _sum(sources: Sequence[tuple[Piece, dict[str, float]]], name: str, shape: Tensor) -> Tensor:
     """Returns the weighted sum of a tensor of the sources, and then the sum of its weights, in double."""
     kind = torch.complex128 if shape.is_complex() else torch.float64
     total, weights = torch.zeros(shape.shape, dtype=kind, device="cpu"), 0.0
-    for source in sources:
-        if name in source.weights:
-            tensor = source.read([name])[name].resolve_conj()
-            total.add_(tensor.to("cpu", kind), alpha=source.weights[name])
-            weights += source.weights[name]
+    for piece, weight_of in sources:
+        if name in weight_of:
+            tensor = piece.tensors([name])[name].resolve_conj()
+            total.add_(tensor.to("cpu", kind), alpha=weight_of[name])
+            weights += weight_of[name]
     reals = torch.view_as_real(total) if shape.is_complex() else total
     return torch.cat([reals.reshape(-1), torch.tensor([weights], dtype=torch.float64, device="cpu")])
 

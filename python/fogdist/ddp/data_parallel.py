@@ -96,8 +96,7 @@ class DecentralizedDataParallel(nn.Module):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: As `fogdist.algorithms.Algorithm`; the module has nothing to train; options that do not go with the mode; in
-            mode "async" a topology without a period.
+        ValueError: As `fogdist.algorithms.Algorithm`; the module has nothing to train; options that do not go with the mode.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
             training: if an exchange fails.
     """

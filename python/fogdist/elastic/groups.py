@@ -10,24 +10,14 @@ from fogdist.context import Context, Survivors
 from fogdist.exchange import RANKS, Nodes
 from fogdist.lazy import nx
 from fogdist.static_topology import StaticTopology, see_topology
-from fogdist.topology import Topology, TopologyError, uniform_weights
-
-
-def topology_of(seen: StaticTopology) -> Topology:
-    """Returns a topology as one of mixing matrices.
-
-    Raises:
-        TopologyError: A user's weights do not sum to 1.
-    """
-    graph = seen.graph if seen.is_weighted else uniform_weights(seen.graph)
-    return Topology.from_graph("group's topology", graph)
+from fogdist.topology import TopologyError
 
 
 def healed(topology: StaticTopology, survivors: Survivors, node: int, nodes: Nodes = RANKS) -> StaticTopology:
     """Returns the topology of the nodes that are there, from the point of view of one of them."""
     living = survivors.living
     try:
-        left = topology_of(topology).grown(survivors.numbers).among(living).graph()
+        left = topology.as_topology().grown(survivors.numbers).among(living).graph()
     except TopologyError:
         # Nobody else can say what the user's weights mean for fewer ranks; more are refused.
         numbers = {old: new for new, old in enumerate(living)}

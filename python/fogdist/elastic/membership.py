@@ -5,7 +5,7 @@ rank that has none in flight. So every living rank comes to an *agreement round*
 appends that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
 known to be gone, one rank's compare-and-set decides for all who is left: the next epoch. The living then form a group
 over the same engine, which sends nothing and waits for nobody, so a further loss at this point is simply the next
-epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.without`).
+epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.among`).
 
 A process that joins becomes a member by such a round too (`fogdist.elastic.joiner`), with the number of
 a rank that is gone.
@@ -36,7 +36,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
 from fogdist.elastic.admission import Admission
 from fogdist.elastic.agreement_round import Decision, Log
-from fogdist.elastic.groups import healed, new_group, topology_of
+from fogdist.elastic.groups import healed, new_group
 from fogdist.elastic.joiner import Joiner
 from fogdist.elastic.participant import Joinable, Participant
 from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
@@ -479,9 +479,9 @@ class Members:
         """Returns why no rank can be added to those with which the job began; "" if it can."""
         first = self._whole()
         try:
-            topology_of(first.topology)
+            first.topology.as_topology()
             if first.machine_topology is not None:
-                topology_of(first.machine_topology)
+                first.machine_topology.as_topology()
         except TopologyError as error:
             return f"the topology has no place for more ranks than {first.size}: {error}"
         return ""

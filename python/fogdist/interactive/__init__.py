@@ -24,7 +24,6 @@ import os
 import signal
 import weakref
 from collections.abc import Mapping
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -70,7 +69,6 @@ class Cluster:
         self._size = size
         self._environment = dict(environment or {})
         self._timeout = timeout
-        self._is_suspended = False
         # A list of one Processes, empty after stop(). The finalizer ends it and must not refer to this object.
         self._processes: list[Processes] = []
         self._finalizer = weakref.finalize(self, _end, self._processes)
@@ -85,11 +83,6 @@ class Cluster:
     def is_running(self) -> bool:
         """Whether there are processes; False after `stop`."""
         return bool(self._processes)
-
-    @property
-    def is_suspended(self) -> bool:
-        """Whether the ranks are suspended, which is between `suspend` and `resume`."""
-        return self._is_suspended
 
     @property
     def client(self) -> Any:
@@ -108,13 +101,11 @@ class Cluster:
         return list(self._open().pids)
 
     def check(self) -> None:
-        """Raises RuntimeError if a rank has ended or ranks are suspended; called before each cell runs."""
+        """Raises RuntimeError if a rank has ended; called before each cell runs."""
         processes = self._open()
         ended = [f"rank {rank} {how}" for rank in range(self._size) if (how := processes.end_of(rank))]
         if ended:
             raise RuntimeError(f"{'; '.join(ended)}. cluster.restart() starts all ranks anew")
-        if self._is_suspended:
-            raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
 
     def interrupt(self) -> None:
         """Raises KeyboardInterrupt in the cell that the ranks are running, as the notebook's stop button does.
@@ -123,35 +114,12 @@ class Cluster:
         operation is next: `restart`, or ``fogdist.shutdown()`` and ``fogdist.init()`` in a cell. A rank that runs no cell goes on.
 
         Raises:
-            RuntimeError: Ranks are suspended, or after `stop`.
+            RuntimeError: After `stop`.
         """
         processes = self._open()
-        if self._is_suspended:
-            raise RuntimeError("the ranks are suspended. cluster.resume() has them go on")
         for rank, pid in enumerate(processes.pids):
             if processes.end_of(rank) is None:
                 os.kill(pid, signal.SIGINT)
-
-    def suspend(self) -> None:
-        """Stops the processes of the ranks, so that they use no core; `resume` continues them.
-
-        Ranks that run no cell use no core in any case, because fog sleeps while it waits. The timeout of an operation
-        in flight keeps running. Does nothing if the ranks are suspended already.
-
-        Raises:
-            RuntimeError: After `stop`.
-        """
-        self._signal_groups(signal.SIGSTOP)
-        self._is_suspended = True
-
-    def resume(self) -> None:
-        """Continues the ranks after `suspend`; otherwise it does nothing.
-
-        Raises:
-            RuntimeError: After `stop`.
-        """
-        self._signal_groups(signal.SIGCONT)
-        self._is_suspended = False
 
     def restart(self) -> None:
         """Ends the ranks and starts the same number of new ones, as a new job; ``%%px`` then runs on these.
@@ -165,19 +133,16 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends the ranks, by force after some seconds. Does nothing if there are none."""
-        self._is_suspended = False
         _end(self._processes)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def __repr__(self) -> str:
-        state = "suspended" if self._is_suspended else "running" if self._processes else "stopped"
+        state = "running" if self._processes else "stopped"
         return f"<fogdist.interactive.Cluster of {self._size} ranks, {state}>"
 
     def _start(self) -> None:
@@ -190,13 +155,6 @@ class Cluster:
         if not self._processes:
             raise RuntimeError("the cluster was stopped. cluster.restart() starts its ranks anew")
         return self._processes[0]
-
-    def _signal_groups(self, number: signal.Signals) -> None:
-        """Sends a signal to each rank and its child processes, such as data-loader workers."""
-        processes = self._open()
-        for rank, pid in enumerate(processes.pids):
-            if processes.end_of(rank) is None:
-                os.killpg(pid, number)
 
 
 start = Cluster

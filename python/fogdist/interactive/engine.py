@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# Suspended engines do not answer heartbeats but are not lost, so the heartbeats are off. A separate process watches
+# Engines that are stopped do not answer heartbeats but are not lost, so the heartbeats are off. A separate process watches
 # each engine and reports its end.
 _CONTROLLER = [
     "-m",

@@ -199,9 +199,15 @@ def report(found: Sequence[Process]) -> str:
     return "\n\n".join(_report_of_job(job) for job in ordered)
 
 
+def title(found: Sequence[Process]) -> str:
+    """Returns what a job is called: its program, and when the first of these processes of it started."""
+    first = min(found, key=lambda process: process.started)
+    when = time.strftime("%F %T", time.localtime(first.started))
+    return f"{first.script or 'a program'}, started {when}"
+
+
 def _report_of_job(found: Sequence[Process]) -> str:
-    when = time.strftime("%F %T", time.localtime(min(process.started for process in found)))
-    lines = [f"{found[0].script or 'a program'}, started {when}:"]
+    lines = [f"{title(found)}:"]
     for process in sorted(found, key=lambda each: (each.rank, each.pid)):
         lines.append(f"process {process.pid}: rank {process.rank} of {process.size} on {process.host}")
         for operation in process.in_flight:

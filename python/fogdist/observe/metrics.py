@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -72,28 +71,22 @@ class Metrics:
         self._model = model
         self._group = group
         self._values: dict[str, float] = {}
-        _extension.load().observe(True)
-        self._open = True
+        extension = _extension.load()
+        extension.observe(True)
+        self._counting = weakref.finalize(self, extension.observe, False)
+        self._counting.atexit = False
         self._since = time.monotonic()
         self._before = self._traffic()
 
     def close(self) -> None:
         """Stops counting, which also happens when the object is garbage-collected."""
-        if self._open:
-            self._open = False
-            _extension.load().observe(False)
+        self._counting()
 
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            self.close()
 
     def collect(self, *, distance: bool = True) -> dict[str, float]:
         """Returns the metrics of the time since the last call, or since the object was made.
@@ -119,7 +112,7 @@ class Metrics:
             RuntimeError: After `fogdist.shutdown` or `close`; torch.distributed.DistBackendError if the consensus distance
                 fails in flight.
         """
-        if not self._open:
+        if not self._counting.alive:
             raise RuntimeError("these metrics are closed")
         now = time.monotonic()
         traffic = self._traffic()

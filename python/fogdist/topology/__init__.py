@@ -3,8 +3,7 @@
 A static topology is a networkx.DiGraph on the ranks 0 ... n-1. `W[i, j]` is the weight of the edge i -> j: a
 row is a sender, a column a receiver. A `Topology` has one such matrix per round, for static graphs and sequences
 alike. Each module has one concept: `graphs` (static), `topology` (Topology), `sequences` and `base_graph`
-(time-varying), `dynamic` (generators of BlueFog), `weights` (of edges, given or chosen), `neighbor_lists` (peers as
-lists), `metrics`, `registry` (graphs by name), `comparison` (a table).
+(time-varying), `weights` (of edges, given or chosen), `registry` (by name, and a table).
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from fogdist.removed import missing
 from fogdist.topology.base_graph import base_graph
-from fogdist.topology.comparison import summary
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import (
     exponential,
     fully_connected,
@@ -25,15 +22,7 @@ from fogdist.topology.graphs import (
     star,
     symmetric_exponential,
 )
-from fogdist.topology.metrics import spectral_gap
-from fogdist.topology.neighbor_lists import (
-    in_neighbors,
-    matrix_from_destinations,
-    matrix_from_sources,
-    out_neighbors,
-    transpose_neighbor_ranks,
-)
-from fogdist.topology.registry import SEQUENCE_NAMES, TOPOLOGY_NAMES, by_name, named
+from fogdist.topology.registry import TOPOLOGY_NAMES, by_name, named, summary
 from fogdist.topology.sequences import (
     inner_outer_exponential,
     one_peer,
@@ -41,17 +30,18 @@ from fogdist.topology.sequences import (
     random_matching,
 )
 from fogdist.topology.topology import Peers, Topology
-from fogdist.topology.validation import check_neighbor_ranks, check_topology
+from fogdist.topology.validation import TopologyError, check_neighbor_ranks, check_topology
 from fogdist.topology.weights import (
+    in_neighbors,
     metropolis_hastings_weights,
     mixing_matrix,
+    out_neighbors,
     recv_weights,
-    send_weights,
+    spectral_gap,
     uniform_weights,
 )
 
 __all__ = [
-    "SEQUENCE_NAMES",
     "TOPOLOGY_NAMES",
     "Peers",
     "Topology",
@@ -66,8 +56,6 @@ __all__ = [
     "inner_outer_exponential",
     "is_equivalent",
     "is_regular",
-    "matrix_from_destinations",
-    "matrix_from_sources",
     "mesh",
     "metropolis_hastings_weights",
     "mixing_matrix",
@@ -78,12 +66,10 @@ __all__ = [
     "random_matching",
     "recv_weights",
     "ring",
-    "send_weights",
     "spectral_gap",
     "star",
     "summary",
     "symmetric_exponential",
-    "transpose_neighbor_ranks",
     "uniform_weights",
 ]
 

@@ -12,8 +12,7 @@ from fractions import Fraction
 from typing import SupportsIndex
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
-from fogdist.topology.validation import check_int, check_rank, check_topology, edge_weight
+from fogdist.topology.validation import TopologyError, check_int, check_rank, check_topology, edge_weight
 from fogdist.topology.weights import build_topology, metropolis_hastings_weights
 
 

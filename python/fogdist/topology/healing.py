@@ -1,25 +1,22 @@
 """Topologies without lost ranks: which edges and weights the living ones keep.
 
 Pure functions of the matrices and the lost ranks, so all ranks that know the same lost ranks get the same topology.
-The result is on the living ranks only, numbered in their order; `Topology.without` keeps the old numbers.
+The result is on the living ranks only, numbered in their order.
 
 A topology that can be made for any number of ranks is made anew for the number of the living (`Topology.among`). The
 rules here are for all others, such as a user's graph:
 
-1. Where all rounds are circulant (rings, exponential graphs, complete graphs), the living close up around the circle, as
-   in a ring of Chord, where the next living rank takes the place of a lost one. A distance of at most half the circle
-   stays, and a longer one is the same number of steps the other way around. A distance thus has the same weight.
-2. Otherwise the edges of lost ranks go. If the matrices were doubly stochastic, a rank that loses a receiver and a sender
-   keeps what the two weighed, and what is left of it goes from those who have lost a receiver to those who have lost a
-   sender. So a symmetric matrix stays symmetric, and a cycle is closed around a lost rank. If only the columns summed to 1,
-   each column is divided by what is left of it.
-3. If the graph falls apart by that (all rounds together), each lost rank is replaced by the next living one instead, which
+1. The edges of lost ranks go. If the matrices were doubly stochastic, a rank that loses a receiver and a sender keeps what
+   the two weighed, and what is left of it goes from those who have lost a receiver to those who have lost a sender. So a
+   symmetric matrix stays symmetric, and a cycle is closed around a lost rank. If only the columns summed to 1, each column
+   is divided by what is left of it.
+2. If the graph falls apart by that (all rounds together), each lost rank is replaced by the next living one instead, which
    gets its edges. Edges then go both ways and have Metropolis-Hastings weights; if only the columns summed to 1, they
    keep their directions, and receivers take the plain mean.
 
-More ranks (`Topology.grown`) are the reverse. Circulant rounds are made for the larger circle, with the same distances.
-Otherwise each new rank is attached, in each round, to the old one with the largest weight of its own values: that gives half
-of this weight to an edge in each direction. So the sums of rows and columns, and symmetry, stay as they are.
+For more ranks (`Topology.grown`) each new rank is attached, in each round, to the old one with the largest weight of its own
+values: that gives half of this weight to an edge in each direction. So the sums of rows and columns, and symmetry, stay as
+they are.
 """
 
 from __future__ import annotations
@@ -38,52 +35,26 @@ if TYPE_CHECKING:
 
     Matrix = NDArray[np.float64]
 
-# The rounds of an endless sequence by which it is judged.
-_ENDLESS_ROUNDS = 64
-
 
 def healed_rounds(
-    matrix: Callable[[int], Matrix], period: int | None, living: Sequence[int]
+    matrix: Callable[[int], Matrix], period: int, living: Sequence[int]
 ) -> Callable[[int], Matrix]:
     """Returns the matrices of the rounds among the living ranks.
 
     Args:
         matrix: Gives the matrix of a round among all ranks.
-        period: The number of rounds, None for an endless sequence.
+        period: The number of rounds.
         living: The living ranks, ascending, at least one.
     """
-    seen = range(_ENDLESS_ROUNDS if period is None else period)
+    seen = range(period)
     ranks = np.asarray(living)
-    if all(_is_circulant(matrix(t)) for t in seen):
-        closed = [_on_circle(matrix(t), len(ranks)) for t in seen]
-        if _is_connected(closed):
-            # A later round of an endless sequence may be of another kind; rule 2 holds for all.
-            return lambda t: (
-                _on_circle(W, len(ranks)) if _is_circulant(W := matrix(t)) else _remaining(W, ranks, True)
-            )
     balanced = all(np.allclose(matrix(t).sum(axis=1), 1.0, rtol=0.0, atol=SUM_TOLERANCE) for t in seen)
     if _is_connected([_remaining(matrix(t), ranks, balanced) for t in seen]):
         return lambda t: _remaining(matrix(t), ranks, balanced)
     return lambda t: _replaced(matrix(t), ranks, balanced)
 
 
-def grown_rounds(matrix: Callable[[int], Matrix], period: int | None, size: int) -> Callable[[int], Matrix]:
-    """Returns the matrices of the rounds among more ranks, of which the last are new.
-
-    Args:
-        matrix: Gives the matrix of a round among the old ranks.
-        period: The number of rounds, None for an endless sequence.
-        size: The number of ranks.
-    """
-    seen = range(_ENDLESS_ROUNDS if period is None else period)
-    if all(_is_circulant(matrix(t)) for t in seen) and _is_connected(
-        [_on_circle(matrix(t), size) for t in seen]
-    ):
-        return lambda t: _on_circle(W, size) if _is_circulant(W := matrix(t)) else _attached(W, size)
-    return lambda t: _attached(matrix(t), size)
-
-
-def _attached(W: Matrix, size: int) -> Matrix:
+def attached(W: Matrix, size: int) -> Matrix:
     """Returns the matrix with an edge in each direction between each new rank and an old one."""
     before = len(W)
     whole = np.eye(size)
@@ -96,34 +67,6 @@ def _attached(W: Matrix, size: int) -> Matrix:
         whole[old, old] -= share
         whole[rank, rank] -= share
     return whole
-
-
-def spread(W: Matrix, living: Sequence[int], size: int) -> Matrix:
-    """Returns a matrix of the living ranks by the numbers of all ranks; the others keep their own value."""
-    whole = np.eye(size)
-    whole[np.ix_(living, living)] = W
-    return whole
-
-
-def _is_circulant(W: Matrix) -> bool:
-    size = len(W)
-    distances = (np.arange(size) - np.arange(size)[:, None]) % size
-    return bool(np.array_equal(W, W[0][distances]))
-
-
-def _on_circle(W: Matrix, size: int) -> Matrix:
-    """Returns the circulant matrix of the same distances for another number of ranks."""
-    before = len(W)
-    is_symmetric = np.array_equal(W, W.T)
-    first = np.zeros(size)
-    for distance in map(int, np.flatnonzero(W[0])):
-        signed = distance if 2 * distance <= before else distance - before
-        # Half of an even circle is as far in both directions.
-        ways = (signed, -signed) if is_symmetric and 2 * distance == before else (signed,)
-        for way in ways:
-            first[way % size] += W[0, distance] / len(ways)
-    distances = (np.arange(size) - np.arange(size)[:, None]) % size
-    return np.asarray(first[distances])
 
 
 def _remaining(W: Matrix, living: NDArray[np.int64], balanced: bool) -> Matrix:

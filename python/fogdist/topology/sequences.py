@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import SupportsIndex
 
 import numpy as np
 
 from fogdist.lazy import nx
-from fogdist.topology.dynamic import inner_outer_exponential_ranks, one_peer_ranks
-from fogdist.topology.errors import TopologyError
 from fogdist.topology.graphs import exponential
-from fogdist.topology.neighbor_lists import matrix_from_destinations, out_neighbors
 from fogdist.topology.topology import Matrix, Topology
-from fogdist.topology.validation import check_int, check_topology
+from fogdist.topology.validation import TopologyError, check_int, check_topology
+from fogdist.topology.weights import out_neighbors
+
+# The rounds after which random pairs repeat.
+_MATCHINGS = 256
 
 
 def one_peer_exponential(size: SupportsIndex) -> Topology:
@@ -37,14 +37,15 @@ def one_peer_exponential(size: SupportsIndex) -> Topology:
         TypeError: `size` is not an integer.
         TopologyError: `size` is below 1.
     """
-    return _one_peer(exponential(size), "one-peer-exp2", one_peer_exponential)
+    return walk_of(exponential(size), "one-peer-exp2", one_peer_exponential)
 
 
 def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
-    """Returns the walk along a graph, one out-neighbor a round: all ranks' `one_peer_ranks`.
+    """Returns the walk along a graph, one out-neighbor a round.
 
-    Each receiver computes the plain mean of its own value and the received ones. The average of all ranks does not
-    change if each rank receives from one rank, as on circulant graphs (exponential, ring).
+    A rank goes through its out-neighbors in the order of their clockwise distance. Each receiver computes the plain mean of
+    its own value and the received ones: of one or several, or none. The average of all ranks does not change if each rank
+    receives from one rank, as on circulant graphs (exponential, ring).
 
     Args:
         graph: A graph on the ranks 0 ... n-1; its weights are not looked at.
@@ -54,21 +55,30 @@ def one_peer(graph: nx.DiGraph, name: str = "one-peer") -> Topology:
         TypeError: `graph` is not a networkx.DiGraph, or `name` not a string.
         TopologyError: Its nodes are not 0 ... n-1, or the degrees make the period longer than 1,000 rounds.
     """
-    return _one_peer(graph, name, None)
-
-
-def _one_peer(graph: nx.DiGraph, name: str, resized: Callable[[int], Topology] | None) -> Topology:
-    size = check_topology(graph, "graph")
-    period = math.lcm(*(max(len(out_neighbors(graph, rank)), 1) for rank in range(size)))
-    if period > 1000:
+    walk = walk_of(graph, name)
+    if walk.period > 1000:
         raise TopologyError(
-            f"graph must have out-degrees whose least common multiple is at most 1000, got {period}"
+            f"graph must have out-degrees whose least common multiple is at most 1000, got {walk.period}"
         )
-    return _walk(name, size, period, lambda rank: one_peer_ranks(graph, rank), resized)
+    return walk
+
+
+def walk_of(graph: nx.DiGraph, name: str, resized: Callable[[int], Topology] | None = None) -> Topology:
+    """Returns `one_peer` of any period."""
+    size = check_topology(graph, "graph")
+
+    def clockwise(rank: int) -> list[int]:
+        return sorted(out_neighbors(graph, rank), key=lambda peer: (peer - rank) % size)
+
+    peers = [clockwise(rank) for rank in range(size)]
+    period = math.lcm(*(max(len(each), 1) for each in peers))
+    return _of_destinations(
+        name, size, period, lambda t: [each[t % len(each)] if each else None for each in peers], resized
+    )
 
 
 def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology:
-    """Returns random pairs, drawn anew each round: partners take their mean. Endless.
+    """Returns random pairs, drawn anew in each of 256 rounds, which then repeat: partners take their mean.
 
     All perfect matchings are equally likely; of an odd number of ranks, one sits out each round. The mean
     square of the consensus distance is expected to become (n - 2) / (2 (n - 1)) of itself a round for even n
@@ -93,17 +103,19 @@ def random_matching(size: SupportsIndex, *, seed: SupportsIndex = 0) -> Topology
             W[i, i] = W[j, j] = W[i, j] = W[j, i] = 0.5
         return W
 
-    resized = partial(random_matching, seed=seed)
-    if size == 1:
-        return Topology("random-matching", [np.eye(1)], resized=resized)
-    return Topology.endless("random-matching", size, matching, resized=resized)
+    period = _MATCHINGS if size > 1 else 1
+    return Topology.of_rounds(
+        "random-matching", size, period, matching, resized=partial(random_matching, seed=seed)
+    )
 
 
 def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> Topology:
     """Returns one-peer exponential graphs inside each machine joined with one among machines.
 
-    The rounds of `inner_outer_exponential_ranks`, weights 1/2; the average of all ranks stays. Each
-    local rank in turn goes outside.
+    In round t, the local rank t % local_size of every machine goes outside: it sends to the same local rank of the machine d
+    further, d = 1, 2, 4, ... in turn below the number of machines. The other ranks of a machine do the same among
+    themselves, d counted without the rank that is outside and below their number. With a single machine no rank goes
+    outside. Weights are 1/2; the average of all ranks stays.
 
     Args:
         size: Number of ranks, a multiple of `local_size`.
@@ -113,31 +125,60 @@ def inner_outer_exponential(size: SupportsIndex, local_size: SupportsIndex) -> T
         TypeError: An argument is not an integer.
         TopologyError: `size` is not a multiple of `local_size`, or `local_size` below 3.
     """
+    return inner_outer("inner-outer-exp2", size, local_size, lambda t, n: 1 << t % (n - 1).bit_length())
+
+
+def inner_outer(
+    name: str, size: SupportsIndex, local_size: SupportsIndex, distance: Callable[[int, int], int]
+) -> Topology:
+    """As `inner_outer_exponential`, with any distance in round t on a circle of n machines or n ranks."""
     size, local_size = check_int(size, "size", minimum=1), check_int(local_size, "local_size", minimum=1)
+    if size % local_size:
+        raise TopologyError(
+            f"size must be a multiple of local_size (as many ranks on every machine), got {size} and {local_size}"
+        )
+    if local_size < 3:
+        raise TopologyError(
+            f"local_size must be at least 3 (two ranks stay inside while one goes outside), got {local_size}"
+        )
     machines = size // local_size
     # Of the turn outside, of the distances between machines, and of those inside without the rank outside.
-    inside = local_size - (machines > 1)
-    period = math.lcm(
-        local_size if machines > 1 else 1, *(max((n - 1).bit_length(), 1) for n in (machines, inside))
-    )
+    turns = local_size if machines > 1 else 1
+    period = math.lcm(turns, *(max((n - 1).bit_length(), 1) for n in (machines, local_size - (machines > 1))))
 
-    def peers(rank: int) -> Iterator[tuple[list[int], list[int]]]:
-        return inner_outer_exponential_ranks(size, local_size, rank)
+    def destinations(t: int) -> list[int | None]:
+        outgoing = t % local_size if machines > 1 else None
+        inside = [local for local in range(local_size) if local != outgoing]
+        hop = distance(t, len(inside))
+        following = {local: inside[(place + hop) % len(inside)] for place, local in enumerate(inside)}
+        outer = distance(t, machines) * local_size if machines > 1 else 0
+        return [
+            (rank + outer) % size
+            if rank % local_size == outgoing
+            else rank - rank % local_size + following[rank % local_size]
+            for rank in range(size)
+        ]
 
-    return _walk("inner-outer-exp2", size, period, peers)
+    return _of_destinations(name, size, period, destinations)
 
 
-def _walk(
+def _of_destinations(
     name: str,
     size: int,
     period: int,
-    peers: Callable[[int], Iterator[tuple[list[int], list[int]]]],
+    destinations: Callable[[int], list[int | None]],
     resized: Callable[[int], Topology] | None = None,
 ) -> Topology:
-    """The first `period` steps of the ranks' generators, with the plain mean at each receiver."""
-    sends = [[send for send, _ in islice(peers(rank), period)] for rank in range(size)]
-    rounds = [matrix_from_destinations(step) for step in zip(*sends, strict=True)]
-    return Topology(name, rounds, resized=resized)
+    """The topology of what each rank sends to in a round, with the plain mean at each receiver."""
+
+    def matrix(t: int) -> Matrix:
+        W = np.eye(size)
+        for rank, peer in enumerate(destinations(t)):
+            if peer is not None:
+                W[rank, peer] = 1.0
+        return np.asarray(W / W.sum(axis=0))
+
+    return Topology.of_rounds(name, size, period, matrix, resized=resized)
 
 
 def _shuffled(count: int, key: str) -> list[int]:

@@ -7,7 +7,6 @@ computed from its matrices, and not taken from the claims of papers.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import SupportsIndex, TypedDict
 
@@ -15,18 +14,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
-from fogdist.topology.graphs import exponential, fully_connected, ring, star
-from fogdist.topology.healing import grown_rounds, healed_rounds, spread
-from fogdist.topology.metrics import spectral_gap
-from fogdist.topology.validation import check_int, check_rank
-from fogdist.topology.weights import build_topology, check_matrix, has_weights, mixing_matrix, uniform_weights
+from fogdist.topology.graphs import exponential, fully_connected, ring, star, symmetric_exponential
+from fogdist.topology.healing import attached, healed_rounds
+from fogdist.topology.validation import TopologyError, check_int, check_rank
+from fogdist.topology.weights import (
+    build_topology,
+    check_matrix,
+    has_weights,
+    mixing_matrix,
+    spectral_gap,
+    uniform_weights,
+)
 
 Matrix = NDArray[np.float64]
 
-# The rounds from which the properties of an endless sequence are computed, because it has no period.
-_ENDLESS_ROUNDS = 256
-
+# The most weights that a topology keeps.
+_MOST_KEPT = 1 << 22
 # A smaller distance is the rounding error of an exact average. An average that is only approached passes through the
 # distances between the two numbers; the distance of an exact one falls below them in one round.
 _EXACT_BELOW = 1e-13
@@ -38,6 +41,7 @@ _ANY_SIZE: tuple[Callable[[int], nx.DiGraph], ...] = (
     ring,
     lambda size: ring(size, 1),
     lambda size: ring(size, 2),
+    symmetric_exponential,
     fully_connected,
     star,
 )
@@ -58,7 +62,7 @@ class Peers(TypedDict):
 
 
 class Topology:
-    """The edges and weights of the rounds 0, 1, 2, ...: one graph, a period of graphs, or an endless sequence.
+    """The edges and weights of the rounds 0, 1, 2, ...: one graph, or a period of graphs.
 
     ``W[i, j]`` of a round is the weight of the edge i -> j: a row is a sender, a column a receiver, and each
     column sums to 1. An edge of weight 0 is no edge. Ranks that create the same topology agree without
@@ -71,8 +75,7 @@ class Topology:
     Attributes:
         name: A short name for tables and titles.
         size: Number of ranks.
-        period: Number of rounds after which the sequence repeats, 1 for a static graph; None if it never
-            does.
+        period: Number of rounds after which the sequence repeats, 1 for a static graph.
     """
 
     def __init__(
@@ -88,7 +91,7 @@ class Topology:
             name: A short name.
             matrices: Real numbers of shape (n, n) each, kept as float64; columns sum to 1 within 1e-5. One
                 matrix makes a static topology.
-            resized: Makes the topology of this kind for another number of ranks; see `without`.
+            resized: Makes the topology of this kind for another number of ranks; see `among`.
 
         Raises:
             TypeError: A matrix does not hold real numbers, or `name` is not a string.
@@ -102,8 +105,6 @@ class Topology:
         shapes = {W.shape for W in rounds}
         if len(shapes) > 1:
             raise TopologyError(f"matrices must all have one shape, got {sorted(shapes)}")
-        for W in rounds:
-            W.setflags(write=False)
         self._set(name, len(rounds[0]), len(rounds), rounds.__getitem__, resized)
 
     @classmethod
@@ -124,45 +125,25 @@ class Topology:
         return cls(name, [W if has_weights(graph) else mixing_matrix(uniform_weights(graph))])
 
     @classmethod
-    def endless(
+    def of_rounds(
         cls,
         name: str,
-        size: SupportsIndex,
+        size: int,
+        period: int,
         matrix: Callable[[int], ArrayLike],
         *,
         resized: Callable[[int], Topology] | None = None,
     ) -> Topology:
-        """Returns a sequence that never repeats.
-
-        Args:
-            name: A short name.
-            size: Number of ranks, at least 1.
-            matrix: Gives the mixing matrix of round t = 0, 1, 2, ...: a pure function of t, on all ranks the
-                same. Its columns sum to 1, which is checked when a round is asked for.
-            resized: As of the class.
-
-        Raises:
-            TypeError: `size` is not an integer, or `name` not a string.
-            TopologyError: `size` is below 1.
-        """
+        """Returns a sequence whose matrices are made when they are asked for, from functions that need no other check."""
         topology = cls.__new__(cls)
-        ranks = check_int(size, "size", minimum=1)
-
-        def checked(t: int) -> Matrix:
-            W = check_matrix(matrix(t), f"matrix({t})")
-            if W.shape != (ranks, ranks):
-                raise TopologyError(f"matrix({t}) must have the shape {(ranks, ranks)}, got {W.shape}")
-            W.setflags(write=False)
-            return W
-
-        topology._set(name, ranks, None, checked, resized)
+        topology._set(name, size, period, lambda t: check_matrix(matrix(t), f"matrix({t})"), resized)
         return topology
 
     def _set(
         self,
         name: str,
         size: int,
-        period: int | None,
+        period: int,
         matrix: Callable[[int], Matrix],
         resized: Callable[[int], Topology] | None,
     ) -> None:
@@ -173,14 +154,11 @@ class Topology:
         self.period = period
         self._make = matrix
         self._resized = resized
-        # The topology of all ranks that this one was made from by `without`, and the lost ranks.
-        self._whole: tuple[Topology, frozenset[int]] | None = None
-        # Ranks often request the same round several times in a row, so the last one is cached.
-        self._last: tuple[int, Matrix] | None = None
+        # Rounds that were asked for: all, or of large ones the last, as ranks often ask for it several times in a row.
+        self._kept: dict[int, Matrix] = {}
 
     def __repr__(self) -> str:
-        period = "endless" if self.period is None else f"period {self.period}"
-        return f"<Topology {self.name}: {self.size} ranks, {period}>"
+        return f"<Topology {self.name}: {self.size} ranks, period {self.period}>"
 
     def matrix(self, t: SupportsIndex = 0) -> Matrix:
         """Returns the mixing matrix of round t: float64 of shape (n, n), read-only.
@@ -192,12 +170,13 @@ class Topology:
             TypeError: `t` is not an integer.
             TopologyError: `t` is negative.
         """
-        t = check_int(t, "t", minimum=0)
-        if self.period is not None:
-            t %= self.period
-        if self._last is None or self._last[0] != t:
-            self._last = (t, self._make(t))
-        return self._last[1]
+        t = check_int(t, "t", minimum=0) % self.period
+        if t not in self._kept:
+            if self.period * self.size**2 > _MOST_KEPT:
+                self._kept.clear()
+            W = self._kept[t] = self._make(t)
+            W.setflags(write=False)
+        return self._kept[t]
 
     def graph(self, t: SupportsIndex = 0) -> nx.DiGraph:
         """Returns the weighted graph of round t, self loops included: fit for `fogdist.set_topology`.
@@ -232,16 +211,17 @@ class Topology:
     def among(self, living: Iterable[SupportsIndex]) -> Topology:
         """Returns the topology of some of the ranks only, which get the numbers 0, 1, ... in ascending order.
 
-        A pure function, so ranks that know the same living ranks agree without communication. A kind that exists for
-        that number of ranks is made anew for it: one-peer exponential, Base-(k+1), random matchings. In circulant
-        graphs (rings, exponential graphs, the complete graph) the living close up around the circle. Other graphs lose the edges of
-        the missing ranks; where a graph falls apart by that, the next living rank gets the edges of each missing one.
+        A pure function, so ranks that know the same living ranks agree without communication. A kind that exists for any
+        number of ranks is made anew: one-peer exponential, Base-(k+1), random matchings, exponential graphs of base 2, the
+        symmetric ones of base 4, rings, the complete graph and the star. (Some of these are the same graph for few ranks. The
+        first one here counts then that is symmetric if the graph is.) Other graphs lose the edges of the missing ranks; where
+        a graph falls apart by that, the next living rank gets the edges of each missing one.
 
         Rows sum to 1 in the result if they do here, in each round, and columns always do. A matrix that is symmetric stays
         symmetric.
 
         Args:
-            living: At least one rank. Ranks that `without` has taken out already do not count.
+            living: At least one rank.
 
         Raises:
             TypeError: A rank is not an integer.
@@ -250,23 +230,18 @@ class Topology:
         ranks = sorted({check_rank(rank, self.size, "living") for rank in living})
         if not ranks:
             raise TopologyError("living must hold at least one rank, got none")
-        if self._whole is not None:
-            whole, lost = self._whole
-            return whole.among([rank for rank in ranks if rank not in lost])
         if len(ranks) == self.size:
             return self
-        if self._resized is not None:
-            return self._resized(len(ranks))
-        return self._of_as_many_rounds(len(ranks), healed_rounds(self.matrix, self.period, ranks))
+        return self._anew(len(ranks)) or self._of_as_many_rounds(
+            len(ranks), healed_rounds(self.matrix, self.period, ranks)
+        )
 
     def grown(self, size: SupportsIndex) -> Topology:
         """Returns the topology of more ranks: the new ones have the last numbers.
 
-        A pure function, as `among`. A kind that exists for any number of ranks is made anew: those that `among` names, and
-        the exponential graph, rings, the complete graph and the star. (Some of these are the same graph for few ranks. It
-        then grows as the first one here that is symmetric if it is.) Other circulant graphs keep their distances on the larger
-        circle. To any other graph each new rank is attached by an edge in each direction, whose weight is half of what the
-        old rank gave to its own values: the one that gave most to them.
+        A pure function, as `among`. A kind that exists for any number of ranks is made anew. To any other graph each new rank
+        is attached by an edge in each direction, whose weight is half of what the old rank gave to its own values: the one
+        that gave most to them.
 
         Rows sum to 1 in the result if they do here, in each round, and columns always do. A matrix that is symmetric stays
         symmetric.
@@ -281,134 +256,48 @@ class Topology:
         ranks = check_int(size, "size", minimum=self.size)
         if ranks == self.size:
             return self
-        if self._whole is not None:
-            whole, lost = self._whole
-            return whole.grown(ranks).without(lost)
-        if self._resized is not None:
-            return self._resized(ranks)
-        if self.period == 1 and (larger := self._larger_of_a_kind(ranks)) is not None:
-            return Topology(self.name, [larger])
-        return self._of_as_many_rounds(ranks, grown_rounds(self.matrix, self.period, ranks))
+        return self._anew(ranks) or self._of_as_many_rounds(ranks, lambda t: attached(self.matrix(t), ranks))
 
     def _of_as_many_rounds(self, size: int, matrix: Callable[[int], Matrix]) -> Topology:
         """Returns the topology of these matrices, with the period of this one."""
-        if self.period is None:
-            return Topology.endless(self.name, size, matrix)
-        return Topology(self.name, [matrix(t) for t in range(self.period)])
+        return Topology.of_rounds(self.name, size, self.period, matrix)
 
-    def _larger_of_a_kind(self, size: int) -> Matrix | None:
-        """Returns the matrix of the same graph for more ranks; None if it is none of those for any number of ranks."""
+    def _anew(self, size: int) -> Topology | None:
+        """Returns the topology of the same kind for another number of ranks; None if it is of no kind for any number."""
+        if self._resized is not None:
+            return self._resized(size)
         W = self.matrix()
-        for make in _ANY_SIZE:
-            for weigh in (mixing_matrix, lambda graph: mixing_matrix(uniform_weights(graph))):
-                if np.allclose(W, weigh(make(self.size)), rtol=0.0, atol=_EXACT_BELOW):
-                    larger = weigh(make(size))
-                    if np.array_equal(larger, larger.T) or not np.array_equal(W, W.T):
-                        return larger
+        for make in _ANY_SIZE if self.period == 1 else ():
+            if np.allclose(W, mixing_matrix(make(self.size)), rtol=0.0, atol=_EXACT_BELOW):
+                other = mixing_matrix(make(size))
+                if np.array_equal(other, other.T) or not np.array_equal(W, W.T):
+                    return Topology(self.name, [other])
         return None
 
-    def without(self, lost: Iterable[SupportsIndex]) -> Topology:
-        """Returns the topology that is left without some ranks; the others keep their numbers.
-
-        It is `among` the others. A lost rank has no edges, and keeps its own value: its self weight is 1.
-
-        Args:
-            lost: The ranks that are lost, not all of them; may be empty.
-
-        Raises:
-            TypeError: A rank is not an integer.
-            TopologyError: A rank is out of range, or all ranks are lost.
-        """
-        gone = frozenset(check_rank(rank, self.size, "lost") for rank in lost)
-        whole = self
-        if self._whole is not None:
-            whole, gone = self._whole[0], self._whole[1] | gone
-        living = [rank for rank in range(self.size) if rank not in gone]
-        if not living:
-            raise TopologyError(f"lost must leave at least one rank, got all {self.size}")
-        if not gone:
-            return self
-        rest = whole.among(living)
-        left = rest._of_as_many_rounds(self.size, lambda t: spread(rest.matrix(t), living, self.size))
-        left.name, left._whole = whole.name, (whole, gone)
-        return left
-
-    @property
-    def max_degree(self) -> int:
-        """The most ranks that any rank sends to in one round; for endless sequences, of the first 256."""
-        return max(int(self._out_degrees(t).max()) for t in self._window())
-
-    def bytes_per_step(self, tensor_bytes: float, t: SupportsIndex | None = None) -> float:
-        """Returns the bytes that a rank sends in a round, one tensor to each peer: the mean of all ranks.
-
-        The rank that sends most in a round sends at most ``max_degree * tensor_bytes``.
-
-        Args:
-            tensor_bytes: Size of the tensor in bytes.
-            t: The round; None for the mean over a period, or over the first 256 rounds if endless.
-
-        Raises:
-            TypeError: `t` is not an integer.
-            TopologyError: `t` is negative.
-        """
-        rounds = self._window() if t is None else (t,)
-        return float(np.mean([self._out_degrees(t).mean() for t in rounds])) * tensor_bytes
-
-    def _window(self) -> range:
-        return range(_ENDLESS_ROUNDS if self.period is None else self.period)
-
-    def _out_degrees(self, t: SupportsIndex) -> NDArray[np.int64]:
+    def degrees(self, t: SupportsIndex = 0) -> NDArray[np.int64]:
+        """Returns to how many ranks each rank sends in round t."""
         W = self.matrix(t)
-        degrees: NDArray[np.int64] = np.count_nonzero(W, axis=1) - (W.diagonal() != 0)
-        return degrees
+        return np.asarray(np.count_nonzero(W, axis=1) - (W.diagonal() != 0))
 
     @property
     def spectral_gap(self) -> float:
         """1 - |lambda_2|: of W for a static graph, of the product over one period for a sequence.
 
-        A period of several rounds is thus judged as a whole, and 1 means that it ends in consensus. An
-        endless sequence has no such product: its gap is 1 - sqrt(lambda), lambda being the factor by which a
-        round shrinks the mean square of the worst consensus distance: the largest eigenvalue of the mean of
-        W W^T (without the mean of all ranks), over the first 256 rounds.
+        A period of several rounds is thus judged as a whole, and 1 means that it ends in consensus.
         """
-        if self.period is not None:
-            product = np.eye(self.size)
-            for t in range(self.period):
-                product = product @ self.matrix(t)
-            # An exactly averaging product has a multiple eigenvalue 0, which the solver finds inexactly.
-            return 1.0 if self._disagreement(product) < _EXACT_BELOW else spectral_gap(product)
-        square = np.zeros((self.size, self.size))
-        for t in self._window():
-            state = self.matrix(t).T @ self._unit_starts()
-            state -= state.mean(axis=0)
-            square += state.T @ state
-        largest = float(np.linalg.eigvalsh(square / _ENDLESS_ROUNDS)[-1])
-        return 1.0 - math.sqrt(max(largest, 0.0))
-
-    def consensus_distance(self, rounds: SupportsIndex) -> Matrix:
-        """Returns how far from agreement the ranks are after 0, 1, ..., `rounds` rounds.
-
-        The root mean square of the ranks' distance from their common mean, for starts drawn independently,
-        relative to the start.
-
-        Args:
-            rounds: At least 0.
-
-        Returns:
-            float64 of shape (rounds + 1,): 1.0 first (0.0 for a single rank).
-
-        Raises:
-            TypeError: `rounds` is not an integer.
-            TopologyError: `rounds` is negative.
-        """
-        rounds = check_int(rounds, "rounds", minimum=0)
-        return np.array([distance for _, distance in zip(range(rounds + 1), self._decay(), strict=False)])
+        product = np.eye(self.size)
+        for t in range(self.period):
+            product = product @ self.matrix(t)
+        # An exactly averaging product has a multiple eigenvalue 0, which the solver finds inexactly.
+        return 1.0 if self._disagreement(product) < _EXACT_BELOW else spectral_gap(product)
 
     def rounds_to(self, distance: float, limit: SupportsIndex = 1000) -> int | None:
-        """Returns the first number of rounds after which `consensus_distance` is at most `distance`.
+        """Returns the first number of rounds after which the ranks are no further than `distance` from agreement.
+
+        The root mean square of the ranks' distance from their common mean counts, for starts drawn independently.
 
         Args:
-            distance: Relative to the start, as in `consensus_distance`; at least 1e-12.
+            distance: Relative to the start; at least 1e-12.
             limit: The most rounds that are tried.
 
         Returns:
@@ -429,13 +318,10 @@ class Topology:
     def rounds_to_exact_consensus(self) -> int | None:
         """After how many rounds, from round 0, every rank holds the exact average of the start.
 
-        Up to rounding. None if that happens after no finite number of rounds, and for endless sequences,
-        which give no such promise.
+        Up to rounding. None if that happens after no finite number of rounds.
         """
         if self.size == 1:
             return 0
-        if self.period is None:
-            return None
         product = np.eye(self.size)
         before = self._disagreement(product)
         # A matrix whose eigenvalues but one are 0 needs at most n - 1 factors.
@@ -451,12 +337,8 @@ class Topology:
         """Returns the distance of a product of mixing matrices from the matrix of the exact average."""
         return float(np.abs(product - 1.0 / self.size).max())
 
-    def _unit_starts(self) -> Matrix:
-        """Starts, one a column, that span all disagreement: n unit vectors without their mean."""
-        return np.eye(self.size) - 1.0 / self.size
-
     def _decay(self) -> Iterator[float]:
-        state = self._unit_starts()
+        state = np.eye(self.size) - 1.0 / self.size  # unit vectors without their mean span all disagreement
         start = max(float(np.linalg.norm(state)), np.finfo(np.float64).tiny)
         for t in itertools.count():
             yield float(np.linalg.norm(state - state.mean(axis=0))) / start

@@ -1,4 +1,4 @@
-"""Checks of the arguments that every part of the topology package takes: integers, ranks and graphs."""
+"""Checks of the arguments that every part of the topology package takes: integers, ranks and graphs; their error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,15 @@ from collections.abc import Iterable
 from typing import Any, SupportsIndex, TypeVar, get_args
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
+
+
+class TopologyError(ValueError, AssertionError):
+    """A size, rank, shape, base or graph that no topology can be built from.
+
+    It is a ValueError, as every bad argument value in fogdist. It is an AssertionError too because BlueFog
+    checked these same arguments with ``assert``: scripts and tests written for it catch AssertionError, and
+    keep working. Arguments of a wrong type raise TypeError instead.
+    """
 
 _Value = TypeVar("_Value")
 

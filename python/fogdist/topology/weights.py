@@ -1,4 +1,4 @@
-"""Weights of a topology: a rank's share of the mixing matrix, and rules that choose weights for given edges.
+"""Weights of a topology: a rank's share of the mixing matrix, how well it mixes, and rules that choose weights for edges.
 
 The convention everywhere: `W[i, j]` is the weight of the edge i -> j, as in networkx's adjacency matrix. A
 row is a sender, a column a receiver: rank j gets ``sum_i W[i, j] * x_i``, and averages if its column sums
@@ -15,9 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.errors import TopologyError
-from fogdist.topology.neighbor_lists import in_neighbors, out_neighbors
-from fogdist.topology.validation import check_rank, check_topology, edge_weight
+from fogdist.topology.validation import TopologyError, check_rank, check_topology, edge_weight
 
 # Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
 SUM_TOLERANCE = 1e-5
@@ -33,6 +31,16 @@ def build_topology(size: int, edges: Iterable[tuple[int, int, float | Fraction]]
     topology.add_nodes_from(range(size))
     topology.add_weighted_edges_from((i, j, float(weight)) for i, j, weight in sorted(edges))
     return topology
+
+
+def in_neighbors(topology: nx.DiGraph, rank: int) -> list[int]:
+    """Returns the ranks that send to `rank` in a topology: ascending Python ints, `rank` itself left out."""
+    return sorted({int(source) for source in topology.predecessors(rank)} - {rank})
+
+
+def out_neighbors(topology: nx.DiGraph, rank: int) -> list[int]:
+    """Returns the ranks that `rank` sends to in a topology: ascending Python ints, `rank` itself left out."""
+    return sorted({int(destination) for destination in topology.successors(rank)} - {rank})
 
 
 def mixing_matrix(topology: nx.DiGraph) -> NDArray[np.float64]:
@@ -111,31 +119,7 @@ def recv_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int
     """
     rank = check_rank(rank, check_topology(topo, "topo"), "rank")
     weights = {source: edge_weight(topo, source, rank) for source in in_neighbors(topo, rank)}
-    return _self_weight(topo, rank), weights
-
-
-def send_weights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
-    """Returns the weights with which `rank` sends: its row of the mixing matrix.
-
-    Args:
-        topo: A graph on the ranks 0 ... n-1.
-        rank: The sender.
-
-    Returns:
-        (self weight, {destination rank: weight of the edge rank -> destination}), destinations ascending. The
-        self weight is 0.0 if the rank has no self loop.
-
-    Raises:
-        TypeError: `topo` is not a networkx.DiGraph, `rank` not an integer, or a weight not a real number.
-        TopologyError: The nodes are not 0 ... n-1, `rank` is none of them, or a weight is not finite.
-    """
-    rank = check_rank(rank, check_topology(topo, "topo"), "rank")
-    weights = {dst: edge_weight(topo, rank, dst) for dst in out_neighbors(topo, rank)}
-    return _self_weight(topo, rank), weights
-
-
-def _self_weight(topo: nx.DiGraph, rank: int) -> float:
-    return edge_weight(topo, rank, rank) if topo.has_edge(rank, rank) else 0.0
+    return edge_weight(topo, rank, rank) if topo.has_edge(rank, rank) else 0.0, weights
 
 
 def uniform_weights(topology: nx.DiGraph) -> nx.DiGraph:
@@ -187,3 +171,33 @@ def metropolis_hastings_weights(topology: nx.DiGraph) -> nx.DiGraph:
             rest -= weight
         edges.append((i, i, rest))
     return build_topology(size, edges)
+
+
+def spectral_gap(W: ArrayLike) -> float:
+    """Returns 1 - |lambda_2|, lambda_2 being the eigenvalue of second-largest modulus of a mixing matrix.
+
+    Repeated mixing shrinks the consensus distance by |lambda_2| a step in the long run: a gap of 1 means the
+    exact average at once, a gap of 0 that some ranks never agree (the graph is disconnected or periodic).
+
+    Args:
+        W: Real matrix of shape (n, n) whose columns or rows (or both) sum to 1; `mixing_matrix` of a
+            topology, or a product of the matrices of several steps.
+
+    Returns:
+        A float in [0, 1] for nonnegative weights; 1.0 for n = 1. Negative weights that make mixing diverge
+        give a negative gap.
+
+    Raises:
+        TypeError: `W` does not hold real numbers.
+        TopologyError: `W` is not a square matrix of finite numbers whose columns or rows sum to 1.
+    """
+    matrix = check_matrix(W, averages=False)
+    sums = [matrix.sum(axis=axis) for axis in (0, 1)]
+    if not any(np.allclose(s, 1.0, rtol=0.0, atol=SUM_TOLERANCE) for s in sums):
+        raise TopologyError(f"W must have columns or rows that sum to 1, got column sums {sums[0]}")
+    eigenvalues = np.linalg.eigvals(matrix)
+    # One eigenvalue is 1 (the vector of the average); the rest is what mixing has to shrink.
+    rest = np.delete(eigenvalues, np.argmin(np.abs(eigenvalues - 1.0)))
+    gap = 1.0 - float(np.max(np.abs(rest), initial=0.0))
+    # A modulus of exactly 1 comes out of the eigenvalue solver with rounding on either side.
+    return 0.0 if abs(gap) < 1e-12 else gap

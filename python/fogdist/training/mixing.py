@@ -19,7 +19,7 @@ from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Peers, Topology, mixing_matrix, named, uniform_weights
+from fogdist.topology import Peers, Topology, mixing_matrix, named
 from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # The types of the argument `topology`, which `as_topology` converts.
 TopologyLike: TypeAlias = "nx.DiGraph | Sequence[nx.DiGraph] | Topology | str | None"
 
-# The most rounds of a topology that ranks compare and that are cached. Periods are mostly a few rounds, and endless
+# The most rounds of a topology that ranks compare and that are cached. Periods are mostly a few rounds, and
 # topologies that differ usually differ in an early round.
 _COMPARED_ROUNDS = 64
 _KEPT_PLANS = 1024
@@ -77,7 +77,7 @@ class Plans:
         topology = self.topology
         if topology is None:
             return ["topology: the group's topology"]
-        count = _COMPARED_ROUNDS if topology.period is None else min(topology.period, _COMPARED_ROUNDS)
+        count = min(topology.period, _COMPARED_ROUNDS)
         rounds = (digest(topology.matrix(t).tobytes().hex()) for t in range(count))
         return [
             f"topology: {topology.name!r} of period {topology.period}",
@@ -102,7 +102,7 @@ class Plans:
         return self._kept(self.topology, t, True)
 
     def _kept(self, topology: Topology, t: int, is_push: bool) -> NeighborPlan:
-        round_ = t if topology.period is None else t % topology.period
+        round_ = t % topology.period
         key = (round_, is_push)
         if key not in self._plans:
             peers = topology.peers(self.context.rank, round_)
@@ -272,7 +272,7 @@ class Neighbors(Mixing):
         return f"Neighbors({', '.join(given)})"
 
     def items(self, context: Context) -> list[str]:
-        """See `Mixing.items`. The items are the weights of all rounds, or of the first ones of an endless topology."""
+        """See `Mixing.items`. The items are the weights of all rounds, or of the first ones of a long period."""
         return [*self._of(context).items(), f"compression: {self.compression!r}"]
 
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
@@ -302,7 +302,7 @@ class Neighbors(Mixing):
 
     def topology_in(self, context: Context) -> Topology:
         """Returns the topology whose rounds a group's exchanges follow, if no weights are set."""
-        return self._of(context).topology or topology_of(context)
+        return self._of(context).topology or context.topology.as_topology()
 
     def _begin(
         self,
@@ -443,46 +443,31 @@ def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None
     return value
 
 
-def topology_of(context: Context) -> Topology:
-    """Returns the group's current topology, with the weights that its exchanges use.
-
-    Raises:
-        ValueError: Its weights do not sum to 1 at a rank.
-    """
-    graph = context.topology.graph
-    return Topology.from_graph(
-        "group's topology", graph if context.topology.is_weighted else uniform_weights(graph)
-    )
-
-
 def rounds_of(topology: MixingLike, context: Context, what: str) -> Topology:
-    """Returns the rounds of an argument `topology` that must have a period; None is the group's topology of now.
+    """Returns the rounds of an argument `topology`; None is the group's topology of now.
 
     Args:
         topology: The argument.
         context: The group.
-        what: What needs a period, for messages: "with ..." or "for ...".
+        what: What needs rounds, for messages: "with ..." or "for ...".
 
     Raises:
         TypeError: As `as_mixing`.
-        ValueError: It is no topology, or one without a period.
+        ValueError: It is no topology.
     """
     given = as_mixing(topology, context)
     if type(given) is not Neighbors or given.compression is not None:
         raise ValueError(f"topology must be a topology, a graph or None {what}, got {given!r}")
-    rounds = topology_of(context) if given.topology is None else given.topology
-    if rounds.period is None:
-        raise ValueError(f"topology must have a period {what}, got {rounds!r}")
-    return rounds
+    return context.topology.as_topology() if given.topology is None else given.topology
 
 
 def edges_of(topology: Topology) -> NDArray[np.bool_]:
-    """Returns, as a matrix, whether there is an edge in any round of a topology with a period."""
-    return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period or 1)], axis=0))
+    """Returns, as a matrix, whether there is an edge in any round of a topology."""
+    return np.asarray(np.any([topology.matrix(t) != 0 for t in range(topology.period)], axis=0))
 
 
 def neighbors_of(topology: Topology, rank: int) -> tuple[list[int], list[int]]:
-    """Returns a rank's in-neighbors and out-neighbors in any round of a topology with a period."""
+    """Returns a rank's in-neighbors and out-neighbors in any round of a topology."""
     union = edges_of(topology)
     others = [r for r in range(topology.size) if r != rank]
     return [r for r in others if union[r, rank]], [r for r in others if union[rank, r]]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any, SupportsIndex
 
 import networkx as nx
@@ -13,8 +14,8 @@ from fogdist import topology
 from fogdist.agreement import gather
 from fogdist.bluefog.deprecation import find
 from fogdist.context import current
-from fogdist.topology import dynamic
-from fogdist.topology.validation import check_flags
+from fogdist.topology.sequences import inner_outer, walk_of
+from fogdist.topology.validation import check_flags, check_int, check_rank, check_topology
 
 Inferred = list[int] | tuple[list[int], np.ndarray]
 
@@ -29,6 +30,59 @@ def RingGraph(size: int, connect_style: int = 0, *, left_connect: bool | None = 
     if isinstance(connect_style, bool):
         left_connect = connect_style
     return topology.ring(size, connect_style if left_connect is None else 1 if left_connect else 2)
+
+
+def _steps(sequence: topology.Topology, self_rank: SupportsIndex) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns an endless iterator of (ranks that a rank sends to, ranks that it receives from), ascending."""
+    rank = check_rank(self_rank, sequence.size, "self_rank")
+    rounds = (sequence.peers(rank, t) for t in count())
+    return ((peers["dst_weights"], list(peers["src_weights"])) for peers in rounds)
+
+
+def GetDynamicOnePeerSendRecvRanks(
+    topo: nx.DiGraph, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank along `fogdist.topology.one_peer` of a graph, of any period."""
+    return _steps(walk_of(topo, "one-peer"), self_rank)
+
+
+def GetExp2DynamicSendRecvMachineRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex, local_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank's machine along `fogdist.topology.one_peer_exponential` of at least two machines."""
+    world_size = check_int(world_size, "world_size", minimum=1)
+    local_size = check_int(local_size, "local_size", minimum=1)
+    rank = check_rank(self_rank, world_size, "self_rank")
+    if world_size % local_size or world_size == local_size:
+        raise topology.TopologyError(
+            f"world_size must be a multiple of local_size, at least 2 * local_size = {2 * local_size} (two "
+            f"machines), got world_size {world_size}"
+        )
+    if check_rank(local_rank, local_size, "local_rank") != rank % local_size:
+        raise topology.TopologyError(
+            f"local_rank must be self_rank % local_size = {rank % local_size}, got {local_rank}"
+        )
+    return _steps(topology.one_peer_exponential(world_size // local_size), rank // local_size)
+
+
+def GetInnerOuterRingDynamicSendRecvRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns a rank's steps: one rank of each machine in turn goes to the next machine, the others around their machine."""
+    return _steps(inner_outer("inner-outer-ring", world_size, local_size, lambda t, n: 1), self_rank)
+
+
+def GetInnerOuterExpo2DynamicSendRecvRanks(
+    world_size: SupportsIndex, local_size: SupportsIndex, self_rank: SupportsIndex
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Returns the steps of a rank along `fogdist.topology.inner_outer_exponential`."""
+    return _steps(topology.inner_outer_exponential(world_size, local_size), self_rank)
+
+
+def GetSendWeights(topo: nx.DiGraph, rank: SupportsIndex) -> tuple[float, dict[int, float]]:
+    """Returns the weights with which `rank` sends, as `GetRecvWeights` returns those with which it receives."""
+    check_topology(topo, "topo")
+    return topology.recv_weights(topo.reverse(), rank)
 
 
 def isPowerOf(x: int, base: int) -> bool:
@@ -60,9 +114,9 @@ def InferSourceFromDestinationRanks(
         TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
             AssertionError.
     """
-    return _infer(
-        dst_ranks, "dst_ranks", construct_adjacency_matrix, topology.matrix_from_destinations, group
-    )
+    edges, rank = _edges(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
+    sources = [int(i) for i in np.flatnonzero(edges[:, rank]) if i != rank]
+    return (sources, edges / edges.sum(axis=0)) if construct_adjacency_matrix else sources
 
 
 def InferDestinationFromSourceRanks(
@@ -72,23 +126,24 @@ def InferDestinationFromSourceRanks(
     group: dist.ProcessGroup | None = None,
 ) -> Inferred:
     """Returns the ranks that this one sends to, given the sources of every rank, as `InferSourceFromDestinationRanks`."""
-    return _infer(src_ranks, "src_ranks", construct_adjacency_matrix, topology.matrix_from_sources, group)
+    edges, rank = _edges(src_ranks, "src_ranks", construct_adjacency_matrix, group)
+    destinations = [int(j) for j in np.flatnonzero(edges[:, rank]) if j != rank]
+    return (destinations, edges.T / edges.sum(axis=1)) if construct_adjacency_matrix else destinations
 
 
-def _infer(
-    ranks: Iterable[SupportsIndex],
-    argument: str,
-    with_matrix: bool,
-    matrix: Callable[[Sequence[list[int]]], np.ndarray],
-    group: dist.ProcessGroup | None,
-) -> Inferred:
+def _edges(
+    ranks: Iterable[SupportsIndex], argument: str, with_matrix: bool, group: dist.ProcessGroup | None
+) -> tuple[np.ndarray, int]:
+    """Returns a matrix with ones on the diagonal, and in row i those that rank i has named; and this rank."""
     check_flags(construct_adjacency_matrix=with_matrix)
     context = current(group)
-    peers = gather(
+    edges = np.eye(context.size)
+    named = gather(
         context.backend, topology.check_neighbor_ranks(ranks, context.rank, context.size, argument)
     )
-    others = topology.transpose_neighbor_ranks(peers)[context.rank]
-    return (others, matrix(peers)) if with_matrix else others
+    for i, others in enumerate(named):
+        edges[i, others] = 1.0
+    return edges, context.rank
 
 
 # The names that BlueFog has here.
@@ -96,12 +151,12 @@ OWN: dict[str, Any] = {
     "ExponentialGraph": topology.exponential,
     "ExponentialTwoGraph": ExponentialTwoGraph,
     "FullyConnectedGraph": topology.fully_connected,
-    "GetDynamicOnePeerSendRecvRanks": dynamic.one_peer_ranks,
-    "GetExp2DynamicSendRecvMachineRanks": dynamic.exp2_machine_ranks,
-    "GetInnerOuterExpo2DynamicSendRecvRanks": dynamic.inner_outer_exponential_ranks,
-    "GetInnerOuterRingDynamicSendRecvRanks": dynamic.inner_outer_ring_ranks,
+    "GetDynamicOnePeerSendRecvRanks": GetDynamicOnePeerSendRecvRanks,
+    "GetExp2DynamicSendRecvMachineRanks": GetExp2DynamicSendRecvMachineRanks,
+    "GetInnerOuterExpo2DynamicSendRecvRanks": GetInnerOuterExpo2DynamicSendRecvRanks,
+    "GetInnerOuterRingDynamicSendRecvRanks": GetInnerOuterRingDynamicSendRecvRanks,
     "GetRecvWeights": topology.recv_weights,
-    "GetSendWeights": topology.send_weights,
+    "GetSendWeights": GetSendWeights,
     "InferDestinationFromSourceRanks": InferDestinationFromSourceRanks,
     "InferSourceFromDestinationRanks": InferSourceFromDestinationRanks,
     "IsRegularGraph": topology.is_regular,

@@ -54,7 +54,7 @@ def interrupt_hanged_processes(profile: str = "bluefog") -> None:
         profile: Not used: they are all ranks that this process has started.
 
     Raises:
-        RuntimeError: This process has started no ranks, or they are suspended.
+        RuntimeError: This process has started no ranks.
     """
     clusters = interactive.running()
     if not clusters:

@@ -157,10 +157,7 @@ def unified_mpi_window_model_supported() -> bool:
 
 
 def suspend() -> None:
-    """Does nothing: there is no background thread that would use the cores while a notebook is idle.
-
-    `fogdist.interactive.Cluster.suspend` stops ranks that compute.
-    """
+    """Does nothing: there is no background thread that would use the cores while a notebook is idle."""
 
 
 resume = suspend

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fogdist.training.algorithm import check_count, check_factor
-
 
 class Shards:
-    """Gives each rank equally many samples of its own, and batches of them: the `data` of `train`.
+    """Gives each rank equally many samples of its own, and batches of them.
 
     Each rank goes through its samples in a new random order, again and again; with fewer samples than a batch needs, a
     batch has some several times.
@@ -29,10 +27,6 @@ class Shards:
 
     Attributes:
         owned: The samples of each rank, of shape (ranks, samples // ranks).
-
-    Raises:
-        TypeError: An argument has a wrong type.
-        ValueError: Fewer samples than ranks, as many labels as inputs are needed, or a number is out of range.
     """
 
     def __init__(
@@ -45,16 +39,6 @@ class Shards:
         split: Literal["iid", "sorted"] | float = "iid",
         seed: int = 0,
     ) -> None:
-        check_count(ranks, "ranks")
-        check_count(batch, "batch")
-        if labels.shape != (len(inputs),):
-            raise ValueError(
-                f"labels must be of shape ({len(inputs)},), as inputs, got {tuple(labels.shape)}"
-            )
-        if len(inputs) < ranks:
-            raise ValueError(f"inputs must be at least one for each of {ranks} ranks, got {len(inputs)}")
-        if isinstance(split, str) and split not in ("iid", "sorted"):
-            raise ValueError(f'split must be "iid", "sorted" or a number, got {split!r}')
         self._inputs, self._labels, self._batch = inputs, labels, batch
         self._seed = seed
         random = np.random.default_rng([seed, 0])
@@ -65,8 +49,7 @@ class Shards:
             # Those that are left over belong to no label in particular.
             order = np.delete(order, random.choice(len(order), len(order) - share * ranks, replace=False))
         elif not isinstance(split, str):
-            concentration = check_factor(split, "split", positive=True)
-            order = _skewed(labels.cpu().numpy()[order], order, ranks, share, concentration, random)
+            order = _skewed(labels.cpu().numpy()[order], order, ranks, share, split, random)
         self.owned = torch.from_numpy(order[: share * ranks].reshape(ranks, share).copy())
         self._epoch = -1
         self._permuted = self.owned
@@ -101,7 +84,7 @@ def _skewed(
     for _ in range(ranks):
         wanted = random.multinomial(share, random.dirichlet([concentration] * len(pools)))
         taken: list[int] = []
-        for pool, count in zip(pools, wanted, strict=True):
+        for pool, count in zip(pools, wanted):
             taken += [pool.pop() for _ in range(min(count, len(pool)))]
         while len(taken) < share:
             left = np.array([len(pool) for pool in pools], dtype=float)
