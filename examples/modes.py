@@ -119,39 +119,19 @@ def _wrapper(mode: Any) -> Callable[[Setup], Trainer]:
     return make
 
 
-def _optimizer(wrap: Callable[..., Any], attributes: tuple[str, ...] = ()) -> Callable[[Setup], Trainer]:
-    """The optimizers over windows, which take the graph of an iteration by their attributes, named in `attributes`."""
-
-    def make(setup: Setup) -> Trainer:
-        optimizer = wrap(setup.make_optimizer(setup.model.parameters()), setup.model)
-
-        def prepare(t: int) -> None:
-            if setup.sequence is not None and fogdist.size() > 1:
-                peers: dict[str, Any] = {**setup.sequence.peers(fogdist.rank(), t)}
-                for name in attributes:
-                    setattr(optimizer, name, peers[name])
-
-        def finish() -> None:
-            optimizer.unregister_window()
-            average(setup.model)
-
-        return Trainer(setup.model, optimizer, prepare, finish)
-
-    return make
-
-
-def _push_sum(setup: Setup) -> Trainer:
-    trainer = _optimizer(algorithms.WindowPushSum)(setup)
-    optimizer: Any = trainer.optimizer
+def _win_put(setup: Setup) -> Trainer:
+    """The optimizer over windows, which takes the graph of an iteration by an attribute."""
+    optimizer = algorithms.WinPut(setup.make_optimizer(setup.model.parameters()), setup.model)
 
     def prepare(t: int) -> None:
-        # These are shares of the sender, not weights of the receiver: they add up to 1 at the sender.
         if setup.sequence is not None and fogdist.size() > 1:
-            destinations = setup.sequence.peers(fogdist.rank(), t)["dst_weights"]
-            share = 1.0 / (len(destinations) + 1)
-            optimizer.self_weight, optimizer.dst_weights = share, dict.fromkeys(destinations, share)
+            optimizer.dst_weights = setup.sequence.peers(fogdist.rank(), t)["dst_weights"]
 
-    return Trainer(trainer.module, optimizer, prepare, trainer.finish)
+    def finish() -> None:
+        optimizer.close()
+        average(setup.model)
+
+    return Trainer(setup.model, optimizer, prepare, finish)
 
 
 def _algorithm(
@@ -172,8 +152,7 @@ def _algorithm(
         optimizer = make_algorithm(setup.make_optimizer(setup.model.parameters()), setup.model, **given)
 
         def finish() -> None:
-            if isinstance(optimizer, algorithms.AsynchronousGossip):
-                optimizer.finish()
+            optimizer.close()
             average(setup.model)
 
         return Trainer(setup.model, optimizer, finish=finish)
@@ -189,18 +168,8 @@ MODES: dict[str, Mode] = {
         _algorithm(algorithms.DecentralizedSGD, order="awc"), "adapt with combine, hidden behind the passes"
     ),
     "atc": Mode(_algorithm(algorithms.DecentralizedSGD), "adapt then combine"),
-    "win_put": Mode(
-        _optimizer(algorithms.WinPut, ("dst_weights",)),
-        "puts to neighbors, optimizer",
-        is_asynchronous=True,
-    ),
-    "pull_get": Mode(
-        _optimizer(algorithms.PullGet),
-        "gets from neighbors, optimizer",
-        is_asynchronous=True,
-        can_be_dynamic=False,
-    ),
-    "push_sum": Mode(_push_sum, "push-sum over windows, optimizer"),
+    "win_put": Mode(_win_put, "puts to neighbors, optimizer", is_asynchronous=True),
+    "push_sum": Mode(_algorithm(algorithms.PushSumSGD, order="awc"), "push-sum, hidden behind the passes"),
     "ddp_sync": Mode(_wrapper("sync"), "DecentralizedDataParallel"),
     "ddp_async": Mode(
         _wrapper("async"), "DecentralizedDataParallel, each rank at its own pace", is_asynchronous=True

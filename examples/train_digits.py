@@ -19,7 +19,7 @@ where x_i is the vector of all parameters of rank i. Settings are to be chosen w
 that it holds out of the training set.
 
 With --slow-rank a rank takes --slowdown times as long to compute. Modes in which ranks wait for each other then go at
-its pace; in the asynchronous ones (win_put, pull_get, ddp_async, asynchronous_gossip) the others go on, and make
+its pace; in the asynchronous ones (win_put, ddp_async, asynchronous_gossip) the others go on, and make
 more of the steps: in total as many as elsewhere.
 """
 

@@ -79,17 +79,14 @@ class Codec:
     def bytes(self, dtype: torch.dtype, numel: int) -> int:
         """The size of a message."""
 
-    def encode(self, tensor: Tensor, message: Tensor, by_operations: bool = False) -> None:
-        """Encodes into `message`, of dtype uint8.
-
-        Tensors on other devices than the CPU are encoded by torch's operations; with `by_operations`, for tests, those
-        on the CPU too.
+    def encode(self, tensor: Tensor, message: Tensor) -> None:
+        """Encodes into `message`, of dtype uint8, on the host: tensors of other devices are copied.
 
         Raises:
             ValueError: The codec does not take the dtype; the message has another size.
         """
 
-    def decode(self, message: Tensor, output: Tensor, by_operations: bool = False) -> None:
+    def decode(self, message: Tensor, output: Tensor) -> None:
         """Decodes into `output`, whose shape and dtype are those of the encoded tensor.
 
         Raises:
@@ -116,7 +113,8 @@ class ProcessGroupFog(Backend):
     matched by their order, regardless of names; wait() of a Work makes the current stream wait and does not block;
     `timeout` only applies to the work on the host. With `confirm`, the ranks first compare signatures on the host,
     by name if one is given; gathers always do. In this case the call itself waits, and raises. The first operation
-    on a device waits until all ranks have called an operation on it.
+    on a device waits until all ranks have called an operation on it. Exchanges with a codec are those of the CPU, of
+    copies of the tensors.
 
     Attributes:
         lost_after: The least seconds without a sign of life after which a rank that still runs is declared lost; 0:
@@ -498,13 +496,11 @@ class Window:
             self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
                 complete, unless the Work fails. Integers are rounded as in the sent values. With a codec, `tensor`
                 becomes ``tensor - (1 - self_weight) * decoded`` instead: the share that the others get is taken away.
-            compression: Slots get weight * the decoded tensor. A window has one codec: that of the first such call of
-                this rank, or of a neighbor that writes here. `DistBackendError` names both codecs if a destination
-                has another one.
+            compression: Slots get weight * the decoded tensor.
             decoded: Where this rank's own decoded tensor is written before the call returns; for tensors on the CPU.
 
         Raises:
-            ValueError: The codec does not take the dtype, needs the receiver's values, or is not the window's.
+            ValueError: The codec does not take the dtype, or needs the receiver's values.
         """
 
     def accumulate(
@@ -847,18 +843,6 @@ class VirtualWorld:
     @property
     def failures_told(self) -> list[int]:
         """The number of failure messages, by the rank that sent them."""
-
-    def record(self) -> None:
-        """Has `recorded` remember the messages of operations from now on, and forget those of before."""
-
-    def recorded(self) -> tuple[list[tuple[int, int, int, int, int, int]], list[list[int]]]:
-        """What a model of the network can replay.
-
-        Returns:
-            The messages in the order in which they left: sender, receiver, bytes, key of the operation, which message of the
-            operation between these two ranks, and how many messages had come to the sender by then; and for each rank the places
-            in this list of those that have come to it, in that order.
-        """
 
     def lose(self, rank: int, *, noticed: bool = True) -> None:
         """Ends a rank without a goodbye, as if its process were killed; the others notice at once, or never."""

@@ -156,16 +156,12 @@ class HostReads(TorchDispatchMode):
 
     Backward passes count too, on any thread of autograd.
 
-    Args:
-        any_use: Whether all operations count that have a tensor on the host among their arguments or results.
-
     Attributes:
         names: Names of the operations, in order.
     """
 
-    def __init__(self, any_use: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._any_use = any_use
         self.names: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +172,7 @@ class HostReads(TorchDispatchMode):
         )
         used = any(x.device.type not in ("cpu", "meta") for x in given)
         reads = any(x.is_cpu for x in made) or any(f"aten.{name}." in str(func) for name in _SCALARS)
-        if (used and reads) or (self._any_use and any(x.is_cpu for x in (*given, *made))):
+        if used and reads:
             self.names.append(str(func))
         return result
 

@@ -815,7 +815,7 @@ def train_mixed(name: str, model: Mixed) -> None:
                 optimizer.step()
             dist.barrier()
     if name == "AsynchronousGossip":
-        optimizer.finish()
+        optimizer.close()
 
 
 @on_ranks([1, 4], name=[*IN_STEP, "ChocoSGD", "AsynchronousGossip"])
@@ -862,8 +862,8 @@ def one_after_the_other() -> tuple[np.ndarray, np.ndarray]:
         if turn == rank:
             step_of(model, optimizer, step)
             trajectory.append(model.x().detach().numpy().copy())
-    optimizer.finish()
-    optimizer.finish()  # the second call does nothing
+    optimizer.close()
+    optimizer.close()  # the second call does nothing
     assert not bf.get_current_created_window_names()
     return np.stack(trajectory), model.x().detach().numpy()
 
@@ -929,7 +929,7 @@ def test_asynchronous_gossip_loses_nothing_at_any_speed() -> None:
         dist.barrier()
         optimizer.step()
     dist.barrier()
-    optimizer.finish()
+    optimizer.close()
     mean, x = bf.allreduce(own.clone()), model.x().detach()
     torch.testing.assert_close(bf.allreduce(x.clone()), mean, rtol=0, atol=1e-12)
     torch.testing.assert_close(x, mean, rtol=0, atol=1e-6)
@@ -948,7 +948,7 @@ def lose_a_gossiping_neighbor() -> np.ndarray:
         optimizer.step()
         fogdist.pair_gossip(torch.zeros(1), 2 - fogdist.rank())  # keeps the two ranks at the same pace
     with pytest.raises(dist.DistBackendError, match=r"rank 1\b"):
-        optimizer.finish()
+        optimizer.close()
     return model.x().detach().numpy()
 
 
@@ -975,13 +975,11 @@ def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     optimizer.self_weight = None
     model.bias.requires_grad_(False)
     model(0).backward()
-    with pytest.raises(RuntimeError, match="finish"):
+    with pytest.raises(RuntimeError, match="make it anew"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="finish"):
+    with pytest.raises(RuntimeError, match="before the algorithm is made"):
         optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.finish()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.close()
 
 
 # --- where the algorithms end -------------------------------------------------------------------------------
@@ -1037,30 +1035,13 @@ def test_wrong_arguments() -> None:
         graph.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, own), (0, 1, 1 - own)])
     rows: list[tuple[str, Any, dict[str, Any], Any, str]] = [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
+        ("DecentralizedSGD", base, {"mixing": "ring"}, TypeError, "unexpected keyword argument 'mixing'"),
         (
-            "DecentralizedSGD",
+            "AsynchronousGossip",
             base,
-            {"mixing": "ring"},
-            TypeError,
-            "no argument mixing: it is called topology",
-        ),
-        (
-            "WinPut",
-            base,
-            {"num_steps_per_communication": 2},
-            TypeError,
-            r"WinPut\(\) has no argument num_steps_per_communication: it is called local_steps",
-        ),
-        (
-            "WinPut",
-            base,
-            {"patience": 3},
-            TypeError,
-            r"WinPut\(\) has no argument patience; DecentralizedSGD and",
-        ),
-        *(
-            (name, base, {"topology": "ring"}, ValueError, f"topology must be None for {name}")
-            for name in ("AsynchronousGossip", "WindowPushSum")
+            {"topology": "ring"},
+            ValueError,
+            "topology must be None for AsynchronousG",
         ),
         ("WinPut", base, {"topology": everyone}, ValueError, "a graph or None for WinPut, got GlobalAverage"),
         (

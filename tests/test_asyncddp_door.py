@@ -95,11 +95,9 @@ def train(options: dict[str, Any], parts: int = 1, named_topology: bool = False)
             model.set_accumulate_grad(part < parts - 1)
             loss = model(rank + 1.0)
             (loss if scaler is None else scaler.scale(loss)).backward()
-        path.append(model.weight[0].item())
+        path.append(model.module.weight[0].item())
         assert not any(p.grad is not None and p.grad.any() for p in model.parameters())
-    assert model.state_dict().keys() == {"weight", "other", "seen"}
-    assert dict(model.named_parameters()).keys() == {"weight", "other"}
-    assert torch.equal(model.weight, model.other[:2])
+    assert torch.equal(model.module.weight, model.module.other[:2])
     return path
 
 
@@ -127,23 +125,23 @@ def test_backward_makes_the_step(worlds: WorldPool, options: dict[str, Any], par
 def test_topologies_and_averages() -> None:
     bf.init()
     rank, size = bf.rank(), bf.size()
-    model = ddp.DecentralizedDataParallel(Net(0.0), sgd)
+    model = ddp.DecentralizedDataParallel(net := Net(0.0), sgd)
     graph = weighted_ring(size)
     for topology in (graph, {"topology": graph, "name": "ring"}):
-        before = bf.allgather(model.weight.detach()[:1])
+        before = bf.allgather(net.weight.detach()[:1])
         model.optimizer.param_groups[0]["lr"] = 0.0
         model.set_topology(topology)
         with torch.no_grad():
-            model.weight[0] = float(rank)
-            model.other[0] = float(rank)
+            net.weight[0] = float(rank)
+            net.other[0] = float(rank)
         model(0.0).backward()
-        assert model.weight[0].item() == pytest.approx(0.6 * rank + 0.4 * ((rank - 1) % size)), before
+        assert net.weight[0].item() == pytest.approx(0.6 * rank + 0.4 * ((rank - 1) % size)), before
     model.train()
     with torch.no_grad():
-        model.weight.fill_(float(rank))
+        net.weight.fill_(float(rank))
     # A parameter that a pass leaves out is mixed, but otherwise unchanged.
     model(0.0, is_whole=False).backward()
-    assert model.other.grad is None or not model.other.grad.any()
+    assert net.other.grad is None or not net.other.grad.any()
     model.eval()
     model(0.0)
     for is_averaged in (False, True):
@@ -151,13 +149,16 @@ def test_topologies_and_averages() -> None:
             Net(0.0), sgd, topology=graph, sync_buffer_in_global_avg=is_averaged
         )
         with torch.no_grad():
-            wrapped.seen.fill_(float(rank))
-            wrapped.weight.fill_(float(rank))
+            wrapped.module.seen.fill_(float(rank))
+            wrapped.module.weight.fill_(float(rank))
         assert wrapped.sync and wrapped._optims == [wrapped.optimizer] and wrapped._model is wrapped.module
-        wrapped.load_state_dict({f"_model.{name}": value for name, value in wrapped.state_dict().items()})
+        wrapped.load_state_dict(wrapped.state_dict())
+        wrapped.load_state_dict(
+            {f"_model.{name}": value for name, value in wrapped.module.state_dict().items()}
+        )
         wrapped.global_avg()
-        assert wrapped.weight[0].item() == (size - 1) / 2
-        assert wrapped.seen[0].item() == ((size - 1) / 2 if is_averaged else rank)
+        assert wrapped.module.weight[0].item() == (size - 1) / 2
+        assert wrapped.module.seen[0].item() == ((size - 1) / 2 if is_averaged else rank)
 
 
 @on_ranks(2)
@@ -172,14 +173,14 @@ def test_backward_that_raises() -> None:
         raise ZeroDivisionError
 
     loss = model(1.0)
-    hook = model.weight.register_hook(fail)
+    hook = model.module.weight.register_hook(fail)
     with pytest.raises(ZeroDivisionError):
         loss.backward()
     hook.remove()
-    assert model.weight[0].item() == 0.0
+    assert model.module.weight[0].item() == 0.0
     model.zero_grad()
     model(1.0).backward()
-    assert model.weight[0].item() == pytest.approx(LR)
+    assert model.module.weight[0].item() == pytest.approx(LR)
     assert model.optimizer.param_groups[0]["lr"] == pytest.approx(LR / 2)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -124,81 +123,6 @@ def _check_sums(kind: str, states: list[dict[str, Any]]) -> None:
         np.testing.assert_allclose(np.sum([each["correction"] for each in states], axis=0), 0.0, atol=1e-4)
     if kind == "PushSumSGD":
         assert abs(sum(each["numbers"]["p"] for each in states) - len(states)) < 1e-9
-
-
-def push_sum(seed: int, **options: Any) -> tuple[Net, Any]:
-    """Two buckets, whose p differ where ranks go at their own pace; parameters only mix."""
-    model = make_net(seed)
-    base = torch.optim.SGD(model.parameters(), lr=0.0)
-    optimizer = algorithms.WindowPushSum(base, model, bucket_cap_mb=1e-4, broadcast=False, **options)
-    optimizer.force_barrier = False
-    return model, optimizer
-
-
-def mass_of(model: Net, optimizer: Any) -> tuple[list[float], np.ndarray, np.ndarray]:
-    """Returns p of each window, and for each trained parameter p x and p."""
-    weights = optimizer.mean_weights()
-    p = np.concatenate([np.full(each.numel(), weight) for each, weight in weights.items()])
-    x = np.concatenate([each.detach().reshape(-1).numpy() for each in weights])
-    return optimizer.push_sum_weights(), p * x, p
-
-
-def save_push_sum(path: Path) -> tuple[Any, ...]:
-    rank, _ = start(star)
-    model, optimizer = push_sum(rank)
-    for number in range(30):
-        time.sleep(0.003 * rank)
-        train_step(model, optimizer, rank, number)
-    checkpoint.save(path, model, optimizer, step=1)
-    saved = mass_of(model, optimizer)
-    optimizer.unregister_window()
-    return saved
-
-
-def load_push_sum(path: Path) -> tuple[Any, ...]:
-    rank, _ = start(star)
-    model, optimizer = push_sum(10 + rank)
-    checkpoint.load(path, model, optimizer)
-    loaded = mass_of(model, optimizer)
-    state = optimizer.state_dict()
-    whole = make_net(0)
-    with algorithms.WindowPushSum(
-        torch.optim.SGD(whole.parameters(), lr=0.0), whole, broadcast=False
-    ) as other:
-        first = state["param_groups"][0]["fog_apart"]["push_sum"]["0"]
-        first += 1.0
-        with pytest.raises(ValueError, match="bucket_cap_mb must be as when the state was saved"):
-            other.load_state_dict(state)
-    for number in range(160):
-        time.sleep(0.002 * rank)
-        train_step(model, optimizer, rank, number)
-    optimizer.settle()
-    later = mass_of(model, optimizer)
-    optimizer.unregister_window()
-    return loaded, later
-
-
-def test_push_sum_keeps_its_mass(worlds: WorldPool, tmp_path: Path) -> None:
-    """Ranks that load a checkpoint have the sums of x and p that there were."""
-    saved = worlds(4).run(save_push_sum, tmp_path)
-    weights, total, mass = (sum(map(np.array, each)) for each in zip(*saved, strict=True))
-    assert len(weights) > 1
-    np.testing.assert_allclose(weights, 4.0, rtol=0.0, atol=1e-12)
-    assert np.std([p for p, _, _ in saved]) > 0.1  # otherwise the test would not see that they are kept
-    for size in (4, 2):
-        loaded = worlds(size).run(load_push_sum, tmp_path)
-        for rank, (now, later) in enumerate(loaded):
-            if size == 4:
-                for mine, its in zip(now, saved[rank], strict=True):
-                    np.testing.assert_array_equal(mine, its)
-            else:
-                np.testing.assert_allclose(now[0], 1.0, rtol=0.0, atol=1e-12)
-                np.testing.assert_allclose(now[1] / now[2], total / mass, rtol=0.0, atol=1e-12)
-            np.testing.assert_allclose(later[1] / later[2], total / mass, rtol=0.0, atol=1e-3)
-        for place in (0, 1):
-            sums = np.sum([later[2 - place] for _, later in loaded], axis=0)
-            expected = (mass if place == 0 else total) * size / 4
-            np.testing.assert_allclose(sums, expected, rtol=0.0, atol=1e-11)
 
 
 @on_ranks(2)
@@ -427,14 +351,14 @@ def test_what_gossip_has_in_flight_is_saved(tmp_path: Path) -> None:
         mean = bf.allreduce(snapshot(model).double())
         torch.testing.assert_close(mean, first, rtol=0, atol=1e-6)
     kept = snapshot(model)
-    optimizer.finish()
+    optimizer.close()
     other = make_net(9)
     base = torch.optim.SGD(other.parameters(), lr=0.0)
     checkpoint.load(tmp_path, other, base)
     assert torch.equal(snapshot(other), kept)
     optimizer = algorithms.AsynchronousGossip(base, other, broadcast=False)
     go_on(other, optimizer, rank, 0, 2)
-    optimizer.finish()
+    optimizer.close()
 
 
 @on_ranks(2)

@@ -190,51 +190,25 @@ def test_nan_and_infinity_arrive(world_of: WorldsByWay, way: str) -> None:
     world_of(way, 2).run(carried)
 
 
-# --- bad input ------------------------------------------------------------------------------------------------
-
-
 def different_codecs() -> None:
     rank, other = dist.get_rank(), 1 - dist.get_rank()
-    codecs = [Int8().backend, TopK(0.12345678901234567, bits=2).backend]
-    x = torch.ones(1000)
+    codecs = [Int8(), TopK(0.12345678901234567, bits=2)]
+    x = make_input(0, torch.float32, 1000)
     for number, write in enumerate(("put", "accumulate")):
         window = create(x.clone(), f"d{number}", zero_init=True)
-        call = getattr(window, write)
-        call(x, [], compression=codecs[rank]).wait()  # both have chosen before either of them sends
+        getattr(window, write)(x, [(other, 1.0)], compression=codecs[rank].backend).wait()
         dist.barrier()
-        given = x.clone()
-        message = error_of(call(given, [(other, 1.0)], self_weight=0.5, compression=codecs[rank]).wait)
-        # the receiver's text may be shortened
-        assert codecs[rank].text in message and codecs[other].text[:20] in message, message
-        assert f"rank {other} reports" in message
-        assert torch.equal(given, x)
-        dist.barrier()
-        assert torch.equal(slot(window, other), torch.zeros(1000))
-        with pytest.raises(ValueError, match="Int8.*TopK|TopK.*Int8"):  # its own call, with the other codec
-            call(x, [(other, 1.0)], compression=codecs[other])
-        dist.barrier()
-        window.put(x, [(other, 2.0)]).wait()  # the window can be used
-        dist.barrier()
-        assert torch.equal(slot(window, other), 2 * x)
+        assert torch.equal(slot(window, other), codecs[other].decode(codecs[other].encode(x), x.shape))
         dist.barrier()
         window.free()
-    # a rank that has only received
-    window = create(x.clone(), "received", zero_init=True)
-    if rank == 0:
-        window.put(x, [(1, 1.0)], compression=Int8().backend).wait()
-    dist.barrier()
-    if rank == 1:
-        with pytest.raises(
-            ValueError, match=r"Window.put: compression: got BFloat16.*has Int8\(block=256\) on rank 1"
-        ):
-            window.put(x, [(0, 1.0)], compression=BFloat16().backend)
-    dist.barrier()
-    window.free()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_different_codecs_are_an_error_that_names_both(world_of: WorldsByWay, way: str) -> None:
+def test_ranks_may_have_different_codecs(world_of: WorldsByWay, way: str) -> None:
     world_of(way, 2).run(different_codecs)
+
+
+# --- bad input ------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)

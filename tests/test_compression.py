@@ -17,7 +17,6 @@ import torch
 from codec_bounds import bound_of
 from codec_lists import BLOCKS, CODECS, DTYPES, normal
 from fogdist.compression import BFloat16, Codec, Float16, Int8, TopK
-from harness import case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import top_k
@@ -26,7 +25,6 @@ from torch import Tensor
 import fog_pg  # noqa: F401  loads the extension
 
 SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1023, 1025, 4099]
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def through(codec: Codec, tensor: Tensor) -> Tensor:
@@ -94,51 +92,14 @@ def test_any_numbers_are_within_the_bound(codec: Codec, tensor: Tensor) -> None:
         assert decoded.isfinite().all(), (codec, tensor, decoded)
 
 
-def by_operations(codec: Codec, tensor: Tensor) -> Tensor:
-    """Returns the message that torch's operations make, as for tensors on a GPU."""
-    message = torch.full((codec.bytes(tensor.numel(), tensor.dtype),), 0xA5, dtype=torch.uint8)
-    codec.backend.encode(tensor, message, by_operations=True)
-    return message
-
-
-def check_same(codec: Codec, tensor: Tensor) -> None:
-    """Compares the message of torch's operations with that of the loops, and then what both decode of it."""
-    expected = codec.encode(tensor)
-    before = tensor.clone().view(BITS[tensor.itemsize])
-    message = by_operations(codec, tensor)
-    different = (message != expected).nonzero().flatten().tolist()
-    assert different == [], (codec, tensor.dtype, tensor.numel(), different[:5])
-    values = codec.decode(expected, tensor.shape, tensor.dtype)
-    found = torch.full_like(values, 7)
-    codec.backend.decode(expected, found, by_operations=True)
-    torch.testing.assert_close(found, values, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(tensor.view(before.dtype), before)  # is not changed
-    signs = [
-        torch.signbit(each.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)) for each in (found, values)
-    ]
-    assert torch.equal(*signs)  # of zeros too
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=repr)
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(tensor=tensors(finite=False))
-def test_torch_s_operations_give_the_same_bits(codec: Codec, tensor: Tensor) -> None:
-    check_same(codec, tensor)
-
-
-def test_torch_s_operations_on_large_tensors_and_odd_places() -> None:
-    large = normal(300_001, seed=1)
+def test_messages_and_tensors_may_lie_anywhere(codec: Codec) -> None:
     strided = normal(2000, seed=2).view(2, 1000).t()
-    for codec in (Int8(), Int8(block=8192), TopK(0.001), TopK(0.1, bits=2)):
-        with case(codec=codec):
-            check_same(codec, large)
-            expected = codec.encode(strided)
-            assert torch.equal(by_operations(codec, strided), expected)
-            memory = torch.zeros(expected.numel() + 1, dtype=torch.uint8)
-            memory[1:] = expected  # a message may begin anywhere
-            found = torch.empty(1000, 2)
-            codec.backend.decode(memory[1:], found, by_operations=True)
-            assert torch.equal(found, codec.decode(expected, (1000, 2)))
+    message = codec.encode(strided)
+    assert torch.equal(message, codec.encode(strided.contiguous()))
+    memory = torch.zeros(message.numel() + 1, dtype=torch.uint8)
+    memory[1:] = message
+    assert torch.equal(codec.decode(memory[1:], (1000, 2)), codec.decode(message, (1000, 2)))
 
 
 # --- references -----------------------------------------------------------------------------------------------
@@ -362,11 +323,6 @@ def test_other_dtypes_are_refused(codec: Codec) -> None:
         (lambda codec, m: codec.decode(m, (1000,), torch.float64), ValueError, "message"),
         (lambda codec, m: codec.decode(torch.full_like(m, 255), (1000,)), ValueError, "places"),
         (lambda codec, m: codec.decode(torch.zeros_like(m), (1000,)), ValueError, "places"),
-        (
-            lambda codec, m: codec.backend.decode(m * 0, torch.ones(1000), by_operations=True),
-            ValueError,
-            "message",
-        ),
         (lambda codec, m: codec.decode([1], (3,)), TypeError, "message must be a torch.Tensor"),
         (lambda codec, m: codec.decode(m, (-1,)), ValueError, r"shape\[0\] must be.*-1"),
         (lambda codec, m: codec.decode(m, ("a",)), TypeError, r"shape\[0\] must be an integer.*'a'"),

@@ -17,7 +17,7 @@ from reference import Checks
 from torch import nn
 from training_cases import EXACT, IN_STEP, OPTIMIZERS, VIEWS, WINDOWS, loss_of, make_net, sgd, snapshot, start
 
-KINDS = [*IN_STEP, *WINDOWS, "awc", "atc", "AsynchronousGossip", "DecentralizedAdamW"]
+KINDS = [*IN_STEP, *WINDOWS, "awc", "atc", "push-sum", "AsynchronousGossip", "DecentralizedAdamW"]
 
 
 def made(kind: str, model: nn.Module) -> Any:
@@ -83,7 +83,7 @@ def test_its_steps_are_those_of_the_algorithm() -> None:
 def test_all_ranks_start_from_rank_0() -> None:
     """The parameters and the buffers, in all algorithms."""
     rank, _ = start(topology.symmetric_exponential)
-    for kind in (*IN_STEP, "WinPut", "PullGet", "WindowPushSum", "AsynchronousGossip", "DecentralizedAdamW"):
+    for kind in (*IN_STEP, "WinPut", "AsynchronousGossip", "DecentralizedAdamW"):
         model = make_net(rank)
         model.register_buffer("mean", torch.full((2,), float(rank)))
         base = OPTIMIZERS["adamw"](model.parameters()) if kind == "DecentralizedAdamW" else sgd(model)
@@ -97,7 +97,7 @@ def test_local_steps_count_steps_of_the_optimizer() -> None:
     """However many passes a step has."""
     rank, _ = start()
     awc = {"order": "awc"}
-    for kind, more in (("DecentralizedSGD", awc), ("WinPut", {}), ("PullGet", {}), ("WindowPushSum", {})):
+    for kind, more in (("DecentralizedSGD", awc), ("WinPut", {}), ("PushSumSGD", awc)):
         model = make_net(rank)
         with getattr(algorithms, kind)(sgd(model), model, local_steps=2, **more) as optimizer:
             for number in range(4):
@@ -118,13 +118,12 @@ def test_the_end_of_training() -> None:
                 step(optimizer, model, rank, number)
             if kind in WINDOWS:
                 optimizer.settle()  # so that the parameters below are those of the end
-            weights = optimizer.mean_weights()
             own = 1.0 if optimizer.mean_weight is None else float(optimizer.numbers[optimizer.mean_weight])
-            weighted = {p: p.detach() * weights.get(p, own) for p in model.parameters() if p.requires_grad}
-            total = {p: weights.get(p, own) for p in weighted}
+            total = bf.allreduce(torch.tensor(own), average=False)
             expected = {
-                p: bf.allreduce(value, average=False) / bf.allreduce(torch.tensor(total[p]), average=False)
-                for p, value in weighted.items()
+                p: bf.allreduce(p.detach() * own, average=False) / total
+                for p in model.parameters()
+                if p.requires_grad
             }
             optimizer.average()
             for parameter, value in expected.items():

@@ -82,13 +82,9 @@ def test_in_place() -> None:
         for dtype, name in [(each, name) for each in DTYPES for name in reductions(each)]:
             mine = make_input(rank, dtype, (4, 5))
             there = mine.to(DEVICE)
-            if dtype in (torch.uint16, torch.uint32, torch.uint64) and name in ("MIN", "MAX", "AVG"):
-                with pytest.raises(ValueError, match="local_allreduce: op: got"):
-                    fog.local_allreduce(there, everyone, reduce_op(name))
-                continue
             for given in (mine, there):
                 result(fog.local_allreduce(given, everyone, reduce_op(name)))
-            checks.close(f"{dtype} {name}", there, mine)
+            checks.equal(f"{dtype} {name}", there.cpu(), mine)
         there = make_input(rank, torch.float32, (4, 3)).to(DEVICE).t()
         result(fog.broadcast_named(there, 0, name="root"))
         checks.equal("broadcast", there.cpu(), make_input(0, torch.float32, (4, 3)).t())
@@ -442,8 +438,7 @@ def test_ranks_that_disagree(new_world, kind):
 
 
 @on_ranks(2)
-def test_operators_serve_every_device() -> None:
-    """The operators have kernels for all devices, because torch.compile traces them for tensors of other devices."""
-    for name in ("neighbor_allreduce", "neighbor_allreduce_along_topology"):
-        for key in ("CPU", "CUDA", "PrivateUse1"):
-            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"fog::{name}", key), (name, key)
+def test_the_operator_serves_every_device() -> None:
+    """It has kernels for all devices, because torch.compile traces it for tensors of other devices."""
+    for key in ("CPU", "CUDA", "PrivateUse1"):
+        assert torch._C._dispatch_has_computed_kernel_for_dispatch_key("fog::neighbor_allreduce", key), key

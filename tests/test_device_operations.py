@@ -107,13 +107,12 @@ def test_gradients() -> None:
     import torch._dynamo
 
     there = place()
-    fogdist.init(topologies.star)
+    fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     arguments = test_ops.arguments_of(test_ops.random_matrix(size, 5), rank)
 
     def step(x: Tensor) -> Tensor:
-        y = torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments)
-        return torch.ops.fog.neighbor_allreduce_along_topology(y * 2).square().sum()
+        return (torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments) * 2).square().sum()
 
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if ON_GPUS else "aot_eager")
@@ -187,10 +186,13 @@ def test_graph_capture() -> None:
     fogdist.init()
     x = torch.ones(1000, device=there)
     total = sum(range(1, fogdist.size() + 1))
+    topology = fogdist.context.current().topology
+    (own, sources), peers = topology.mean_weights, topology.out_neighbors
+    arguments = own, list(sources), list(sources.values()), peers, [1.0] * len(peers)
     y = torch.empty_like(x)
 
     def work() -> None:
-        y.copy_(torch.ops.fog.neighbor_allreduce_along_topology(x))
+        y.copy_(torch.ops.fog.neighbor_allreduce(x, *arguments))
         dist.all_reduce(y)
         y.add_(1)
 

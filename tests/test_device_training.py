@@ -29,7 +29,7 @@ from fogdist import topology as topologies
 from fogdist.compression import Int8, TopK
 from harness import on_ranks
 from torch import Tensor, nn
-from training_cases import EXACT, FACTORIES, IN_STEP, WINDOWS, batch, make_net, snapshot, start
+from training_cases import BLUEFOGS, EXACT, IN_STEP, WINDOWS, batch, make_net, snapshot, start
 
 WORLDS = device_worlds.DeviceWorlds
 pytestmark = device_worlds.MARKS
@@ -44,7 +44,9 @@ COMPRESSED: dict[str, Any] = {
     "ChocoSGD": partial(algorithms.ChocoSGD, compression=TopK(0.3, bits=2), gamma=0.3),
     **{f"neighbors {codec}": partial(compressed, codec=codec) for codec in (Int8(), TopK(0.1))},
 }
-ENTRIES = [*FACTORIES, "wrapper", *IN_STEP, *WINDOWS, *COMPRESSED]
+ENTRIES = [*BLUEFOGS, "wrapper", *IN_STEP, *WINDOWS, *COMPRESSED]
+# Codecs work on the host.
+WITH_CODECS = (*COMPRESSED, "SparseLoCo")
 # The step finds out whether parameters without a gradient must move.
 READS_ONCE = ("GradientTracking",)
 
@@ -66,7 +68,7 @@ def train(kind: str, device: str, scaled: bool = False) -> tuple[Tensor, list[st
     there = place(device)
     net = make_net(rank).to(there)
     net.decoder.weight = net.encoder.weight  # `to` leaves them tied on torch's own devices only
-    if kind in (*FACTORIES, "wrapper"):
+    if kind in (*BLUEFOGS, "wrapper"):
         base: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
     else:
         base = torch.optim.SGD(net.parameters(), lr=0.05)
@@ -84,7 +86,7 @@ def train(kind: str, device: str, scaled: bool = False) -> tuple[Tensor, list[st
 
         if scaled and number == 2:
             step(factor=float("inf") if rank == 0 else 1.0)
-        elif number < 2 or scaled or kind in (*READS_ONCE, *WINDOWS):
+        elif number < 2 or scaled or kind in (*READS_ONCE, *WINDOWS, *WITH_CODECS):
             with reads:
                 step()
         else:
@@ -103,7 +105,7 @@ def test_numbers_and_waits(worlds, kind, size):
     found, expected = (worlds(size).run(train, kind, device) for device in (DEVICE, "cpu"))
     for (got, reads), (wanted, _) in zip(found, expected):
         torch.testing.assert_close(got, wanted, **EXACT)
-        if kind not in WINDOWS:  # their operations wait
+        if kind not in (*WINDOWS, *WITH_CODECS):  # their operations wait
             assert len(reads) == (4 if kind in READS_ONCE else 0), reads
 
 
@@ -235,7 +237,7 @@ def gossip(kind: str) -> Tensor:
         called.average()
         called.close()
     else:
-        optimizer.finish()
+        optimizer.close()
     return torch.stack([begin, nn.utils.parameters_to_vector(training_cases.trained(net)).detach().cpu()])
 
 

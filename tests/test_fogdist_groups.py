@@ -185,7 +185,8 @@ def wrapped_group() -> None:
     fogdist.init()
     group = dist.new_group(backend="fog")
     assert fogdist.neighbor_allreduce(torch.ones(2), group=group).tolist() == [1.0, 1.0]
-    assert torch.ops.fog.neighbor_allreduce_along_topology(torch.ones(2), group.group_name).tolist() == [1, 1]
+    alone = torch.ops.fog.neighbor_allreduce(torch.ones(2), 1.0, [], [], [], [], group.group_name)
+    assert alone.tolist() == [1, 1]
 
 
 def test_the_wrapper_of_debug_mode_is_peeled(new_world):

@@ -155,8 +155,7 @@ def feed_codec(name: str, data: bytes, _: Path) -> None:
     place, number = map(int, name.split("-"))
     codec, output = CODECS[place], torch.empty(300, dtype=DTYPES[number])
     message = torch.tensor(list(data), dtype=torch.uint8)
-    for by_operations in (False, True):
-        codec.backend.decode(message, output, by_operations)
+    codec.backend.decode(message, output)
 
 
 def feed_flight_record(_: str, data: bytes, __: Path) -> None:

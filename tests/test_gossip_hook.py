@@ -122,3 +122,20 @@ def test_a_state_serves_one_model(new_world, together):
 def test_errors(new_world):
     outcomes = new_world(2, timeout=3.0).run_raw(fail)
     assert [o.state for o in outcomes] == ["returned"] * 2, "\n".join(map(str, outcomes))
+
+
+@on_ranks(2)
+def test_who_came_last_has_the_parameters() -> None:
+    """A hook takes over from an optimizer of the same parameters, and an optimizer from a hook: both would mix them."""
+    start()
+    net = nn.Linear(2, 2)
+    model = DistributedDataParallel(net, broadcast_buffers=False)
+    first = fogdist.algorithms.LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), net)
+    model.register_comm_hook(fogdist.GossipState(), fogdist.gossip_hook)
+    model(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="LocalSGD .* was replaced"):
+        first.step()
+    with fogdist.algorithms.LocalSGD(torch.optim.SGD(net.parameters(), lr=0.1), net):
+        with pytest.raises(RuntimeError, match="state was replaced"):
+            model(torch.ones(1, 2)).sum().backward()
+        dist.barrier()

@@ -508,7 +508,7 @@ def test_what_patience_refuses() -> None:
             ValueError,
             "patience must not be given in mode 'async'",
         ),
-        ((algorithms.LocalSGD,), {"patience": 5}, TypeError, "LocalSGD.. has no argument patience"),
+        ((algorithms.LocalSGD,), {"patience": 5}, TypeError, "unexpected keyword argument 'patience'"),
     ]:
         for kind in kinds:
             with pytest.raises(error, match=message):
@@ -519,11 +519,3 @@ def test_what_patience_refuses() -> None:
     with pytest.raises(ValueError, match="self_weight"):
         optimizer.step()
     assert decentralized(sgd(model), model).late_neighbors() == []
-    called = fogdist.DecentralizedDataParallel(model, sgd(model), patience=5)
-    called(torch.ones(1, 4, dtype=torch.float64))
-    loaded = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
-    called.zero_grad()
-    called.load_state_dict(loaded)  # and the average in flight does not replace it
-    called.optimizer.step()
-    assert all(not value.any() for value in model.state_dict().values())
-    called.close()

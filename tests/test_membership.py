@@ -501,9 +501,6 @@ def refuse() -> None:
             make(kind, model, on_loss="stop")
     with pytest.raises(ValueError, match="on_loss"):
         make("DecentralizedSGD", model, on_loss="continue" if dist.get_rank() else "raise")
-    for kind in ("PullGet", "WindowPushSum"):
-        with pytest.raises(ValueError, match=f"on_loss must be 'raise' for {kind}"):
-            make(kind, model)
     with pytest.raises(ValueError, match=r"on_loss must be 'raise' with topology=Machines\(\)"):
         make("DecentralizedSGD", model, topology=algorithms.Machines())
     _, optimizer = make("DecentralizedSGD", model)

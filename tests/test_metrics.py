@@ -91,7 +91,7 @@ def windows() -> dict[str, Any]:
         values = metrics.collect()
         assert values["staleness"] == values[f"peer/{1 - rank}/staleness"] <= 8
         dist.barrier()
-        optimizer.unregister_window()
+        optimizer.close()
         assert "staleness" not in metrics.collect()
     fogdist.shutdown()
 

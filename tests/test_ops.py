@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import topology as topologies
 from harness import on_ranks, sizes
 from reference import Checks, make_input, mix
 from torch import Tensor
@@ -52,12 +51,6 @@ def test_values() -> None:
                 checks.close(f"{dtype}", output, view(mix(inputs, matrix)[rank]))
                 checks.true("contiguous", output.is_contiguous())
             checks.equal("input", mine, inputs[rank])
-            star = topologies.star(size)
-            for is_weighted, graph in enumerate((topologies.uniform_weights(star), star)):
-                fogdist.set_topology(graph)
-                expected = fogdist.neighbor_allreduce(mine)
-                output = torch.ops.fog.neighbor_allreduce_along_topology(mine)
-                checks.equal(f"{dtype} weighted={is_weighted}", output, expected)
 
 
 def gradients() -> None:
@@ -87,11 +80,6 @@ def gradients() -> None:
             matrix = random_matrix(size, seed)
             arguments = arguments_of(matrix, rank)
             check(f"seed {seed}", matrix, lambda x, a=arguments: torch.ops.fog.neighbor_allreduce(x, *a))
-        for name in ("star", "ring-right", "exp2"):
-            weighted = topologies.by_name(name, size)
-            for graph in (weighted, topologies.uniform_weights(weighted)):
-                fogdist.set_topology(graph)
-                check(name, topologies.mixing_matrix(graph), torch.ops.fog.neighbor_allreduce_along_topology)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -100,15 +88,16 @@ def test_gradients(worlds, size):
 
 
 def complex_gradients() -> None:
-    fogdist.init(topologies.fully_connected)
-    rank = fogdist.rank()
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    mean = arguments_of(np.full((size, size), 1 / size), rank)
     x = make_input(rank, torch.complex128, 3).requires_grad_()
-    output = torch.ops.fog.neighbor_allreduce_along_topology(x)
+    output = torch.ops.fog.neighbor_allreduce(x, *mean)
     output.abs().square().sum().backward()
     # Every rank has the same mean m, and the loss of all ranks is size |m|^2, so the gradient is 2 m.
     assert torch.allclose(x.grad, 2 * output.detach(), rtol=1e-14)
     half = make_input(rank, torch.float16, 3).requires_grad_()
-    torch.ops.fog.neighbor_allreduce_along_topology(half).sum().backward()
+    torch.ops.fog.neighbor_allreduce(half, *mean).sum().backward()
     assert half.grad.dtype == torch.float16
     assert torch.allclose(half.grad, torch.ones(3, dtype=torch.float16), rtol=1e-3)
 
@@ -120,65 +109,53 @@ def test_gradients_of_other_dtypes(worlds):
 @on_ranks(2)
 def test_registration() -> None:
     # Schema, fake kernel, autograd key and AOT dispatch are each compared with eager results.
-    fogdist.init(topologies.ring)
+    fogdist.init()
     arguments = arguments_of(random_matrix(fogdist.size(), 3), fogdist.rank())
     x = make_input(fogdist.rank(), torch.float64, (2, 3)).requires_grad_()
     group = torch.distributed.group.WORLD.group_name
-    for operation, rest in (
-        (torch.ops.fog.neighbor_allreduce, (*arguments, group)),
-        (torch.ops.fog.neighbor_allreduce_along_topology, (group,)),
-        (torch.ops.fog._neighbor_allreduce_against_topology, (group,)),
-    ):
-        torch.library.opcheck(operation, (x, *rest))
+    torch.library.opcheck(torch.ops.fog.neighbor_allreduce, (x, *arguments, group))
 
 
 def compiled() -> None:
     import torch._dynamo
 
-    fogdist.init(topologies.ring)
+    fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
-    matrix = random_matrix(size, 5)
-    arguments = arguments_of(matrix, rank)
+    arguments = arguments_of(random_matrix(size, 5), rank)
 
     def step(x: Tensor) -> Tensor:
-        y = torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments)
-        return torch.ops.fog.neighbor_allreduce_along_topology(y * 2).sum()
+        return (torch.ops.fog.neighbor_allreduce(torch.sin(x), *arguments) * 2).sum()
 
     x = make_input(rank, torch.float64, (3, 2)).requires_grad_()
     torch._dynamo.reset()
     # aot_eager traces with fake tensors, as every backend does, but needs no C++ compiler.
     program = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for graph in (topologies.ring, topologies.star):
-        fogdist.set_topology(graph(size))
-        (expected,) = torch.autograd.grad(step(x), x)
-        result = program(x)
-        (gradient,) = torch.autograd.grad(result, x)
-        assert torch.equal(result, step(x))
-        assert torch.equal(gradient, expected)
+    (expected,) = torch.autograd.grad(step(x), x)
+    result = program(x)
+    (gradient,) = torch.autograd.grad(result, x)
+    assert torch.equal(result, step(x))
+    assert torch.equal(gradient, expected)
 
 
 @pytest.mark.parametrize("size", sizes([4], [1, 3]))
-def test_compiled_programs_follow_the_topology(worlds, size):
+def test_compiled_programs(worlds, size):
     worlds(size).run(compiled)
 
 
 def test_tracing_needs_no_group():
     with FakeTensorMode():
         x = torch.empty(3, 4, dtype=torch.bfloat16).t()
-        for output in (
-            torch.ops.fog.neighbor_allreduce(x, 0.5, [1], [0.5], [1], [1.0]),
-            torch.ops.fog.neighbor_allreduce_along_topology(x, "a group"),
-        ):
-            assert output.shape == (4, 3)
-            assert output.dtype == torch.bfloat16
-            assert output.is_contiguous()
+        output = torch.ops.fog.neighbor_allreduce(x, 0.5, [1], [0.5], [1], [1.0], "a group")
+        assert output.shape == (4, 3)
+        assert output.dtype == torch.bfloat16
+        assert output.is_contiguous()
         with pytest.raises(ValueError, match="dtype"):
             torch.ops.fog.neighbor_allreduce(torch.ones(2, dtype=torch.int32), 0.5, [], [], [], [])
 
 
 def test_without_init():
     with pytest.raises(ValueError, match=r"fogdist\.init\(\)"):
-        torch.ops.fog.neighbor_allreduce_along_topology(torch.ones(2))
+        torch.ops.fog.neighbor_allreduce(torch.ones(2), 1.0, [], [], [], [])
 
 
 @on_ranks(2)
@@ -206,10 +183,9 @@ def test_groups_by_name() -> None:
     fogdist.init()
     rank, size = fogdist.rank(), fogdist.size()
     group = torch.distributed.new_group(range(size), backend="fog")
-    fogdist.set_topology(topologies.star(size), group=group)
+    arguments = arguments_of(np.full((size, size), 1 / size), rank)
     x = torch.tensor([float(rank)])
-    expected = fogdist.neighbor_allreduce(x, group=group)
-    assert torch.equal(torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name), expected)
+    assert torch.ops.fog.neighbor_allreduce(x, *arguments, group.group_name).item() == pytest.approx(1.0)
     torch.distributed.destroy_process_group(group)
     with pytest.raises((ValueError, RuntimeError), match="group"):
-        torch.ops.fog.neighbor_allreduce_along_topology(x, group.group_name)
+        torch.ops.fog.neighbor_allreduce(x, *arguments, group.group_name)

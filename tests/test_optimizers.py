@@ -428,38 +428,6 @@ def test_trajectories_of_any_optimizer(name: str, kind: str) -> None:
         assert optimizers[0].train(False).calls == wrapped.calls and not wrapped.is_training
 
 
-@on_ranks(3)
-def test_lbfgs() -> None:
-    """Each rank evaluates its closure as often as it needs."""
-    rank, size = start()
-
-    def make(model: nn.Module) -> Optimizer:
-        return torch.optim.LBFGS(trained(model), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
-
-    simulation = Simulation("atc", map(make_net, range(size)), make)
-    model = make_net(rank)
-    optimizer = FACTORIES["atc"](make(model), model)
-
-    def closure_of(model: nn.Module, optimizer: Optimizer, r: int) -> Callable[[], Tensor]:
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, r, 0)
-            loss.backward()
-            return loss
-
-        return closure
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            loss = optimizer.step(closure_of(model, optimizer, rank))
-            pairs = enumerate(zip(simulation.models, simulation.optimizers))
-            losses = [base.step(closure_of(m, base, r)) for r, (m, (base,)) in pairs]
-            simulation.mix()
-            torch.testing.assert_close(loss, losses[rank], rtol=1e-7, atol=1e-9)
-    simulation.check(rank, model, rtol=1e-7, atol=1e-9)
-
-
 # --- settings -----------------------------------------------------------------------------------------------
 
 

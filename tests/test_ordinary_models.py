@@ -27,7 +27,7 @@ from harness import on_ranks
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training_cases import ENTRIES, FACTORIES, IN_STEP, WINDOWS, distribute, end, start
+from training_cases import BLUEFOGS, ENTRIES, IN_STEP, WINDOWS, distribute, end, start
 
 
 class Net(nn.Module):
@@ -348,7 +348,7 @@ def test_tools(kind: str, tmp_path: Path) -> None:
 def test_a_pass_that_checkpointing_repeats_counts_once(kind: str, reentrant: bool) -> None:
     results = []
     for repeats in (False, True):
-        interval = "num_steps_per_communication" if kind in (*FACTORIES, *WINDOWS) else "local_steps"
+        interval = "num_steps_per_communication" if kind in (*BLUEFOGS, *WINDOWS) else "local_steps"
         run = Run(kind, **({} if kind == "wrapper" else {interval: 2}))
         call = partial(checkpoint, run.called, use_reentrant=reentrant) if repeats else None
         for _ in range(5):
@@ -364,7 +364,7 @@ def test_parameters_that_are_assigned(kind: str) -> None:
     run = Run(kind)
     run.train()
     state = values(make_net(9))
-    run.called.load_state_dict(state, assign=True)
+    run.model.load_state_dict(state, assign=True)
     same(run.model.state_dict(), state)
     assert run.model.c.weight.data_ptr() == state["c.weight"].data_ptr()
     if kind == "wrapper":

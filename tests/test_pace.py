@@ -19,8 +19,6 @@ from torch import nn
 
 KINDS: dict[str, Any] = {
     "win_put": fogdist.algorithms.WinPut,
-    "pull_get": fogdist.algorithms.PullGet,
-    "push_sum": fogdist.algorithms.WindowPushSum,
     "gossip": fogdist.algorithms.AsynchronousGossip,
 }
 
@@ -38,8 +36,6 @@ def make(kind: str, **options: Any) -> tuple[nn.Module, Any]:
     optimizer = {**KINDS, "wrapper": wrap}[kind](
         torch.optim.SGD(model.parameters(), lr=0.0), model, **options
     )
-    if kind == "push_sum":
-        optimizer.force_barrier = False
     return model, optimizer
 
 
@@ -52,10 +48,8 @@ def end(optimizer: Any) -> None:
     dist.barrier()
     if hasattr(optimizer, "wrapper"):
         optimizer.wrapper.close()
-    elif isinstance(optimizer, fogdist.algorithms.AsynchronousGossip):
-        optimizer.finish()
     else:
-        optimizer.unregister_window()
+        optimizer.close()
 
 
 DEFAULTS = {

@@ -34,7 +34,6 @@ MODES: dict[str, Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]]
     "atc": lambda model: (model, bf.DistributedAdaptThenCombineOptimizer(sgd(model), model)),
     "gradient": lambda model: (model, bf.DistributedGradientAllreduceOptimizer(sgd(model), model)),
     "win_put": lambda model: (model, bf.DistributedWinPutOptimizer(sgd(model), model)),
-    "pull_get": lambda model: (model, bf.DistributedPullGetOptimizer(sgd(model), model)),
     "wrapper": wrapped,
     "algorithm": lambda model: (model, fogdist.algorithms.DecentralizedSGD(sgd(model), model)),
 }
@@ -72,5 +71,5 @@ def train_alone(mode: str, exchanges: bool) -> set[str]:
 def test_a_rank_alone_exchanges_if_asked(worlds: WorldPool, mode: str) -> None:
     assert worlds(1).run(train_alone, mode, False) == [set()]
     (names,) = worlds(1).run(train_alone, mode, True)
-    kinds = {"gradient": "fog:all_reduce", "pull_get": "fog:Window.get", "win_put": "fog:Window.put"}
+    kinds = {"gradient": "fog:all_reduce", "win_put": "fog:Window.put"}
     assert kinds.get(mode, "fog:neighbor_allreduce") in names

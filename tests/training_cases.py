@@ -115,11 +115,8 @@ FACTORIES: dict[str, Callable[..., Any]] = {
     "atc": bf.DistributedAdaptThenCombineOptimizer,
     "gradient": bf.DistributedGradientAllreduceOptimizer,
 }
-WINDOWS: dict[str, Callable[..., Any]] = {
-    "put": bf.DistributedWinPutOptimizer,
-    "get": bf.DistributedPullGetOptimizer,
-    "push-sum": bf.DistributedPushSumOptimizer,
-}
+BLUEFOGS: dict[str, Callable[..., Any]] = {**FACTORIES, "push-sum": bf.DistributedPushSumOptimizer}
+WINDOWS: dict[str, Callable[..., Any]] = {"put": bf.DistributedWinPutOptimizer}
 # The classes of fogdist.algorithms whose ranks go in step.
 IN_STEP: dict[str, dict[str, Any]] = {
     "DecentralizedSGD": {},
@@ -132,7 +129,7 @@ IN_STEP: dict[str, dict[str, Any]] = {
     "SparseLoCo": {"local_steps": 2, "compression": TopK(1.0)},
 }
 VIEWS: dict[str, Callable[..., Any]] = {
-    **FACTORIES,
+    **BLUEFOGS,
     "cta": partial(algorithms.DecentralizedSGD, order="cta", broadcast=False),
     **WINDOWS,
     **{
@@ -147,7 +144,8 @@ RULES = {
     "atc": "atc",
     "gradient": "gradient",
     "cta": "cta",
-    **dict.fromkeys(WINDOWS, "awc"),
+    "push-sum": "awc",
+    "put": "awc",
     "wrapper": "awc",
 }
 

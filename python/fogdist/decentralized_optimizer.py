@@ -40,7 +40,7 @@ def DecentralizedOptimizer(
     backward pass: `fogdist.algorithms.DecentralizedSGD`.
 
     Args:
-        optimizer: Any torch optimizer but LBFGS, which needs ``order="atc"``.
+        optimizer: Any torch optimizer but LBFGS.
         model: The model, or a list of models, that hold its parameters.
         topology: Who averages with whom, the same on all ranks: a name that `fog topology` lists, such as "ring" or
             "one-peer-exp2"; a `fogdist.topology.Topology`, whose rounds are used one after the other; a `networkx.DiGraph` with

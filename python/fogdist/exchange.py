@@ -196,15 +196,9 @@ class Exchanges:
     ) -> Exchange:
         """Returns the exchange of a `pair_gossip`, whose only source is also its only destination."""
         (peer,) = check_neighbor_ranks([target_rank], self._node, self._size, "target_rank")
-        if self_weight is None and pair_weight is None:
-            return self._exchange(RANKS, 1.0, _ones([peer]), _ones([peer]), mean=True)
         if self_weight is None or pair_weight is None:
-            given, missing = (
-                ("pair_weight", "self_weight") if self_weight is None else ("self_weight", "pair_weight")
-            )
-            raise ValueError(
-                f"self_weight and pair_weight must be given together, got {given} without {missing}"
-            )
+            check_together(self_weight=self_weight, pair_weight=pair_weight)
+            return self._exchange(RANKS, 1.0, _ones([peer]), _ones([peer]), mean=True)
         own, other = check_weight(self_weight, "self_weight"), check_weight(pair_weight, "pair_weight")
         return self._exchange(RANKS, own, [(peer, other)], _ones([peer]))
 
@@ -236,15 +230,9 @@ class Exchanges:
         dst_weights: Iterable[int] | Mapping[int, float] | None,
         check: bool,
     ) -> Exchange:
-        if self_weight is None and src_weights is None:
-            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
         if self_weight is None or src_weights is None:
-            given, missing = (
-                ("src_weights", "self_weight") if self_weight is None else ("self_weight", "src_weights")
-            )
-            raise ValueError(
-                f"self_weight and src_weights must be given together, got {given} without {missing}"
-            )
+            check_together(self_weight=self_weight, src_weights=src_weights)
+            raise ValueError("dst_weights must come with self_weight and src_weights, got dst_weights alone")
         if dst_weights is not None:
             return self._dynamic(self_weight, src_weights, dst_weights, check)
         own, sources = check_weight(self_weight, "self_weight"), dict(self._source_weights(src_weights))
@@ -260,16 +248,15 @@ class Exchanges:
         dst_machine_weights: Iterable[int] | Mapping[int, float] | None,
         check: bool,
     ) -> Exchange:
-        if self_weight is None and src_machine_weights is None and dst_machine_weights is None:
+        if self_weight is None or src_machine_weights is None or dst_machine_weights is None:
+            check_together(
+                self_weight=self_weight,
+                src_machine_weights=src_machine_weights,
+                dst_machine_weights=dst_machine_weights,
+            )
             raise RuntimeError(
                 "hierarchical_neighbor_allreduce needs weights or a machine topology; "
                 "call fogdist.set_machine_topology() first"
-            )
-        if self_weight is None or src_machine_weights is None or dst_machine_weights is None:
-            raise ValueError(
-                "self_weight, src_machine_weights and dst_machine_weights must be given together, got "
-                f"self_weight={self_weight}, src_machine_weights={src_machine_weights}, "
-                f"dst_machine_weights={dst_machine_weights}"
             )
         exchange = self._dynamic(self_weight, src_machine_weights, dst_machine_weights, check)
         for argument, peers, neighbors, what in (
@@ -287,10 +274,8 @@ class Exchanges:
         dst_ranks: Iterable[SupportsIndex] | None,
         check: bool,
     ) -> Exchange:
-        if (src_ranks is None) != (dst_ranks is None):
-            given, missing = ("src_ranks", "dst_ranks") if dst_ranks is None else ("dst_ranks", "src_ranks")
-            raise ValueError(f"src_ranks and dst_ranks must be given together, got {given} without {missing}")
         if src_ranks is None or dst_ranks is None:
+            check_together(src_ranks=src_ranks, dst_ranks=dst_ranks)
             peers = _ones(self._in_neighbors), _ones(self._out_neighbors)
             return self._exchange(GATHERING_RANKS, 1.0, *peers, check=check)
         sources = check_neighbor_ranks(src_ranks, self._node, self._size, "src_ranks")
@@ -346,6 +331,13 @@ def weighted_peers(
         (peer, check_weight(weight, f"{argument}[{peer}]"))
         for peer, weight in zip(peers, weights.values(), strict=True)
     )
+
+
+def check_together(**arguments: object) -> None:
+    """Raises ValueError if some of the arguments are given, and others, which are None, are not."""
+    given = [name for name, value in arguments.items() if value is not None]
+    if 0 < len(given) < len(arguments):
+        raise ValueError(f"{', '.join(arguments)} must be given together, got {', '.join(given)} alone")
 
 
 def check_weight(value: float, argument: str) -> float:

@@ -45,12 +45,16 @@ class GossipState:
         self._flats: dict[int, FlatBuckets] = {}
         # The parameters of the one DDP that uses this state, complete after a whole backward pass.
         self._parameters: set[Tensor] = set()
-        self._has_all = False
+        self._has_all = self._is_replaced = False
         self._in_flight: dict[int, tuple[FlatBuckets, dist.Work]] = {}
         check_same_everywhere(self._context.backend, "state", self._plans.items())
 
     def _check_model(self, bucket: dist.GradBucket) -> None:
-        """Raises RuntimeError for a bucket of a different DDP than before."""
+        """Raises RuntimeError for a bucket of a different DDP than before, or after another object took over the parameters."""
+        if self._is_replaced:
+            raise RuntimeError(
+                "state was replaced: a distributed optimizer or wrapper was made of its parameters"
+            )
         parameters = bucket.parameters()
         # The buckets of a pass come in order. The first one may come again after a failed pass.
         is_complete = self._has_all or (bucket.index() == 0 and self._parameters)
@@ -93,9 +97,14 @@ class GossipState:
         if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
             whole = sum(p.nbytes for p in parameters)
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
+            flats.take_over()
         else:
             flats.load()
         return flats
+
+    def _fog_give_up(self) -> None:
+        self._is_replaced = True
+        self._flats.clear()
 
 
 def _fail(error: RuntimeError) -> None:

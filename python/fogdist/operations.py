@@ -21,11 +21,10 @@ docs/device_neighbors.md.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Unpack
 
 from fogdist.arguments import Tensors, dense, has_dimensions, key, outputs_of, plain, weighted, weighted_list
 from fogdist.compression import Codec, encoding_of
@@ -40,55 +39,6 @@ if TYPE_CHECKING:
 _GOSSIP_NAMES = 64
 
 
-_Given = TypeVar("_Given", Tensor, list[Tensor])
-
-
-class _Options(TypedDict, total=False):
-    enable_topo_check: bool
-    compression: Codec | None
-    name: str | None
-    group: dist.ProcessGroup | None
-
-
-class _OfRanks(_Options, total=False):
-    self_weight: float | None
-    src_weights: Mapping[int, float] | None
-    dst_weights: Iterable[int] | Mapping[int, float] | None
-
-
-class _OfMachines(_Options, total=False):
-    self_weight: float | None
-    src_machine_weights: Mapping[int, float] | None
-    dst_machine_weights: Iterable[int] | Mapping[int, float] | None
-
-
-class _OfGathering(TypedDict, total=False):
-    src_ranks: Iterable[SupportsIndex] | None
-    dst_ranks: Iterable[SupportsIndex] | None
-    enable_topo_check: bool
-    name: str | None
-    group: dist.ProcessGroup | None
-
-
-class _OfAPair(TypedDict, total=False):
-    self_weight: float | None
-    pair_weight: float | None
-    name: str | None
-    group: dist.ProcessGroup | None
-
-
-@overload
-def neighbor_allreduce(
-    tensor: _Given,
-    *,
-    out: _Given | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfRanks],
-) -> _Given: ...
-@overload
-def neighbor_allreduce(
-    tensor: Tensors, *, out: Tensors | None = None, async_op: Literal[True], **options: Unpack[_OfRanks]
-) -> dist.Work: ...
 def neighbor_allreduce(
     tensor: Tensors,
     *,
@@ -101,7 +51,7 @@ def neighbor_allreduce(
     compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | list[Tensor] | dist.Work:
+) -> Any:
     """Returns the weighted average of the tensors of this rank and its in-neighbors.
 
     ``out_i = self_weight_i * x_i + sum_j src_weights_i[j] * dst_weights_j[i] * x_j``. The weights select the exchange:
@@ -156,18 +106,6 @@ def neighbor_allreduce(
     return _given(results, sources, out)
 
 
-@overload
-def hierarchical_neighbor_allreduce(
-    tensor: _Given,
-    *,
-    out: _Given | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfMachines],
-) -> _Given: ...
-@overload
-def hierarchical_neighbor_allreduce(
-    tensor: Tensors, *, out: Tensors | None = None, async_op: Literal[True], **options: Unpack[_OfMachines]
-) -> dist.Work: ...
 def hierarchical_neighbor_allreduce(
     tensor: Tensors,
     *,
@@ -180,7 +118,7 @@ def hierarchical_neighbor_allreduce(
     compression: Codec | None = None,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | list[Tensor] | dist.Work:
+) -> Any:
     """Returns the weighted average of this machine's mean and its in-neighbor machines' means.
 
     With ``m_k`` the mean of the tensors of machine k's ranks, every rank of machine k gets
@@ -225,24 +163,6 @@ def hierarchical_neighbor_allreduce(
     return work if async_op else _finished(work, sources, out)
 
 
-@overload
-def pair_gossip(
-    tensor: _Given,
-    target_rank: int,
-    *,
-    out: _Given | None = None,
-    async_op: Literal[False] = False,
-    **options: Unpack[_OfAPair],
-) -> _Given: ...
-@overload
-def pair_gossip(
-    tensor: Tensors,
-    target_rank: int,
-    *,
-    out: Tensors | None = None,
-    async_op: Literal[True],
-    **options: Unpack[_OfAPair],
-) -> dist.Work: ...
 def pair_gossip(
     tensor: Tensors,
     target_rank: int,
@@ -253,7 +173,7 @@ def pair_gossip(
     async_op: bool = False,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | list[Tensor] | dist.Work:
+) -> Any:
     """Returns the weighted average of the tensors of this rank and one other rank.
 
     Both ranks must call it, each with the other as its target; no other ranks take part. Its order counts only
@@ -299,14 +219,6 @@ def pair_gossip(
     return work if async_op else _finished(work, sources, out)
 
 
-@overload
-def neighbor_allgather(
-    tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[_OfGathering]
-) -> Tensor: ...
-@overload
-def neighbor_allgather(
-    tensor: Tensor, *, async_op: Literal[True], **options: Unpack[_OfGathering]
-) -> dist.Work: ...
 def neighbor_allgather(
     tensor: Tensor,
     *,
@@ -316,7 +228,7 @@ def neighbor_allgather(
     enable_topo_check: bool = True,
     name: str | None = None,
     group: dist.ProcessGroup | None = None,
-) -> Tensor | dist.Work:
+) -> Any:
     """Returns the tensors of the in-neighbors, without this rank's own, concatenated on dimension 0.
 
     It has no `out`, because the size of the result is known only when the messages have arrived.
@@ -344,7 +256,7 @@ def neighbor_allgather(
     if exchange.is_verified:
         verify(context, exchange, [source], unique)
     work = context.backend.neighbor_allgather(source, exchange.plan, name=unique, confirm=exchange.confirm)
-    return work if async_op else _finished(work, source, None)  # type: ignore[return-value]  # one tensor
+    return work if async_op else _finished(work, source, None)
 
 
 def begin_average(

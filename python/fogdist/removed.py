@@ -74,8 +74,8 @@ _OF_BLUEFOG = _GRAPHS | _read("""
     DistributedAdaptThenCombineOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="atc")
     DistributedGradientAllreduceOptimizer: torch.nn.parallel.DistributedDataParallel
     DistributedWinPutOptimizer: fogdist.algorithms.WinPut
-    DistributedPullGetOptimizer: fogdist.algorithms.PullGet
-    DistributedPushSumOptimizer: fogdist.algorithms.WindowPushSum
+    DistributedPullGetOptimizer: fogdist.algorithms.WinPut
+    DistributedPushSumOptimizer: fogdist.algorithms.PushSumSGD(optimizer, model, order="awc")
     timeline_context: fogdist.timeline.timeline_context
     timeline_start_activity: fogdist.timeline.timeline_start_activity
     timeline_end_activity: fogdist.timeline.timeline_end_activity
@@ -107,9 +107,11 @@ REMOVED: dict[str, dict[str, str]] = {
         "MoniquaSGD": _REPLICAS,
         "NoLoCo": "DiLoCo, or GASLoC in random pairs",
         "PowerGossip": "ChocoSGD with TopK sends few bytes too",
+        "PullGet": "WinPut averages with neighbors' values too, and no rank reads another one's memory in a step",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,
         "SlowMo": "DiLoCo makes local steps and an outer step with momentum",
         "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
+        "WindowPushSum": 'PushSumSGD has order="awc", whose exchange is hidden behind the passes',
     },
     "fogdist.checkpoint": dict.fromkeys(
         ("save_nonblocking", "Saving"), "save waits until its files are written"
@@ -144,7 +146,8 @@ REMOVED: dict[str, dict[str, str]] = {
         "simple_base_graph": "base_graph(size, degree) takes no more rounds",
     },
     "fogdist.training": {
-        "CompressedAlgorithm": "ReplicaAlgorithm is the base of algorithms that need a codec"
+        "CompressedAlgorithm": "ReplicaAlgorithm is the base of algorithms that need a codec",
+        "WindowAlgorithm": "fogdist.algorithms.WinPut is the algorithm over windows",
     },
     "fogdist.windows": {
         **{name: instead for name, instead in _OF_FOGDIST.items() if "win" in name},

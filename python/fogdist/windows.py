@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypedDict
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +21,7 @@ from typing_extensions import Unpack
 from fogdist.arguments import dense, writable
 from fogdist.compression import Codec, backend_of
 from fogdist.context import Context, current
-from fogdist.exchange import check_weight, weighted_peers
+from fogdist.exchange import check_together, check_weight, weighted_peers
 from fogdist.removed import missing
 from fogdist.topology import check_neighbor_ranks
 from fogdist.topology.validation import check_flags
@@ -43,15 +43,6 @@ class WriteOptions(TypedDict, total=False):
     skip_lost: bool
     compression: Codec | None
     decoded: Tensor | None
-    timeout: timedelta | None
-
-
-class GetOptions(TypedDict, total=False):
-    """Keywords of `Window.get`, which explains them."""
-
-    src_weights: Weights | None
-    require_mutex: bool
-    skip_lost: bool
     timeout: timedelta | None
 
 
@@ -197,17 +188,7 @@ class Window:
 
     # --- one-sided operations ---
 
-    @overload
-    def put(
-        self, tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[WriteOptions]
-    ) -> None: ...
-    @overload
-    def put(
-        self, tensor: Tensor, *, async_op: Literal[True], **options: Unpack[WriteOptions]
-    ) -> dist.Work: ...
-    def put(
-        self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]
-    ) -> dist.Work | None:
+    def put(self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]) -> Any:
         """Overwrites this rank's slots at its neighbors with weighted tensors; their versions increase by one.
 
         Args:
@@ -221,7 +202,7 @@ class Window:
             skip_lost: True to skip neighbors that are known to be lost. Their shares are lost with them.
             compression: A codec of `fogdist.compression`: the slots get weight * the decoded tensor. With a
                 `self_weight`, `tensor` becomes ``tensor - (1 - self_weight) * decoded`` instead: this rank keeps what
-                the codec has lost. p is not encoded. All ranks must use one codec in a window.
+                the codec has lost. p is not encoded.
             decoded: A tensor on the CPU like `tensor`, which becomes what the others decode before the call returns.
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
             async_op: True to return a `torch.distributed.Work` at once. `tensor` must not change before its `wait`
@@ -239,28 +220,22 @@ class Window:
         """
         return _finished(self._write("put", tensor, **options), async_op)
 
-    @overload
-    def accumulate(
-        self, tensor: Tensor, *, async_op: Literal[False] = False, **options: Unpack[WriteOptions]
-    ) -> None: ...
-    @overload
-    def accumulate(
-        self, tensor: Tensor, *, async_op: Literal[True], **options: Unpack[WriteOptions]
-    ) -> dist.Work: ...
-    def accumulate(
-        self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]
-    ) -> dist.Work | None:
+    def accumulate(self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]) -> Any:
         """Adds weighted tensors to this rank's slots at its neighbors; versions stay. Otherwise as `put`.
 
         Every addition is in exactly one of the owner's updates with `reset`.
         """
         return _finished(self._write("accumulate", tensor, **options), async_op)
 
-    @overload
-    def get(self, *, async_op: Literal[False] = False, **options: Unpack[GetOptions]) -> None: ...
-    @overload
-    def get(self, *, async_op: Literal[True], **options: Unpack[GetOptions]) -> dist.Work: ...
-    def get(self, *, async_op: bool = False, **options: Unpack[GetOptions]) -> dist.Work | None:
+    def get(
+        self,
+        *,
+        src_weights: Weights | None = None,
+        require_mutex: bool = False,
+        skip_lost: bool = False,
+        timeout: timedelta | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Overwrites slots of this rank with the weighted tensors of in-neighbors; their versions increase by one.
 
         It never reads a half-done `update`. It may read a part of other changes to the neighbor's tensor, unless the
@@ -278,7 +253,13 @@ class Window:
             ValueError: As `put`, of in-neighbors.
             RuntimeError: As `put`.
         """
-        return _finished(self._get(**options), async_op)
+        if not type(require_mutex) is type(skip_lost) is bool:
+            check_flags(require_mutex=require_mutex, skip_lost=skip_lost)
+        sources = self._all_in
+        if src_weights is not None:
+            sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
+        work = self._open().get(sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout)
+        return _finished(work, async_op)
 
     # --- local operations ---
 
@@ -317,13 +298,9 @@ class Window:
                 the tensor has other memory than when the window was made.
             RuntimeError: The window is closed; torch.distributed.DistBackendError at the timeout.
         """
-        if self_weight is None and neighbor_weights is None:
+        if self_weight is None or neighbor_weights is None:
+            check_together(self_weight=self_weight, neighbor_weights=neighbor_weights)
             own, neighbors = self._mean
-        elif self_weight is None or neighbor_weights is None:
-            given, missing = "neighbor_weights", "self_weight"
-            if self_weight is not None:
-                given, missing = missing, given
-            raise ValueError(f"self_weight and neighbor_weights must be given together, got {given} alone")
         elif not isinstance(neighbor_weights, Mapping):
             raise TypeError(
                 f"neighbor_weights must be a dict of ranks to weights, got {type(neighbor_weights).__name__}"
@@ -469,20 +446,6 @@ class Window:
             options = {"compression": backend_of(compression), "decoded": decoded}
         write = window.put if kind == "put" else window.accumulate
         return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout, **options)
-
-    def _get(
-        self,
-        src_weights: Weights | None = None,
-        require_mutex: bool = False,
-        skip_lost: bool = False,
-        timeout: timedelta | None = None,
-    ) -> dist.Work:
-        if not type(require_mutex) is type(skip_lost) is bool:
-            check_flags(require_mutex=require_mutex, skip_lost=skip_lost)
-        sources = self._all_in
-        if src_weights is not None:
-            sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
-        return self._open().get(sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout)
 
     def _update(
         self,

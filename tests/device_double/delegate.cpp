@@ -229,9 +229,6 @@ class RecordingDelegate : public c10d::Backend {
   c10::intrusive_ptr<Options> getBackendOptions() override {
     return options_;
   }
-  bool supportsSplitting() const override {
-    return true;
-  }
   bool supportsCoalescing() const override {
     return true;
   }
@@ -399,18 +396,6 @@ class RecordingDelegate : public c10d::Backend {
     return run(std::move(whole));
   }
 
-  BackendPtr split(
-      const c10::intrusive_ptr<c10d::Store>& store,
-      const std::vector<int>& ranks,
-      const c10::intrusive_ptr<Options>& options) override {
-    record({"split", {}, {{"ranks", std::vector<int64_t>(ranks.begin(), ranks.end())}}, {}});
-    const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
-    if (mine == ranks.end()) {
-      return nullptr;
-    }
-    return c10::make_intrusive<RecordingDelegate>(
-        maker_, store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), options, device_);
-  }
   void setTimeout(Milliseconds timeout) override {
     record({"set_timeout", {}, {{"timeout", int64_t{timeout.count()}}}, {}});
     options_->timeout = timeout;

@@ -5,7 +5,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
-#include <torch/csrc/utils/pybind.h>
 #include <torch/version.h>
 
 #include "device/device_backends.hpp"
@@ -14,15 +13,11 @@
 #include "engine/process_engine.hpp"
 #include "job/hosts.hpp"
 #include "backend/protocol.hpp"
-#include "backend/codec_bindings.hpp"
+#include "backend/bindings.hpp"
 #include "backend/given_timeout.hpp"
-#include "backend/joining_bindings.hpp"
-#include "backend/observation_bindings.hpp"
-#include "backend/window_bindings.hpp"
 #include "job/mpi_runtime.hpp"
 #include "core/neighbor_plan.hpp"
 #include "core/settings.hpp"
-#include "backend/process_group_fog.hpp"
 #include "core/python_lock.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "windows/window.hpp"
@@ -97,12 +92,6 @@ fog::DelegateFactory delegate_factory(py::function make) {
   };
 }
 
-c10::intrusive_ptr<c10d::Backend::Options> copy_options(const fog::BackendPtr& backend) {
-  const py::gil_scoped_acquire gil;
-  const auto copied = py::module_::import("copy").attr("deepcopy")(py::cast(backend->getBackendOptions()));
-  return copied.cast<c10::intrusive_ptr<c10d::Backend::Options>>();
-}
-
 void without_gil(const std::function<void()>& function) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
     function();
@@ -121,7 +110,6 @@ PYBIND11_MODULE(_C, module) {
   fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));
   fog::process_engine().set_interrupt_check(check_interrupt);
   fog::set_python_lock(without_gil);
-  fog::set_delegate_support({copy_options});
 
   module.attr("torch_version") = TORCH_VERSION;
 #ifdef FOG_NATIVE_MPI

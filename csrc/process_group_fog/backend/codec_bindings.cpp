@@ -1,10 +1,9 @@
-#include "backend/codec_bindings.hpp"
+#include "backend/bindings.hpp"
 
 #include <string>
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/DeviceGuard.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 
@@ -39,7 +38,8 @@ void check_message(const char* op, const at::Tensor& message, size_t bytes) {
       ": message: got ", message.numel(), " elements of ", message.scalar_type(), "; allowed are ", bytes, " contiguous ones of uint8");
 }
 
-void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, bool by_operations) {
+// Codecs work on the host, so tensors of a device are copied.
+void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message) {
   constexpr const char* kOp = "encode";
   const auto device = where_is(tensor);
   check_tensor(kOp, "tensor", tensor, device);
@@ -48,21 +48,15 @@ void encode(const Codec& self, const at::Tensor& tensor, at::Tensor& message, bo
   const auto numel = static_cast<size_t>(tensor.numel());
   check_message(kOp, message, self.bytes(tensor.scalar_type(), numel));
   const at::AutoDispatchBelowADInplaceOrView no_grad;
-  const auto given = tensor.contiguous();
-  if (!device.is_cpu() || by_operations) {
-    const c10::OptionalDeviceGuard guard(device);
-    self.encode_tensor(given.view(-1), message.view(-1));
-    return;
+  const auto given = tensor.contiguous().cpu();
+  const auto made = message.cpu();
+  self.encode(given.scalar_type(), given.const_data_ptr(), numel, made.mutable_data_ptr<uint8_t>());
+  if (!device.is_cpu()) {
+    message.copy_(made);
   }
-  self.encode(given.scalar_type(), given.const_data_ptr(), numel, message.mutable_data_ptr<uint8_t>());
 }
 
-// Checks a message of a codec that sends places, on the host.
-Codec::Places open_on_host(const Codec& self, c10::ScalarType dtype, size_t numel, const at::Tensor& message) {
-  return self.unit(dtype).elements > 0 ? Codec::Places() : self.open(dtype, numel, message.cpu().const_data_ptr<uint8_t>());
-}
-
-void decode(const Codec& self, const at::Tensor& message, at::Tensor& output, bool by_operations) {
+void decode(const Codec& self, const at::Tensor& message, at::Tensor& output) {
   constexpr const char* kOp = "decode";
   const auto device = where_is(message);
   check_tensor(kOp, "message", message, device);
@@ -73,14 +67,13 @@ void decode(const Codec& self, const at::Tensor& message, at::Tensor& output, bo
   const auto numel = static_cast<size_t>(output.numel());
   check_message(kOp, message, self.bytes(dtype, numel));
   const at::AutoDispatchBelowADInplaceOrView no_grad;
-  const auto places = open_on_host(self, dtype, numel, message);
-  if (!device.is_cpu() || by_operations) {
-    const c10::OptionalDeviceGuard guard(device);
-    self.decode_tensor(message.view(-1), output.view(-1));
-    return;
+  const auto given = message.cpu();
+  const auto made = output.cpu();
+  const auto* data = given.const_data_ptr<uint8_t>();
+  self.decode(dtype, numel, self.open(dtype, numel, data), data, 0, numel, made.mutable_data_ptr());
+  if (!device.is_cpu()) {
+    output.copy_(made);
   }
-  const auto* data = message.const_data_ptr<uint8_t>();
-  self.decode(dtype, numel, places, data, 0, numel, output.mutable_data_ptr());
 }
 
 } // namespace
@@ -97,8 +90,8 @@ void bind_codecs(py::module_& module) {
           py::arg("k"), py::arg("bits"))
       .def_property_readonly("text", &Codec::text)
       .def("bytes", &bytes_of, py::arg("dtype"), py::arg("numel"))
-      .def("encode", &encode, py::arg("tensor"), py::arg("message"), py::arg("by_operations") = false, release_gil)
-      .def("decode", &decode, py::arg("message"), py::arg("output"), py::arg("by_operations") = false, release_gil);
+      .def("encode", &encode, py::arg("tensor"), py::arg("message"), release_gil)
+      .def("decode", &decode, py::arg("message"), py::arg("output"), release_gil);
 }
 
 } // namespace fog

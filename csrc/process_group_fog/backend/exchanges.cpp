@@ -176,48 +176,29 @@ WorkPtr ProcessGroupFog::allgather_coalesced(
         " tensors; allowed is one for each of the ", inputs.size(), " inputs");
     outputs.insert(outputs.end(), list.begin(), list.end());
   }
-  return allgather_flat(OpType::ALLGATHER_COALESCED, inputs, {outputs}, call_options(options));
-}
-
-WorkPtr ProcessGroupFog::allgather_flat(
-    OpType type,
-    const std::vector<at::Tensor>& inputs,
-    const std::vector<std::vector<at::Tensor>>& outputs,
-    const CallOptions& options) {
-  const char* op = type == OpType::ALLGATHER ? "allgather" : "allgather_coalesced";
+  constexpr const char* op = "allgather_coalesced";
   int64_t numel = 0;
   for (const auto& input : inputs) {
     check_tensor(op, "inputs", input);
     check_same(op, "inputs", input, inputs[0]);
     numel += input.numel();
   }
-  std::vector<at::Tensor> results;
-  for (const auto& list : outputs) {
-    TORCH_CHECK_VALUE(
-        list.size() == inputs.size() * static_cast<size_t>(size_), op, ": outputs: got a list of ", list.size(),
-        " tensors; allowed is one for each of the ", inputs.size(), " inputs of the ", size_, " ranks");
-    for (size_t i = 0; i < list.size(); ++i) {
-      check_output(op, "outputs", list[i]);
-      check_same(op, "outputs", list[i], inputs[0]);
-      check_numel(op, "outputs", list[i], inputs[i % inputs.size()].numel());
-    }
-    results.insert(results.end(), list.begin(), list.end());
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    check_output(op, "outputs", outputs[i]);
+    check_same(op, "outputs", outputs[i], inputs[0]);
+    check_numel(op, "outputs", outputs[i], inputs[i % inputs.size()].numel());
   }
-  // Each list has the inputs of this rank after those of lower ranks.
-  check_disjoint(op, {"outputs", results}, {"inputs", inputs}, [&](size_t output, size_t input) {
-    return output % (inputs.size() * size_) == inputs.size() * rank_ + input && same_memory(results[output], inputs[input]);
+  // The outputs have the inputs of this rank after those of lower ranks.
+  check_disjoint(op, {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
+    return output == inputs.size() * rank_ + input && same_memory(outputs[output], inputs[input]);
   });
   const auto sent = flatten(inputs);
   const auto received = at::empty({size_ * numel}, sent.options().requires_grad(false));
   auto operation = std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, sent), part_of(sent), parts_of(received, size_));
   operation->keep(sent);
   operation->keep(received);
-  operation->set_epilogue([received, outputs] {
-    for (const auto& list : outputs) {
-      unflatten(received, list);
-    }
-  });
-  return submit(operation, {type, "fog:all_gather", inputs, results}, options);
+  operation->set_epilogue([received, outputs] { unflatten(received, outputs); });
+  return submit(operation, {OpType::ALLGATHER_COALESCED, "fog:all_gather", inputs, outputs}, call_options(options));
 }
 
 WorkPtr ProcessGroupFog::allgather_into_tensor_coalesced(

@@ -1,4 +1,4 @@
-#include "backend/joining_bindings.hpp"
+#include "backend/bindings.hpp"
 
 #include <chrono>
 #include <map>
@@ -8,7 +8,6 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 
-#include "backend/process_group_fog.hpp"
 #include "engine/joining.hpp"
 #include "engine/process_engine.hpp"
 #include "job/peer_information.hpp"

@@ -6,11 +6,11 @@
 #include <string>
 
 #include <ATen/Functions.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include "backend/arguments.hpp"
 #include "core/arithmetic.hpp"
 #include "device/neighbors.hpp"
-#include "device/reduce.hpp"
 #include "core/machines.hpp"
 #include "collectives/barrier.hpp"
 #include "collectives/compressed_neighbor_allreduce.hpp"
@@ -19,6 +19,7 @@
 #include "collectives/neighbor_allreduce.hpp"
 #include "core/names.hpp"
 #include "core/tensor_checks.hpp"
+#include "core/tensor_lists.hpp"
 #include "transport/shared_memory/shared_tensors.hpp"
 #include "backend/staging.hpp"
 
@@ -165,38 +166,12 @@ Tensors empty_like(const Tensors& tensors, const std::vector<std::vector<size_t>
   return results;
 }
 
-// What the ranks agree on before a device exchanges their lists.
-Signature device_signature(
-    OpKind kind,
-    const Tensors& tensors,
-    const std::vector<std::vector<size_t>>& parts,
-    const ProcessGroupFog::Compression& compression) {
-  auto signature = list_signature(kind, pick(tensors, parts[0]), tensors);
-  if (compression.codec) {
-    signature.set_codec(compression.codec->text());
-  }
-  return signature;
-}
-
-std::vector<double> weights_of(const std::vector<PeerCall>& calls) {
-  std::vector<double> weights;
-  for (const auto& call : calls) {
-    weights.push_back(call.weight);
-  }
-  return weights;
-}
-
 std::vector<int> ranks_of(const std::vector<WeightedPeer>& peers) {
   std::vector<int> ranks;
   for (const auto& peer : peers) {
     ranks.push_back(peer.rank);
   }
   return ranks;
-}
-
-// What a device needs to encode an exchange, without the weights of the sources.
-device::Encoding encoding_on_device(const ProcessGroupFog::Compression& compression) {
-  return {compression.codec, {}, compression.decoded.value_or(Tensors()), compression.conserve};
 }
 
 } // namespace
@@ -221,15 +196,15 @@ std::shared_ptr<device::Neighbors> ProcessGroupFog::neighbors_serving(const char
   return neighbors;
 }
 
-std::vector<PeerCall> ProcessGroupFog::compare(
-    const Signature& signature, std::vector<int> sources, std::vector<WeightedPeer> destinations, const CallOptions& options) {
+std::vector<Signature> ProcessGroupFog::compare(
+    const Signature& signature, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options) {
   const auto nothing = at::empty({signature.shape[0], 0}, at::TensorOptions(at::kCPU).dtype(at::kByte));
   const auto operation = std::make_shared<GatherConcat>(signature, nothing, std::move(sources), std::move(destinations));
   auto call = options;
   call.confirm = true;
   call.waits = true;
   submit(operation, {OpType::UNKNOWN, nullptr, {}, {}}, call)->wait();
-  return operation->calls();
+  return operation->signatures();
 }
 
 void ProcessGroupFog::compare_everywhere(const Signature& signature, const CallOptions& options) {
@@ -245,6 +220,35 @@ WorkPtr ProcessGroupFog::agree(at::Tensor& sums, const CallOptions& options) {
   TORCH_CHECK_VALUE(sums.scalar_type() == at::kUInt64, "agree: sums: got dtype ", sums.scalar_type(), "; allowed is uint64");
   const auto signature = reduction_signature(OpKind::kAgree, sums, c10d::ReduceOp::SUM);
   return allreduce_among(signature, "fog:agree", sums, c10d::ReduceOp::SUM, group_->layout, options);
+}
+
+WorkPtr ProcessGroupFog::through_host(
+    const char* op,
+    const Tensors& tensors,
+    const std::optional<Tensors>& outputs,
+    const Compression& compression,
+    c10::function_ref<WorkPtr(const Tensors& here, const Compression& given)> exchange) {
+  const auto results = outputs ? *outputs : empty_like(tensors, by_dtype(tensors));
+  Tensors here;
+  auto given = compression;
+  {
+    const at::AutoDispatchBelowADInplaceOrView no_grad;
+    for (const auto& tensor : tensors) {
+      here.push_back(tensor.cpu()); // waits for the device
+    }
+    for (size_t i = 0; given.decoded && i < tensors.size(); ++i) {
+      (*given.decoded)[i] = at::empty_like(here[i]);
+    }
+  }
+  const auto finish = [results, there = compression.decoded, decoded = given.decoded](const Tensors& found) {
+    for (size_t i = 0; i < results.size(); ++i) {
+      copy_tensor(results[i], found[i]);
+      if (decoded) {
+        copy_tensor((*there)[i], (*decoded)[i]);
+      }
+    }
+  };
+  return then([&] { return exchange(here, given); }, {OpType::UNKNOWN, nullptr, tensors, results}, op, finish);
 }
 
 WorkPtr ProcessGroupFog::mix_part(
@@ -330,14 +334,19 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
   check_plan(op, plan, "rank", rank_, size_);
   check_mix(op, tensors, outputs);
   check_compression(op, compression, tensors, outputs);
-  if (const auto device = neighbors_of(op, tensors, outputs)) {
+  const auto device = neighbors_of(op, tensors, outputs);
+  if (device && compression.codec) {
+    return through_host(op, tensors, outputs, compression, [&](const Tensors& here, const Compression& given) {
+      return neighbor_allreduce(here, plan, std::nullopt, options, given);
+    });
+  }
+  if (device) {
     const auto parts = by_dtype(tensors);
-    auto encoding = encoding_on_device(compression);
-    if (compares(options, compression)) {
-      const auto signature = device_signature(kKind, tensors, parts, compression);
-      encoding.scales = weights_of(compare(signature, ranks_of(plan.sources()), plan.destinations(), options));
+    if (confirms(options)) {
+      const auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
+      compare(signature, ranks_of(plan.sources()), ranks_of(plan.destinations()), options);
     }
-    return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts), encoding);
+    return device->neighbor_allreduce(tensors, parts, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
       kKind, "fog:neighbor_allreduce", tensors, outputs, options, compression,
@@ -350,25 +359,23 @@ WorkPtr ProcessGroupFog::neighbor_allreduce(
 }
 
 // Each rank of a machine mixes its own slice: with different plans the slices would not fit together.
-std::vector<PeerCall> ProcessGroupFog::compare_plans(
+void ProcessGroupFog::compare_plans(
     Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options) {
   auto sources = machines.local();
-  auto destinations = equal_peers(machines.local());
+  auto destinations = machines.local();
   for (const auto& source : plan.sources()) {
     sources.push_back(machines.rank(source.rank, machines.place()));
   }
   for (const auto& destination : plan.destinations()) {
-    destinations.push_back({machines.rank(destination.rank, machines.place()), destination.weight});
+    destinations.push_back(machines.rank(destination.rank, machines.place()));
   }
   signature.plan = mark(hash_of(plan));
-  auto peers = compare(signature, std::move(sources), std::move(destinations), options);
+  const auto peers = compare(signature, std::move(sources), std::move(destinations), options);
   for (size_t place = 0; place < machines.local().size(); ++place) {
     TORCH_CHECK_WITH(
-        DistBackendError, peers[place].signature.plan == signature.plan, "ranks disagree: this rank called ", name_of(signature.kind),
-        " with ", plan.describe(), " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
+        DistBackendError, peers[place].plan == signature.plan, "ranks disagree: this rank called ", name_of(signature.kind), " with ",
+        plan.describe(), " for its machine, rank ", machines.local()[place], " of the same machine with another plan");
   }
-  peers.erase(peers.begin(), peers.begin() + static_cast<std::ptrdiff_t>(machines.local().size()));
-  return peers;
 }
 
 WorkPtr ProcessGroupFog::local_allreduce(
@@ -378,12 +385,19 @@ WorkPtr ProcessGroupFog::local_allreduce(
   const Machines layout(kOp, std::move(machines), rank_, size_);
   auto signature = reduction_signature(OpKind::kLocalAllreduce, tensor, op);
   layout.sign(signature);
-  if (const auto device = neighbors_of(kOp, tensor)) {
-    device::check_reduction_on_device(kOp, op.op_, tensor);
+  const bool adds_floats = (op.op_ == c10d::ReduceOp::SUM || op.op_ == c10d::ReduceOp::AVG) && at::isFloatingType(tensor.scalar_type());
+  const auto device = neighbors_of(kOp, tensor);
+  if (device && !adds_floats) {
+    return through_host(kOp, {tensor}, Tensors{tensor}, {}, [&](const Tensors& here, const Compression&) {
+      auto copy = here[0];
+      return local_allreduce(copy, layout.all(), op, options);
+    });
+  }
+  if (device) {
     if (confirms(options)) {
-      compare(signature, layout.local(), equal_peers(layout.local()), options);
+      compare(signature, layout.local(), layout.local(), options);
     }
-    return device->local_allreduce(tensor, layout, op.op_, factor_of(op));
+    return device->local_allreduce(tensor, layout, op.op_ == c10d::ReduceOp::AVG);
   }
   std::vector<int> hosts;
   for (const int member : layout.local()) {
@@ -406,16 +420,20 @@ WorkPtr ProcessGroupFog::hierarchical_neighbor_allreduce(
   check_plan(op, plan, "rank's machine", layout.machine(), layout.count());
   check_mix(op, tensors, outputs);
   check_compression(op, compression, tensors, outputs);
-  if (const auto device = neighbors_of(op, tensors, outputs)) {
+  const auto device = neighbors_of(op, tensors, outputs);
+  if (device && compression.codec) {
+    return through_host(op, tensors, outputs, compression, [&](const Tensors& here, const Compression& given) {
+      return hierarchical_neighbor_allreduce(here, layout.all(), plan, std::nullopt, options, given);
+    });
+  }
+  if (device) {
     const auto parts = by_dtype(tensors);
-    auto encoding = encoding_on_device(compression);
-    if (compares(options, compression)) {
-      auto signature = device_signature(kKind, tensors, parts, compression);
+    if (confirms(options)) {
+      auto signature = list_signature(kKind, pick(tensors, parts[0]), tensors);
       layout.sign(signature);
-      encoding.scales = weights_of(compare_plans(signature, layout, plan, options));
+      compare_plans(signature, layout, plan, options);
     }
-    return device->hierarchical_neighbor_allreduce(
-        tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts), encoding);
+    return device->hierarchical_neighbor_allreduce(tensors, parts, layout, plan, outputs ? *outputs : empty_like(tensors, parts));
   }
   return mix(
       kKind, "fog:hierarchical_neighbor_allreduce", tensors, outputs, options, compression,
@@ -438,14 +456,14 @@ WorkPtr ProcessGroupFog::gather_concat(
   const auto signature = Signature::of(kind, tensor);
   if (const auto device = neighbors_of(op, tensor)) {
     std::vector<int64_t> rows;
-    for (const auto& peer : compare(signature, sources, equal_peers(destinations), options)) {
-      rows.push_back(peer.signature.shape[0]);
+    for (const auto& peer : compare(signature, sources, destinations, options)) {
+      rows.push_back(peer.shape[0]);
     }
     return device->gather(op, title, type, tensor, sources, rows, destinations);
   }
   Staging staging;
   const auto staged = staging.input(tensor);
-  auto operation = std::make_shared<GatherConcat>(signature, staged, std::move(sources), equal_peers(destinations));
+  auto operation = std::make_shared<GatherConcat>(signature, staged, std::move(sources), std::move(destinations));
   return submit(operation, {type, title, {tensor}, {}}, options);
 }
 

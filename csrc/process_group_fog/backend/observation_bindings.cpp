@@ -1,7 +1,6 @@
-#include "backend/observation_bindings.hpp"
+#include "backend/bindings.hpp"
 
 #include <pybind11/stl.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include "core/failure.hpp"
 #include "core/timeline.hpp"
@@ -90,7 +89,7 @@ py::dict traffic_of(ProcessGroupFog& group) {
 
 } // namespace
 
-void bind_observation(py::module_& module, py::class_<ProcessGroupFog, c10d::Backend, c10::intrusive_ptr<ProcessGroupFog>>& group) {
+void bind_observation(py::module_& module, GroupClass& group) {
   group.def_property_readonly("traffic", traffic_of);
   module.def(
       "start_timeline", [](const std::string& prefix, int rank, int size) { start_timeline(prefix, rank, size); }, py::arg("prefix"),

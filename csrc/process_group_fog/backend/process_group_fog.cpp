@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <utility>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/Functions.h>
@@ -159,23 +160,18 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupFog::split(
     child->global_ranks_in_group.push_back(global.empty() ? static_cast<uint64_t>(rank) : global[rank]);
   }
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
-  const bool is_member = mine != ranks.end();
+  if (mine == ranks.end()) {
+    return nullptr;
+  }
   // ProcessGroup::splitGroup() calls this once for each type of device; the new group has one backend for all of them.
   if (!child->group_name.empty() && child->group_name == last_split_.first) {
-    auto same = last_split_.second.lock();
-    if (same || !is_member) {
+    if (auto same = last_split_.second.lock()) {
       return same;
     }
   }
   last_split_.first = child->group_name;
-  if (!is_member) {
-    last_split_.second.reset();
-    device_backends_->split(store, ranks, *child, nullptr);
-    return nullptr;
-  }
   auto group = c10::make_intrusive<ProcessGroupFog>(
       store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), child, this, ranks);
-  device_backends_->split(store, ranks, *child, group->device_backends_.get());
   last_split_.second = c10::weak_intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Backend>(group));
   return group;
 }
@@ -448,6 +444,32 @@ WorkPtr ProcessGroupFog::when_all(OpType type, std::vector<WorkPtr> works, std::
     parts.push_back(c10::static_intrusive_pointer_cast<WorkFog>(work));
   }
   return WorkFog::when_all(group_->engine, rank_, type, std::move(parts), std::move(outputs));
+}
+
+WorkPtr ProcessGroupFog::then(
+    c10::function_ref<WorkPtr()> start, Call call, const char* op, std::function<void(const Tensors& results)> finish) {
+  // the caller's coalesced group should contain the whole operation, not its parts
+  const bool coalescing = std::exchange(coalescing_, false);
+  const auto before = start();
+  coalescing_ = coalescing;
+  auto work = c10::make_intrusive<WorkFog>(group_->engine, rank_, call.type, call.title, call.inputs, std::move(call.outputs));
+  work->set_sequence(before->getSequencenumber());
+  work->set_describe([op, name = group_->name] { return c10::str(op, " of group '", name, "'"); });
+  before->getFuture()->addCallback([work, finish = std::move(finish)](c10::ivalue::Future& future) {
+    std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
+    if (!error) {
+      try {
+        finish(future.constValue().toTensorVector());
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    work->complete(error);
+  });
+  if (coalescing_) {
+    coalesced_.push_back(work);
+  }
+  return work;
 }
 
 void ProcessGroupFog::startCoalescing() {

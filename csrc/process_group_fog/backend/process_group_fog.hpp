@@ -27,11 +27,9 @@ class Machines;
 class Staging;
 class Window;
 struct Part;
-struct PeerCall;
 
 namespace device {
 class Neighbors;
-struct Encoding;
 } // namespace device
 
 // Serves every collective of c10d for CPU tensors, and neighbor collectives beside them. It checks arguments,
@@ -189,7 +187,7 @@ class ProcessGroupFog : public c10d::Backend {
   void startCoalescing() override;
   c10::intrusive_ptr<c10d::Work> endCoalescing() override;
   void setTimeout(std::chrono::milliseconds timeout) override;
-  // Creates the delegate of a device now, and connects it; from then on split() splits it too.
+  // Creates the delegate of a device now, and connects it.
   void eagerConnectSingleDevice(at::Device device) override;
   // The next three use the delegate of the process's accelerator.
   std::shared_ptr<c10::Allocator> getMemAllocator() override;
@@ -212,8 +210,7 @@ class ProcessGroupFog : public c10d::Backend {
   // On tensors of other devices, they are groups of the delegate's messages: see device::Neighbors. There operations
   // are matched by the order of calls, regardless of names, and the timeout is the delegate's. With `confirm`, the
   // peers first compare their calls on the host, where `name` and `timeout` apply. A gather always compares, because
-  // its peers need each other's numbers of rows, and so does a compressed exchange: a message that another codec decodes
-  // would be wrong numbers.
+  // its peers need each other's numbers of rows. A compressed exchange goes through the host.
   //
   // `name`, if given, is the operation's rendezvous key instead of its place in program order.
   struct CallOptions {
@@ -367,6 +364,20 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options,
       const Compression& compression,
       MakeMix make);
+  // Codecs, and most reductions, work on the host only: calls `exchange` with copies of a device's tensors there, and copies
+  // the results back.
+  c10::intrusive_ptr<c10d::Work> through_host(
+      const char* op,
+      const Tensors& tensors,
+      const std::optional<Tensors>& outputs,
+      const Compression& compression,
+      c10::function_ref<c10::intrusive_ptr<c10d::Work>(const Tensors& here, const Compression& given)> exchange);
+  // Returns a Work that is complete once that of start() is, and finish() has used its results. `op` is its name in errors.
+  c10::intrusive_ptr<c10d::Work> then(
+      c10::function_ref<c10::intrusive_ptr<c10d::Work>()> start,
+      Call call,
+      const char* op,
+      std::function<void(const Tensors& results)> finish);
   using Pointers = c10::SmallVector<const at::Tensor*, 8>;
   // Returns the object that serves fog's own operations on the tensors' device, which must be the same for all; null if
   // fog's transport does. Throws as DeviceBackends::serving(), and ValueError within a coalesced group.
@@ -378,20 +389,15 @@ class ProcessGroupFog : public c10d::Backend {
   }
   std::shared_ptr<device::Neighbors> neighbors_serving(const char* op, c10::ArrayRef<const at::Tensor*> tensors);
   // Compares signatures before an exchange that a delegate carries: the peers check that their calls agree, as an
-  // operation of fog's own does. Returns the calls of the sources. Blocks.
-  std::vector<PeerCall> compare(
-      const Signature& signature, std::vector<int> sources, std::vector<WeightedPeer> destinations, const CallOptions& options);
+  // operation of fog's own does. Returns those of the sources. Blocks.
+  std::vector<Signature> compare(
+      const Signature& signature, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
   // Compares them among all ranks, if calls are to be confirmed.
   void compare_everywhere(const Signature& signature, const CallOptions& options);
-  // Compares them among the ranks of a machine and its neighbors. Returns the calls of the plan's sources.
-  std::vector<PeerCall> compare_plans(
-      Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
+  // Compares them among the ranks of a machine and its neighbors.
+  void compare_plans(Signature signature, const Machines& machines, const NeighborPlan& plan, const CallOptions& options);
   bool confirms(const CallOptions& options) const {
     return options.confirm.value_or(options_->confirm);
-  }
-  // Whether the peers of an exchange on a device compare their calls.
-  bool compares(const CallOptions& options, const Compression& compression) const {
-    return confirms(options) || compression.codec;
   }
   c10::intrusive_ptr<c10d::Work> allreduce_among(
       Signature signature,
@@ -411,12 +417,6 @@ class ProcessGroupFog : public c10d::Backend {
       const CallOptions& options);
   c10::intrusive_ptr<c10d::Work> gather_concat(
       const at::Tensor& tensor, OpKind kind, std::vector<int> sources, std::vector<int> destinations, const CallOptions& options);
-  // allgather of several tensors per rank as one operation: flat[r * inputs.size() + i] takes rank r's i-th input.
-  c10::intrusive_ptr<c10d::Work> allgather_flat(
-      c10d::OpType type,
-      const std::vector<at::Tensor>& inputs,
-      const std::vector<std::vector<at::Tensor>>& outputs,
-      const CallOptions& options);
   // Returns the call of the delegate that serves the given tensors, in lists or lists of lists; empty if fog serves
   // them.
   template <typename... Given>

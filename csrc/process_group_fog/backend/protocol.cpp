@@ -44,8 +44,8 @@ uint32_t layout() {
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),
-        static_cast<size_t>(MessageKind::kWanted),
-        static_cast<size_t>(Delivery::kMapped),
+        static_cast<size_t>(MessageKind::kFragment),
+        static_cast<size_t>(Delivery::kFragments),
         static_cast<size_t>(OpKind::kAgree)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));
   }

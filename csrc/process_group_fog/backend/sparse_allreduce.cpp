@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,7 +12,6 @@
 #include "backend/arguments.hpp"
 #include "collectives/gather_concat.hpp"
 #include "core/tensor_checks.hpp"
-#include "engine/engine.hpp"
 #include "core/names.hpp"
 
 namespace fog {
@@ -56,38 +54,16 @@ WorkPtr ProcessGroupFog::allreduce_sparse(std::vector<at::Tensor>& tensors, cons
   std::iota(everyone.begin(), everyone.end(), 0);
   const auto call = call_options(options);
   auto gather = [&](const at::Tensor& rows) {
-    auto operation =
-        std::make_shared<GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, equal_peers(everyone));
+    auto operation = std::make_shared<GatherConcat>(entries_signature(rows, sizes, options.reduceOp), rows, everyone, everyone);
     return submit(operation, {OpType::_ALLREDUCE_SPARSE, nullptr, {rows}, {}}, call);
   };
-  // the caller's coalesced group should contain the whole operation, not its parts
-  const bool coalescing = std::exchange(coalescing_, false);
-  auto gathered = when_all(OpType::_ALLREDUCE_SPARSE, {gather(indices), gather(values)});
-  coalescing_ = coalescing;
-
-  auto& engine = group_->engine;
-  auto work = c10::make_intrusive<WorkFog>(engine, rank_, OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors);
-  work->set_sequence(gathered->getSequencenumber());
-  work->set_describe([name = group_->name] { return "allreduce_sparse of group '" + name + "'"; });
-  gathered->getFuture()->addCallback([work, tensor, sizes](c10::ivalue::Future& future) {
-    std::exception_ptr error = future.hasError() ? future.exception_ptr() : nullptr;
-    if (!error) {
-      try {
-        const c10::InferenceMode normal(false);
-        at::AutoDispatchBelowAutograd guard;
-        const auto parts = future.constValue().toTensorVector();
-        const auto sum = at::_sparse_coo_tensor_unsafe(parts[0].t(), parts[1], sizes).coalesce();
-        tensor.copy_(sum);
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    work->complete(error);
-  });
-  if (coalescing_) {
-    coalesced_.push_back(work);
-  }
-  return work;
+  const auto start = [&] { return when_all(OpType::_ALLREDUCE_SPARSE, {gather(indices), gather(values)}); };
+  const auto finish = [tensor, sizes](const Tensors& parts) {
+    const c10::InferenceMode normal(false);
+    at::AutoDispatchBelowAutograd guard;
+    tensor.copy_(at::_sparse_coo_tensor_unsafe(parts[0].t(), parts[1], sizes).coalesce());
+  };
+  return then(start, {OpType::_ALLREDUCE_SPARSE, "fog:sparse_all_reduce", tensors, tensors}, "allreduce_sparse", finish);
 }
 
 } // namespace fog

@@ -1,10 +1,9 @@
-#include "backend/window_bindings.hpp"
+#include "backend/bindings.hpp"
 
 #include <optional>
 
 #include <pybind11/stl.h>
 
-#include "backend/codec_bindings.hpp"
 #include "backend/given_timeout.hpp"
 #include "windows/window.hpp"
 

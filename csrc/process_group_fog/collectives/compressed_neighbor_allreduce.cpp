@@ -37,8 +37,10 @@ CompressedNeighborAllreduce::CompressedNeighborAllreduce(
 
 void CompressedNeighborAllreduce::launch() {
   for (const auto& source : plan_.sources()) {
+    messages_.push_back(static_cast<uint8_t*>(scratch(bytes_)));
     for (size_t number = 0; number < pieces_.size(); ++number) {
-      receive_input(source.rank, static_cast<uint16_t>(number), pieces_[number].sum.bytes());
+      const auto& piece = pieces_[number];
+      receive(source.rank, static_cast<uint16_t>(number), messages_.back() + piece.place, piece.sum.bytes());
     }
   }
   if (encodes_) {
@@ -61,31 +63,29 @@ Operation::Action CompressedNeighborAllreduce::advance() {
       return Action::kCompute; // outside of the engine's lock
     }
   }
-  while (summed_ < pieces_.size()) {
-    const auto action = use_inputs(pieces_[summed_].sum.bytes());
-    if (action != Action::kDone) {
-      return action;
-    }
-    select_input_step(static_cast<uint16_t>(++summed_));
+  if (summed_ == pieces_.size()) {
+    return Action::kDone;
   }
-  return Action::kDone;
+  return received(static_cast<uint16_t>(summed_)) ? Action::kCompute : Action::kWait;
 }
 
 void CompressedNeighborAllreduce::compute() {
   if (encodes_ && encoded_ < pieces_.size()) {
-    auto& piece = pieces_[encoded_];
+    const auto& piece = pieces_[encoded_];
     piece.sum.encode(in_ + piece.offset, message_ + piece.place);
     ++encoded_;
     return;
   }
-  auto& piece = pieces_[summed_];
-  c10::SmallVector<NeighborTerm, 2> terms;
-  for (size_t i = 0; i < plan_.sources().size(); ++i) {
-    const size_t receive = i * pieces_.size() + summed_;
-    terms.push_back({input(receive), header(receive).scale});
+  const auto& piece = pieces_[summed_];
+  c10::SmallVector<const uint8_t*, 2> messages;
+  c10::SmallVector<double, 2> scales;
+  for (size_t i = 0; i < messages_.size(); ++i) {
+    messages.push_back(messages_[i] + piece.place);
+    scales.push_back(header(i * pieces_.size() + summed_).scale);
   }
   const char* message = message_ == nullptr ? nullptr : message_ + piece.place;
-  piece.sum.add(plan_, terms, in_ + piece.offset, message, out_ + piece.offset, used(), usable());
+  piece.sum.add(plan_, messages, scales, in_ + piece.offset, message, out_ + piece.offset);
+  ++summed_;
 }
 
 } // namespace fog

@@ -37,6 +37,7 @@ class CompressedNeighborAllreduce : public Operation {
   std::vector<Piece> pieces_; // their numbers are those of their messages
   size_t bytes_ = 0; // of all pieces
   char* message_ = nullptr;
+  std::vector<uint8_t*> messages_; // of the sources
   size_t encoded_ = 0; // pieces
   size_t sent_ = 0;
   size_t summed_ = 0;

@@ -1,9 +1,8 @@
 // The sum of a neighbor average whose terms arrive encoded.
 #pragma once
 
-#include <vector>
+#include <c10/util/ArrayRef.h>
 
-#include "collectives/neighbor_sum.hpp"
 #include "core/codecs/codecs.hpp"
 #include "core/neighbor_plan.hpp"
 
@@ -39,36 +38,21 @@ class CompressedSum {
   }
   // Encodes `own` into bytes() bytes.
   void encode(const void* own, void* message) const;
-  // Uses the bytes `from` to `to` of the terms' messages; successive calls use them all. It writes the elements whose
-  // units have arrived, of the arguments of neighbor_sum(). `message` is this rank's own; it is needed if
-  // Encoding::decodes_own().
+  // Computes neighbor_sum() of the decoded `messages` of the plan's sources, with the weights `scales` that came with them.
+  // `message` is this rank's own; it is needed if Encoding::decodes_own(). `out` may be `own`.
   void add(
       const NeighborPlan& plan,
-      c10::ArrayRef<NeighborTerm> terms,
+      c10::ArrayRef<const uint8_t*> messages,
+      c10::ArrayRef<double> scales,
       const void* own,
       const void* message,
-      void* out,
-      size_t from,
-      size_t to);
+      void* out) const;
 
  private:
-  // What is kept of a message from one call to the next.
-  struct Arrived {
-    std::vector<uint8_t> rest; // the bytes of the unit that has arrived in part
-    std::vector<uint8_t> joined; // memory for bytes that arrived in several blocks
-    Codec::Places places;
-  };
-  NeighborWeights weights_of(const NeighborPlan& plan, c10::ArrayRef<NeighborTerm> terms) const;
-  const uint8_t* contiguous(Arrived& message, const Input& input, size_t from, size_t begin, size_t end) const;
-
   const Encoding encoding_;
   const c10::ScalarType dtype_;
   const size_t numel_;
   const size_t bytes_;
-  const bool whole_; // messages are decoded as a whole
-  const Codec::Unit unit_;
-  std::vector<Arrived> arrived_;
-  std::vector<char> tiles_;
 };
 
 } // namespace fog

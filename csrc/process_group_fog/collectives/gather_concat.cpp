@@ -7,15 +7,7 @@
 
 namespace fog {
 
-std::vector<WeightedPeer> equal_peers(const std::vector<int>& ranks) {
-  std::vector<WeightedPeer> peers;
-  for (const int rank : ranks) {
-    peers.push_back({rank, 1.0});
-  }
-  return peers;
-}
-
-GatherConcat::GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<WeightedPeer> destinations)
+GatherConcat::GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<int> destinations)
     : Operation(signature), tensor_(std::move(tensor)), sources_(std::move(sources)), destinations_(std::move(destinations)) {}
 
 void GatherConcat::launch() {
@@ -25,9 +17,9 @@ void GatherConcat::launch() {
     }
   }
   std::vector<Destination> destinations;
-  for (const auto& destination : destinations_) {
-    if (destination.rank != rank()) {
-      destinations.push_back({destination.rank, destination.weight});
+  for (const int destination : destinations_) {
+    if (destination != rank()) {
+      destinations.push_back({destination});
     }
   }
   send(destinations, 0, tensor_.const_data_ptr(), tensor_.nbytes(), true);
@@ -64,7 +56,7 @@ void GatherConcat::compute() {
   for (const int source : sources_) {
     const bool is_own = source == rank();
     bytes.push_back(is_own ? tensor_.nbytes() : header(receive).bytes);
-    calls_.push_back(is_own ? PeerCall{signature_} : PeerCall{header(receive).operation.signature, header(receive).scale});
+    signatures_.push_back(is_own ? signature_ : header(receive).operation.signature);
     receive += is_own ? 0 : 1;
     total += bytes.back();
   }
@@ -74,8 +66,8 @@ void GatherConcat::compute() {
     row *= sizes[dim];
   }
   int64_t first = 0;
-  for (const auto& call : calls_) {
-    first += call.signature.shape[0];
+  for (const auto& signature : signatures_) {
+    first += signature.shape[0];
   }
   TORCH_CHECK_WITH(
       DistBackendError, static_cast<int64_t>(total) == first * row, "the neighbors' tensors have ", total, " bytes for ", first,

@@ -7,28 +7,18 @@
 
 namespace fog {
 
-// What a peer called, and the weight that it sent with it.
-struct PeerCall {
-  Signature signature;
-  double weight = 1.0;
-};
-
-// These ranks, with a weight of 1.
-std::vector<WeightedPeer> equal_peers(const std::vector<int>& ranks);
-
 // Concatenates tensors of some ranks along dimension 0; their first dimensions may differ. The sizes come with the
 // messages; then the result is allocated, and the data is received directly into it. Serves neighbor_allgather (sources
 // and destinations of a plan) and the allgather of unequal tensors (all ranks, including this one).
 class GatherConcat : public Operation {
  public:
   // `sources` are in the order of the result, `destinations` in any order; both may contain this rank. `tensor` is
-  // contiguous and has at least one dimension. The Work's result is the concatenated tensor. The weights of destinations
-  // travel with the messages, and have no effect.
-  GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<WeightedPeer> destinations);
+  // contiguous and has at least one dimension. The Work's result is the concatenated tensor.
+  GatherConcat(Signature signature, at::Tensor tensor, std::vector<int> sources, std::vector<int> destinations);
 
-  // The calls of the sources, once the operation is done.
-  const std::vector<PeerCall>& calls() const {
-    return calls_;
+  // What the sources have called, once the operation is done.
+  const std::vector<Signature>& signatures() const {
+    return signatures_;
   }
 
  protected:
@@ -41,10 +31,10 @@ class GatherConcat : public Operation {
 
   const at::Tensor tensor_;
   const std::vector<int> sources_;
-  const std::vector<WeightedPeer> destinations_;
+  const std::vector<int> destinations_;
   Phase phase_ = Phase::kHeaders;
   at::Tensor result_;
-  std::vector<PeerCall> calls_; // by source
+  std::vector<Signature> signatures_; // by source
   std::vector<char*> places_; // by source
 };
 

@@ -1,5 +1,7 @@
 #include "collectives/hierarchical_neighbor_allreduce.hpp"
 
+#include <utility>
+
 #include <c10/util/Exception.h>
 
 #include "core/arithmetic.hpp"
@@ -58,7 +60,14 @@ void HierarchicalNeighborAllreduce::launch() {
     send(local[place], kAverage, in_ + theirs.begin, theirs.numel);
   }
   for (const auto& source : plan_.sources()) {
-    means_.push_back(receive_input(machines_.rank(source.rank, machines_.place()), kMix, mixed_bytes()));
+    const int peer = machines_.rank(source.rank, machines_.place());
+    if (sum_) {
+      auto* message = static_cast<uint8_t*>(scratch(mixed_bytes()));
+      messages_.push_back(message);
+      means_.push_back(receive(peer, kMix, message, mixed_bytes()));
+    } else {
+      means_.push_back(receive_input(peer, kMix, mixed_bytes()));
+    }
   }
   const bool sends = !plan_.destinations().empty();
   if (encodes_) {
@@ -93,6 +102,14 @@ void HierarchicalNeighborAllreduce::check_plans() const {
   }
 }
 
+// As use_inputs(), for encoded means.
+Operation::Action HierarchicalNeighborAllreduce::use_messages() {
+  if (!received(kMix)) {
+    return Action::kWait;
+  }
+  return std::exchange(summed_, true) ? Action::kDone : Action::kCompute;
+}
+
 Operation::Action HierarchicalNeighborAllreduce::advance() {
   if (phase_ == kAverage) {
     const auto action = use_inputs(own_.numel);
@@ -109,7 +126,7 @@ Operation::Action HierarchicalNeighborAllreduce::advance() {
     start_mixing();
   }
   if (phase_ == kMix) {
-    const auto action = use_inputs(mixed_bytes());
+    const auto action = sum_ ? use_messages() : use_inputs(mixed_bytes());
     if (action != Action::kDone) {
       return action;
     }
@@ -132,11 +149,13 @@ void HierarchicalNeighborAllreduce::compute() {
   const size_t to = usable() / item_;
   if (phase_ == kMix) {
     std::vector<NeighborTerm> terms;
+    std::vector<double> scales;
     for (const auto receive : means_) {
       terms.push_back({input(receive), header(receive).scale});
+      scales.push_back(header(receive).scale);
     }
     if (sum_) {
-      sum_->add(plan_, terms, mean_, message_, out_ + own_.begin, used(), usable());
+      sum_->add(plan_, messages_, scales, mean_, message_, out_ + own_.begin);
     } else {
       neighbor_sum(plan_, dtype_, out_ + own_.begin, terms, mean_, from, to);
     }

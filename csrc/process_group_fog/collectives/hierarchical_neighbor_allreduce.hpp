@@ -46,6 +46,7 @@ class HierarchicalNeighborAllreduce : public Operation {
   Slice slice(int place) const;
   std::vector<int> other_places() const;
   size_t mixed_bytes() const;
+  Action use_messages();
   void start_mixing();
   void check_plans() const;
 
@@ -60,10 +61,12 @@ class HierarchicalNeighborAllreduce : public Operation {
   Phase phase_ = kAverage;
   std::vector<size_t> inputs_; // receives by place; this rank's own is unused
   std::vector<size_t> means_; // receives by source
+  std::vector<const uint8_t*> messages_; // their data, if means are encoded
   const char* mean_ = nullptr; // mean of this rank's slice over its machine
   std::optional<CompressedSum> sum_; // if means are encoded
   bool encodes_ = false; // whether this rank's mean is encoded
   void* message_ = nullptr; // the encoded mean
+  bool summed_ = false; // the decoded means
   char* averaged_ = nullptr; // where the first phase writes the mean; null if the input is the mean
 };
 

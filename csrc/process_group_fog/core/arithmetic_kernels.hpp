@@ -23,7 +23,6 @@ using Vector = typename VectorOf<A, FOG_VECTOR_BYTES>::type;
 using Floats = Vector<float>;
 using Doubles = Vector<double>;
 using Words = Vector<uint32_t>;
-using SignedWords = Vector<int32_t>;
 
 template <typename A>
 constexpr size_t kLanes = FOG_VECTOR_BYTES / sizeof(A);
@@ -112,47 +111,20 @@ FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
 
 #else
 
-// A float16 has 5 bits of exponent with bias 15 and 10 bits of fraction; a float has 8 with bias 127 and 23.
-constexpr int kFractionShift = 23 - 10;
-constexpr uint32_t kRebias = (127 - 15) << 23;
-constexpr uint32_t kSmallestNormal = kRebias + (1 << 23); // bits of the float 2^-14
-
-// Converts the low half of each word; the high half must be zero.
-FOG_INLINE Floats widen_float16(Words bits) {
-  const Words sign = (bits & 0x8000) << 16;
-  const Words magnitude = (bits & 0x7FFF) << kFractionShift;
-  // A subnormal is a fraction without a leading one: read it as a normal number at 2^-14, then subtract 2^-14.
-  const Words subnormal = (Words)((Floats)(magnitude + kSmallestNormal) - (Floats)(Words{} + kSmallestNormal));
-  const Words normal = magnitude + kRebias;
-  const auto compared = (SignedWords)magnitude;
-  Words result = compared < (1 << 23) ? subnormal : normal;
-  result = compared >= (0x1F << 23) ? normal + kRebias : result; // infinity and NaN
-  return (Floats)(sign | result);
-}
-
-FOG_INLINE Words round_to_float16(Floats value) {
-  const Words bits = (Words)value;
-  const Words magnitude = bits & 0x7FFFFFFF;
-  const Words sign = (bits >> 16) & 0x8000;
-  // A float in [0.5, 1) has the same last place as a subnormal float16, so the addition rounds to it.
-  const Words half = Words{} + 0x3F000000;
-  const Words subnormal = (Words)((Floats)magnitude + (Floats)half) - half;
-  const Words odd = (magnitude >> kFractionShift) & 1;
-  const Words normal = (magnitude - kRebias + 0x0FFF + odd) >> kFractionShift; // may carry into infinity
-  const auto compared = (SignedWords)magnitude;
-  Words result = compared < (int32_t)kSmallestNormal ? subnormal : normal;
-  result = compared >= (int32_t)(kRebias + (0x1F << 23)) ? Words{} + 0x7C00 : result; // 2^16 and above
-  result = value != value ? Words{} + 0x7E00 : result;
-  return sign | result;
-}
-
 FOG_INLINE Pair<float> load_float16(const void* from) {
-  const Words words = load_vector<Words>(from);
-  return {{widen_float16(words & 0xFFFF), widen_float16(words >> 16)}};
+  const auto* halves = static_cast<const uint16_t*>(from);
+  Pair<float> value{};
+  for (size_t i = 0; i < kPairLanes<float>; ++i) {
+    value.part[i / kLanes<float>][i % kLanes<float>] = c10::detail::fp16_ieee_to_fp32_value(halves[i]);
+  }
+  return value;
 }
 
 FOG_INLINE void store_float16(void* to, const Pair<float>& value) {
-  store_vector(to, round_to_float16(value.part[0]) | (round_to_float16(value.part[1]) << 16));
+  auto* halves = static_cast<uint16_t*>(to);
+  for (size_t i = 0; i < kPairLanes<float>; ++i) {
+    halves[i] = c10::detail::fp16_ieee_from_fp32_value(value.part[i / kLanes<float>][i % kLanes<float>]);
+  }
 }
 
 #endif

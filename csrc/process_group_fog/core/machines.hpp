@@ -32,7 +32,10 @@ class Machines {
   int place() const {
     return place_;
   }
-  // The ranks of a machine, or of this rank's machine, by place.
+  // The ranks of all machines, of one, or of this rank's, by place.
+  const std::vector<std::vector<int>>& all() const {
+    return ranks_;
+  }
   const std::vector<int>& ranks(int machine) const {
     return ranks_[machine];
   }

@@ -63,8 +63,6 @@ class NeighborPlan {
   Peers destinations_;
 };
 
-// The weights of the terms of a neighbor average.
-
 // The terms of a neighbor average that count, in their order, with their weights.
 struct NeighborWeights {
   // `scales` are the weights that the plan's sources sent with their tensors.

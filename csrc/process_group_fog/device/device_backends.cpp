@@ -1,11 +1,9 @@
 #include "device/device_backends.hpp"
 
-#include <algorithm>
 #include <chrono>
 #include <utility>
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "core/deadline.hpp"
 #include "core/python_lock.hpp"
@@ -22,11 +20,6 @@ Factories& factories() {
   // Never destroyed: a factory may hold Python objects, and the interpreter ends earlier.
   static auto* all = new Factories;
   return *all;
-}
-
-DelegateSupport& support() {
-  static auto* functions = new DelegateSupport;
-  return *functions;
 }
 
 DelegateFactory factory_for(at::DeviceType type) {
@@ -54,10 +47,6 @@ void set_delegate_factory(at::DeviceType type, DelegateFactory factory) {
   } else {
     factories().by_type.erase(type);
   }
-}
-
-void set_delegate_support(DelegateSupport functions) {
-  support() = std::move(functions);
 }
 
 template <typename IsFree, typename Enter>
@@ -245,52 +234,6 @@ void DeviceBackends::connect(const char* op, const at::Device& device) {
   if (const auto delegate = find_or_make(op, device, true)) {
     delegate->setBoundDeviceId(device);
     delegate->eagerConnectSingleDevice(device);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    slots_[device.type()].connected = device;
-  }
-}
-
-void DeviceBackends::split(
-    const c10::intrusive_ptr<c10d::Store>& store,
-    const std::vector<int>& ranks,
-    const c10d::Backend::Options& options,
-    DeviceBackends* child) {
-  std::map<at::DeviceType, std::pair<BackendPtr, at::Device>> connected; // in the same order on all ranks
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (const auto& [type, slot] : slots_) {
-      if (slot.connected) {
-        connected.emplace(type, std::make_pair(slot.delegate, *slot.connected));
-      }
-    }
-  }
-  for (const auto& [type, parent] : connected) {
-    const auto& [delegate, device] = parent;
-    if (!delegate->supportsSplitting()) {
-      continue;
-    }
-    auto copy = support().copy_options(delegate); // a copy, because it is modified
-    copy->timeout = options.timeout;
-    copy->group_name = options.group_name;
-    copy->group_desc = options.group_desc;
-    copy->global_ranks_in_group = options.global_ranks_in_group;
-    const auto own = c10::make_intrusive<c10d::PrefixStore>(c10::DeviceTypeName(type, true) + "/", store);
-    auto part = delegate->split(own, ranks, copy);
-    if (child != nullptr) {
-      TORCH_CHECK(part, "split: the delegate for ", device, " made no group for this rank");
-      child->prepare_(part, device);
-      auto& place = child->slot(type);
-      bool is_closed = false;
-      {
-        const std::lock_guard<std::mutex> lock(child->mutex_);
-        place.delegate = part;
-        place.connected = device;
-        is_closed = !child->closed_.empty();
-      }
-      if (is_closed) { // a member was lost meanwhile
-        part->abort();
-      }
-    }
   }
 }
 

@@ -33,13 +33,6 @@ using DelegateFactory = std::function<BackendPtr(
 // to new groups, and to groups that have not used this type yet.
 void set_delegate_factory(at::DeviceType type, DelegateFactory factory);
 
-// Functions for delegates that only Python can implement.
-struct DelegateSupport {
-  // Copies a delegate's options, with their own class.
-  std::function<c10::intrusive_ptr<c10d::Backend::Options>(const BackendPtr&)> copy_options;
-};
-void set_delegate_support(DelegateSupport support);
-
 // Gives fog's own groups of delegate operations exclusive use of the delegate. Coalescing is a state of a c10d backend,
 // not of a thread: a call of another thread meanwhile would become part of the group. A group holds the gate as
 // std::unique_lock; other calls, and groups that the program has begun, hold it as std::shared_lock.
@@ -110,13 +103,6 @@ class DeviceBackends {
 
   // Creates the delegate of a device, unless it exists, and connects it. Called on all ranks of the group.
   void connect(const char* op, const at::Device& device);
-  // Splits the delegates that connect() has connected. Called on all ranks of the group. `child` is the new group's;
-  // null on ranks outside of it.
-  void split(
-      const c10::intrusive_ptr<c10d::Store>& store,
-      const std::vector<int>& ranks,
-      const c10d::Backend::Options& options,
-      DeviceBackends* child);
 
   // Between these two calls, the operations of a delegate form one group.
   void start_coalescing();
@@ -130,7 +116,6 @@ class DeviceBackends {
     std::mutex making;
     BackendPtr delegate;
     std::shared_ptr<DelegateGate> gate;
-    std::optional<at::Device> connected; // by connect(), on all ranks together
   };
 
   DelegateCall call(const char* op, at::DeviceType type, BackendPtr delegate);

@@ -12,7 +12,6 @@
 #include "core/neighbor_plan.hpp"
 #include "core/tensor_lists.hpp"
 #include "device/combine.hpp"
-#include "device/reduce.hpp"
 
 namespace fog::device {
 
@@ -24,8 +23,6 @@ namespace {
 
 // All messages between two ranks have this tag; they are matched by their order.
 constexpr int kTag = 0;
-// Elements of a vector that begin at multiples of this number of bytes can be loaded together.
-constexpr size_t kAlignment = 16;
 
 // Contiguous memory for the tensors of one dtype in a list: their own memory if they are contiguous already.
 class Flat {
@@ -61,19 +58,6 @@ class Flat {
   at::Tensor vector_;
   bool is_copy_ = false;
 };
-
-// Divides a vector into one slice for each rank of a machine, by place; slices begin at multiples of kAlignment.
-Tensors slices_of(const at::Tensor& vector, size_t count) {
-  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / vector.element_size()));
-  const int64_t share = (vector.numel() + static_cast<int64_t>(count) - 1) / static_cast<int64_t>(count);
-  const int64_t part = (share + lanes - 1) / lanes * lanes;
-  Tensors slices;
-  for (size_t i = 0; i < count; ++i) {
-    const int64_t begin = std::min(static_cast<int64_t>(i) * part, vector.numel());
-    slices.push_back(vector.narrow(0, begin, std::min(part, vector.numel() - begin)));
-  }
-  return slices;
-}
 
 } // namespace
 
@@ -168,17 +152,7 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
   }
 }
 
-at::Tensor Neighbors::empty_rows(size_t count, const at::Tensor& like) {
-  const auto lanes = static_cast<int64_t>(std::max<size_t>(1, kAlignment / like.element_size()));
-  const int64_t stride = (like.numel() + lanes - 1) / lanes * lanes;
-  return at::empty({static_cast<int64_t>(count), stride}, like.options()).narrow(1, 0, like.numel());
-}
-
-void Neighbors::mix(
-    const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works) {
-  if (encoding.codec) {
-    return mix_encoded(mixes, plan, encoding, rank_of, works);
-  }
+void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
   // A weight of 0 means no edge, so not even a NaN may have an effect: the tensors with weight 0 get the last rows, and
   // only the rows before them are summed.
   auto sources = plan.sources();
@@ -189,7 +163,7 @@ void Neighbors::mix(
   Messages sends;
   Messages receives;
   Tensors received;
-  for (const auto& [own, out, decoded] : mixes) {
+  for (const auto& [own, out] : mixes) {
     std::vector<std::pair<double, at::Tensor>> shares = {{1.0, own}};
     for (const auto& peer : plan.destinations()) {
       auto found = std::find_if(shares.begin(), shares.end(), [&](const auto& made) { return made.first == peer.weight; });
@@ -198,7 +172,7 @@ void Neighbors::mix(
       }
       sends.push_back({rank_of(peer.rank), found->second});
     }
-    const auto& rows = received.emplace_back(empty_rows(sources.size(), own));
+    const auto& rows = received.emplace_back(at::empty({static_cast<int64_t>(sources.size()), own.numel()}, own.options()));
     for (size_t i = 0; i < sources.size(); ++i) {
       receives.push_back({rank_of(sources[i].rank), rows[static_cast<int64_t>(i)]});
     }
@@ -210,74 +184,16 @@ void Neighbors::mix(
   }
 }
 
-// The messages of a part are decoded into the rows of one matrix, which is summed as the tensors themselves would be.
-void Neighbors::mix_encoded(
-    const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works) {
-  const auto& codec = *encoding.codec;
-  NeighborWeights weights(plan, encoding.scales);
-  if (encoding.conserve) {
-    weights.conserve();
-  }
-  Messages sends;
-  Messages receives;
-  Tensors messages; // this rank's own
-  Tensors received; // matrices of bytes
-  for (size_t i = 0; i < mixes.size(); ++i) {
-    const auto& own = mixes[i].own;
-    const auto bytes = static_cast<int64_t>(codec.bytes(own.scalar_type(), static_cast<size_t>(own.numel())));
-    const auto& message = messages.emplace_back(at::empty({bytes}, own.options().dtype(at::kByte)));
-    if (!plan.destinations().empty() || encoding.conserve || mixes[i].decoded.defined()) {
-      codec.encode_tensor(own, message);
-    }
-    for (const auto& peer : plan.destinations()) {
-      sends.push_back({rank_of(peer.rank), message});
-    }
-    const auto& rows = received.emplace_back(empty_rows(plan.sources().size(), message));
-    for (size_t source = 0; source < plan.sources().size(); ++source) {
-      receives.push_back({rank_of(plan.sources()[source].rank), rows[static_cast<int64_t>(source)]});
-    }
-  }
-  exchange(sends, receives, works);
-  for (size_t i = 0; i < mixes.size(); ++i) {
-    const auto& [own, out, decoded] = mixes[i];
-    const bool adds_decoded = encoding.conserve && weights.own;
-    auto rows = empty_rows(weights.sources.size() + (adds_decoded ? 1 : 0), own);
-    int64_t row = 0;
-    for (const size_t source : weights.sources) {
-      codec.decode_tensor(received[i][static_cast<int64_t>(source)], rows[row++]);
-    }
-    if (adds_decoded) {
-      codec.decode_tensor(messages[i], rows[row++]);
-    }
-    if (decoded.defined()) {
-      codec.decode_tensor(messages[i], decoded);
-    }
-    const auto factors = weights.mean ? std::vector<double>(weights.weights.size(), 1.0)
-                                      : std::vector<double>(weights.weights.begin(), weights.weights.end());
-    const double own_weight = weights.own || encoding.conserve ? factors.back() : 0.0;
-    const auto others = c10::ArrayRef<double>(factors).slice(0, static_cast<size_t>(row));
-    combine(out, decoded.defined() ? decoded : own, own_weight, rows, others, weights.mean);
-  }
-}
-
-WorkPtr Neighbors::neighbor_allreduce(
-    const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs, const Encoding& encoding) {
+WorkPtr Neighbors::neighbor_allreduce(const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"neighbor_allreduce", "fog:neighbor_allreduce", OpType::UNKNOWN};
-  auto used = tensors;
-  used.insert(used.end(), encoding.decoded.begin(), encoding.decoded.end());
-  return run(call, used, outputs, [&](Works& works) {
+  return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
     std::vector<Mix> mixes;
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
-      const auto out = results.emplace_back(pick(outputs, places), false).vector();
-      at::Tensor decoded;
-      if (!encoding.decoded.empty()) {
-        decoded = results.emplace_back(pick(encoding.decoded, places), false).vector();
-      }
-      mixes.push_back({own.vector(), out, decoded});
+      mixes.push_back({own.vector(), results.emplace_back(pick(outputs, places), false).vector()});
     }
-    mix(mixes, plan, encoding, [](int rank) { return rank; }, works);
+    mix(mixes, plan, [](int rank) { return rank; }, works);
     for (const auto& result : results) {
       result.deliver();
     }
@@ -285,14 +201,10 @@ WorkPtr Neighbors::neighbor_allreduce(
 }
 
 WorkPtr Neighbors::hierarchical_neighbor_allreduce(
-    const Tensors& tensors,
-    const Parts& parts,
-    const Machines& machines,
-    const NeighborPlan& plan,
-    const Tensors& outputs,
-    const Encoding& encoding) {
+    const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs) {
   const Call call = {"hierarchical_neighbor_allreduce", "fog:hierarchical_neighbor_allreduce", OpType::UNKNOWN};
   const auto& local = machines.local();
+  const auto count = static_cast<int64_t>(local.size());
   const auto place = static_cast<size_t>(machines.place());
   return run(call, tensors, outputs, [&](Works& works) {
     std::vector<Flat> results;
@@ -303,9 +215,9 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
     for (const auto& places : parts) {
       const Flat own(pick(tensors, places), true);
       results.emplace_back(pick(outputs, places), false);
-      const auto slices = slices_of(own.vector(), local.size());
+      const auto slices = own.vector().tensor_split(count);
       owns.push_back(slices[place]);
-      const auto& rows = others.emplace_back(empty_rows(local.size() - 1, slices[place]));
+      const auto& rows = others.emplace_back(at::empty({count - 1, slices[place].numel()}, own.vector().options()));
       for (size_t i = 0, row = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[i]});
@@ -325,8 +237,8 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
         mean = at::empty_like(mean);
         combine(mean, owns[part], 1.0, others[part], std::vector<double>(local.size() - 1, 1.0), true);
       }
-      const auto slices = slices_of(results[part].vector(), local.size());
-      mixes.push_back({mean, slices[place], {}});
+      const auto slices = results[part].vector().tensor_split(count);
+      mixes.push_back({mean, slices[place]});
       for (size_t i = 0; i < local.size(); ++i) {
         if (i != place) {
           sends.push_back({local[i], slices[place]});
@@ -334,7 +246,7 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
         }
       }
     }
-    mix(mixes, plan, encoding, [&](int machine) { return machines.rank(machine, machines.place()); }, works);
+    mix(mixes, plan, [&](int machine) { return machines.rank(machine, machines.place()); }, works);
     if (local.size() > 1) {
       exchange(sends, receives, works);
     }
@@ -344,17 +256,14 @@ WorkPtr Neighbors::hierarchical_neighbor_allreduce(
   });
 }
 
-WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor) {
+WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& machines, bool average) {
   const Call call = {"local_allreduce", "fog:local_allreduce", OpType::ALLREDUCE};
   const auto& local = machines.local();
   const auto place = static_cast<size_t>(machines.place());
   return run(call, {tensor}, {tensor}, [&](Works& works) {
     const Flat flat({tensor}, true);
-    if (op == c10d::ReduceOp::PREMUL_SUM) {
-      flat.vector().mul_(factor);
-    }
-    const auto slices = slices_of(flat.vector(), local.size());
-    auto rows = empty_rows(local.size(), slices[place]).unbind();
+    const auto slices = flat.vector().tensor_split(static_cast<int64_t>(local.size()));
+    auto rows = at::empty({static_cast<int64_t>(local.size()), slices[place].numel()}, tensor.options().requires_grad(false)).unbind();
     rows[place] = slices[place];
     Messages sends;
     Messages receives;
@@ -369,7 +278,15 @@ WorkPtr Neighbors::local_allreduce(const at::Tensor& tensor, const Machines& mac
       }
     }
     exchange(sends, receives, works);
-    reduce(op, slices[place], rows);
+    const auto wide = c10::isReducedFloatingType(tensor.scalar_type()) ? at::kFloat : tensor.scalar_type();
+    auto sum = rows[0].to(wide, false, true);
+    for (size_t i = 1; i < rows.size(); ++i) {
+      sum.add_(rows[i].to(wide));
+    }
+    if (average) { // divide by a tensor: a division by a number would multiply by its reciprocal
+      sum.div_(at::full({}, static_cast<double>(rows.size()), sum.options()));
+    }
+    slices[place].copy_(sum);
     exchange(results, others, works);
     flat.deliver();
   });

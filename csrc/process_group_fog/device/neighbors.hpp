@@ -12,23 +12,12 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "device/device_backends.hpp"
-#include "core/codecs/codecs.hpp"
 #include "core/machines.hpp"
 #include "core/neighbor_plan.hpp"
 #include "device/stream.hpp"
 #include "device/work.hpp"
 
 namespace fog::device {
-
-// How an exchange on a device encodes its messages; see fog::Encoding.
-struct Encoding {
-  CodecPtr codec; // null if it does not
-  // The weights that the plan's sources give their messages, which receivers apply: the message of a rank is the same
-  // for all.
-  std::vector<double> scales;
-  std::vector<at::Tensor> decoded; // the program's, one for each tensor, or none
-  bool conserve = false;
-};
 
 // The operations of one group on one device, in order, on a separate stream that begins after the program's current
 // stream at the time of the call. The host only queues work for the device and does not wait, except in the first
@@ -39,8 +28,8 @@ struct Encoding {
 // current stream. Operations with messages are matched on all ranks by the order of the calls. Thread-safe: a group of
 // messages stays together.
 //
-// A sender's weight other than 1 is applied before sending, and the product is rounded to the dtype, unless messages are
-// encoded. Weighted sums are rounded as combine() says; all other results have the bits of the CPU's result.
+// A sender's weight other than 1 is applied before sending, and the product is rounded to the dtype. Weighted sums are
+// rounded as combine() says; all other results have the bits of the CPU's result.
 class Neighbors {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -53,19 +42,14 @@ class Neighbors {
   Neighbors(BackendPtr delegate, std::shared_ptr<DelegateGate> gate, int rank, std::string group, const at::Device& device);
 
   // Sets `outputs[i]` to the weighted sum of the peers' i-th tensors. An output may be its tensor.
-  WorkPtr neighbor_allreduce(
-      const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs, const Encoding& encoding);
+  WorkPtr neighbor_allreduce(const Tensors& tensors, const Parts& parts, const NeighborPlan& plan, const Tensors& outputs);
   // The same between machines; each contributes the mean of its ranks, rounded to the dtype. Each rank averages and
   // mixes a slice.
   WorkPtr hierarchical_neighbor_allreduce(
-      const Tensors& tensors,
-      const Parts& parts,
-      const Machines& machines,
-      const NeighborPlan& plan,
-      const Tensors& outputs,
-      const Encoding& encoding);
-  // A reduction over the ranks of this machine, in place. `factor` is this rank's factor for PREMUL_SUM.
-  WorkPtr local_allreduce(const at::Tensor& tensor, const Machines& machines, c10d::ReduceOp::RedOpType op, double factor);
+      const Tensors& tensors, const Parts& parts, const Machines& machines, const NeighborPlan& plan, const Tensors& outputs);
+  // The sum of floating-point numbers over the ranks of this machine, or their mean, in place, in the types and the order of
+  // fog::reduce() on the CPU.
+  WorkPtr local_allreduce(const at::Tensor& tensor, const Machines& machines, bool average);
   // Concatenates the sources' tensors along dimension 0; the i-th source has `rows[i]` rows. Both lists may contain
   // this rank.
   WorkPtr gather(
@@ -96,7 +80,6 @@ class Neighbors {
   struct Mix {
     at::Tensor own;
     at::Tensor out;
-    at::Tensor decoded; // see fog::Encoding; undefined if it is not wanted
   };
 
   // Runs `body`, which fills in works, on the stream.
@@ -105,11 +88,7 @@ class Neighbors {
   void exchange(const Messages& sends, const Messages& receives, Works& works);
   // Exchanges and sums; `rank_of` maps a number in the plan to a rank.
   using RankOf = std::function<int(int)>;
-  void mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works);
-  void mix_encoded(
-      const std::vector<Mix>& mixes, const NeighborPlan& plan, const Encoding& encoding, const RankOf& rank_of, Works& works);
-  // A matrix whose rows are `count` vectors like `like`; each begins at a multiple of kAlignment.
-  static at::Tensor empty_rows(size_t count, const at::Tensor& like);
+  void mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
 
   const BackendPtr delegate_;
   const std::shared_ptr<DelegateGate> gate_;

@@ -6,9 +6,11 @@
 #include <ATen/Functions.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
+#include "device/runtime.hpp"
 #include "engine/engine.hpp"
 
 namespace fog::device {
@@ -19,8 +21,19 @@ using Clock = std::chrono::steady_clock;
 // The first and the longest sleep between two checks of an event.
 constexpr auto kShortest = std::chrono::microseconds(5);
 constexpr auto kLongest = std::chrono::microseconds(500);
-// Unused buffers that a window keeps: one to copy to while another one is sent.
-constexpr size_t kBuffers = 2;
+
+constexpr unsigned kPortable = 1; // cudaHostRegisterPortable: page-locked for every context of the process
+
+// Returns a page-locked CPU tensor, or an ordinary one if the device's allocator has no such memory: copies are then
+// slower, and the host may wait for them.
+at::Tensor empty_pinned(at::IntArrayRef sizes, c10::ScalarType dtype) {
+  const auto options = at::TensorOptions().dtype(dtype).device(at::kCPU);
+  try {
+    return at::empty(sizes, options.pinned_memory(true));
+  } catch (const std::exception&) { // this device's allocator has no pinned memory
+    return at::empty(sizes, options);
+  }
+}
 
 // Copies without autograd or the version counter.
 void copy_values(const at::Tensor& to, const at::Tensor& from) {
@@ -48,6 +61,32 @@ void keep_until(const Event& event, std::vector<at::Tensor> tensors) {
 
 } // namespace
 
+PinnedMemory::PinnedMemory(const at::Device& device, void* memory, size_t bytes) : device_(device) {
+  auto* lock = of_runtime<int(void*, size_t, unsigned)>("cudaHostRegister");
+  if (lock == nullptr || bytes == 0) {
+    return;
+  }
+  const c10::DeviceGuard guard(device); // if there is no context yet, the runtime creates one on this device
+  if (lock(memory, bytes, kPortable) == 0) {
+    memory_ = memory;
+  } else { // for example pages of another window that are locked already
+    forget_error();
+  }
+}
+
+PinnedMemory::~PinnedMemory() {
+  if (memory_ == nullptr) {
+    return;
+  }
+  try {
+    const c10::DeviceGuard guard(device_);
+    if (of_runtime<int(void*)>("cudaHostUnregister")(memory_) != 0) {
+      forget_error();
+    }
+  } catch (const std::exception&) { // the device has ended with the process
+  }
+}
+
 PinnedStaging::PinnedStaging(Window& window)
     : window_(window),
       device_(window.tensor().device()),
@@ -73,7 +112,10 @@ void PinnedStaging::check(const char* op) const {
 void PinnedStaging::submit(const char* op, const at::Tensor& tensor, Deadline deadline, Go go, Fail fail) {
   Operation operation{op, deadline, tensor, {}, nullptr, std::move(go), std::move(fail)};
   if (tensor.defined()) {
-    operation.staged = take_buffer(tensor.sizes());
+    {
+      const c10::InferenceMode normal(false);
+      operation.staged = empty_pinned(tensor.sizes(), published_.scalar_type()); // torch keeps such memory for the next use
+    }
     const Stream::Guard guard(stream_);
     copy_values(operation.staged, tensor);
     operation.copied = stream_.record();
@@ -150,7 +192,6 @@ void PinnedStaging::finish(const char* op, const at::Tensor& tensor, const at::T
       window_.publish([&] { published_.copy_(staged); });
     }
   }
-  give_buffer(staged);
 }
 
 void PinnedStaging::copy_to_published(const char* op, Deadline deadline) {
@@ -218,26 +259,6 @@ void PinnedStaging::await(const char* op, const Event& event, Deadline deadline)
     window_.engine().check_interrupt();
     std::this_thread::sleep_for(pause);
     pause = std::min<std::chrono::nanoseconds>(2 * pause, kLongest);
-  }
-}
-
-at::Tensor PinnedStaging::take_buffer(at::IntArrayRef sizes) {
-  if (sizes == published_.sizes()) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (!buffers_.empty()) {
-      auto buffer = std::move(buffers_.back());
-      buffers_.pop_back();
-      return buffer;
-    }
-  }
-  const c10::InferenceMode normal(false);
-  return empty_pinned(sizes, published_.scalar_type());
-}
-
-void PinnedStaging::give_buffer(at::Tensor buffer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (buffers_.size() < kBuffers && buffer.sizes() == published_.sizes()) {
-    buffers_.push_back(std::move(buffer));
   }
 }
 

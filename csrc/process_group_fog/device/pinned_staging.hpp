@@ -7,11 +7,24 @@
 #include <mutex>
 #include <vector>
 
-#include "device/pinned_memory.hpp"
 #include "device/stream.hpp"
 #include "windows/window.hpp"
 
 namespace fog::device {
+
+// Page-locks existing memory of the host during its lifetime, so that a device can access it directly, by the CUDA runtime
+// that torch has loaded. Does nothing without such a runtime or if it refuses.
+class PinnedMemory {
+ public:
+  PinnedMemory(const at::Device& device, void* memory, size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+ private:
+  const at::Device device_;
+  void* memory_ = nullptr; // null if it is not locked
+};
 
 // Serves any device, between any hosts. Slots are in host memory. Neighbors get the tensor from a copy in host memory,
 // the published copy. Both belong to the Window; this class copies between them and the device.
@@ -62,8 +75,6 @@ class PinnedStaging final : public WindowStaging {
   void copy_to_published(const char* op, Deadline deadline);
   // Throws at the deadline. The memory that the device may still use is not released.
   void await(const char* op, const Event& event, Deadline deadline) const;
-  at::Tensor take_buffer(at::IntArrayRef sizes);
-  void give_buffer(at::Tensor buffer);
 
   Window& window_;
   const at::Device device_;
@@ -81,7 +92,6 @@ class PinnedStaging final : public WindowStaging {
   std::condition_variable idle_;
   std::deque<Operation> queue_; // not started yet
   bool running_ = false; // a thread runs the queue
-  std::vector<at::Tensor> buffers_; // unused
 };
 
 } // namespace fog::device

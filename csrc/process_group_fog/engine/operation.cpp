@@ -198,14 +198,18 @@ void Operation::on_message(int source, const Header& header, const char* data) {
 }
 
 std::optional<size_t> Operation::find_receive(int source, uint16_t step) {
-  constexpr size_t kFew = 16; // up to this number a linear search is as fast
+  constexpr size_t kFew = 16; // up to this number a linear search is as fast; of many, each would cost as many comparisons
   const auto fits = [&](size_t index) {
     const auto& receive = receives_[index];
     return !receive.arrived && receive.step == step && (receive.peer == source || receive.peer == -1);
   };
   if (receives_.size() > kFew) { // no receive here is from any source: an operation with such a receive has only one
-    index_.extend(receives_.size(), [&](size_t index) { return ReceiveIndex::key(receives_[index].peer, receives_[index].step); });
-    return index_.find(ReceiveIndex::key(source, step), fits);
+    for (size_t index = index_.size(); index < receives_.size(); ++index) {
+      index_.emplace(std::make_pair(receives_[index].peer, receives_[index].step), index);
+    }
+    const auto [first, last] = index_.equal_range({source, step}); // oldest first
+    const auto found = std::find_if(first, last, [&](const auto& each) { return fits(each.second); });
+    return found == last ? std::nullopt : std::make_optional(found->second);
   }
   for (size_t index = 0; index < receives_.size(); ++index) {
     if (fits(index)) {

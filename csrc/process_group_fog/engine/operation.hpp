@@ -7,10 +7,12 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <c10/util/ArrayRef.h>
@@ -24,7 +26,6 @@
 #include "engine/work.hpp"
 #include "transport/transport.hpp"
 #include "engine/name_table.hpp"
-#include "engine/receive_index.hpp"
 
 namespace fog {
 
@@ -226,10 +227,6 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int source(size_t receive) const {
     return receives_[receive].peer;
   }
-  // The value of set_confirm().
-  bool confirms() const {
-    return confirm_;
-  }
   // Announcements between a rank that only sends in an operation and a rank that only receives from it: the receiver
   // sends an empty message at once, so that each rank checks the other's signature. They do nothing if confirmations
   // are off.
@@ -311,7 +308,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   bool patient_ = false;
   bool has_outputs_ = false;
   c10::SmallVector<Receive, 1> receives_;
-  ReceiveIndex index_; // of receives_, if there are many
+  std::multimap<std::pair<int, uint16_t>, size_t> index_; // of receives_ by peer and step, if there are many
   std::vector<Going> going_; // transfers that peers, or the transport, may still read
   std::vector<size_t> to_move_; // receives whose data has to be copied to its destination
   std::vector<Move> moves_; // for run()

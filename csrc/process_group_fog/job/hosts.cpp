@@ -7,14 +7,13 @@
 
 #include <algorithm>
 #include <fstream>
-#include <iomanip>
-#include <random>
 #include <sstream>
 #include <unordered_map>
 
 #include <c10/util/Exception.h>
 
 #include "core/settings.hpp"
+#include "job/secret.hpp"
 
 namespace fog {
 namespace {
@@ -44,33 +43,20 @@ socklen_t length_with(const std::string& name) {
 
 } // namespace
 
-Beacon::Beacon() : fd_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
-  std::random_device device;
-  std::ostringstream name;
-  name << "fog-" << std::hex;
-  for (int word = 0; word < 4; ++word) {
-    name << std::setw(8) << std::setfill('0') << device();
-  }
-  if (const auto own = address_of(name.str()); fd_ >= 0 && bind(fd_, as_plain(own), length_with(name.str())) == 0) {
-    name_ = name.str();
-  }
-}
-
-Beacon::~Beacon() {
-  if (fd_ >= 0) {
-    close(fd_);
+Beacon::Beacon() : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
+  const auto name = "fog-" + random_secret();
+  if (const auto own = address_of(name); socket_.fd() >= 0 && bind(socket_.fd(), as_plain(own), length_with(name)) == 0) {
+    name_ = name;
   }
 }
 
 bool Beacon::is_here(const std::string& name) {
-  const int fd = name.empty() || name.size() >= sizeof(sockaddr_un::sun_path) ? -1 : socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-  if (fd < 0) {
+  if (name.empty() || name.size() >= sizeof(sockaddr_un::sun_path)) {
     return false;
   }
+  const OwnedSocket socket_here(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0));
   const auto there = address_of(name);
-  const bool found = connect(fd, as_plain(there), length_with(name)) == 0;
-  close(fd);
-  return found;
+  return socket_here.fd() >= 0 && connect(socket_here.fd(), as_plain(there), length_with(name)) == 0;
 }
 
 void emulate_host(const std::string& host_id) {

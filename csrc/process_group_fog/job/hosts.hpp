@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "job/peer_information.hpp"
+#include "job/peer_sockets.hpp"
 
 namespace fog {
 
@@ -23,9 +24,6 @@ std::string host_name();
 class Beacon {
  public:
   Beacon();
-  ~Beacon();
-  Beacon(const Beacon&) = delete;
-  Beacon& operator=(const Beacon&) = delete;
 
   // Empty if this system has no such sockets.
   const std::string& name() const {
@@ -35,7 +33,7 @@ class Beacon {
   static bool is_here(const std::string& name);
 
  private:
-  const int fd_;
+  const OwnedSocket socket_;
   std::string name_;
 };
 

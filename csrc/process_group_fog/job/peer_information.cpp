@@ -4,10 +4,10 @@
 
 #include <cstdlib>
 #include <filesystem>
-#include <iomanip>
 #include <random>
 #include <sstream>
 #include <system_error>
+#include <type_traits>
 
 #include <c10/util/Exception.h>
 
@@ -19,16 +19,6 @@ namespace fog {
 namespace {
 
 std::string own_protocol;
-
-std::string secret_mark() {
-  const auto proof = proof_of("fog mark of the secret");
-  std::ostringstream text;
-  text << std::hex << std::setfill('0');
-  for (const auto byte : proof) {
-    text << std::setw(2) << static_cast<int>(byte);
-  }
-  return text.str();
-}
 
 std::string fabric_hint() {
   for (const char* variable : {"UCX_TLS", "FI_PROVIDER", "MPICH_CH4_NETMOD"}) {
@@ -50,13 +40,7 @@ void set_protocol(const std::string& protocol) {
 }
 
 std::string random_job_name() {
-  std::random_device device;
-  std::ostringstream name;
-  name << "fog_" << getpid() << '_' << std::hex;
-  for (int word = 0; word < 4; ++word) {
-    name << std::setw(8) << std::setfill('0') << device();
-  }
-  return name.str();
+  return c10::str("fog_", getpid(), '_', random_secret());
 }
 
 PeerInformation own_information() {
@@ -70,7 +54,7 @@ PeerInformation own_information() {
   if (job_secret().empty()) {
     mine.offered_secret = random_secret();
   } else {
-    mine.secret_mark = secret_mark();
+    mine.secret_mark = hexadecimal(proof_of("fog mark of the secret"));
   }
   mine.pid = static_cast<int>(getpid());
   mine.host_id = host_id();
@@ -79,57 +63,48 @@ PeerInformation own_information() {
   return mine;
 }
 
-// The line with the protocol must come first in all builds, because builds may differ in the lines after it.
+// Calls use() with each field, in the order of their lines. The protocol must come first in all builds, because builds may
+// differ in the lines after it.
+template <typename Rank, typename Use>
+void for_fields(Rank& rank, Use use) {
+  use(rank.protocol);
+  use(rank.host_id);
+  use(rank.beacon);
+  use(rank.between_hosts);
+  use(rank.fabric);
+  use(rank.secret_mark);
+  use(rank.offered_secret);
+  use(rank.max_ranks);
+  use(rank.links);
+  use(rank.job);
+  use(rank.world_rank);
+  use(rank.pid);
+  use(rank.host_name);
+  use(rank.host);
+  use(rank.shares_memory);
+  use(rank.address);
+  use(rank.tcp);
+  use(rank.random);
+}
+
 std::string to_text(const PeerInformation& rank) {
   std::ostringstream text;
-  text << rank.protocol << '\n'
-       << rank.host_id << '\n'
-       << rank.beacon << '\n'
-       << rank.between_hosts << '\n'
-       << rank.fabric << '\n'
-       << rank.secret_mark << '\n'
-       << rank.offered_secret << '\n'
-       << rank.max_ranks << '\n'
-       << rank.links << '\n'
-       << rank.job << '\n'
-       << rank.world_rank << '\n'
-       << rank.pid << '\n'
-       << rank.host_name << '\n'
-       << rank.host << '\n'
-       << rank.shares_memory << '\n'
-       << rank.address << '\n'
-       << rank.tcp << '\n'
-       << rank.random << '\n';
+  for_fields(rank, [&](const auto& field) { text << field << '\n'; });
   return text.str();
 }
 
 PeerInformation read_peer_information(const std::string& text) {
   std::istringstream lines(text);
-  const auto next = [&] {
+  PeerInformation rank;
+  for_fields(rank, [&](auto& field) {
     std::string line;
     std::getline(lines, line);
-    return line;
-  };
-  const auto number = [&] { return std::strtoull(next().c_str(), nullptr, 10); };
-  PeerInformation rank;
-  rank.protocol = next();
-  rank.host_id = next();
-  rank.beacon = next();
-  rank.between_hosts = next();
-  rank.fabric = next();
-  rank.secret_mark = next();
-  rank.offered_secret = next();
-  rank.max_ranks = static_cast<int>(std::strtol(next().c_str(), nullptr, 10));
-  rank.links = next() == "1";
-  rank.job = next();
-  rank.world_rank = static_cast<int>(std::strtol(next().c_str(), nullptr, 10));
-  rank.pid = static_cast<int>(number());
-  rank.host_name = next();
-  rank.host = next();
-  rank.shares_memory = next() == "1";
-  rank.address = next();
-  rank.tcp = next();
-  rank.random = number();
+    if constexpr (std::is_same_v<decltype(field), std::string&>) {
+      field = line;
+    } else {
+      std::istringstream(line) >> field;
+    }
+  });
   return rank;
 }
 

@@ -4,10 +4,12 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <sstream>
 
 #include "job/network_interface.hpp"
@@ -97,6 +99,23 @@ int begin_to_connect(const PeerAddress& to) {
     return -1;
   }
   return fd;
+}
+
+OwnedSocket::~OwnedSocket() {
+  if (fd_ >= 0) {
+    close(fd_);
+  }
+}
+
+bool OwnedSocket::await(short events, std::chrono::steady_clock::time_point limit) const {
+  while (true) {
+    pollfd polled = {fd_, events, 0};
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit - std::chrono::steady_clock::now()).count();
+    const int ready = ::poll(&polled, 1, static_cast<int>(std::clamp<int64_t>(left, 0, INT_MAX)));
+    if (ready >= 0 || errno != EINTR) {
+      return ready > 0;
+    }
+  }
 }
 
 int error_of_socket(int fd) {

@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 
+#include <chrono>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,24 @@ std::vector<PeerAddress> read_listener(const std::string& line, const std::vecto
 // Begins to connect a socket and returns it. It becomes writable when the result is known. Returns -1 and sets errno if
 // the attempt fails at once.
 int begin_to_connect(const PeerAddress& to);
+
+// A socket that closes itself; the descriptor may be -1.
+class OwnedSocket {
+ public:
+  explicit OwnedSocket(int fd) : fd_(fd) {}
+  ~OwnedSocket();
+  OwnedSocket(const OwnedSocket&) = delete;
+  OwnedSocket& operator=(const OwnedSocket&) = delete;
+
+  int fd() const {
+    return fd_;
+  }
+  // Waits for such events of poll(). Returns false at the limit.
+  bool await(short events, std::chrono::steady_clock::time_point limit) const;
+
+ private:
+  const int fd_;
+};
 
 // Returns the result of the attempt: 0 or an error number.
 int error_of_socket(int fd);

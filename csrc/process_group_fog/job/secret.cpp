@@ -55,6 +55,10 @@ void forget_job_secret() {
 std::string random_secret() {
   std::array<uint8_t, 32> bytes;
   fill_randomly(bytes.data(), bytes.size());
+  return hexadecimal(bytes);
+}
+
+std::string hexadecimal(const std::array<uint8_t, 32>& bytes) {
   std::string text;
   for (const uint8_t byte : bytes) {
     constexpr const char* kDigits = "0123456789abcdef";

@@ -19,6 +19,7 @@ void forget_job_secret();
 
 // Returns 32 random bytes, as hexadecimal digits.
 std::string random_secret();
+std::string hexadecimal(const std::array<uint8_t, 32>& bytes);
 
 // A number that is used once, so that an overheard proof cannot be used again.
 using Nonce = std::array<uint8_t, 16>;

@@ -145,28 +145,8 @@ void bind_testing(py::module_& module) {
       .def("close", &VirtualWorld::close, release_gil)
       .def_property_readonly("groups", &VirtualWorld::groups)
       .def("progress", &VirtualWorld::progress, release_gil)
-      .def_property_readonly(
-          "sent",
-          [](const VirtualWorld& world) {
-            std::map<std::pair<int, int>, std::pair<uint64_t, uint64_t>> sent;
-            const auto recorded = world.recorded();
-            for (const auto& [pair, traffic] : recorded.sent()) {
-              sent[pair] = {traffic.messages, traffic.bytes};
-            }
-            return sent;
-          })
-      .def_property_readonly("failures_told", [](const VirtualWorld& world) { return world.recorded().failures_told(); })
-      .def("record", &VirtualWorld::record)
-      .def(
-          "recorded",
-          [](const VirtualWorld& world) {
-            const auto recorded = world.recorded();
-            std::vector<std::tuple<int, int, uint64_t, uint64_t, unsigned, uint64_t>> messages;
-            for (const auto& message : recorded.messages()) {
-              messages.emplace_back(message.from, message.to, message.bytes, message.operation, message.step, message.arrived_before);
-            }
-            return std::make_pair(std::move(messages), recorded.arrivals());
-          })
+      .def_property_readonly("sent", [](const VirtualWorld& world) { return world.counts().sent; })
+      .def_property_readonly("failures_told", [](const VirtualWorld& world) { return world.counts().failures_told; })
       .def("lose", &VirtualWorld::lose, py::arg("rank"), py::kw_only(), py::arg("noticed") = true, release_gil);
 }
 

@@ -1,7 +1,6 @@
 #include "testing/network.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <numeric>
 #include <unordered_map>
 #include <utility>
@@ -11,21 +10,17 @@ namespace {
 
 constexpr size_t kChunkBytes = size_t(16) << 10;
 constexpr size_t kChunksAhead = 4;
-constexpr uint64_t kOwnNumber = uint64_t(1) << 63; // marks the receiver's own numbers of payloads
 
 } // namespace
 
 InProcessNetwork::InProcessNetwork(int size, Options options)
-    : size_(size),
-      options_(options),
-      random_(options.seed),
-      boxes_(static_cast<size_t>(size)),
-      looks_(static_cast<size_t>(size), 0),
-      recording_(size) {}
+    : size_(size), options_(options), random_(options.seed), boxes_(static_cast<size_t>(size)), looks_(static_cast<size_t>(size), 0) {
+  counts_.failures_told.resize(static_cast<size_t>(size), 0);
+}
 
 void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  recording_.tried(from, parcel.header);
+  counts_.failures_told[static_cast<size_t>(from)] += parcel.header.kind == MessageKind::kError ? 1 : 0;
   if (lost_.count(from) > 0 || lost_.count(to) > 0) {
     return;
   }
@@ -35,7 +30,10 @@ void InProcessNetwork::put(PeerId from, PeerId to, Parcel parcel) {
     parcel.due = std::max(parcel.due, box.back().due);
   }
   parcel.number = parcels_++;
-  parcel.message = recording_.left(from, to, parcel.header);
+  if (is_in_order(parcel.header)) {
+    auto& sent = counts_.sent[{from, to}];
+    sent = {sent.first + 1, sent.second + parcel.header.bytes};
+  }
   box.push_back(std::move(parcel));
   ++in_flight_;
 }
@@ -163,7 +161,6 @@ class InProcessNetwork::Endpoint final : public Transport {
   std::set<PeerId> seen_lost_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   bool by_turns_ = false;
-  uint32_t next_payload_ = 0;
 };
 
 // Data on its way to several receivers.
@@ -205,9 +202,6 @@ class InProcessNetwork::Endpoint::Going final : public Outgoing {
     }
     return taken;
   }
-  bool taken_by_all() const {
-    return slowest() == bytes;
-  }
 
   Endpoint* endpoint = nullptr;
   uint64_t transfer = 0;
@@ -228,7 +222,7 @@ class InProcessNetwork::Endpoint::Going final : public Outgoing {
   std::shared_ptr<std::vector<char>> filling_;
 };
 
-// Data on its way here: in the sender's memory, in chunks, or whole.
+// Data on its way here: in the sender's memory, or in chunks.
 class InProcessNetwork::Endpoint::Coming final : public Incoming {
  public:
   size_t available() const override {
@@ -249,13 +243,9 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
     const bool stood = endpoint->stands(transfer);
     endpoint->say(source, MessageKind::kEmptied, transfer, bytes);
     if (bytes == total) {
-      endpoint->network_->arrived(message);
       endpoint->coming_.erase(transfer);
     }
     return stood;
-  }
-  bool in_place() const override {
-    return at_its_place;
   }
 
   Endpoint* endpoint = nullptr;
@@ -264,8 +254,6 @@ class InProcessNetwork::Endpoint::Coming final : public Incoming {
   uint64_t group = 0;
   size_t total = 0;
   size_t available_bytes = 0;
-  uint64_t message = Recording::kNone;
-  bool at_its_place = false;
   std::deque<std::pair<Block, std::shared_ptr<std::vector<char>>>> chunks;
   std::weak_ptr<TransferOwner> owner;
 };
@@ -315,7 +303,8 @@ Transport::Sent InProcessNetwork::Endpoint::send(
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     const bool in_order = header.kind == MessageKind::kData || header.kind == MessageKind::kPointToPoint;
-    if (header.bytes <= kInlineBytes && !(in_order && header.bytes > 0 && held_.count(peer) > 0)) {
+    const bool small = header.bytes <= kInlineBytes || memory == Memory::kMessages;
+    if (small && !(in_order && header.bytes > 0 && held_.count(peer) > 0)) {
       header.delivery = Delivery::kInline;
       Parcel parcel{header, nullptr};
       if (header.bytes > 0) {
@@ -339,16 +328,11 @@ Transport::Sent InProcessNetwork::Endpoint::send(
       network_->valid_.insert(going->transfer);
     }
     going->readers.push_back({peer, 0});
-    header.delivery = memory == Memory::kMessages ? Delivery::kPayload : chunked ? Delivery::kStream : Delivery::kMapped;
+    header.delivery = chunked ? Delivery::kStream : Delivery::kMapped;
     header.shared = {going->transfer, reinterpret_cast<uintptr_t>(going->data), 0, 0};
-    Parcel parcel{header, nullptr};
-    if (memory == Memory::kMessages) { // the data is in the parcel
-      parcel.data = std::make_shared<std::vector<char>>(going->data, going->data + going->bytes);
-      going->readers.back().taken = going->bytes;
-    }
-    network_->put(self_, peer, std::move(parcel));
+    network_->put(self_, peer, {header, nullptr});
   }
-  if (going && !going->taken_by_all()) {
+  if (going) {
     going->owner = owner;
     going_.emplace(going->transfer, going);
   }
@@ -357,15 +341,8 @@ Transport::Sent InProcessNetwork::Endpoint::send(
 
 std::shared_ptr<Incoming> InProcessNetwork::Endpoint::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
-  const bool payload = header.delivery == Delivery::kPayload;
-  const auto found = coming_.find(payload ? kOwnNumber | header.payload_tag : header.shared.transfer);
-  auto coming = found->second;
+  auto coming = coming_.at(header.shared.transfer);
   coming->owner = owner;
-  if (payload) {
-    std::memcpy(place, coming->chunks.front().first.data, coming->total);
-    coming->at_its_place = true;
-    coming_.erase(found);
-  }
   return coming;
 }
 
@@ -381,7 +358,7 @@ void InProcessNetwork::Endpoint::on_taken(PeerId source, const Header& header) {
     }
   }
   const auto owner = going->owner;
-  if (going->taken_by_all()) {
+  if (going->slowest() == going->bytes) {
     {
       const std::lock_guard<std::mutex> lock(network_->mutex_);
       network_->valid_.erase(header.shared.transfer);
@@ -404,7 +381,7 @@ bool InProcessNetwork::Endpoint::poll() {
   }
   const auto parcels = network_->take(self_);
   for (const auto& [source, parcel] : parcels) {
-    auto header = parcel.header;
+    const auto& header = parcel.header;
     if (header.kind == MessageKind::kEmptied) {
       on_taken(source, header);
       continue;
@@ -420,9 +397,6 @@ bool InProcessNetwork::Endpoint::poll() {
       }
       continue;
     }
-    if (header.delivery == Delivery::kInline || header.delivery == Delivery::kPayload) {
-      network_->arrived(parcel.message);
-    }
     if (header.delivery != Delivery::kInline) {
       auto coming = std::make_shared<Coming>();
       coming->endpoint = this;
@@ -430,19 +404,11 @@ bool InProcessNetwork::Endpoint::poll() {
       coming->group = header.group;
       coming->total = header.bytes;
       coming->transfer = header.shared.transfer;
-      coming->message = parcel.message;
-      if (header.delivery == Delivery::kPayload) { // under a number of this side
+      if (header.delivery == Delivery::kMapped) {
         coming->available_bytes = header.bytes;
-        coming->chunks.push_back({{0, header.bytes, parcel.data->data()}, parcel.data});
-        header.payload_tag = ++next_payload_;
-        coming_.emplace(kOwnNumber | header.payload_tag, coming);
-      } else {
-        if (header.delivery == Delivery::kMapped) {
-          coming->available_bytes = header.bytes;
-          coming->chunks.push_back({{0, header.bytes, reinterpret_cast<const char*>(header.shared.address)}, nullptr});
-        }
-        coming_.emplace(header.shared.transfer, coming);
+        coming->chunks.push_back({{0, header.bytes, reinterpret_cast<const char*>(header.shared.address)}, nullptr});
       }
+      coming_.emplace(header.shared.transfer, coming);
     }
     handler_.on_message(source, header, header.delivery == Delivery::kInline && parcel.data ? parcel.data->data() : nullptr);
   }

@@ -17,7 +17,6 @@
 #include <utility>
 #include <vector>
 
-#include "testing/recording.hpp"
 #include "transport/transport.hpp"
 
 namespace fog {
@@ -27,6 +26,12 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   struct Options {
     uint64_t seed = 0;
     unsigned most_delay = 0; // the number of receiver polls by which a message may be late
+  };
+
+  // What ranks have sent to each other.
+  struct Counts {
+    std::map<std::pair<PeerId, PeerId>, std::pair<uint64_t, uint64_t>> sent; // by sender and receiver: messages with data, bytes
+    std::vector<uint64_t> failures_told; // by sender: messages that report failures, which may be lost on their way
   };
 
   InProcessNetwork(int size, Options options);
@@ -50,14 +55,9 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     const std::lock_guard<std::mutex> lock(mutex_);
     return in_flight_;
   }
-  // From now on recorded() contains each message.
-  void record() {
+  Counts counts() const {
     const std::lock_guard<std::mutex> lock(mutex_);
-    recording_.start();
-  }
-  Recording recorded() const {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return recording_;
+    return counts_;
   }
 
  private:
@@ -67,14 +67,9 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
     std::shared_ptr<std::vector<char>> data; // behind the header, or of a chunk
     uint64_t due = 0; // the receiver's poll from which it is visible
     uint64_t number = 0; // unique in the network
-    uint64_t message = Recording::kNone;
   };
 
   void put(PeerId from, PeerId to, Parcel parcel);
-  void arrived(uint64_t message) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    recording_.arrived(message);
-  }
   // Returns the messages that have arrived for `to`, in the order of each sender.
   std::vector<std::pair<PeerId, Parcel>> take(PeerId to);
 
@@ -90,7 +85,7 @@ class InProcessNetwork : public std::enable_shared_from_this<InProcessNetwork> {
   uint64_t next_transfer_ = 1;
   uint64_t parcels_ = 0; // number of parcels so far
   size_t in_flight_ = 0;
-  Recording recording_;
+  Counts counts_;
 };
 
 } // namespace fog

@@ -103,12 +103,8 @@ void VirtualWorld::progress() {
   }
 }
 
-Recording VirtualWorld::recorded() const {
-  return engines_->network->recorded();
-}
-
-void VirtualWorld::record() {
-  engines_->network->record();
+InProcessNetwork::Counts VirtualWorld::counts() const {
+  return engines_->network->counts();
 }
 
 void VirtualWorld::lose(int rank, bool noticed) {

@@ -40,9 +40,7 @@ class VirtualWorld {
   }
   // Drives all engines until there is no progress and no message is in flight.
   void progress();
-  // Returns the messages between ranks; each single one of those since record() was called.
-  Recording recorded() const;
-  void record();
+  InProcessNetwork::Counts counts() const;
   // Ends this rank's process without a goodbye. The other ranks see it at once, or never if it is not `noticed`.
   void lose(int rank, bool noticed);
 

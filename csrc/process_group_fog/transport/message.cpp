@@ -54,15 +54,20 @@ const char* fault_of(const Header& header, size_t came, bool local) {
       if (header.window.op > WindowOp::kLeave) {
         return "there is no such operation on a window";
       }
-      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload && header.delivery != Delivery::kStream) {
+      if (header.delivery != Delivery::kInline && header.delivery != Delivery::kPayload && header.delivery != Delivery::kFragments) {
         return "the data of windows does not come so";
       }
       if (header.kind == MessageKind::kWindowReply && header.window.failed != 0 && header.delivery != Delivery::kInline) {
         return "its text is not all there";
       }
       break;
+    case MessageKind::kFragment:
+      return !local ? "no other host can send this" : came != header.bytes ? "its data has another length" : nullptr;
     case MessageKind::kData:
     case MessageKind::kPointToPoint:
+      if (header.delivery == Delivery::kFragments) {
+        return "its data cannot come so";
+      }
       break;
     default:
       return "there is no such kind";
@@ -78,6 +83,7 @@ const char* fault_of(const Header& header, size_t came, bool local) {
                                                                       : nullptr;
     case Delivery::kStream:
     case Delivery::kMapped:
+    case Delivery::kFragments:
       return !local ? "no other host can send this" : came != 0 ? "it carries data" : nullptr;
   }
   return "its data cannot come so";

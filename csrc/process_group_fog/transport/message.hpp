@@ -31,6 +31,7 @@ enum class MessageKind : uint8_t {
   // the sender of a stream asks for kEmptied as soon as an operation there takes the data; or the receiver of data that is put
   // takes it now
   kWanted,
+  kFragment, // a part of the data of the next message of this sender, to a receiver on this host
 };
 
 // What a kWindow message asks for.
@@ -44,6 +45,7 @@ enum class Delivery : uint8_t {
   kStream, // in chunks of shared memory; the sender is on this host and fills them as its readers empty them
   kRemote, // in the receiver's memory, into whose slots the sender puts it
   kMapped, // in the arena of the sender, which is on this host; the receiver has mapped that arena
+  kFragments, // in the kFragment messages before it
 };
 
 // Of kData, kPointToPoint, kConfirm, kAsk and kAnswer.

@@ -117,7 +117,6 @@ ProcessTransport::ProcessTransport(
       owned_links_(std::move(links)),
       links_(*owned_links_),
       streams_(links_),
-      copies_(streams_, links_, released_),
       wire_(std::move(connections), static_cast<MessageHandler&>(*this), links_.pulse()),
       remote_memory_(std::move(remote_memory)) {
   wire_.connections().start(self_, links_.doorbell(), [this] { links_.pulse().announced.fetch_add(1); });
@@ -187,7 +186,10 @@ ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header&
   if (local && memory == Memory::kStays && links_.mapped_by(destination, data, header.bytes)) {
     return Way::kMapped;
   }
-  return !local || !links_.attached_by(destination) ? Way::kPayload : memory == Memory::kMessages ? Way::kCopied : Way::kStream;
+  if (local && memory == Memory::kMessages) {
+    return Way::kFragments;
+  }
+  return local && links_.attached_by(destination) ? Way::kStream : Way::kPayload;
 }
 
 void ProcessTransport::send_header(PeerId peer, const Header& header, const void* data, size_t bytes) {
@@ -257,7 +259,16 @@ Transport::Sent ProcessTransport::send(
         mapped_.emplace(header.shared.transfer, Reading{outgoing, owner, peer});
         links_.send(peer, header, nullptr, 0);
         break;
-      case Way::kCopied:
+      case Way::kFragments: // nobody here or there helps to move the data, so all of it waits for space if there is none
+        for (size_t begin = 0; begin < header.bytes; begin += kLocalInlineBytes) {
+          Header fragment;
+          fragment.kind = MessageKind::kFragment;
+          fragment.bytes = std::min(kLocalInlineBytes, header.bytes - begin);
+          links_.send(peer, fragment, static_cast<const char*>(data) + begin, fragment.bytes);
+        }
+        header.delivery = Delivery::kFragments;
+        links_.send(peer, header, nullptr, 0);
+        break;
       case Way::kRemote:
       case Way::kPayload: {
         outgoing->add(peer);
@@ -271,10 +282,6 @@ Transport::Sent ProcessTransport::send(
             alive->on_progress();
           }
         };
-        if (ways[i] == Way::kCopied) {
-          copies_.send(peer, header, data, owner, [ended] { ended(""); });
-          break;
-        }
         if (ways[i] == Way::kRemote) {
           if (auto put = puts_->send(peer, header, data, memory == Memory::kOverwritten, owner, ended)) {
             outgoing->puts.push_back(std::move(put));
@@ -298,7 +305,7 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner) {
   switch (header.delivery) {
     case Delivery::kStream:
-      return is_in_order(header) ? streams_.receive(source, header, owner) : copies_.receive(source, header, place, owner);
+      return streams_.receive(source, header, owner);
     case Delivery::kMapped:
       return std::make_shared<Mapped>(*this, source, header);
     case Delivery::kPayload:
@@ -306,9 +313,10 @@ std::shared_ptr<Incoming> ProcessTransport::receive(
     case Delivery::kRemote:
       return arrivals_->receive(source, header, owner);
     case Delivery::kInline:
+    case Delivery::kFragments:
       break;
   }
-  return nullptr; // the data came with its header
+  return nullptr; // the data came with its header, or before
 }
 
 void ProcessTransport::on_message(PeerId source, const Header& header, const char* data) {
@@ -364,7 +372,18 @@ void ProcessTransport::on_local(PeerId source, const char* record, size_t length
     case MessageKind::kWanted:
       streams_.on_wanted(source, header);
       return;
+    case MessageKind::kFragment:
+      fragments_[source].insert(fragments_[source].end(), record + sizeof(header), record + length);
+      return;
     default:
+      if (header.delivery == Delivery::kFragments) {
+        const auto data = std::exchange(fragments_[source], {});
+        if (data.size() != header.bytes) {
+          refuse_message(source, length, "its data has another length");
+        }
+        handler_.on_message(source, header, data.data());
+        return;
+      }
       if (header.delivery == Delivery::kStream) {
         streams_.on_announcement(source, header);
       }
@@ -423,7 +442,6 @@ void ProcessTransport::withdraw_group(uint64_t group) {
 
 void ProcessTransport::forget(PeerId peer, uint64_t group) {
   streams_.forget(peer, group);
-  copies_.forget(peer, group);
 }
 
 void ProcessTransport::forget(PeerId peer) {
@@ -431,6 +449,7 @@ void ProcessTransport::forget(PeerId peer) {
   drop_mapped(false, [&](const Reading& reading) { return reading.peer == peer; }); // it reads no more data
   forget(peer, 0);
   wire_.forget(peer);
+  fragments_.erase(peer);
   if (puts_) {
     puts_->forget(peer);
     arrivals_->forget(peer);
@@ -441,7 +460,6 @@ bool ProcessTransport::poll() {
   bool progressed = links_.flush();
   progressed =
       links_.poll([this](PeerId source, const char* record, size_t length) { on_local(source, record, length); }) || progressed;
-  progressed = copies_.poll() || progressed;
   progressed = wire_.poll() || progressed;
   if (uses_mpi()) {
     remote_memory_->answer();

@@ -128,7 +128,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   }
   bool data_moves() const override;
   bool sending() const override {
-    return wire_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || copies_.sending() || links_.waiting_for_space();
+    return wire_.sending() || (puts_ && puts_->sending()) || !mapped_.empty() || links_.waiting_for_space();
   }
   bool give_up() override;
   std::vector<std::shared_ptr<TransferOwner>> take_released() override;
@@ -149,7 +149,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
  private:
   class ToSeveral;
   class Mapped;
-  enum class Way { kInline, kMapped, kStream, kCopied, kRemote, kPayload };
+  enum class Way { kInline, kMapped, kStream, kFragments, kRemote, kPayload };
   struct Reading {
     std::shared_ptr<ToSeveral> outgoing;
     std::shared_ptr<TransferOwner> owner;
@@ -181,12 +181,12 @@ class ProcessTransport final : public Transport, private MessageHandler {
   const std::unique_ptr<shared_memory::Links> owned_links_;
   shared_memory::Links& links_;
   shared_memory::Streams streams_;
-  shared_memory::Copies copies_;
   tcp::Messages wire_;
   const std::unique_ptr<mpi::RemoteMemory> remote_memory_;
   std::unique_ptr<mpi::NotifiedPuts> puts_; // null without remote memory
   std::unique_ptr<mpi::PutArrivals> arrivals_; // null without remote memory
   std::unordered_map<uint64_t, Reading> mapped_; // by transfer: data in this process's arena that peers read
+  std::unordered_map<PeerId, std::vector<char>> fragments_; // of the next message of a peer of this host
   std::unordered_set<PeerId> held_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   bool given_up_ = false; // MPI cannot be called any more

@@ -136,10 +136,7 @@ std::shared_ptr<Window> Window::prepare(WindowConfig config, const StagingFactor
 
 void Window::connect(const std::vector<WindowDescription>& descriptions, const Gather& gather) {
   // How this rank reaches each other rank: by mapping its memory, by messages, by both, or by RMA and messages.
-  constexpr char kMaps = '0';
-  constexpr char kSends = '1';
-  constexpr char kDoesBoth = '2';
-  constexpr char kWrites = '3';
+  enum Way : char { kMaps = '0', kSends, kDoesBoth, kWrites };
   std::string ways(static_cast<size_t>(group_->size()), kMaps);
   for (const auto& neighbor : neighbors_) {
     memory_->control(neighbor->control).used.store(1); // set before the next gather, from which the neighbor may use it
@@ -366,7 +363,7 @@ void Window::apply(
   if (codec.empty()) {
     TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
   } else {
-    encoded.emplace(agreed_codec(name, codec), values_.dtype, values_.numel, data, bytes);
+    encoded.emplace(codecs::codec_of(codec), values_.dtype, values_.numel, data, bytes);
   }
   const GivenValues given{data, encoded ? &*encoded : nullptr};
   auto& peer = neighbor(name, "source", source, true, false);
@@ -648,11 +645,10 @@ Window::Hold::~Hold() {
   }
 }
 
-// The codec of a Window, and the messages of its puts and accumulates.
+// The codecs of a Window, and the messages of its puts and accumulates.
 
-void Window::check_codec(const char* op, const Options& options) {
-  const auto& codec = *options.codec;
-  codec.check(op, values_.dtype);
+void Window::check_codec(const char* op, const Options& options) const {
+  options.codec->check(op, values_.dtype);
   if (options.decoded.defined()) {
     TORCH_CHECK_VALUE(!staging_, op, ": decoded: got a tensor for a window on ", device_, "; allowed is the CPU");
     check_output(op, "decoded", options.decoded);
@@ -660,25 +656,6 @@ void Window::check_codec(const char* op, const Options& options) {
         options.decoded.is_contiguous() && layout_of(options.decoded) == layout_, op, ": decoded: got ", layout_of(options.decoded),
         "; allowed is a contiguous ", layout_, " as window '", name_, "' has it");
   }
-  check_agreed(op, memory_->label(), group_->rank, codec.text());
-  const std::lock_guard<std::mutex> lock(codec_mutex_);
-  codec_ = options.codec;
-}
-
-void Window::check_agreed(const char* op, WindowLabel& label, int rank, const std::string& codec) const {
-  TORCH_CHECK_VALUE(
-      label.codec.agree(codec), op, ": compression: got ", codec, "; window '", name_, "' has ", label.codec.shown(), " on rank ", rank,
-      ", since its first compressed put or accumulate");
-}
-
-CodecPtr Window::agreed_codec(const char* op, const std::string& text) {
-  const std::lock_guard<std::mutex> lock(codec_mutex_);
-  if (!codec_ || codec_->text() != text) {
-    auto codec = codecs::codec_of(text);
-    check_agreed(op, memory_->label(), group_->rank, text);
-    codec_ = std::move(codec);
-  }
-  return codec_;
 }
 
 at::Tensor Window::make_message(const at::Tensor& data, const Options& options) {

@@ -61,7 +61,7 @@ class Window final : public std::enable_shared_from_this<Window> {
     bool skip_lost = false; // skip ranks that have gone, instead of failing the Work
     Milliseconds timeout{0};
     double self_weight = 1.0; // for put and accumulate: the factor for the origin's own tensor
-    // For put and accumulate: how the values are encoded; null if they are not. A window has one codec.
+    // For put and accumulate: how the values are encoded; null if they are not.
     CodecPtr codec = nullptr;
     at::Tensor decoded = {}; // where the values that the slots get for weight 1 are written, if defined
   };
@@ -250,12 +250,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Checks that `tensor` fits from element `offset` on.
   void check_written(const char* op, const at::Tensor& tensor, int64_t offset) const;
   void check_self_weight(const char* op, double self_weight) const;
-  // Checks the codec, and makes it that of the window if that has none.
-  void check_codec(const char* op, const Options& options);
-  // Throws unless the window at `label`, of `rank`, has this codec or none yet.
-  void check_agreed(const char* op, WindowLabel& label, int rank, const std::string& codec) const;
-  // Returns the codec with this text after the same check of this rank's window.
-  CodecPtr agreed_codec(const char* op, const std::string& text);
+  void check_codec(const char* op, const Options& options) const;
   void check_tensor_in_place(const char* op) const;
   bool is_tensor_in_place() const;
 
@@ -297,8 +292,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   std::mutex owner_; // held by the thread that acts as the owner of the slots and changes or reads the tensor
   std::mutex p_mutex_;
   double p_ = 1.0;
-  std::mutex codec_mutex_;
-  CodecPtr codec_; // the window's codec, null before the first compressed operation that is seen here
 
   mutable std::mutex state_;
   std::condition_variable idle_;

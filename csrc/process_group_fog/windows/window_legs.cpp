@@ -157,11 +157,6 @@ bool Window::MappedLeg::execute(Part& part) {
     default:
       std::optional<EncodedValues> encoded;
       if (part.codec) {
-        try {
-          window_.check_agreed(name_of(part.op), view_->label(), neighbor_.rank, part.codec->text());
-        } catch (const c10::ValueError& error) { // as a message would report it
-          window_.fail(name_of(part.op), c10::str("rank ", neighbor_.rank, " reports: ", message_of(error)));
-        }
         encoded.emplace(window_.encoded(part.codec, part.data));
       }
       const std::lock_guard<std::mutex> writing(neighbor_.writing);

@@ -1,10 +1,8 @@
 #include "windows/window_memory.hpp"
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <new>
 #include <sstream>
 
@@ -80,38 +78,6 @@ std::unique_ptr<WindowMemory> WindowMemory::create(
     new (&memory->control(i)) PeerControl();
   }
   return memory;
-}
-
-bool AgreedCodec::agree(const std::string& codec) {
-  const uint64_t mine = std::max<uint64_t>(hash_more(kEmptyHash, codec.data(), codec.size()), 1);
-  uint64_t seen = 0;
-  if (!hash.compare_exchange_strong(seen, mine)) {
-    return seen == mine;
-  }
-  Signature signature;
-  signature.set_codec(codec);
-  for (size_t i = text.size(); i-- > 0;) { // the first word last: it is never 0
-    uint64_t word = 0;
-    std::memcpy(&word, signature.codec.data() + i * sizeof(word), sizeof(word));
-    text[i].store(word, std::memory_order_release);
-  }
-  return true;
-}
-
-std::string AgreedCodec::shown() const {
-  constexpr int kMostLooks = 1000; // the writer may have stopped
-  for (int looks = 0; text[0].load(std::memory_order_acquire) == 0; ++looks) {
-    if (looks == kMostLooks) {
-      return "another codec";
-    }
-    sched_yield();
-  }
-  std::string shown;
-  for (const auto& each : text) {
-    const uint64_t word = each.load(std::memory_order_relaxed);
-    shown.append(reinterpret_cast<const char*>(&word), sizeof(word));
-  }
-  return shown.c_str();
 }
 
 WindowMemory::~WindowMemory() {

@@ -1,7 +1,6 @@
 // The memory of one rank's window that it shares with its neighbors on this host.
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -9,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "core/signature.hpp"
 #include "transport/futex.hpp"
 #include "transport/shared_memory/arena.hpp"
 #include "windows/pair_mutex.hpp"
@@ -37,17 +35,6 @@ struct alignas(64) PeerControl {
   }
 };
 
-// The codec of a window, by its text: that of the first compressed put or accumulate that the owner or a neighbor makes.
-struct AgreedCodec {
-  // Returns whether the window has this codec, perhaps from now on.
-  bool agree(const std::string& codec);
-  // The text for messages. Its end is replaced by a hash if it is long.
-  std::string shown() const;
-
-  std::atomic<uint64_t> hash; // of the text; 0 if there is no codec yet
-  std::array<std::atomic<uint64_t>, Signature::kCodecBytes / sizeof(uint64_t)> text;
-};
-
 struct alignas(64) SlotPlace {
   Slot slot;
   std::atomic<uintptr_t> writers; // the writer's buffers, one after the other, as mapped by the owner
@@ -64,7 +51,6 @@ struct alignas(64) WindowLabel {
   uintptr_t tensor;
   std::atomic<uint32_t> leaves; // futex: the number of neighbors that have ended their use
   std::atomic<uint64_t> changes; // counts changes of the tensor by its owner's update(); odd during a change
-  AgreedCodec codec;
 };
 
 // A process's view of a window: its own, or a neighbor's.

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.asynchronous_gossip import AsynchronousGossip
 from fogdist.algorithms.choco_sgd import ChocoSGD
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW
@@ -27,7 +26,7 @@ from fogdist.algorithms.exact_diffusion import ExactDiffusion
 from fogdist.algorithms.gradient_tracking import GradientTracking
 from fogdist.algorithms.push_sum import PushSumSGD
 from fogdist.algorithms.sparse_loco import SparseLoCo
-from fogdist.algorithms.window_push_sum import WindowPushSum
+from fogdist.algorithms.win_put import WinPut
 from fogdist.removed import missing
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.mixing import GlobalAverage, Machines, Mixing, Neighbors, NoMixing, Round
@@ -48,12 +47,10 @@ __all__ = [
     "Mixing",
     "Neighbors",
     "NoMixing",
-    "PullGet",
     "PushSumSGD",
     "Round",
     "SparseLoCo",
     "WinPut",
-    "WindowPushSum",
 ]
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names

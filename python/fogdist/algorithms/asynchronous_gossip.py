@@ -20,7 +20,7 @@ from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.continuing import Watch
 from fogdist.training.mixing import NoMixing
 from fogdist.training.pace import MAX_STALENESS, Pace
-from fogdist.training.view import Models, setting
+from fogdist.training.view import Models
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class AsynchronousGossip(Algorithm):
-    """AD-PSGD style gossip over windows: no rank waits for another. Collective to make and to `finish`.
+    """AD-PSGD style gossip over windows: no rank waits for another. Collective to make and to `close`.
 
     After a forward pass, rank i begins to read the parameters of one random neighbor j. In `step` it makes the
     optimizer's step, adds the contents of its inbox, and moves with j towards their mean: it makes its own part now, and
@@ -56,8 +56,8 @@ class AsynchronousGossip(Algorithm):
     reading runs beside the backward pass and the moves beside the next forward pass, so a rank that computes for longer
     waits for neither. A step reads by itself if no training pass of the model, called as a function, came before it.
 
-    The neighbors are those of the group's topology at the time of construction. `finish` applies the last moves to the
-    parameters. To end with one model, average them then (`fogdist.allreduce_parameters`). Lost neighbors are skipped.
+    The neighbors are those of the group's topology at the time of construction. `average` and `close` apply the last moves to
+    the parameters. Lost neighbors are skipped.
     With ``on_loss="continue"`` the ranks that are left also agree once the graph would fall apart, in their next steps, and
     go on along what is left of the topology. No move between two of them gets lost; those with a lost rank stay as they
     are. If no mutual edges connect them, edges of one direction count as both.
@@ -84,7 +84,7 @@ class AsynchronousGossip(Algorithm):
     _seed: int
     _rank: int
     _shares: dict[int, float]
-    max_staleness: int | None = setting(MAX_STALENESS)
+    max_staleness: int | None
     _windows: _Windows | None
     _watch: Watch | None
     _watches: list[Any]  # of PassWatch, whose module imports torch._dynamo
@@ -134,22 +134,6 @@ class AsynchronousGossip(Algorithm):
 
                 self._watches = [PassWatch(each, "after", self._after_forward) for each in self._fog_models]
 
-    def finish(self) -> None:
-        """Applies the last moves of all neighbors to the parameters and frees the windows. Collective.
-
-        All later steps are local.
-
-        Raises:
-            torch.distributed.DistBackendError: A rank does not come.
-        """
-        if self._windows is None:
-            return
-        self._remove_watches()
-        self._windows.pace.pause()  # so that neighbors do not wait for this rank while it waits for them
-        self._apply_all()
-        windows, self._windows = self._windows, None
-        windows.free()
-
     def settle(self) -> None:
         """Applies the last moves of all neighbors to the parameters; steps may follow. Collective."""
         if self._windows is not None:
@@ -159,21 +143,27 @@ class AsynchronousGossip(Algorithm):
             self.await_all()  # so that no rank reads or moves before all have published
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `settle` or `finish` before.
+        """See `Algorithm.load_state_dict`. A state dict does not contain the inboxes: call `settle` before.
 
         Raises:
-            RuntimeError: The algorithm has not been finished since it was made, and there are other ranks:
-                load the state into the plain optimizer, and the model's, before you make the algorithm.
+            RuntimeError: There are other ranks: load the state into the plain optimizer, and the model's, before you make
+                the algorithm.
         """
         if self._windows is not None:
             raise RuntimeError(
                 "a state dict must be loaded before the algorithm is made, into its optimizer and model, and then "
-                "broadcast=False keeps it; or after finish()"
+                "broadcast=False keeps it"
             )
         super().load_state_dict(state_dict)
 
     def _fog_finish(self) -> None:
-        self.finish()
+        if self._windows is None:
+            return
+        self._remove_watches()
+        self._windows.pace.pause()  # so that neighbors do not wait for this rank while it waits for them
+        self._apply_all()
+        windows, self._windows = self._windows, None
+        windows.free()
 
     def _fog_give_up(self) -> None:
         """Also closes the windows without waiting; moves that have not been applied are lost."""
@@ -208,7 +198,9 @@ class AsynchronousGossip(Algorithm):
     def refresh(self) -> None:
         """See `Algorithm.refresh`."""
         if self._windows is not None and not self._holds(*self._trained()):
-            raise RuntimeError("parameters must not be added, frozen or unfrozen before finish()")
+            raise RuntimeError(
+                "parameters must not be added, frozen or unfrozen: close the algorithm, and make it anew"
+            )
         super().refresh()
 
     def members_changed(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch.optim import Optimizer
 
 from fogdist.context import current
+from fogdist.topology.validation import check_choice
 from fogdist.training.algorithm import Algorithm, check_factor
 from fogdist.training.mixing import GlobalAverage
 from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
@@ -51,7 +52,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
     "continue".
 
     Args:
-        optimizer: As in `Algorithm`; with "atc" LBFGS is allowed too.
+        optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
         order: "atc", "awc" or "cta".
         patience: As above, at least 0; 5 leaves room for the jitter of a busy machine. `topology` must then be a graph, a
@@ -69,7 +70,6 @@ class DecentralizedSGD(OverlappingAlgorithm):
 
     order: Order
     patience: float | None
-    takes_lbfgs: bool  # type: ignore[misc]  # of its order
     _mixer: Mixer
 
     def __init__(
@@ -81,10 +81,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         patience: float | None = None,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        if order not in get_args(Order):
-            raise ValueError(f"order must be one of {', '.join(map(repr, get_args(Order)))}, got {order!r}")
-        self.order = order
-        self.takes_lbfgs = order == "atc"
+        self.order = check_choice(order, "order", Order)
         self._mixer = Mixer()
         self.patience = None if patience is None else check_factor(patience, "patience")
         if self.patience is not None:
@@ -95,16 +92,13 @@ class DecentralizedSGD(OverlappingAlgorithm):
         if self.patience is not None:
             self.mixing = mixing  # the mixer goes on after losses by itself
             self._mixer = PatientMixer(self.name, self.patience, self._participant)
-        if order != "atc":
+        if self.overlaps:
             self.watch_forward("with forward" if order == "awc" else "before forward")
 
-    def advance(self) -> Any:
-        """See `Algorithm.advance`."""
-        return Algorithm.advance(self) if self.order == "atc" else super().advance()
-
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`."""
-        return Algorithm.enters_in_step(self) if self.order == "atc" else super().enters_in_step()
+    @property
+    def overlaps(self) -> bool:
+        """See `OverlappingAlgorithm.overlaps`."""
+        return self.order != "atc"
 
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last round; none without `patience`."""
@@ -126,8 +120,8 @@ class DecentralizedSGD(OverlappingAlgorithm):
 
     def combine(self) -> None:
         """Averages after the local steps of "atc"."""
-        self.rounds = self._mixer.begin(self.buckets, self.mixing, self.this_round())
-        self._mixer.finish()
+        self.begin()
+        self.finish()
 
     def begin(self) -> None:
         """Begins the exchange ("awc") or makes all of it ("cta")."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fogdist.topology.validation import check_choice
 from fogdist.training.algorithm import Algorithm
 from fogdist.training.view import Models
 
@@ -60,10 +61,7 @@ class GradientTracking(Algorithm):
         order: TrackingOrder = "atc",
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        if order not in get_args(TrackingOrder):
-            allowed = ", ".join(map(repr, get_args(TrackingOrder)))
-            raise ValueError(f"order must be one of {allowed}, got {order!r}")
-        self.order = order
+        self.order = check_choice(order, "order", TrackingOrder)
         super().__init__(optimizer, model, **options)
 
     def advance(self) -> Any:

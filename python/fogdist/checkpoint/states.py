@@ -49,7 +49,10 @@ def settle(model: Module, optimizer: Optimizer | None) -> None:
 def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
     """Returns the state of this rank; the tensors are those of the training itself."""
     tensors: dict[str, Tensor] = {}
-    rest: dict[str, Any] = {"model": take_apart(model.state_dict(), "model", tensors), "extra": extra}
+    rest: dict[str, Any] = {
+        "model": take_apart(_module(model).state_dict(), "model", tensors),
+        "extra": extra,
+    }
     weight = 1.0
     if isinstance(model, DecentralizedDataParallel):
         rest["round"] = model.round
@@ -61,19 +64,12 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
         }
     if isinstance(optimizer, Algorithm):
         weight = optimizer.own_weight
-        if weights := optimizer.mean_weights():
-            rest["weights"] = {
-                f"model.{name}": weights[parameter]
-                for name, parameter in model.named_parameters(remove_duplicate=False)
-                if parameter in weights
-            }
     return State(tensors, rest, {"weight": weight})
 
 
 def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
     """Returns what goes with the mean of all ranks, from what goes with the state of one rank."""
     changed = copy.deepcopy(dict(rest))
-    changed.pop("weights", None)
     if isinstance(optimizer, Algorithm) and "optimizer" in changed:
         weight = optimizer.mean_weight
         for name in [*optimizer.rank_numbers, *([] if weight is None else [weight])]:
@@ -83,8 +79,8 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
 
 def weights_of(piece: Piece) -> dict[str, float]:
     """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
-    own, weight = piece.rest().get("weights", {}), piece.head()["weight"]
-    return {name: own.get(name, weight if name.startswith("model.") else 1.0) for name in piece.shapes}
+    weight = piece.head()["weight"]
+    return {name: weight if name.startswith("model.") else 1.0 for name in piece.shapes}
 
 
 def means(
@@ -125,7 +121,8 @@ def check(
     is_mean: bool,
 ) -> None:
     """Raises ValueError if a saved state, or the mean of several, is of another model or optimizer."""
-    own = {f"model.{name}": value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    state = _module(model).state_dict()
+    own = {f"model.{name}": value for name, value in state.items() if isinstance(value, Tensor)}
     saved = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
     differences = [
         f"{name.partition('.')[2]!r} is {_text(value)} and was saved as {_text(saved[name])}"
@@ -159,9 +156,9 @@ def check(
 
 def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Loads the saved values of a model, and the round of the wrapper."""
-    state = model.state_dict()  # it also has the versions of the model's layers
+    state = _module(model).state_dict()  # it also has the versions of the model's layers
     state.update(put_together(rest["model"], tensors))
-    model.load_state_dict(state)
+    _module(model).load_state_dict(state)
     if isinstance(model, DecentralizedDataParallel):
         model.round = rest.get("round", 0)
 
@@ -181,11 +178,16 @@ def _sum(sources: Sequence[tuple[Piece, dict[str, float]]], name: str, shape: Te
 
 def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:
     """Returns the names of an optimizer's parameters in each group."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = {parameter: name for name, parameter in _module(model).named_parameters()}
     return [
         [names.get(parameter, "a parameter outside of the model") for parameter in group["params"]]
         for group in optimizer.param_groups
     ]
+
+
+def _module(model: Module) -> Module:
+    """Returns the module in a wrapper, whose names the wrapper's do not have, and other models as they are."""
+    return model.module if isinstance(model, DecentralizedDataParallel) else model
 
 
 def _text(tensor: Tensor) -> str:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from fogdist.agreement import check_same_everywhere
 from fogdist.compression import Codec
 from fogdist.context import current
-from fogdist.ddp.drivers import AtOwnPace, InStep, check_ties, ties_of
+from fogdist.ddp.drivers import AtOwnPace, InStep
 from fogdist.shards import is_sharded
-from fogdist.topology.validation import check_int
+from fogdist.topology.validation import check_choice, check_int
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Plans, TopologyLike, rounds_of
 from fogdist.training.pace import MAX_STALENESS
@@ -61,14 +60,14 @@ class DecentralizedDataParallel(nn.Module):
     (`FlatBuckets`). So the optimizer, schedulers, clipping, GradScaler and closures work as before. In mode "sync"
     parameters must not be changed between forward pass and step, and a warning is issued if they are, because the mix
     replaces them. (If the forward pass itself changes them, by an embedding's `max_norm`, the exchange starts at its
-    end.) Frozen parameters are not exchanged. Buffers stay each rank's own until `average`.
+    end.) Frozen parameters, and those that the optimizer does not hold, are not exchanged. Buffers stay each rank's own until
+    `average`.
 
-    `state_dict` has the module's own keys, and loads the module's, and the module's attributes can be read
-    from the wrapper; ``torch.distributed.checkpoint.state_dict`` takes either. ``torch.func.functional_call`` takes
-    the module's names, and with ``module.`` before them if no parameter has two (else RuntimeError). `module` is the module, which
-    is what to copy (``copy.deepcopy``, averaged models) and compile, before it is wrapped: ``module =
-    torch.compile(module)``. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer
-    without state, to save or load it, exchanges nothing. With one rank it is only the module.
+    As with torch's DistributedDataParallel, names in the wrapper begin with ``module.``, and `module` is the module, whose
+    `state_dict` to save, and which is what to copy (``copy.deepcopy``, averaged models) and compile, before it is wrapped:
+    ``module = torch.compile(module)``. The step that ``torch.distributed.checkpoint.state_dict`` makes on an optimizer
+    without state, to save or load it, exchanges nothing. With one rank it is only the module. A fogdist optimizer or wrapper that
+    is made of the same parameters later takes over, as with `fogdist.algorithms.Algorithm`.
 
     Args:
         module: The same on all ranks up to values, its parameters on devices of the same types.
@@ -82,12 +81,11 @@ class DecentralizedDataParallel(nn.Module):
         broadcast: As in `fogdist.algorithms.Algorithm`.
         patience: For "sync": as in `fogdist.algorithms.DecentralizedSGD`; not with DTensors. Ranks may then have made
             different numbers of steps.
-        max_staleness: For "async": as in `fogdist.training.WindowAlgorithm`.
+        max_staleness: For "async": as in `fogdist.algorithms.WinPut`.
         skip_lost: For "async": as in `fogdist.algorithms.WinPut`. By default a step raises, naming the rank.
         on_loss: As in `fogdist.algorithms.Algorithm`. In mode "async", a rank goes on without lost neighbors at once, and all
             ranks change to what is left of the topology when it would fall apart.
         compression: For "sync": a codec of `fogdist.compression`, as in `fogdist.algorithms.Neighbors`; not with `patience`.
-        share: As in `fogdist.algorithms.Algorithm`, for the parameters.
 
     Attributes:
         module: The module.
@@ -98,8 +96,7 @@ class DecentralizedDataParallel(nn.Module):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: As `fogdist.algorithms.Algorithm`; the module has nothing to train; another living optimizer or wrapper
-            has a parameter; options that do not go with the mode.
+        ValueError: As `fogdist.algorithms.Algorithm`; the module has nothing to train; options that do not go with the mode.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come. In
             training: if an exchange fails.
     """
@@ -121,13 +118,11 @@ class DecentralizedDataParallel(nn.Module):
         skip_lost: bool = False,
         on_loss: OnLoss = "raise",
         compression: Codec | None = None,
-        share: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
             raise TypeError(f"module must be a torch.nn.Module, got {type(module).__name__}")
-        if mode not in ("sync", "async"):
-            raise ValueError(f"mode must be 'sync' or 'async', got {mode!r}")
+        check_choice(mode, "mode", Mode)
         of_async = {
             "max_staleness": max_staleness != MAX_STALENESS,
             "skip_lost": skip_lost,
@@ -159,19 +154,14 @@ class DecentralizedDataParallel(nn.Module):
         self.optimizer = optimizer if isinstance(optimizer, Optimizer) else optimizer(list(trained.values()))
         self._is_alone = self._context.is_alone
         self._driver: InStep | AtOwnPace | None = None  # with several ranks, until `close`
-        self._ties = ties_of(module)
-        self.register_load_state_dict_pre_hook(_add_prefix)  # type: ignore[no-untyped-call]
         if self._is_alone:
             return
         options: dict[str, Any] = {
-            "wrapper": self,
-            "parameters": list(trained.values()),
             "topology": rounds.topology,
             "group": group,
             "bucket_cap_mb": bucket_cap_mb,
             "on_loss": on_loss,
             "broadcast": broadcast,
-            "share": share,
         }
         if mode == "sync":
             options |= {"patience": patience, "compression": compression}
@@ -179,8 +169,6 @@ class DecentralizedDataParallel(nn.Module):
         else:
             self._driver = AtOwnPace(self.optimizer, module, max_staleness=max_staleness, **options)
             self._driver.skip_lost = skip_lost
-        self._release = weakref.finalize(self, self._driver.take_place())
-        self._release.atexit = False
 
     @property
     def round(self) -> int:
@@ -200,12 +188,9 @@ class DecentralizedDataParallel(nn.Module):
     # --- training ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module.
-
-        Raises:
-            RuntimeError: Parameters that shared one tensor no longer do; or as the class.
-        """
-        check_ties(self._ties)
+        """Calls the module; raises RuntimeError if another optimizer or wrapper has taken over, and as the class."""
+        if self._driver is not None:
+            self._driver._fog_check_not_replaced()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -296,64 +281,7 @@ class DecentralizedDataParallel(nn.Module):
     def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         driver, self._driver = self._driver, None
         if driver is not None:
-            self._release()
             driver.__exit__(kind, error, traceback)
-
-    # --- a module like the wrapped one ---
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the module's state dict; arguments of `torch.nn.Module.state_dict`."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Loads a state dict of the module; every rank loads the same.
-
-        In mode "async" the windows still hold the neighbors' earlier values: call `average` afterwards. With `assign`
-        the module gets other parameters, which the optimizer does not train: the next training pass raises RuntimeError.
-        """
-        if self._driver is not None:
-            self._driver.discard()
-        return self.module.load_state_dict(state_dict, strict, assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields the module's parameters, by the module's names."""
-        return self.module.named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yields the module's buffers, by the module's names."""
-        return self.module.named_buffers(prefix, recurse, remove_duplicate)
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Tells torch.distributed.checkpoint.state_dict which part of the path to a parameter its name leaves out."""
-        parts = self.module
-        return dict.fromkeys([*parts._modules, *parts._parameters, *parts._buffers], "module")
-
-    def __getattr__(self, name: str) -> Any:
-        # Called only for attributes that the wrapper lacks. The module has them, so that the names of parameters can be
-        # followed from the wrapper (`get_parameter`).
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-        return getattr(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # torch.func.functional_call replaces tensors by the names that `named_parameters` yields.
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is not None and isinstance(value, Tensor):
-            for members in (module._parameters, module._buffers):
-                if name in members:
-                    members[name] = value
-                    return
-        super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -372,11 +300,3 @@ class DecentralizedDataParallel(nn.Module):
         if self._driver is None:
             raise RuntimeError(f"{method}() was called after close()")
         return self._driver
-
-
-def _add_prefix(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Adds "module." to the names of entries that the wrapper wrote by the module's names, for an outer module."""
-    own = [key for key in state_dict if key.startswith(prefix)]
-    values = [state_dict.pop(key) for key in own]
-    for key, value in zip(own, values, strict=True):
-        state_dict[f"{prefix}module.{key[len(prefix) :]}"] = value

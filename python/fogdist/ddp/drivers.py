@@ -6,14 +6,14 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fogdist.algorithms.asynchronous_diffusion import WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD
+from fogdist.algorithms.win_put import WinPut
 from fogdist.compression import Codec
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm
@@ -21,13 +21,8 @@ from fogdist.training.continuing import Continuing, highest
 from fogdist.training.mixing import Neighbors, Plans
 from fogdist.training.overlapping import When, forward_changes_parameters
 
-if TYPE_CHECKING:
-    from fogdist.ddp.data_parallel import DecentralizedDataParallel
-
 # The attribute by which an optimizer asks a gradient scaler to leave unscaling to it.
 _TAKES_SCALER = "_step_supports_amp_scaling"
-# A place where a module holds a tensor: part, attribute, tensor and full name.
-Slot: TypeAlias = tuple[nn.Module, str, Tensor, str]
 
 
 class Driver(Algorithm):
@@ -36,8 +31,6 @@ class Driver(Algorithm):
     Args:
         optimizer: The user's.
         module: The wrapped module.
-        wrapper: The owner of the parameters, which this does not keep alive.
-        parameters: The parameters to mix.
         **options: As in `Algorithm`.
     """
 
@@ -47,27 +40,22 @@ class Driver(Algorithm):
     """Whether a gradient scaler calls `step` even if gradients overflowed, because neighbors wait for this rank."""
 
     is_in_round: bool
-    _owner: weakref.ref[DecentralizedDataParallel]
-    _parameters: list[Tensor]
-    _slots: list[Slot]
-    _ties: list[tuple[Slot, Slot]]
-    _frozen: dict[str, Tensor]
+    # Where the module has parameters: part, attribute, tensor, name.
+    _places: list[tuple[nn.Module, str, Tensor, str]]
     _plain_step: Callable[..., Any]
+    _undo: Callable[[], object]
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        module: nn.Module,
-        *,
-        wrapper: DecentralizedDataParallel,
-        parameters: list[Tensor],
-        **options: Any,
-    ) -> None:
-        self._owner, self._parameters = weakref.ref(wrapper), parameters
-        self._slots, self._ties = _slots_of(module, set(parameters)), ties_of(module)
-        self._frozen = {name: each for name, each in module.named_parameters() if not each.requires_grad}
-        self._plain_step = optimizer.step
+    def __init__(self, optimizer: Optimizer, module: nn.Module, **options: Any) -> None:
+        self._places = [
+            (part, key, tensor, f"{path}.{key}".lstrip("."))
+            for path, part in module.named_modules()
+            for key, tensor in part._parameters.items()
+            if tensor is not None and tensor.requires_grad
+        ]
         super().__init__(optimizer, module, **options)
+        self._plain_step = optimizer.step
+        self._undo = undo = weakref.finalize(self, self._take_place())
+        undo.atexit = False
 
     @property
     def algorithm_name(self) -> str:
@@ -91,18 +79,21 @@ class Driver(Algorithm):
         return result
 
     def refresh(self) -> None:
-        """See `Algorithm.refresh`."""
-        self._check_places()
+        """See `Algorithm.refresh`. Raises RuntimeError for replaced parameters, which mixing would not reach."""
+        for part, key, tensor, name in self._places:
+            # Looking here takes a fraction of the time of getattr(part, key); a scripted module's has no `get`.
+            if key not in part._parameters or part._parameters[key] is not tensor:
+                raise RuntimeError(
+                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
+                    "one. Change it in place, or wrap the module anew"
+                )
         super().refresh()
 
     def set_round(self, value: int) -> None:
         """Sets the round of the next exchange."""
         self.rounds = value
 
-    def discard(self) -> None:
-        """Waits for what is in flight and drops its result."""
-
-    def take_place(self) -> Callable[[], None]:
+    def _take_place(self) -> Callable[[], None]:
         """Makes the `step` of the user's optimizer, of this object only, that of this driver; returns what undoes it."""
         # The optimizer may outlive this driver, which it does not keep alive.
         reference, optimizer, plain = weakref.ref(self), self._fog_wrapped, self._plain_step
@@ -132,35 +123,15 @@ class Driver(Algorithm):
 
         return undo
 
-    def _check_places(self) -> None:
-        """Raises RuntimeError for replaced parameters, which mixing would not reach."""
-        check_ties(self._ties)
-        for part, key, tensor, name in self._slots:
-            # Looking here takes a fraction of the time of getattr(part, key).
-            members = part._parameters if key in part._parameters else part._buffers
-            if key not in members or members[key] is not tensor:
-                raise RuntimeError(
-                    f"{name!r} must stay the tensor that it was when the module was wrapped, got another "
-                    "one. Change it in place, or wrap the module anew"
-                )
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"{name!r} must stay frozen, as it was when the module was wrapped: it is not exchanged. "
-                    "Wrap the module anew"
-                )
-
     def _check_syncing(self) -> None:
         pass
 
     def _fog_own_step(self, **options: Any) -> Any:
         return self._plain_step(**options)
 
-    def _fog_owner(self) -> object:
-        return self._owner()
-
-    def _trained(self) -> tuple[list[Tensor], list[int]]:
-        return self._parameters, [0] * len(self._parameters)
+    def _fog_give_up(self) -> None:
+        super()._fog_give_up()
+        self._undo()
 
 
 class InStep(Driver, DecentralizedSGD):
@@ -170,36 +141,17 @@ class InStep(Driver, DecentralizedSGD):
     compared: ClassVar[tuple[str, ...]] = (*Driver.compared, *DecentralizedSGD.compared)
 
     _codec: Codec | None
-    _changes_in_forward: bool
 
     def __init__(self, optimizer: Optimizer, module: nn.Module, **options: Any) -> None:
-        self._codec, self._changes_in_forward = options["compression"], forward_changes_parameters(module)
+        self._codec = options["compression"]
         super().__init__(optimizer, module, order="awc", **options)
 
     def is_joinable(self) -> bool:
         """See `Algorithm.is_joinable`: a backward pass needs the parameters that its forward pass has changed."""
-        return super().is_joinable() and not self._changes_in_forward
-
-    def watch_forward(self, when: When) -> None:
-        """See `OverlappingAlgorithm.watch_forward`. Passes of the wrapper count, and not those of the module by itself."""
-        from fogdist.training.pass_watch import is_training_pass
-
-        wrapper = self._owner()
-        assert wrapper is not None  # it makes this
-
-        # The wrapper keeps this hook, so a hook that named the wrapper would keep it alive.
-        def notice(called: nn.Module, *_: Any) -> None:
-            if is_training_pass(called):
-                self.notice_forward(0)
-
-        register = (
-            wrapper.register_forward_hook if self._changes_in_forward else wrapper.register_forward_pre_hook
-        )
-        self._watches.append(register(notice))
+        return super().is_joinable() and not forward_changes_parameters(self._fog_models[0])
 
     def synchronize(self) -> None:
         """Mixes in place of a step that would complete an exchange."""
-        self._check_places()
         super().synchronize()
         self._saw_forward = False
 
@@ -219,13 +171,6 @@ class InStep(Driver, DecentralizedSGD):
         while self.is_in_round or self.rounds < most:
             self.complete_round()
 
-    def discard(self) -> None:
-        """See `Driver`."""
-        if self.is_in_round:
-            self.is_in_round = self._saw_forward = False
-            self.rounds += 1
-            self._mixer.discard()
-
     def follow(self, rounds: Plans) -> None:
         """Changes the topology; collective."""
         self.mixing = Neighbors(rounds.topology, compression=self._codec)
@@ -235,7 +180,8 @@ class InStep(Driver, DecentralizedSGD):
         self._mixer.restart()
 
     def _fog_finish(self) -> None:
-        self.discard()
+        if self.is_in_round:
+            self._mixer.discard()
         self._mixer.close()
 
 
@@ -254,7 +200,6 @@ class AtOwnPace(Driver, WinPut):
     mode: ClassVar[str] = "async"
     can_be_joined: ClassVar[bool] = True
     mixes_after_overflow: ClassVar[bool] = False
-    own_weights: ClassVar[tuple[str, ...]] = ()
 
     def set_round(self, value: int) -> None:
         """See `Driver.set_round`."""
@@ -271,9 +216,8 @@ class AtOwnPace(Driver, WinPut):
 
     def refresh(self) -> None:
         """See `Algorithm.refresh`. The buckets do not change while they are sent."""
-        self._check_places()
         self.discard()
-        self.buckets.outdate()
+        super().refresh()
 
     def advance(self) -> Any:
         """Mixes with the values that neighbors have put, waiting for those without news; makes the step, and puts the result."""
@@ -319,7 +263,7 @@ class AtOwnPace(Driver, WinPut):
         return {} if self._pace is None else {rank: self._staleness(rank) for rank in self._pace.in_neighbors}
 
     def follow(self, rounds: Plans) -> None:
-        """See `Driver`."""
+        """Changes the topology; collective."""
         self._end()
         self._topology, self._closing = rounds.topology, None
         self.rounds = 0
@@ -327,10 +271,6 @@ class AtOwnPace(Driver, WinPut):
         self._come_together()
 
     # --- inside ---
-
-    def _fog_own_step(self, **options: Any) -> Any:
-        self.discard()  # of what is in flight, where parameters are views of the buffers
-        return super()._fog_own_step(**options)
 
     def _fog_finish(self) -> None:
         self._end()
@@ -347,32 +287,3 @@ class AtOwnPace(Driver, WinPut):
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
         put = min(window.slot_p(rank) for window in self.windows)
         return None if put == 0.0 or not self._takes_part(rank) else self.rounds - (int(put) - 1)
-
-
-def check_ties(ties: list[tuple[Slot, Slot]]) -> None:
-    """Raises RuntimeError for parameters that shared one tensor and no longer do."""
-    for (part, key, _, name), (other, other_key, _, tied) in ties:
-        if getattr(part, key, None) is not getattr(other, other_key, None):
-            raise RuntimeError(
-                f"{name!r} and {tied!r} must stay one tensor, got two. torch.func.functional_call keeps them one by "
-                "the names that named_parameters() has, without 'module.'"
-            )
-
-
-def ties_of(module: nn.Module) -> list[tuple[Slot, Slot]]:
-    """Returns pairs of places where the module holds the same parameter."""
-    first: dict[Tensor, Slot] = {}
-    slots = _slots_of(module, set(module.parameters()))
-    pairs = [(first.setdefault(slot[2], slot), slot) for slot in slots]
-    return [(one, other) for one, other in pairs if one is not other]
-
-
-def _slots_of(module: nn.Module, tensors: set[Tensor]) -> list[Slot]:
-    """Returns the places where the module holds the tensors."""
-    return [
-        (part, key, tensor, f"{path}.{key}" if path else key)
-        for path, part in module.named_modules()
-        for members in (part._parameters, part._buffers)
-        for key, tensor in members.items()
-        if tensor is not None and tensor in tensors
-    ]

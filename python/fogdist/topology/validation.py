@@ -6,7 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import SupportsIndex
+from typing import Any, SupportsIndex, TypeVar, get_args
 
 from fogdist.lazy import nx
 
@@ -18,6 +18,17 @@ class TopologyError(ValueError, AssertionError):
     checked these same arguments with ``assert``: scripts and tests written for it catch AssertionError, and
     keep working. Arguments of a wrong type raise TypeError instead.
     """
+
+_Value = TypeVar("_Value")
+
+
+def check_choice(value: _Value, argument: str, choices: Any) -> _Value:
+    """Returns `value`; ValueError unless it is one of the values of `choices`, a `typing.Literal`."""
+    if value not in get_args(choices):
+        raise ValueError(
+            f"{argument} must be one of {', '.join(map(repr, get_args(choices)))}, got {value!r}"
+        )
+    return value
 
 
 def check_int(value: SupportsIndex, argument: str, *, minimum: int | None = None) -> int:

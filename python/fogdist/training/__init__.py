@@ -2,7 +2,7 @@
 
 `buckets` copies parameters to flat memory, which exchanges use in place, and back. `mixing` defines the peers and weights of
 each round. `algorithm` is the frame of recursions around the optimizer's step. `overlapping` begins a round, one exchange of
-the buckets, with a forward pass, and `window_algorithm` runs it over one-sided windows.
+the buckets, with a forward pass.
 `replicas` is for recursions that send compressed differences. `view` wraps the user's optimizer and adds communication.
 `pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss, and `pass_watch` notices
 forward passes.
@@ -26,7 +26,6 @@ from fogdist.training.mixing import (
 )
 from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.replicas import ReplicaAlgorithm
-from fogdist.training.window_algorithm import WindowAlgorithm
 
 __all__ = [
     "Algorithm",
@@ -41,7 +40,6 @@ __all__ = [
     "OverlappingAlgorithm",
     "ReplicaAlgorithm",
     "Round",
-    "WindowAlgorithm",
 ]
 
 if not TYPE_CHECKING:  # a type checker is to find misspelt names

@@ -24,13 +24,13 @@ from fogdist.observe.timeline import shown_as
 from fogdist.packing import cap_bytes
 from fogdist.parameters import broadcast_module
 from fogdist.shards import local_of, sharded_as
+from fogdist.topology.validation import check_choice
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,
     OnLoss,
     await_all,
     check_joinable,
-    check_on_loss,
 )
 from fogdist.training.mixing import (
     DynamicWeights,
@@ -46,24 +46,16 @@ from fogdist.training.saved_state import load_state, save_state
 from fogdist.training.view import (
     DistributedOptimizer,
     Models,
-    closure_of,
     only_makes_state,
-    reject_lbfgs,
-    setting,
     wrap,
 )
 
 if TYPE_CHECKING:
-    from typing_extensions import Never, Self
+    from typing_extensions import Self
 
-# Arguments of earlier versions, or of other classes.
-_HINTS = {
-    "mixing": ": it is called topology",
-    "num_steps_per_communication": ": it is called local_steps",
-    "outer_momentum": "; DiLoCo has it",
-    "patience": "; DecentralizedSGD and DecentralizedDataParallel have it",
-    "step_in_backward": "; the exchange of order 'awc' overlaps with the backward pass",
-}
+
+# The default of a step's closure: torch.distributed.checkpoint gives None.
+_NONE_GIVEN = object()
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -76,7 +68,6 @@ class AlgorithmOptions(TypedDict, total=False):
     bucket_cap_mb: float | None
     on_loss: OnLoss
     broadcast: bool
-    share: bool
 
 
 class Algorithm(DistributedOptimizer):
@@ -125,23 +116,18 @@ class Algorithm(DistributedOptimizer):
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0. A process that joins later gets those of
             the ranks that train.
-        share: Whether CPU parameters become views of the buckets, which saves memory and the copies. The model is then no
-            ordinary one: its parameters share one storage, in memory that forked children share too, so they see and make
-            changes; savers such as safetensors' take them for tied ones, and ``torch.save`` of one writes all.
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
-            parameter that is not in the model; two parameters have the same name; a living wrapper has one; a number is
-            out of its range; a topology of another number of ranks; ranks disagree on the algorithm, its options or the
-            parameters' shapes (on all ranks alike); before `init`.
+            parameter that is not in the model; two parameters have the same name; a number is out of its range; a topology of
+            another number of ranks; ranks disagree on the algorithm, its options or the parameters' shapes (on all ranks
+            alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 
     state_vectors: ClassVar[tuple[str, ...]] = ()
     """Names of flat vectors that are kept from step to step, in `vectors`."""
-    state_pieces: ClassVar[tuple[str, ...]] = ()
-    """Names of other tensors that are saved, one a parameter; a subclass keeps them itself."""
     state_numbers: ClassVar[Mapping[str, float]] = {}
     """Numbers that are kept, in `numbers`, with their first values."""
     rank_numbers: ClassVar[tuple[str, ...]] = ()
@@ -155,26 +141,23 @@ class Algorithm(DistributedOptimizer):
     """Whether the recursion uses the learning rate; a bucket then has parameters of one group only."""
     runs_alone: ClassVar[bool] = True
     """Whether a group of one rank runs the recursion; if not, its steps are the optimizer's own."""
-    takes_lbfgs: ClassVar[bool] = False
-    """Whether the optimizer may evaluate its closure several times per step, not equally often on all ranks."""
     saves_state: ClassVar[bool] = True
     """Whether `state_dict` contains the algorithm's state."""
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
-    goes_on_after_losses: ClassVar[bool] = True
-    """Whether `on_loss` may be "continue"."""
     takes_compression: ClassVar[bool] = True
     """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
     _step_supports_amp_scaling = True
 
-    self_weight: float | None = setting(None)
-    src_weights: Mapping[int, float] | None = setting(None)
-    dst_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
-    src_machine_weights: Mapping[int, float] | None = setting(None)
-    dst_machine_weights: Iterable[int] | Mapping[int, float] | None = setting(None)
-    enable_topo_check: bool = setting(False)
+    # Without values in the class, which an object that wraps this one would have in place of those that are set.
+    self_weight: float | None
+    src_weights: Mapping[int, float] | None
+    dst_weights: Iterable[int] | Mapping[int, float] | None
+    src_machine_weights: Mapping[int, float] | None
+    dst_machine_weights: Iterable[int] | Mapping[int, float] | None
+    enable_topo_check: bool
 
     mixing: Mixing
     local_steps: int
@@ -187,7 +170,6 @@ class Algorithm(DistributedOptimizer):
     buckets: FlatBuckets
     is_alone: bool
     is_syncing: bool  # False in no_sync()
-    _is_shared: bool
     _group: dist.ProcessGroup | None
     _participant: Participant | None
     _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
@@ -202,11 +184,11 @@ class Algorithm(DistributedOptimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         taken = {"algorithm", "apart", "begun", "steps", "rounds"}.intersection(
-            [*cls.state_vectors, *cls.state_pieces, *cls.state_numbers]
+            [*cls.state_vectors, *cls.state_numbers]
         )
         if taken:
             raise ValueError(
-                f"state_vectors, state_pieces and state_numbers must not be called {sorted(taken)}: the frame saves these"
+                f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
             )
 
     def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
@@ -224,19 +206,19 @@ class Algorithm(DistributedOptimizer):
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
         broadcast: bool = True,
-        share: bool = False,
-        **unknown: Never,
     ) -> None:
-        for name in unknown:
-            hint = _HINTS.get(name, "")
-            raise TypeError(f"{self.algorithm_name}() has no argument {name}{hint}")
+        self.self_weight = self.src_weights = self.dst_weights = None
+        self.src_machine_weights = self.dst_machine_weights = None
+        self.enable_topo_check = False
         self.on_loss = on_loss
         self.is_syncing = True
-        self._is_shared = share
         self._participant = self._ends = None
         context = current(group)
-        if not self.takes_lbfgs:
-            reject_lbfgs(optimizer)
+        if isinstance(optimizer, LBFGS):
+            raise ValueError(
+                "optimizer must evaluate its closure once a step, got an LBFGS, which does so several times, and not "
+                "equally often on all ranks"
+            )
         if self.needs_rates and not all("lr" in each for each in optimizer.param_groups):
             raise ValueError(
                 f"optimizer must have a learning rate 'lr' in each group for {self.algorithm_name}, got "
@@ -249,11 +231,7 @@ class Algorithm(DistributedOptimizer):
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         given = as_mixing(topology, context, compression)
-        check_on_loss(on_loss)
-        if on_loss == "continue" and not self.goes_on_after_losses:
-            raise ValueError(
-                f"on_loss must be 'raise' for {self.algorithm_name}; AsynchronousGossip and WinPut go on after losses"
-            )
+        check_choice(on_loss, "on_loss", OnLoss)
         if on_loss == "continue" and isinstance(given, Machines):
             raise ValueError(
                 f"on_loss must be 'raise' with topology={given!r}, whose machines have equally many ranks"
@@ -492,12 +470,11 @@ class Algorithm(DistributedOptimizer):
             if self.is_alone:
                 return
             self.refresh()
-            of_parameter = self.mean_weights()
             # Ranks that train at their own pace have made different numbers of rounds.
             last, participant = Round(self.context, 0, f"{self.name} average"), self._ends
             means = []
-            for number, values in enumerate(self.values):
-                own = of_parameter.get(self.buckets.tensors_of(number)[0], self.own_weight)
+            for values in self.values:
+                own = self.own_weight
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
                 total, weight = self._fog_exchange(
                     [values * own, weight], GlobalAverage(), last, True, participant
@@ -537,15 +514,15 @@ class Algorithm(DistributedOptimizer):
     # --- the interface of an optimizer ---
 
     @shown_as("step")
-    def step(self, *arguments: Any, **options: Any) -> Any:
+    def step(self, closure: Any = _NONE_GIVEN, **options: Any) -> Any:
         """Makes a step of the algorithm.
 
         Where a gradient scaler finds an overflow, the rank leaves out its own local step, but counts the step and
         communicates.
 
         Args:
-            *arguments: A closure, evaluated once, before anything is done; or nothing.
-            **options: The closure as `closure`, and other options of the optimizer's own step.
+            closure: A closure, evaluated once, before anything is done; or nothing.
+            **options: Other options of the optimizer's own step.
 
         Returns:
             The result of the closure if there is one, otherwise the result of the optimizer's own step.
@@ -556,19 +533,16 @@ class Algorithm(DistributedOptimizer):
         """
         self._fog_check_not_replaced()
         self._check_syncing()
-        if only_makes_state(self._fog_wrapped, arguments, options):
-            result = self._fog_own_step(**options)
+        if closure is None and not options and only_makes_state(self._fog_wrapped):
+            result = self._fog_own_step(closure=None)
             self.accept_changes()
             return result
-        closure, self._step_options = closure_of(arguments, options)
-        if closure is not None and isinstance(self._fog_wrapped, LBFGS):
-            self._step_options["closure"] = closure
-            closure = None
+        closure, self._step_options = (None if closure is _NONE_GIVEN else closure), options
         loss = self._fog_evaluated(closure)
         if closure is not None and _needs_closure(self._fog_wrapped):
             self._step_options["closure"] = lambda: loss
         try:
-            with self._fog_scaler_forgotten_on_error(), torch.no_grad():
+            with torch.no_grad():
                 self.weights().check_taken(self.mixing)
                 self.overflowed = self._fog_unscale()
                 if self.is_running:
@@ -580,6 +554,9 @@ class Algorithm(DistributedOptimizer):
                     self.buckets.write_changes()
                 else:
                     result = None if self.overflowed else self._fog_own_step(**self._step_options)
+        except BaseException:
+            self._fog_forget_scaler()
+            raise
         finally:
             self._step_options = {}  # frees a closure, which may hold a batch
         count_step()
@@ -614,8 +591,7 @@ class Algorithm(DistributedOptimizer):
         Raises:
             ValueError: It is another algorithm's, or as `load_state_dict` of the optimizer.
         """
-        names = (*self.state_vectors, *self.state_pieces)
-        loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, names)
+        loaded, numbers = load_state(state_dict, self._fog_wrapped, self.algorithm_name, self.state_vectors)
         self._has_state = False
         self.vectors = {name: [] for name in self.state_vectors}
         self._loaded = loaded if numbers.get("begun", True) else {}
@@ -650,10 +626,6 @@ class Algorithm(DistributedOptimizer):
     def own_weight(self) -> float:
         """The weight of this rank's parameters in the mean of all ranks; see `mean_weight`."""
         return 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
-
-    def mean_weights(self) -> dict[Tensor, float]:
-        """Returns the weights of parameters in the mean of all ranks, where each has its own; see also `mean_weight`."""
-        return {}
 
     def accept_changes(self) -> None:
         """Accepts changes of the parameters while an exchange of them is in flight, without a warning."""
@@ -705,10 +677,6 @@ class Algorithm(DistributedOptimizer):
         if self.is_running:
             self.buckets.release()
 
-    def _fog_owner(self) -> object:
-        """Returns the owner of the parameters: this object, or what drives it."""
-        return self._fog_view()
-
     def _trained(self) -> tuple[list[Tensor], list[int]]:
         """Returns the parameters that are not frozen, and the group number of each; all 0 if groups do not matter."""
         pairs = [
@@ -730,9 +698,7 @@ class Algorithm(DistributedOptimizer):
             self._bucket_bytes,
             names=[self._fog_names[parameter] for parameter in parameters],
             groups=numbers,
-            owner=(owner := self._fog_owner()),
-            takes_over=owner is self._fog_view(),
-            share=self._is_shared,
+            owner=self._fog_view(),
         )
         with buckets.released_on_error():
             if self.context.size > 1:
@@ -823,14 +789,9 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def _have_nonzero(tensors: Sequence[Tensor]) -> list[bool]:
-    """Returns whether each tensor has a nonzero element. The host waits for each device at most once."""
+    """Returns whether each tensor has a nonzero element. The host waits once, if all are on one device."""
     answers = [tensor.any() for tensor in tensors]
-    of_device: dict[torch.device, list[int]] = {}
-    for place, answer in enumerate(answers):
-        of_device.setdefault(answer.device, []).append(place)
-    result = [False] * len(answers)
-    for places in of_device.values():
-        found = torch.stack([answers[place] for place in places]).tolist()
-        for place, value in zip(places, found, strict=True):
-            result[place] = value
-    return result
+    found: list[bool] = (
+        torch.stack([each.to(answers[0].device) for each in answers]).tolist() if answers else []
+    )
+    return found

@@ -5,14 +5,12 @@
 
 from __future__ import annotations
 
-import gc
 import operator
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,9 +25,8 @@ from fogdist.shards import is_sharded, local_of
 _owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
 
 
-@runtime_checkable
-class Replaceable(Protocol):
-    """An owner that releases its tensors when another one takes over."""
+class Owner(Protocol):
+    """What exchanges buckets, and releases them when another owner takes over."""
 
     def _fog_give_up(self) -> None: ...
 
@@ -57,17 +54,12 @@ class FlatBuckets:
         max_bytes: The largest size of a bucket with more than one tensor; None as in `fogdist.packing.make_buckets`.
         names: Of the tensors, for messages; by default their places in the list.
         groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
-        owner: The object that exchanges the buffers. While it and these buckets live, no other owner gets the tensors,
-            because both would mix them; the owner may put them into other buckets itself. None for no owner.
-        takes_over: Whether `owner` may have tensors of an owner that is `Replaceable`, which `take_over` then ends.
-        share: Whether CPU tensors become views of the buffers, so that nothing is copied between them. A change of a tensor
-            in place then changes the buffer, and vice versa, and autograd sees no change of the buffer. Tensors that share
-            their memory with other ones or with other processes, and DTensors, keep their own memory all the same.
+        owner: The object that exchanges the buffers. `take_over` ends other owners of the tensors, because both would mix
+            them; the owner may put them into other buckets itself. None for no owner.
 
     Raises:
         TypeError: A tensor is sparse, or of a subclass with a layout of its own.
-        ValueError: It is on the device meta or without a shape yet, or is expanded; it has another owner; there are more names
-            than tensors, or fewer.
+        ValueError: It is on the device meta or without a shape yet, or is expanded; there are more names than tensors, or fewer.
     """
 
     def __init__(
@@ -77,15 +69,11 @@ class FlatBuckets:
         *,
         names: Sequence[str] | None = None,
         groups: Sequence[int] | None = None,
-        owner: object | None = None,
-        takes_over: bool = False,
-        share: bool = False,
+        owner: Owner | None = None,
     ) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        self._takes_over = takes_over
         if owner is not None:
             _owned.add(self)
-        self._shares = share
         self._labels: dict[Tensor, str] = {}
         self._flats: list[Tensor] = []
         self._groups: list[int] = []
@@ -100,13 +88,6 @@ class FlatBuckets:
         for tensor, label in zip(tensors, places if names is None else map(repr, names), strict=True):
             _check(tensor, label)
             labels.setdefault(tensor, label)
-        if self._kept_by_others(labels) is not None:
-            gc.collect()  # a dropped owner may be part of a reference cycle
-            if (kept := self._kept_by_others(labels)) is not None:
-                raise ValueError(
-                    f"{kept} must belong to one distributed optimizer, algorithm or wrapper, got it while another one "
-                    "has it: both would mix it in each step. Delete that one before (`del`), or end it (`close`)"
-                )
         self._labels = labels
         distinct = list(labels)
         group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
@@ -121,8 +102,6 @@ class FlatBuckets:
             self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
         self.load()
-        if share:
-            self._share()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
@@ -135,29 +114,15 @@ class FlatBuckets:
 
     def take_over(self) -> None:
         """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
-        for other in {id(other): other for other, _ in self._others(self._labels)}.values():
-            if isinstance(other, Replaceable):
-                other._fog_give_up()
+        mine = None if self._owner is None else self._owner()
+        for each in list(_owned):
+            owner = None if each._owner is None else each._owner()
+            if owner is not None and owner is not mine and not self._labels.keys().isdisjoint(each._labels):
+                owner._fog_give_up()
 
     def release(self) -> None:
         """Releases the tensors. Before `take_over` they go back to their previous owners."""
         _owned.discard(self)
-
-    def _others(self, labels: Mapping[Tensor, str]) -> list[tuple[object, str]]:
-        """Returns the other owners of tensors, with the name of one that each has."""
-        found: list[tuple[object, str]] = []
-        for each in list(_owned) if self in _owned else ():
-            owner = each._owner and each._owner()
-            shared = (label for tensor, label in labels.items() if tensor in each._labels)
-            if owner not in (None, self._owner and self._owner()) and (label := next(shared, None)):
-                found.append((owner, label))
-        return found
-
-    def _kept_by_others(self, labels: Mapping[Tensor, str]) -> str | None:
-        """Returns the name of a tensor whose owner may not be replaced."""
-        others = self._others(labels)
-        kept = (label for other, label in others if not (self._takes_over and isinstance(other, Replaceable)))
-        return next(kept, None)
 
     @property
     def flats(self) -> list[Tensor]:
@@ -172,12 +137,7 @@ class FlatBuckets:
         which a backward pass completes gradients, the last parameters first.
         """
         places = range(len(self._flats))
-        return list(reversed(places)) if self.is_ordered else list(places)
-
-    @property
-    def is_ordered(self) -> bool:
-        """Whether all ranks must send in `sending_order`; False if all buffers are on the CPU."""
-        return any(flat.device.type != "cpu" for flat in self._flats)
+        return list(places if all(flat.is_cpu for flat in self._flats) else reversed(places))
 
     @property
     def group_of(self) -> list[int]:
@@ -197,13 +157,10 @@ class FlatBuckets:
         """Returns whether these are all tensors, in the order of the arguments."""
         return len(tensors) == len(self._labels) and all(map(operator.is_, tensors, self._labels))
 
-    def tensors_of(self, bucket: int) -> list[Tensor]:
-        """Returns the tensors of a bucket, which is given by its index in `flats`."""
-        return list(self._tensors[bucket])
-
-    def label_of(self, tensor: Tensor) -> str:
-        """Returns the quoted name of a tensor for messages, or its index if it has no name."""
-        return self._labels[tensor]
+    @property
+    def labels(self) -> list[str]:
+        """The quoted names of the tensors for messages, or their indices if they have no names, bucket by bucket."""
+        return [self._labels[tensor] for members in self._tensors for tensor in members]
 
     def views(self, flat_like: Tensor, bucket: int) -> list[Tensor]:
         """Returns views of another buffer with the layout of the bucket's tensors.
@@ -282,7 +239,7 @@ class FlatBuckets:
         numbers = range(len(self._flats)) if bucket is None else [bucket]
         self.check_kinds(numbers)
         for number in numbers:
-            self._copy(self._views[number], self._locals(number))
+            torch._foreach_copy_(self._views[number], self._locals(number))
         if bucket is None:
             self._is_outdated = self._may_differ = False
 
@@ -292,7 +249,8 @@ class FlatBuckets:
         for number in range(len(self._flats)) if vectors is None else vectors:
             vector = self._flats[number] if vectors is None else vectors[number]
             is_own = vector is self._flats[number]
-            self._copy(self._locals(number), self._views[number] if is_own else self.views(vector, number))
+            views = self._views[number] if is_own else self.views(vector, number)
+            torch._foreach_copy_(self._locals(number), views)
         self._is_outdated = vectors is not None
         self._may_differ = False
 
@@ -332,22 +290,6 @@ class FlatBuckets:
     def _locals(self, number: int) -> list[Tensor]:
         tensors = self._tensors[number]
         return [local_of(tensor) for tensor in tensors] if self._has_shards[number] else tensors
-
-    def _copy(self, targets: list[Tensor], sources: list[Tensor]) -> None:
-        if self._shares:  # leave out those that are their targets themselves
-            pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if t.data_ptr() != s.data_ptr()]
-            targets, sources = [target for target, _ in pairs], [source for _, source in pairs]
-        if targets:
-            torch._foreach_copy_(targets, sources)
-
-    def _share(self) -> None:
-        """Makes tensors views of the buffers."""
-        users = Counter(local_of(tensor).untyped_storage().data_ptr() for tensor in self._labels)
-        for tensors, views in zip(self._tensors, self._views, strict=True):
-            for tensor, view in zip(tensors, views, strict=True):
-                is_its_own = users[local_of(tensor).untyped_storage().data_ptr()] == 1
-                if is_its_own and not is_sharded(tensor) and not tensor.is_shared():  # type: ignore[no-untyped-call]
-                    tensor.data = view
 
 
 def _check(tensor: Tensor, label: str) -> None:

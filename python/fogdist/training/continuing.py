@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -22,33 +22,12 @@ if TYPE_CHECKING:
 OnLoss: TypeAlias = Literal["raise", "continue"]
 
 
-def check_on_loss(on_loss: OnLoss) -> None:
-    """Raises ValueError for a value that `on_loss` does not have."""
-    if on_loss not in get_args(OnLoss):
-        raise ValueError(f"on_loss must be one of {', '.join(map(repr, get_args(OnLoss)))}, got {on_loss!r}")
-
-
 def check_joinable(group: dist.ProcessGroup | None, is_joinable: bool, what: str) -> None:
     """Raises ValueError if this process joins a job, and `what` cannot be joined."""
     if not is_joinable and current(group).is_joining:
         raise ValueError(
             f"this process joins a running job, and {what} cannot be joined; docs/membership.md has what can be"
         )
-
-
-@dataclass
-class _Attempt:
-    """An exchange as it was begun in one epoch.
-
-    Attributes:
-        epoch: The epoch.
-        finish: Waits for it; None if it is given up.
-        failure: Why it could not begin.
-    """
-
-    epoch: int
-    finish: Finish | None = None
-    failure: dist.DistBackendError | None = None
 
 
 class Continuing(Mixing):
@@ -126,18 +105,35 @@ def repeated(
     """
     number = participant.take()
 
-    def attempt() -> _Attempt:
+    # The epoch in which it is begun, and how to wait for it, or why it could not begin; None if it is given up.
+    def attempt() -> tuple[int, Finish | dist.DistBackendError | None]:
         if number < participant.resume:
-            return _Attempt(participant.epoch)
+            return participant.epoch, None
         try:
-            return _Attempt(participant.epoch, begin(participant.context))
+            return participant.epoch, begin(participant.context)
         except dist.DistBackendError as failure:
-            return _Attempt(participant.epoch, failure=failure)
+            return participant.epoch, failure
+
+    def completed(epoch: int, begun: Finish | dist.DistBackendError | None) -> list[Tensor] | None:
+        while True:
+            # An exchange of an earlier epoch does not count even if its result has arrived: the others repeat it.
+            if epoch == participant.epoch:
+                if begun is None:
+                    return None
+                try:
+                    if isinstance(begun, dist.DistBackendError):
+                        raise begun
+                    results = begun()
+                    _await_devices(participant.context, results)
+                    return results
+                except dist.DistBackendError as failure:
+                    participant.agree(failure)
+            epoch, begun = attempt()
 
     latest = [attempt()]
 
     def finish() -> list[Tensor] | None:
-        results = _completed(participant, latest.pop(), attempt)
+        results = completed(*latest.pop())
         participant.completed = number + 1
         return results
 
@@ -233,23 +229,3 @@ def _await_devices(context: Context, results: Sequence[Tensor] | None) -> None:
         torch.accelerator.current_stream(device).synchronize()
     if devices and (lost := context.backend.lost_ranks()):
         raise dist.DistBackendError(f"rank {lost[0]} was lost")
-
-
-def _completed(
-    participant: Participant, attempt: _Attempt, again: Callable[[], _Attempt]
-) -> list[Tensor] | None:
-    """Returns the results after as many attempts as it takes; None if the exchange is given up."""
-    while True:
-        # An exchange of an earlier epoch does not count even if its result has arrived: the others repeat it.
-        if attempt.epoch == participant.epoch:
-            if attempt.failure is None:
-                if attempt.finish is None:
-                    return None
-                try:
-                    results = attempt.finish()
-                    _await_devices(participant.context, results)
-                    return results
-                except dist.DistBackendError as failure:
-                    attempt.failure = failure
-            participant.agree(attempt.failure)
-        attempt = again()

@@ -298,42 +298,45 @@ class Neighbors(Mixing):
         A topology defines only the ranks to send to. Its weights are those of receivers and do not count here.
         Dynamic weights are used as they are: `self_weight` and `dst_weights` must sum to 1.
         """
-        given = round.weights.self_weight, round.weights.src_weights, round.weights.dst_weights
-        if self.topology is None and given != (None, None, None):
-            return self._along_weights(tensors, round, in_place, self._encoding)
-        return _planned(
-            tensors, self._of(round.context).push_plan(round.number), round, in_place, self._encoding
-        )
+        return self._begin(tensors, round, in_place, self._encoding, is_push=True)
 
     def topology_in(self, context: Context) -> Topology:
         """Returns the topology whose rounds a group's exchanges follow, if no weights are set."""
         return self._of(context).topology or context.topology.as_topology()
 
     def _begin(
-        self, tensors: Sequence[Tensor], round: Round, in_place: bool, encoding: Mapping[str, Any]
+        self,
+        tensors: Sequence[Tensor],
+        round: Round,
+        in_place: bool,
+        encoding: Mapping[str, Any],
+        is_push: bool = False,
     ) -> Finish:
-        if self.topology is not None or round.weights == DynamicWeights():
-            return _planned(tensors, self._of(round.context).plan(round.number), round, in_place, encoding)
-        return self._along_weights(tensors, round, in_place, encoding)
+        context, weights = round.context, round.weights
+        plan: NeighborPlan | None = None
+        has_none = weights == DynamicWeights() or (
+            is_push and weights == DynamicWeights(enable_topo_check=True)
+        )
+        if self.topology is not None or has_none:
+            plans = self._of(context)
+            plan = plans.push_plan(round.number) if is_push else plans.plan(round.number)
+
+        def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
+            given = _encoding_for(those, encoding)
+            if plan is not None:
+                return context.backend.neighbor_allreduce(those, plan, output=output, name=name, **given)
+            exchange = context.topology.exchanges.weighted(
+                weights.self_weight, weights.src_weights, weights.dst_weights, weights.enable_topo_check
+            )
+            return begin_average(context, those, exchange, name, output, given)
+
+        return _by_device(tensors, in_place, round.name, start)
 
     def _of(self, context: Context) -> Plans:
         """Returns the plans of a group. A mixing may be used in several groups, one after the other."""
         if self._plans is None or self._plans.context is not context:
             self._plans = Plans(self.topology, context)
         return self._plans
-
-    def _along_weights(
-        self, tensors: Sequence[Tensor], round: Round, in_place: bool, encoding: Mapping[str, Any]
-    ) -> Finish:
-        weights = round.weights
-
-        def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
-            exchange = round.context.topology.exchanges.weighted(
-                weights.self_weight, weights.src_weights, weights.dst_weights, weights.enable_topo_check
-            )
-            return begin_average(round.context, those, exchange, name, output, _encoding_for(those, encoding))
-
-        return _by_device(tensors, in_place, round.name, start)
 
 
 class Machines(Mixing):
@@ -491,27 +494,6 @@ def as_mixing(topology: MixingLike, context: Context, compression: Codec | None 
     if type(topology) is Machines and topology.compression is None:
         return Machines(compression=compression)
     raise ValueError(f"compression must be None with topology={topology!r}, got {compression!r}")
-
-
-def _planned(
-    tensors: Sequence[Tensor],
-    plan: NeighborPlan,
-    round: Round,
-    in_place: bool,
-    encoding: Mapping[str, Any],
-) -> Finish:
-    backend = round.context.backend
-
-    def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
-        return backend.neighbor_allreduce(
-            those,
-            plan,
-            output=output,
-            name=name,
-            **_encoding_for(those, encoding),
-        )
-
-    return _by_device(tensors, in_place, round.name, start)
 
 
 def _encoding_for(those: Sequence[Tensor], encoding: Mapping[str, Any]) -> Mapping[str, Any]:

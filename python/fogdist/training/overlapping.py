@@ -24,11 +24,10 @@ When = Literal["with forward", "before forward", "after forward"]
 class OverlappingAlgorithm(Algorithm):
     """Base of the algorithms that begin a round with a forward pass and end it in `step`.
 
-    A subclass overrides `begin` and `finish`, between which the round is in flight, and `stepping` if the optimizer's
-    step needs more around it. Only forward passes in training mode with gradients enabled count, outside of transforms
-    of ``torch.func``, and the model must be called as a function: not by its `forward` method, and not within another
-    function or module that ``torch.compile`` compiles. A step without any such pass does all of it. With a list of
-    models the first one that is called begins the round of all.
+    A subclass overrides `begin` and `finish`, between which the round is in flight. Only forward passes in training mode with
+    gradients enabled count, outside of transforms of ``torch.func``, and the model must be called as a function: not by its
+    `forward` method, and not within another function or module that ``torch.compile`` compiles. A step without any such pass
+    does all of it. With a list of models the first one that is called begins the round of all.
     """
 
     is_in_round: bool
@@ -40,6 +39,11 @@ class OverlappingAlgorithm(Algorithm):
         self._watches = []
         super().__init__(optimizer, model, **options)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether it does; if not, `combine` follows the local steps, as in `Algorithm`."""
+        return True
+
     def begin(self) -> None:
         """Begins the round."""
         raise NotImplementedError
@@ -47,10 +51,6 @@ class OverlappingAlgorithm(Algorithm):
     def finish(self) -> None:
         """Waits for the round's exchange and writes the result into the parameters."""
         raise NotImplementedError
-
-    def stepping(self) -> AbstractContextManager[None]:
-        """Returns the context in which the optimizer's own step runs."""
-        return nullcontext()
 
     def watch_forward(self, when: When) -> None:
         """Makes rounds begin with the models' forward passes. A subclass calls it at the end of its constructor."""
@@ -64,9 +64,10 @@ class OverlappingAlgorithm(Algorithm):
 
     def advance(self) -> Any:
         """Ends the round, if one is due, and makes the optimizer's step from its result."""
+        if not self.overlaps:
+            return super().advance()
         self.complete_round()
-        with self.stepping():
-            return self.adapt()
+        return self.adapt()
 
     def complete_round(self) -> None:
         """Makes all that comes before the optimizer's step: ends the round that is due, and counts the step."""
@@ -84,8 +85,6 @@ class OverlappingAlgorithm(Algorithm):
         if self.is_in_round:
             with torch.no_grad():
                 self.synchronize_now()
-                with self.stepping():
-                    pass
                 self.buckets.write_changes()
 
     def settle(self) -> None:
@@ -125,8 +124,8 @@ class OverlappingAlgorithm(Algorithm):
             self.begin_if_due()
 
     def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`: the round begins with a forward pass."""
-        return False
+        """See `Algorithm.enters_in_step`: a round that overlaps begins with a forward pass."""
+        return not self.overlaps and super().enters_in_step()
 
     def is_round_due(self) -> bool:
         """Returns whether a round belongs to the next step."""
@@ -172,20 +171,13 @@ class Mixer:
         Returns:
             The number of the round: the given one, or a later one where this rank was left out of rounds.
         """
-        for number in buckets.sending_order:
-            self.add(buckets, number, mixing, round)
         self._buckets, self._round = buckets, round
-        self.accept_changes()
-        return round.number
-
-    @torch.no_grad()
-    def add(self, buckets: FlatBuckets, number: int, mixing: Mixing, round: Round) -> None:
-        """Begins the exchange of one bucket, as `begin` does for all of them. The order of the buckets is free."""
-        if mixing.exchanges:
+        for number in buckets.sending_order if mixing.exchanges else ():
             buckets.load(number)
             flat = buckets.flats[number]
             self._in_flight[number] = mixing.begin([flat], round.part(number), in_place=not flat.is_cpu)
-        self._buckets, self._round = buckets, round
+        self.accept_changes()
+        return round.number
 
     @shown_as("end of an exchange")
     @torch.no_grad()
@@ -232,10 +224,11 @@ class Mixer:
         if versions is None or versions == (now := buckets.versions()) or self._has_warned:
             return
         self._has_warned = True
-        tensors = [each for number in range(len(buckets.flats)) for each in buckets.tensors_of(number)]
-        changed = next(t for t, old, new in zip(tensors, versions, now, strict=True) if old != new)
+        changed = next(
+            name for name, old, new in zip(buckets.labels, versions, now, strict=True) if old != new
+        )
         warn_user(
-            f"{buckets.label_of(changed)} was changed between the forward pass and step(); the average of the values "
+            f"{changed} was changed between the forward pass and step(); the average of the values "
             "that it had before replaces them. Change parameters after step()."
         )
 

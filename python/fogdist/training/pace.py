@@ -145,10 +145,6 @@ class Pace:
         if self.is_paused:
             self._say(paused=False)
 
-    def must_give_way(self) -> bool:
-        """Returns whether to end a wait, because the group has failed."""
-        return self._gives_way and bool(self.context.backend.failure)
-
     def wait(self, max_staleness: int | None) -> None:
         """Waits for neighbors that are too far behind; called before their values are used.
 
@@ -211,7 +207,9 @@ class Pace:
 
     def _wait_for(self, rank: int, bound: int) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
-        while self.takes_part(rank) and not self.is_gone(rank) and not self.must_give_way():
+        while self.takes_part(rank) and not self.is_gone(rank):
+            if self._gives_way and self.context.backend.failure:
+                return
             least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
             most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
             if rank in self._passed_over:  # does not wait, but notices its next exchange

@@ -9,11 +9,9 @@ wraps.
 from __future__ import annotations
 
 import inspect
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar, TypeVar, cast
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,43 +23,6 @@ from fogdist.observe import timeline
 Models = Module | Sequence[Module]
 
 _View = TypeVar("_View", bound="DistributedOptimizer")
-_Value = TypeVar("_Value")
-
-
-class _Setting:
-    """An attribute of a view that users set: on what wraps the view, they set the same one."""
-
-    def __init__(self, default: object) -> None:
-        self._default = default
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: DistributedOptimizer | None, owner: type) -> Any:
-        if instance is None:
-            return self._default
-        return vars(instance._fog_view()).get(self._name, self._default)
-
-    def __set__(self, instance: DistributedOptimizer, value: object) -> None:
-        vars(instance._fog_view())[self._name] = value
-
-
-def _annotated(cls: type) -> set[str]:
-    """The names that a class's body annotates; what they are annotated with is not evaluated."""
-    if sys.version_info >= (3, 14):
-        import annotationlib
-
-        return set(annotationlib.get_annotations(cls, format=annotationlib.Format.FORWARDREF))
-    return set(inspect.get_annotations(cls))
-
-
-def setting(default: _Value) -> _Value:
-    """Returns a descriptor for an attribute of a view that users set, even through objects that wrap the view.
-
-    Args:
-        default: Its value until it is set.
-    """
-    return cast("_Value", _Setting(default))
 
 
 class DistributedOptimizer(Optimizer):
@@ -94,7 +55,7 @@ class DistributedOptimizer(Optimizer):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         values = {name for name, value in vars(cls).items() if not inspect.isfunction(value)}
-        own = values | _annotated(cls)
+        own = values.union(inspect.get_annotations(cls))
         inherited = [base._fog_declared for base in cls.__bases__ if issubclass(base, DistributedOptimizer)]
         declared = {name for name in own if not name.startswith("__")}
         cls._fog_declared = frozenset(declared).union(*inherited)
@@ -220,17 +181,11 @@ class DistributedOptimizer(Optimizer):
             _unscale(self._fog_wrapped, scale)
         return overflow is not None and float(overflow) != 0
 
-    @contextmanager
-    def _fog_scaler_forgotten_on_error(self) -> Iterator[None]:
-        """Removes a scaler's attributes if the block raises; the scaler would multiply the next scale by them."""
-        try:
-            yield
-        except BaseException:
-            self._fog_forget_scaler()
-            raise
-
     def _fog_forget_scaler(self) -> None:
-        """Removes the attributes of a gradient scaler, which removes them itself only if `step` returns."""
+        """Removes the attributes of a gradient scaler, which removes them itself only if `step` returns.
+
+        It would multiply the next scale by them.
+        """
         for mark in self._scaler_marks:
             if hasattr(self, mark):
                 delattr(self, mark)
@@ -291,47 +246,18 @@ def _hidden(view: type[DistributedOptimizer], optimizer: Optimizer) -> list[str]
     return sorted(name for name in own & ours - expected if not name.startswith("__"))
 
 
-def only_makes_state(optimizer: Optimizer, arguments: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Returns whether a call of `step` would only make an optimizer's state.
+def only_makes_state(optimizer: Optimizer) -> bool:
+    """Returns whether a step of a plain optimizer, which is called as ``step(closure=None)``, would only make its state.
 
-    ``torch.distributed.checkpoint`` makes such a call, ``step(closure=None)``, on an optimizer without state that
-    it saves or loads, with learning rates and gradients of zero. It is not a training step, and other ranks may not
-    make it, so it must not exchange anything.
-
-    Args:
-        optimizer: A plain optimizer.
-        arguments, options: The arguments of `step`.
+    ``torch.distributed.checkpoint`` makes such a call on an optimizer without state that it saves or loads, with learning
+    rates and gradients of zero. It is not a training step, and other ranks may not make it, so it must not exchange anything.
     """
-    if arguments or dict(options) != {"closure": None} or optimizer.state:
+    if optimizer.state:
         return False
     if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     return len(gradients) > 0 and all(each is not None and not each.any() for each in gradients)
-
-
-def closure_of(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Returns the closure that `step` was called with, None for none, and its other options.
-
-    Raises:
-        TypeError: There are other positional arguments.
-    """
-    if len(arguments) + ("closure" in options) > 1:
-        raise TypeError(
-            f"step() takes one argument without a name, its closure, got {len(arguments)}"
-            + (" and closure=" if "closure" in options else "")
-        )
-    others = {name: value for name, value in options.items() if name != "closure"}
-    return (arguments[0] if arguments else options.get("closure")), others
-
-
-def reject_lbfgs(optimizer: Optimizer) -> None:
-    """Raises ValueError for an LBFGS, whose step evaluates its closure a different number of times on each rank."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "optimizer must evaluate its closure once a step, got an LBFGS, which evaluates it several "
-            "times; order='atc' serves it"
-        )
 
 
 def names(models: Iterable[Module]) -> dict[Tensor, str]:
@@ -367,10 +293,6 @@ def check_ownership(optimizer: Optimizer, held: Collection[Tensor]) -> None:
 def _unscale(optimizer: Optimizer, scale: Tensor) -> None:
     """Divides an optimizer's gradients by a gradient scaler's scale, which stays on its device."""
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if scale.device.type == "cpu":
-        for gradient in gradients:
-            gradient.mul_(1.0 / float(scale))
-        return
     # The arithmetic of torch's scaler, without waiting for the device.
     inverse = scale.double().reciprocal().float()
     of_device: dict[torch.device, list[Tensor]] = {}

@@ -4,7 +4,6 @@
 #include <array>
 
 #include "core/codecs/conversions.hpp"
-#include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
 size_t BlockCodec::bytes(c10::ScalarType, size_t numel) const {
@@ -44,26 +43,6 @@ void BlockCodec::decode(c10::ScalarType dtype, size_t, const Places&, const uint
       narrow(dtype, converted.data(), numel, to);
     }
   }
-}
-
-void BlockCodec::encode_tensor(const at::Tensor& values, const at::Tensor& message) const {
-  const auto block = static_cast<int64_t>(block_);
-  const auto block_size = static_cast<int64_t>(block_bytes(block_));
-  for_sizes(values.numel(), block, [&](int64_t begin, int64_t numel, int64_t blocks) {
-    const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
-    const auto out = message.narrow(0, begin / block * block_size, blocks * size).view({blocks, size});
-    encode_rows(values.narrow(0, begin, numel).view({blocks, -1}), out);
-  });
-}
-
-void BlockCodec::decode_tensor(const at::Tensor& message, const at::Tensor& out) const {
-  const auto block = static_cast<int64_t>(block_);
-  const auto block_size = static_cast<int64_t>(block_bytes(block_));
-  for_sizes(out.numel(), block, [&](int64_t begin, int64_t numel, int64_t blocks) {
-    const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
-    const auto in = message.narrow(0, begin / block * block_size, blocks * size).view({blocks, size});
-    out.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(in));
-  });
 }
 
 } // namespace fog::codecs

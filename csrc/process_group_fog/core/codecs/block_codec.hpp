@@ -18,8 +18,6 @@ class BlockCodec : public Codec {
   void encode(c10::ScalarType dtype, const void* in, size_t numel, uint8_t* out) const final;
   void decode(c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out)
       const final;
-  void encode_tensor(const at::Tensor& values, const at::Tensor& message) const final;
-  void decode_tensor(const at::Tensor& message, const at::Tensor& out) const final;
 
  protected:
   BlockCodec(std::string text, size_t block) : Codec(std::move(text)), block_(block) {}
@@ -28,10 +26,6 @@ class BlockCodec : public Codec {
   virtual size_t block_bytes(size_t numel) const = 0;
   virtual void encode_block(const float* in, size_t numel, uint8_t* out) const = 0;
   virtual void decode_block(const uint8_t* in, size_t numel, float* out) const = 0;
-  // The same for blocks of one size by operations of ATen, see encode_tensor(): each is a row of these matrices. `rows`
-  // have the tensor's dtype, and `out` and `in` have the bytes of the blocks.
-  virtual void encode_rows(const at::Tensor& rows, const at::Tensor& out) const = 0;
-  virtual at::Tensor decode_rows(const at::Tensor& in) const = 0;
 
  private:
   const size_t block_;

@@ -2,15 +2,15 @@
 //
 // A message is a sequence of units, and each unit is the code of some consecutive elements. Units that have arrived can
 // be decoded while the rest is on its way. The number of bytes depends on the dtype and the number of elements only.
-// Equal arguments give equal bytes on every CPU, and on every device.
+// Equal arguments give equal bytes on every CPU.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
-#include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
 namespace fog {
@@ -49,13 +49,6 @@ class Codec {
   // begins with the element `first`; if unit() is zeros it is the message, and `places` are what open() has returned.
   virtual void decode(
       c10::ScalarType dtype, size_t numel, const Places& places, const uint8_t* data, size_t first, size_t count, void* out) const = 0;
-
-  // The same by operations of ATen on the tensors' device, with the same bytes and, except for the payload of a NaN, the
-  // same values. They run on the device's current stream without waiting for it, and may be captured into a graph.
-  // `values` and `out` are contiguous vectors of one of the codec's dtypes; `message` is bytes() contiguous
-  // bytes, which are valid, since looking at them would wait for the device.
-  virtual void encode_tensor(const at::Tensor& values, const at::Tensor& message) const = 0;
-  virtual void decode_tensor(const at::Tensor& message, const at::Tensor& out) const = 0;
 
  protected:
   explicit Codec(std::string text) : text_(std::move(text)) {}

@@ -9,7 +9,6 @@
 #include "core/codecs/block_codec.hpp"
 #include "core/codecs/codecs.hpp"
 #include "core/codecs/conversions.hpp"
-#include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
 namespace {
@@ -27,19 +26,6 @@ class HalfFloats : public BlockCodec {
   }
   void decode_block(const uint8_t* in, size_t numel, float* out) const override {
     widen(format_, in, numel, out);
-  }
-
-  void encode_rows(const at::Tensor& rows, const at::Tensor& out) const override {
-    const auto rounded = rows.to(at::kFloat).to(format_, false, true).view(at::kShort); // a copy in any case
-    // Devices differ in the bits of a NaN that they convert.
-    const auto nan = rows.ne(rows);
-    const int16_t bits = format_ == at::kHalf ? 0x7E00 : 0x7FC0;
-    rounded.masked_fill_(nan, bits);
-    rounded.masked_fill_(nan.logical_and_(is_negative(rows)), static_cast<int16_t>(bits | 0x8000));
-    out.copy_(as_bytes(rounded));
-  }
-  at::Tensor decode_rows(const at::Tensor& in) const override {
-    return from_bytes(in, format_).to(at::kFloat);
   }
 
  private:

@@ -15,7 +15,6 @@
 #include "core/codecs/block_codec.hpp"
 #include "core/codecs/codecs.hpp"
 #include "core/codecs/loops.hpp"
-#include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
 namespace {
@@ -69,17 +68,6 @@ float scale_for(const float* in, size_t numel) {
   return std::isfinite(scale * kTop) ? scale : float_of(bits_of(scale) - (kLowBits + 1));
 }
 
-// The same for each row, as a column.
-at::Tensor scales_for(const at::Tensor& rows) {
-  const auto largest = as_floats(magnitude_bits(rows).amax(1, true));
-  // Divide by a tensor: a division by a number would multiply by its reciprocal.
-  auto bits = as_bits(largest.div(at::full({}, kTop, largest.options())).clamp_min_(std::numeric_limits<float>::min()));
-  bits = bits.add(static_cast<int32_t>(kLowBits)).bitwise_and_(~static_cast<int32_t>(kLowBits));
-  bits.sub_(not_finite(as_floats(bits).mul(kTop)).to(at::kInt), static_cast<int32_t>(kLowBits + 1));
-  bits.masked_fill_(not_finite(largest), kNan);
-  return as_floats(bits);
-}
-
 class Int8 final : public BlockCodec {
  public:
   explicit Int8(size_t block) : BlockCodec("Int8(block=" + std::to_string(block) + ')', block) {}
@@ -103,24 +91,6 @@ class Int8 final : public BlockCodec {
     float scale = 0;
     std::memcpy(&scale, in, kScaleBytes);
     run<Restore>(in + kScaleBytes, numel, scale, out);
-  }
-
-  void encode_rows(const at::Tensor& rows, const at::Tensor& out) const override {
-    const auto given = rows.to(at::kFloat);
-    const auto scales = scales_for(given);
-    const auto whole = as_bits(given.mul(scales.reciprocal()).add(kWhole)).sub_(static_cast<int32_t>(bits_of(kWhole)));
-    out.narrow(1, 0, kScaleBytes).copy_(as_bytes(scales));
-    codes_of(out).copy_(whole.bitwise_and_(0xFF).to(at::kByte)).masked_fill_(scales.ne(scales), 0);
-  }
-
-  at::Tensor decode_rows(const at::Tensor& in) const override {
-    const auto scales = from_bytes(in.narrow(1, 0, kScaleBytes), at::kFloat);
-    return codes_of(in).view(at::kChar).to(at::kFloat).mul_(scales);
-  }
-
- private:
-  static at::Tensor codes_of(const at::Tensor& blocks) {
-    return blocks.narrow(1, kScaleBytes, blocks.size(1) - static_cast<int64_t>(kScaleBytes));
   }
 };
 

@@ -37,12 +37,22 @@ void for_bits(const uint8_t* bytes, size_t count, Use use) {
   }
 }
 
-} // namespace
+// The form of `k` places below `numel`; k is at least 1. In Elias's form place number i sets the bit (place >> bits) + i
+// of the unary part.
+struct PlacesForm {
+  PlacesForm(size_t numel, size_t k)
+      : bits(low_bits(numel, k)),
+        low(whole_bytes(k * static_cast<size_t>(bits))),
+        high(whole_bytes(k + ((numel - 1) >> bits))),
+        is_bitmap(whole_bytes(numel) <= low + high) {}
 
-PlacesForm::PlacesForm(size_t numel, size_t k)
-    : bits(low_bits(numel, k)), low(whole_bytes(k * static_cast<size_t>(bits))), high(whole_bytes(k + ((numel - 1) >> bits))) {
-  is_bitmap = whole_bytes(numel) <= low + high;
-}
+  const int bits; // of each place, that Elias's form stores as they are
+  const size_t low; // bytes of these bits, which come first
+  const size_t high; // bytes of the unary part
+  const bool is_bitmap;
+};
+
+} // namespace
 
 size_t places_bytes(size_t numel, size_t k) {
   if (k == 0) {

@@ -12,17 +12,6 @@
 
 namespace fog::codecs {
 
-// The form of `k` places below `numel`; k is at least 1. In Elias's form place number i sets the bit (place >> bits) + i
-// of the unary part.
-struct PlacesForm {
-  PlacesForm(size_t numel, size_t k);
-
-  bool is_bitmap;
-  int bits; // of each place, that Elias's form stores as they are
-  size_t low; // bytes of these bits, which come first
-  size_t high; // bytes of the unary part
-};
-
 size_t places_bytes(size_t numel, size_t k);
 
 // Writes places_bytes() bytes.

@@ -17,7 +17,6 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -26,7 +25,6 @@
 #include "core/codecs/codecs.hpp"
 #include "core/codecs/conversions.hpp"
 #include "core/codecs/places.hpp"
-#include "core/codecs/tensor_operations.hpp"
 
 namespace fog::codecs {
 namespace {
@@ -127,70 +125,6 @@ void decode_block(const uint8_t* in, size_t numel, float* out) {
   }
 }
 
-// --- the same by operations of ATen: blocks are rows ---
-
-at::Tensor whole_double(double number, const at::Tensor& like) {
-  return at::full({}, number, like.options().dtype(at::kDouble)); // a division by a number would multiply by its reciprocal
-}
-
-// Adds up the parts of dimension 1, from the first to the last one.
-at::Tensor sum_in_order(const at::Tensor& terms) {
-  const auto parts = terms.unbind(1);
-  auto sum = parts[0].clone(at::MemoryFormat::Contiguous);
-  for (size_t part = 1; part < parts.size(); ++part) {
-    sum.add_(parts[part]);
-  }
-  return sum;
-}
-
-// The columns `low` and `high`, and codes of dtype uint8 without signs. `magnitudes` are float64.
-std::array<at::Tensor, 3> code_by_means(const at::Tensor& magnitudes) {
-  const auto middle = sum_in_order(magnitudes).unsqueeze_(1).div_(whole_double(static_cast<double>(magnitudes.size(1)), magnitudes));
-  const auto is_above = magnitudes.gt(middle);
-  const auto sides = at::stack({is_above.logical_not(), is_above}, 2);
-  const auto sums = sum_in_order(magnitudes.unsqueeze(2).mul(sides)); // adding 0 changes nothing
-  const auto counts = sides.sum(1);
-  const auto means = sums.div(counts.to(at::kDouble)).unsqueeze(1).unbind(2);
-  const auto is_empty = counts.eq(0).unsqueeze(1).unbind(2);
-  const auto low = at::where(is_empty[0], middle, means[0]);
-  const auto high = at::where(is_empty[1], low, means[1]);
-  const auto has_zeros = magnitudes.eq(0).any(1, true);
-  return {low.masked_fill(has_zeros, 0), high, is_above.to(at::kByte)};
-}
-
-void encode_rows(const at::Tensor& rows, const at::Tensor& out) {
-  const auto magnitudes = rows.to(at::kFloat).abs().to(at::kDouble);
-  auto [low, high, codes] = code_by_means(magnitudes);
-  const auto is_finite = at::isfinite(magnitudes).all(1, true);
-  codes.masked_fill_(is_finite.logical_not(), 0);
-  codes.bitwise_or_(is_negative(rows).to(at::kByte).bitwise_left_shift_(1));
-  const auto range = as_bits(at::cat({low, high}, 1).to(at::kFloat));
-  range.masked_fill_(is_finite.logical_not(), kNan);
-  const auto header = static_cast<int64_t>(kHeader);
-  const auto bytes = out.size(1) - header;
-  out.narrow(1, 0, header).copy_(as_bytes(range));
-  const auto padded =
-      at::constant_pad_nd(codes, {0, static_cast<int64_t>(kInByte) * bytes - codes.size(1)}).view({-1, bytes, kInByte}).unbind(2);
-  auto packed = padded[0];
-  for (size_t place = 1; place < kInByte; ++place) {
-    packed = packed.bitwise_or(padded[place].bitwise_left_shift(static_cast<int64_t>(place) * kBits));
-  }
-  out.narrow(1, header, bytes).copy_(packed);
-}
-
-at::Tensor decode_rows(const at::Tensor& in, int64_t numel) {
-  const auto header = static_cast<int64_t>(kHeader);
-  const auto range = from_bytes(in.narrow(1, 0, header), at::kFloat).split(1, 1);
-  const auto packed = in.narrow(1, header, in.size(1) - header);
-  std::array<at::Tensor, kInByte> places;
-  for (size_t place = 0; place < kInByte; ++place) {
-    places[place] = packed.bitwise_right_shift(static_cast<int64_t>(place) * kBits);
-  }
-  const auto codes = at::stack(places, 2).view({packed.size(0), -1}).narrow(1, 0, numel);
-  const auto magnitudes = at::where(codes.bitwise_and(1).ne(0), range[1], range[0]);
-  return at::where(codes.bitwise_and(2).ne(0), magnitudes.neg(), magnitudes);
-}
-
 size_t values_bytes(c10::ScalarType dtype, size_t k, int bits) {
   if (bits == kExact) {
     return k * c10::elementSize(dtype);
@@ -253,33 +187,6 @@ void unpack_values(
       }
     }
   });
-}
-
-void pack_values(const at::Tensor& values, int bits, const at::Tensor& out) {
-  if (bits == kExact) {
-    out.copy_(as_bytes(values));
-    return;
-  }
-  const auto whole = static_cast<int64_t>(block_bytes(kBlock));
-  for_sizes(values.numel(), kBlock, [&](int64_t begin, int64_t numel, int64_t blocks) {
-    const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
-    const auto bytes = out.narrow(0, begin / static_cast<int64_t>(kBlock) * whole, blocks * size);
-    encode_rows(values.narrow(0, begin, numel).view({blocks, -1}), bytes.view({blocks, size}));
-  });
-}
-
-at::Tensor unpack_values(const at::Tensor& in, c10::ScalarType dtype, int64_t k, int bits) {
-  if (bits == kExact) {
-    return from_bytes(in, dtype);
-  }
-  const auto values = at::empty({k}, in.options().dtype(dtype));
-  const auto whole = static_cast<int64_t>(block_bytes(kBlock));
-  for_sizes(k, kBlock, [&](int64_t begin, int64_t numel, int64_t blocks) {
-    const auto size = static_cast<int64_t>(block_bytes(static_cast<size_t>(numel / blocks)));
-    const auto bytes = in.narrow(0, begin / static_cast<int64_t>(kBlock) * whole, blocks * size);
-    values.narrow(0, begin, numel).view({blocks, -1}).copy_(decode_rows(bytes.view({blocks, size}), numel / blocks));
-  });
-  return values;
 }
 
 // --- the places ---
@@ -381,27 +288,6 @@ class TopK final : public Codec {
         dtype, data, places, bits_, static_cast<size_t>(from - places.begin()), static_cast<size_t>(to - places.begin()), first, out);
   }
 
-  void encode_tensor(const at::Tensor& values, const at::Tensor& message) const override {
-    if (values.numel() == 0) {
-      return;
-    }
-    // at::topk() does not say which of equal elements it takes.
-    const auto order = std::get<1>(at::sort(magnitude_bits(values), /*stable=*/true, /*dim=*/0, /*descending=*/true));
-    const auto places = std::get<0>(at::sort(order.narrow(0, 0, static_cast<int64_t>(count(static_cast<size_t>(values.numel()))))));
-    const auto [head, tail] = parts_of(message, values);
-    pack_values(values.index_select(0, places), bits_, head);
-    pack_places(places, values.numel(), tail);
-  }
-
-  void decode_tensor(const at::Tensor& message, const at::Tensor& out) const override {
-    if (out.numel() == 0) {
-      return;
-    }
-    const auto [head, tail] = parts_of(message, out);
-    const auto places = unpack_places(tail, out.numel(), static_cast<int64_t>(count(static_cast<size_t>(out.numel()))));
-    out.zero_().scatter_(0, places, unpack_values(head, out.scalar_type(), places.numel(), bits_));
-  }
-
  private:
   // The number of elements that are sent of `numel`: none of none, otherwise at least one.
   size_t count(size_t numel) const {
@@ -410,12 +296,6 @@ class TopK final : public Codec {
 
   size_t values_size(c10::ScalarType dtype, size_t numel) const {
     return values_bytes(dtype, count(numel), bits_);
-  }
-
-  // The values and the places of the message of `tensor`.
-  std::pair<at::Tensor, at::Tensor> parts_of(const at::Tensor& message, const at::Tensor& tensor) const {
-    const auto values = static_cast<int64_t>(values_size(tensor.scalar_type(), static_cast<size_t>(tensor.numel())));
-    return {message.narrow(0, 0, values), message.narrow(0, values, message.numel() - values)};
   }
 
   Places find(c10::ScalarType dtype, const void* in, size_t numel) const {

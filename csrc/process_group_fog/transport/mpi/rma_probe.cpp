@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -50,30 +49,6 @@ bool is_fault(const std::string& report) {
   return report.compare(0, 1, kFault) == 0;
 }
 
-class Socket {
- public:
-  explicit Socket(int fd) : fd_(fd) {}
-  ~Socket() {
-    if (fd_ >= 0) {
-      close(fd_);
-    }
-  }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
-  int fd() const {
-    return fd_;
-  }
-  // Returns false at the limit.
-  bool await(short events, Clock::time_point limit) const {
-    pollfd polled = {fd_, events, 0};
-    const auto left = std::chrono::ceil<milliseconds>(limit - Clock::now()).count();
-    return left > 0 && ::poll(&polled, 1, static_cast<int>(std::min<int64_t>(left, 60'000))) == 1;
-  }
-
- private:
-  const int fd_;
-};
-
 // Waits for a report. Throws DistBackendError at the deadline.
 std::string await(Rendezvous& rendezvous, const char* key, int of, Deadline deadline) {
   while (!rendezvous.has(key)) {
@@ -84,7 +59,7 @@ std::string await(Rendezvous& rendezvous, const char* key, int of, Deadline dead
 }
 
 // Sends bytes and waits for the other side's word that they have come. Returns false at the limit.
-bool send_all(const Socket& socket, const std::vector<char>& data, size_t bytes, Clock::time_point limit) {
+bool send_all(const OwnedSocket& socket, const std::vector<char>& data, size_t bytes, Clock::time_point limit) {
   while (bytes > 0) {
     const auto sent = send(socket.fd(), data.data(), std::min(bytes, data.size()), MSG_NOSIGNAL);
     if (sent > 0) {
@@ -160,7 +135,7 @@ class Side {
       return;
     }
     const auto own = addresses_towards(rendezvous_.store_host());
-    const Socket listener(measures_ ? listen_at(own) : -1);
+    const OwnedSocket listener(measures_ ? listen_at(own) : -1);
     rendezvous_.set(kSeen, c10::str(alone ? kAlone : kTogether, ' ', describe_listener(listener.fd(), own)));
     if (measures_) {
       serve(listener, alone);
@@ -193,7 +168,7 @@ class Side {
     }
     const auto by_rma = Clock::now() - began;
     for (const auto& place : read_listener(listener, own_addresses())) {
-      const Socket socket(begin_to_connect(place));
+      const OwnedSocket socket(begin_to_connect(place));
       if (socket.fd() < 0 || !socket.await(POLLOUT, Clock::now() + std::chrono::seconds(1)) || error_of_socket(socket.fd()) != 0 ||
           !send_all(socket, *data, kWarmUp, deadline_)) {
         continue;
@@ -209,7 +184,7 @@ class Side {
   }
 
   // Takes the data that comes by TCP, until the origin has measured.
-  void serve(const Socket& listener, bool alone) {
+  void serve(const OwnedSocket& listener, bool alone) {
     std::vector<char> taken(kWarmUp);
     int fd = -1;
     size_t bytes = 0;
@@ -243,7 +218,7 @@ class Side {
         break;
       }
     }
-    const Socket closed(fd);
+    const OwnedSocket closed(fd);
   }
 
   Runtime& runtime_;

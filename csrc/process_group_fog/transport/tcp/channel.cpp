@@ -85,16 +85,7 @@ void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
   const auto early = take_early(tag);
   coming_[tag] = data;
   data->grant_room();
-  for (size_t done = 0; done < early.size();) {
-    const auto room = data->room();
-    const size_t some = std::min(room.bytes, early.size() - done);
-    if (some == 0) {
-      refuse_message(peer_, early.size(), "there is no room for it");
-    }
-    std::memcpy(room.at, early.data() + done, some);
-    done += some;
-    come(tag, *data, some);
-  }
+  take(tag, early.data(), early.size());
 }
 
 void Channel::ignore(uint32_t tag) {
@@ -356,7 +347,7 @@ void Channel::parse() {
       const char* from = buffer_.get() + begin_;
       begin_ += bytes;
       part_left_ -= bytes;
-      take(from, bytes);
+      take(part_tag_, from, bytes);
       continue;
     }
     Frame frame;
@@ -459,12 +450,12 @@ void Channel::on_frame(const Frame& frame) {
   refuse_message(peer_, sizeof(frame), "there is no such frame");
 }
 
-void Channel::take(const char* from, size_t bytes) {
+void Channel::take(uint32_t tag, const char* from, size_t bytes) {
   while (bytes > 0) {
-    const auto found = coming_.find(part_tag_);
+    const auto found = coming_.find(tag);
     const auto data = found == coming_.end() ? nullptr : found->second.lock();
     if (!data) { // it is early, or nobody waits for it any more
-      if (const auto early = came_early_.find(part_tag_); early != came_early_.end()) {
+      if (const auto early = came_early_.find(tag); early != came_early_.end()) {
         if (bytes_came_early_ + bytes > kMostEarly) {
           refuse_message(peer_, bytes, "more data comes early than may");
         }
@@ -481,7 +472,7 @@ void Channel::take(const char* from, size_t bytes) {
     std::memcpy(room.at, from, some);
     from += some;
     bytes -= some;
-    come(part_tag_, *data, some);
+    come(tag, *data, some);
   }
 }
 

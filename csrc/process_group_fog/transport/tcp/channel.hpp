@@ -228,8 +228,8 @@ class Channel {
   // Handles the frames that are in the buffer as a whole.
   void parse();
   void on_frame(const Frame& frame);
-  // Bytes of the part that is coming, which lie at `from`.
-  void take(const char* from, size_t bytes);
+  // Bytes of the data with that tag, which lie at `from`.
+  void take(uint32_t tag, const char* from, size_t bytes);
   void come(uint32_t tag, IncomingData& data, size_t bytes);
   void forget_early(uint32_t tag);
   std::string take_early(uint32_t tag);

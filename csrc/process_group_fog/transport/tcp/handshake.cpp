@@ -2,7 +2,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -56,30 +55,23 @@ using Clock = std::chrono::steady_clock;
 
 class Call {
  public:
-  Call(const PeerAddress& to, Clock::time_point limit) : fd_(begin_to_connect(to)), limit_(limit) {}
-  ~Call() {
-    if (fd_ >= 0) {
-      close(fd_);
-    }
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
+  Call(const PeerAddress& to, Clock::time_point limit) : socket_(begin_to_connect(to)), limit_(limit) {}
 
   bool connected() const {
-    return fd_ >= 0 && await(POLLOUT) && error_of_socket(fd_) == 0;
+    return socket_.fd() >= 0 && socket_.await(POLLOUT, limit_) && error_of_socket(socket_.fd()) == 0;
   }
   template <typename Word>
   bool put(const Word& word) const { // so few bytes always fit
-    return ::send(fd_, &word, sizeof(word), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(word));
+    return ::send(socket_.fd(), &word, sizeof(word), MSG_NOSIGNAL) == static_cast<ssize_t>(sizeof(word));
   }
   template <typename Word>
   bool take(Word& word) const {
     auto* bytes = reinterpret_cast<char*>(&word);
     for (size_t come = 0; come < sizeof(word);) {
-      if (!await(POLLIN)) {
+      if (!socket_.await(POLLIN, limit_)) {
         return false;
       }
-      const auto count = recv(fd_, bytes + come, sizeof(word) - come, 0);
+      const auto count = recv(socket_.fd(), bytes + come, sizeof(word) - come, 0);
       if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) {
         return false;
       }
@@ -89,19 +81,7 @@ class Call {
   }
 
  private:
-  // Returns false once the time is over.
-  bool await(short events) const {
-    while (true) {
-      pollfd polled = {fd_, events, 0};
-      const auto left = std::chrono::ceil<std::chrono::milliseconds>(limit_ - Clock::now()).count();
-      const int ready = ::poll(&polled, 1, static_cast<int>(std::max<decltype(left)>(0, left)));
-      if (ready >= 0 || errno != EINTR) {
-        return ready > 0;
-      }
-    }
-  }
-
-  const int fd_;
+  const OwnedSocket socket_;
   const Clock::time_point limit_;
 };
 

@@ -104,7 +104,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As there; the names may begin with "_model.", as asyncddp saved them."""
-        named = {name.removeprefix("_model."): value for name, value in state_dict.items()}
+        named = {f"module.{name.split('.', 1)[1]}": value for name, value in state_dict.items()}
         return super().load_state_dict(named, strict, assign)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:

@@ -8,10 +8,11 @@ The recursion is the same, as the gradient is that of the old parameters.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partialmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,16 +20,16 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fogdist.algorithms.asynchronous_diffusion import PullGet, WinPut
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
-from fogdist.algorithms.window_push_sum import WindowPushSum
+from fogdist.algorithms.push_sum import PushSumSGD
+from fogdist.algorithms.win_put import WinPut
 from fogdist.bluefog.deprecation import warn_once
+from fogdist.exchange import check_weight
 from fogdist.shards import local_of, sharded_as
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.mixing import DynamicWeights, GlobalAverage, Machines, Mixing, Neighbors, NoMixing
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
-from fogdist.training.window_algorithm import WindowAlgorithm
 from fogdist.warn import warn_user
 
 # A module, several modules, or pairs as from `model.named_parameters()`.
@@ -212,7 +213,7 @@ class DistributedAdaptThenCombineOptimizer(_Communicating):
     """Adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
 
     It is `fogdist.algorithms.DecentralizedSGD` with ``order="atc"``: `step` makes the optimizer's own step with the gradients
-    as they are, after accumulation, clipping or unscaling, and then averages the parameters. LBFGS is allowed too.
+    as they are, after accumulation, clipping or unscaling, and then averages the parameters.
     Arguments and attributes are those of `DistributedAdaptWithCombineOptimizer`. BlueFog counted backward passes, of which
     each has its forward pass.
     """
@@ -222,11 +223,6 @@ class DistributedAdaptThenCombineOptimizer(_Communicating):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.watch_forward("before forward")  # only to count the passes
-
-    def adapt(self) -> Any:
-        """See `Algorithm.adapt`. An LBFGS makes passes of its own, on each rank another number of them."""
-        with self.no_sync():
-            return super().adapt()
 
     def count_step(self) -> bool:
         """See `Algorithm.count_step`."""
@@ -244,8 +240,13 @@ class DistributedAdaptThenCombineOptimizer(_Communicating):
         return False
 
 
-class _OnWindows(_CountingPasses, WindowAlgorithm):
-    """An algorithm over windows with BlueFog's arguments, and a bound of staleness that suits ranks that share cores."""
+class DistributedWinPutOptimizer(_CountingPasses, WinPut):
+    """Averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
+
+    Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
+    is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
+    other.
+    """
 
     def __init__(
         self,
@@ -263,22 +264,82 @@ class _OnWindows(_CountingPasses, WindowAlgorithm):
         steps = num_steps_per_communication
         super().__init__(optimizer, model, local_steps=steps, max_staleness=max_staleness, **options)
 
+    def unregister_window(self) -> None:
+        """Frees the windows, as `close`."""
+        self.close()
 
-class DistributedWinPutOptimizer(_OnWindows, WinPut):
-    """Averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
 
-    Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
-    is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
-    other.
+# BlueFog's got values that the neighbors now put: an average uses the last ones all the same.
+DistributedPullGetOptimizer = DistributedWinPutOptimizer
+
+
+class DistributedPushSumOptimizer(_CountingPasses, PushSumSGD):
+    """Push-sum along the group's topology, in step: `fogdist.algorithms.PushSumSGD` with ``order="awc"``.
+
+    Args:
+        optimizer: As in `fogdist.algorithms.Algorithm`.
+        model: As in `fogdist.algorithms.Algorithm`.
+        num_steps_per_communication: As in `DistributedAdaptWithCombineOptimizer`.
+        window_prefix: Not used: it has no windows.
+        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
+        **options: As in `fogdist.algorithms.PushSumSGD`, but `topology`.
+
+    Attributes:
+        self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
+        dst_weights: {out-neighbor: share}, by default the same for each; out-neighbors that are not in it get nothing. Set both
+            before an iteration for a dynamic topology; they add up to 1.
+        force_barrier: Not used: ranks always go in step.
     """
 
+    force_barrier: bool
 
-class DistributedPullGetOptimizer(_OnWindows, PullGet):
-    """As `DistributedWinPutOptimizer`, with the neighbors' present parameters: `fogdist.algorithms.PullGet`."""
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: Models,
+        num_steps_per_communication: int = 1,
+        window_prefix: str | None = None,
+        bucket_cap_mb: float | None = None,
+        **options: Any,
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
+        self.force_barrier = True
+        options |= {"local_steps": num_steps_per_communication, "bucket_cap_mb": bucket_cap_mb}
+        super().__init__(optimizer, model, order="awc", broadcast=False, **options)
+        neighbors = self.context.topology.out_neighbors
+        self.self_weight = 1.0 / (len(neighbors) + 1)
+        self.dst_weights = dict.fromkeys(neighbors, self.self_weight)
 
+    def unregister_window(self) -> None:
+        """Ends it, as `close`."""
+        self.close()
 
-class DistributedPushSumOptimizer(_OnWindows, WindowPushSum):
-    """As `DistributedWinPutOptimizer`, by push-sum: `fogdist.algorithms.WindowPushSum`."""
+    def weights(self) -> DynamicWeights:
+        """See `Algorithm.weights`: shares for all neighbors, so that each rank knows from whom it receives.
+
+        Raises:
+            TypeError: `dst_weights` is not a dict, or a weight is not a real number.
+            ValueError: A weight is negative or not finite, nothing is kept, they do not add up to 1, or are not of out-neighbors.
+        """
+        if not isinstance(self.dst_weights, Mapping):
+            kind = type(self.dst_weights).__name__
+            raise TypeError(f"dst_weights must be a dict of ranks to shares, got {kind}")
+        kept = check_weight(cast("float", self.self_weight), "self_weight")
+        given = {r: check_weight(w, f"dst_weights[{r}]") for r, w in self.dst_weights.items()}
+        if kept <= 0.0 or min(given.values(), default=0.0) < 0.0:
+            raise ValueError(f"self_weight must be above 0 and dst_weights not below, got {kept} and {given}")
+        if not math.isclose(math.fsum([kept, *given.values()]), 1.0, abs_tol=1e-6):  # they may be of float32
+            raise ValueError(f"self_weight and dst_weights must add up to 1, got {kept} and {given}")
+        topology = self.context.topology
+        if not given.keys() <= set(topology.out_neighbors):
+            raise ValueError(
+                f"dst_weights must name out-neighbors only, {sorted(topology.out_neighbors)}, got {sorted(given)}"
+            )
+        return DynamicWeights(
+            kept,
+            dict.fromkeys(topology.in_neighbors, 1.0),
+            {rank: given.get(rank, 0.0) for rank in topology.out_neighbors},
+        )
 
 
 class DistributedGradientAllreduceOptimizer(_OldNames):
