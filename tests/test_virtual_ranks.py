@@ -261,7 +261,7 @@ def test_ranks_that_are_threads(wire: str) -> None:
     [(2, 1), (3, 1), (3, 2), (5, 2), (7, 7), (13, 4), (16, 16), (20, 8), (24, 3), (41, 7)],
 )
 def test_tensors_reach_all_ranks_whatever_their_hosts(size: int, per_host: int) -> None:
-    """By trees, in steps and directly, between hosts of different sizes."""
+    """Broadcasts go by trees, in steps, in slices and pieces, and directly, between hosts of different sizes."""
     world = VirtualWorld(size, ranks_per_host=per_host, seed=size, most_delay=2, confirm=size % 2 == 1)
     for operation, numels in (
         ("broadcast", (0, 1, 700, 6_000, 70_001)),

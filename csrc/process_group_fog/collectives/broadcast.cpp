@@ -1,34 +1,137 @@
 #include "collectives/broadcast.hpp"
 
-namespace fog {
+#include "collectives/cutovers.hpp"
 
+namespace fog {
 Broadcast::Broadcast(Signature signature, void* data, size_t bytes)
     : Operation(signature), data_(static_cast<char*>(data)), bytes_(bytes) {}
 
+Slice Broadcast::slice(int place) const {
+  return slice_of(bytes_, place, hosts().least());
+}
+
+Slice Broadcast::piece(int place, int host) const {
+  const auto whole = slice(place);
+  const int root_host = hosts().machine_of(signature_.root);
+  const auto part = slice_of(whole.numel, (host - root_host + hosts().count()) % hosts().count() - 1, hosts().count() - 1);
+  return {whole.begin + part.begin, part.numel};
+}
+
+std::vector<int> Broadcast::hosts_across() const {
+  std::vector<int> across;
+  const int root_host = hosts().machine_of(signature_.root);
+  for (int distance = 1; distance < hosts().count(); ++distance) {
+    const int host = (hosts().machine() + distance) % hosts().count();
+    if (host != root_host) {
+      across.push_back(host);
+    }
+  }
+  return across;
+}
+
 void Broadcast::launch() {
-  tree_ = host_tree(hosts(), signature_.root, bytes_ > Transport::kLocalInlineBytes);
-  for (const auto& child : tree_.children) {
-    expect_announcement(child.rank);
+  const bool in_slices = cutovers::in_slices(bytes_, hosts());
+  const bool star = bytes_ > Transport::kLocalInlineBytes;
+  if (!in_slices) {
+    tree_ = host_tree(hosts(), signature_.root, star);
+  }
+  if (confirms()) {
+    announcements_ = in_slices || star ? host_tree(hosts(), signature_.root) : tree_;
+    for (const auto& child : announcements_.children) {
+      expect_announcement(child.rank);
+    }
+  }
+  if (in_slices) {
+    launch_slices();
+    return;
   }
   if (tree_.parent >= 0) {
-    receive(tree_.parent, 0, data_, bytes_);
+    receive(tree_.parent, kDown, data_, bytes_);
+  }
+}
+
+void Broadcast::launch_slices() {
+  const int root = signature_.root;
+  const int root_host = hosts().machine_of(root);
+  const int places = hosts().least();
+  if (rank() == root) {
+    role_ = Role::kRoot;
+    std::vector<Destination> beside;
+    for (const int local : hosts().local()) {
+      if (local != root) {
+        beside.push_back({local});
+      }
+    }
+    send(beside, kDown, data_, bytes_);
+    for (int distance = 1; distance < hosts().count(); ++distance) {
+      const int host = (root_host + distance) % hosts().count();
+      for (int place = 0; place < places; ++place) {
+        const auto part = piece(place, host);
+        send(hosts().rank(host, place), kDown, data_ + part.begin, part.numel);
+      }
+    }
+    return;
+  }
+  if (hosts().machine() == root_host) {
+    role_ = Role::kBesideRoot;
+    receive(root, kDown, data_, bytes_);
+    return;
+  }
+  const int own = hosts().place();
+  role_ = own < places ? Role::kPlace : Role::kLocal;
+  for (int place = 0; place < places; ++place) {
+    if (place != own) {
+      receive(hosts().local()[place], kShared, data_ + slice(place).begin, slice(place).numel);
+    }
+  }
+  if (role_ == Role::kPlace) {
+    const auto mine = piece(own, hosts().machine());
+    receive(root, kDown, data_ + mine.begin, mine.numel);
+    for (const int host : hosts_across()) {
+      const auto theirs = piece(own, host);
+      receive(hosts().rank(host, own), kAcross, data_ + theirs.begin, theirs.numel);
+    }
+  }
+}
+
+// The next steps of a rank that takes part between hosts.
+void Broadcast::advance_place() {
+  const int own = hosts().place();
+  if (!passed_on_ && received(kDown)) {
+    passed_on_ = true;
+    const auto mine = piece(own, hosts().machine());
+    for (const int host : hosts_across()) {
+      send(hosts().rank(host, own), kAcross, data_ + mine.begin, mine.numel);
+    }
+  }
+  if (!shared_ && received(kDown) && received(kAcross)) {
+    shared_ = true;
+    std::vector<Destination> local;
+    for (const int other : hosts().local()) {
+      if (other != rank()) {
+        local.push_back({other});
+      }
+    }
+    send(local, kShared, data_ + slice(own).begin, slice(own).numel);
   }
 }
 
 Operation::Action Broadcast::advance() {
   if (!announced_ && announced()) {
     announced_ = true;
-    if (tree_.parent >= 0) {
-      announce_to(tree_.parent);
+    if (announcements_.parent >= 0) {
+      announce_to(announcements_.parent);
     }
   }
-  if (!passed_on_ && received(0)) {
+  if (role_ == Role::kPlace) {
+    advance_place();
+  } else if (!passed_on_ && received(kDown)) {
     passed_on_ = true;
     std::vector<Destination> children;
     for (const auto& child : tree_.children) {
       children.push_back({child.rank});
     }
-    send(children, 0, data_, bytes_);
+    send(children, kDown, data_, bytes_);
   }
   return received_all() ? Action::kDone : Action::kWait;
 }

@@ -113,8 +113,16 @@ inline c10::ScalarType partial_dtype(c10::ScalarType dtype, c10d::ReduceOp::RedO
 // --- operations without arithmetic ---
 // Up to this size, a tree is cheaper although it sends data more than once.
 constexpr size_t kTree = size_t(64) << 10;
+// A smaller piece of a slice costs as much as an empty message.
+constexpr size_t kLeastPiece = size_t(8) << 10;
 // Up to this number of bytes per rank, messages cost more than their data, no matter how many ranks' data they forward.
 constexpr size_t kBlock = 256;
+
+// For broadcast: returns whether the tensor goes between hosts in slices.
+inline bool in_slices(size_t bytes, const Machines& hosts) {
+  const auto pieces = static_cast<size_t>(hosts.least()) * static_cast<size_t>(hosts.count() - 1);
+  return pieces > 0 && bytes > kTree && bytes / pieces >= kLeastPiece;
+}
 
 // For allgather, gather and scatter: returns whether ranks forward the data of other ranks, with `bytes` of each rank.
 inline bool sent_on(size_t bytes, int ranks, const Machines& hosts) {

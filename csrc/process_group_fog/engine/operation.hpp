@@ -227,6 +227,10 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   int source(size_t receive) const {
     return receives_[receive].peer;
   }
+  // The value of set_confirm().
+  bool confirms() const {
+    return confirm_;
+  }
   // Announcements between a rank that only sends in an operation and a rank that only receives from it: the receiver
   // sends an empty message at once, so that each rank checks the other's signature. They do nothing if confirmations
   // are off.
