@@ -208,7 +208,8 @@ def fresh_loggers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = [(logger.handlers[:], logger.level) for logger in loggers]
     for logger in loggers:
         logger.handlers, logger.level = [], logging.NOTSET
-    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "")  # which counts as unset; what is set later is undone with it
+    # This counts as unset; what is set later is undone with it.
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "")
     _logging.set_up.cache_clear()
     yield
     _logging.set_up.cache_clear()

@@ -19,6 +19,7 @@ class TopologyError(ValueError, AssertionError):
     keep working. Arguments of a wrong type raise TypeError instead.
     """
 
+
 _Value = TypeVar("_Value")
 
 
