@@ -66,7 +66,7 @@ class AsynchronousGossip(Algorithm):
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: The seed for the choice of neighbors; ranks may use different seeds.
-        max_staleness: As in `fogdist.training.WindowAlgorithm`, counted in steps.
+        max_staleness: As in `fogdist.algorithms.WinPut`, counted in steps.
         **options: As in `Algorithm`. Steps without gossip take from the inbox all the same; `topology` must be None.
 
     Attributes:
