@@ -155,7 +155,8 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kWindowReply:
       service_->on_message(group, source, header, data);
       return;
-    case MessageKind::kTaken: // the transport handles these itself
+    case MessageKind::kFragment: // the transport handles these itself
+    case MessageKind::kTaken:
     case MessageKind::kWanted:
     case MessageKind::kFilled:
     case MessageKind::kEmptied:
