@@ -65,6 +65,12 @@ def choco_sgd(s: Simulation) -> Iterator[np.ndarray]:
         yield X
 
 
+def is_exact_average(W: np.ndarray) -> bool:
+    """Returns whether W is the exact average of all ranks but those that are lost, whose rows are of the identity."""
+    living = np.diag(W) < 1
+    return np.allclose(W[np.ix_(living, living)], 1 / living.sum())
+
+
 def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
     """Sarfi et al., algorithm 1, where all ranks average; else by gossip."""
     X = s.X
@@ -80,14 +86,14 @@ def sparse_loco(s: Simulation) -> Iterator[np.ndarray]:
             if s.begins_anew(k):
                 replicas.begin_anew()
             if not s.loses(k):  # what is sent when a rank is lost was made before
-                share = 0.0 if np.allclose(W, 1 / s.size) else gamma
+                share = 0.0 if is_exact_average(W) else gamma
             M = s.option.get("error_decay", 0.95) * E + s.option.get("outer_lr", 1.0) * (X - mixed)
             M = M + share * (mixed - H)
             T = H + M
             H = replicas.follow(T)
             E = T - H
             mixed = W @ H
-            if np.allclose(W, 1 / s.size):
+            if is_exact_average(W):
                 replicas.H = H = mixed  # all merge
             X = mixed
         yield X

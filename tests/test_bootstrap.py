@@ -608,7 +608,7 @@ def test_forked_child() -> None:
 ANSWERED = """
 group.hosts group.id group.local_ranks group.options
 window.in_neighbors window.is_gone window.name window.out_neighbors window.tensor window.transport window.transport_to
-.announced .emulate .job_secret .load_mpi .mpi_version .note_epoch .note_job .note_step
+.announced .emulate .init_logging .job_secret .load_mpi .mpi_version .note_epoch .note_job .note_step
 .observe .protocol .read_flight_record .shutdown .stop_timeline .suspend_detection .timeline_is_on
 .timeline_path
 """

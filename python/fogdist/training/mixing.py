@@ -35,7 +35,7 @@ TopologyLike: TypeAlias = "nx.DiGraph | Sequence[nx.DiGraph] | Topology | str | 
 _COMPARED_ROUNDS = 64
 _KEPT_PLANS = 1024
 # A function that waits for an exchange in flight and returns its results, one for each given tensor.
-Finish: TypeAlias = "Callable[[], list[Tensor]]"
+Finish: TypeAlias = Callable[[], list[Tensor]]
 
 # The backend remembers every name, so the names of rounds repeat.
 _ROUND_NAMES = 64
