@@ -69,6 +69,9 @@ def data_connections() -> list[socket.socket]:
     found = []
     for name in os.listdir("/proc/self/fd"):
         # not a connection, or closed by now
+        with contextlib.suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as each:
             each.getpeername()
             own = each.family in (socket.AF_INET, socket.AF_INET6) and each.getsockname() not in of_store
