@@ -44,7 +44,7 @@ socklen_t length_with(const std::string& name) {
 } // namespace
 
 Beacon::Beacon() : socket_(socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0)) {
-  const auto name = "fog-" + random_secret().substr(0, 32);
+  const auto name = "fog-" + random_digits(32);
   if (const auto own = address_of(name); socket_.fd() >= 0 && bind(socket_.fd(), as_plain(own), length_with(name)) == 0) {
     name_ = name;
   }

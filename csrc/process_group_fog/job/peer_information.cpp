@@ -40,7 +40,7 @@ void set_protocol(const std::string& protocol) {
 }
 
 std::string random_job_name() {
-  return c10::str("fog_", getpid(), '_', random_secret().substr(0, 32));
+  return c10::str("fog_", getpid(), '_', random_digits(32));
 }
 
 PeerInformation own_information() {

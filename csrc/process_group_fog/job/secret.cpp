@@ -52,6 +52,10 @@ void forget_job_secret() {
   secret.clear();
 }
 
+std::string random_digits(size_t count) {
+  return random_secret().substr(0, count);
+}
+
 std::string random_secret() {
   std::array<uint8_t, 32> bytes;
   fill_randomly(bytes.data(), bytes.size());

@@ -17,6 +17,8 @@ void set_job_secret(const std::string& secret);
 // The job has not come about. The next one has a secret of its own.
 void forget_job_secret();
 
+// Returns so many random hexadecimal digits, 64 at most: for names, fewer than a secret has.
+std::string random_digits(size_t count);
 // Returns 32 random bytes, as hexadecimal digits.
 std::string random_secret();
 std::string hexadecimal(const std::array<uint8_t, 32>& bytes);

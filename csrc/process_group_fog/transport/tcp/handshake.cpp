@@ -35,7 +35,7 @@ uint64_t mark_of(const std::string& line) {
 }
 
 std::string with_mark(const std::string& line) {
-  return line.empty() ? line : line + kMark + random_secret().substr(0, kDigits);
+  return line.empty() ? line : line + kMark + random_digits(kDigits);
 }
 
 Proof prove(Side side, const Hello& hello, const Nonce& nonce) {
