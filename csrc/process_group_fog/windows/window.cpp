@@ -347,8 +347,7 @@ bool Window::is_in(const c10::Storage& storage) const {
   return storage_.is_alias_of(storage);
 }
 
-void Window::apply(
-    int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes) {
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes) {
   const char* name = name_of(op);
   const Use use(*this, name, For::kNeighbor);
   TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
