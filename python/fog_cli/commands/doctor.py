@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fog_cli import add_command, machine, version
+from fog_cli import machine, version
 from fog_cli.machine import Finding
 from fog_cli.spawn import Ended, run_program
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog doctor                   look at everything, and try two ranks
   fog doctor --no-self-test    only look
@@ -46,15 +46,8 @@ _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
 _SUSPECTS = ("descriptors", "shared memory", "ranks share memory", "loopback")
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "doctor",
-        "find out what works on this machine",
-        "Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
-        _EXAMPLES,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
     parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")
 
 

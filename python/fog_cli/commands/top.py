@@ -15,14 +15,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fog_cli import UsageError, add_command
+from fog_cli import number
 from fog_cli import table as columns
-from fog_cli.commands.dump import NOTHING, add_pids, read_records
+from fog_cli.commands import dump
 
 if TYPE_CHECKING:
     from fogdist.observe.flight_record import Process
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog top                       all processes of yours on this host that have a group of fog, until Ctrl-C
   fog top --once                the same, printed once
@@ -31,33 +31,27 @@ examples:
 
 It reads memory that the ranks write to in any case, so it disturbs none of them, and works on ranks that hang.
 """
-_LONGEST = 3600.0
 # Moves the cursor of a terminal to its first line, and clears what follows.
 _CLEAR = "\033[H\033[J"
 # The states of /proc/PID/stat that are no ordinary running or sleeping.
 _STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "top",
-        "show the ranks of this host: steps, waits, staleness, failures",
-        "Shows the ranks of this host: state, membership, steps, staleness, waits for each rank, failures.",
-        _EXAMPLES,
-    )
-    add_pids(parser)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
+    dump.add(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two samples (default: 1)"
+        "--interval",
+        type=number(float, 0.1, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two samples (default: 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and end")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the ranks."""
-    if not 0.1 <= arguments.interval <= _LONGEST:
-        raise UsageError(f"--interval: got {arguments.interval:g}; allowed are 0.1 to {_LONGEST:g} seconds")
     watch = _watch(arguments.pids)
     if not arguments.once and sys.stdout.isatty():
         with contextlib.suppress(KeyboardInterrupt):
@@ -69,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
     jobs = watch.sample()
     if not jobs:
-        print(f"fog top: {NOTHING}", file=sys.stderr)
+        print(f"fog top: {dump.NOTHING}", file=sys.stderr)
         return 1
     print(table(jobs))
     return 0
@@ -146,7 +140,7 @@ class Watch:
 def _watch(pids: list[int]) -> Watch:
     from fogdist.observe import flight_record
 
-    read_records(pids)  # raises if there is no such process
+    dump.read_records(pids)  # raises if there is no such process
     return Watch(lambda: [each for each in flight_record.read_all() if not pids or each.pid in pids])
 
 
@@ -163,7 +157,7 @@ def table(jobs: Sequence[Sequence[Row]]) -> str:
         shown = [tuple(cells(row).values()) for row in rows]
         lines = columns([tuple(cells(rows[0])), *shown])
         parts.append("\n".join([title, *lines, *flight_record.blamed(living)]))
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or dump.NOTHING
 
 
 def cells(row: Row) -> dict[str, str]:
