@@ -115,9 +115,11 @@ def test_torch_is_not_imported_by_what_does_without() -> None:
 
 
 def test_hosts() -> None:
-    assert parse_hosts("a:2,b.example.org:4") == [Host("a", 2), Host("b.example.org", 4)]
-    assert parse_hosts("10.0.0.1, [fe80::1%eth0]:2") == [Host("10.0.0.1", 1), Host("fe80::1%eth0", 2)]
-    assert parse_hosts("a,b,a") == [Host("a", 2), Host("b", 1)]
+    assert parse_hosts("-H", ["a:2", "b.example.org:4"]) == [Host("a", 2), Host("b.example.org", 4)]
+    assert parse_hosts("-H", ["10.0.0.1", " [fe80::1%eth0]:2"]) == [
+        Host("10.0.0.1", 1),
+        Host("fe80::1%eth0", 2),
+    ]
 
 
 def test_hostfile(tmp_path: Path) -> None:
@@ -129,10 +131,8 @@ def test_hostfile(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ("a slots=2\nb slots=many\n", r"line 2: got 'b slots=many'; allowed are"),
-        ("-a slots=2\n", r"line 1: got '-a slots=2'"),
-        ("a slots=0\n", r"line 1: got 'a slots=0'.*one slot at least"),
-        ("# nothing\n", "it names no host"),
+        ("a slots=2\nb slots=many\n", r"got 'b slots=many'; allowed are"),
+        ("a slots=0\n", r"got 'a slots=0'.*one slot at least"),
         (None, "No such file or directory"),
         ("\udcff", "decode"),
     ],
@@ -198,14 +198,14 @@ run -np 2 missing.py | missing.py: there is no such script
 run -np 2 -- --no-option | --no-option: no option of fog run
 run -np 2 no-such-program | no-such-program: there is no such script or program
 run -np 4 -H a:1,b:2 train.py | -np: got 4; the hosts have 3 slots: a:1, b:2
-run -np 2 -H a:b train.py | -H: entry 1: got 'a:b'; allowed are 'host'
-run -np 2 -H a:0 train.py | -H: entry 1: got 'a:0'
-run -np 2 -H 'a b' train.py | -H: entry 1: got 'a b'
-run -np 2 -H ,a train.py | -H: entry 1: got ''
-run -np 2 -H a:-1 train.py | -H: entry 1: got 'a:-1'
-run -np 2 -H 'a;b:1' train.py | -H: entry 1: got 'a;b:1'
-run -np 2 -H a,-oProxyCommand=x train.py | -H: entry 2: got '-oProxyCommand=x'
+run -np 2 -H a:b train.py | -H: got 'a:b'; allowed are 'host'
+run -np 2 -H 'a b' train.py | -H: got 'a b'
+run -np 2 -H ,a train.py | -H: got ''
+run -np 2 -H a:-1 train.py | -H: got 'a:-1'
+run -np 2 -H 'a;b:1' train.py | -H: got 'a;b:1'
+run -np 2 -H a,-oProxyCommand=x train.py | -H: got '-oProxyCommand=x'
 run -np 2 --hostfile missing train.py | --hostfile missing: No such file
+run -np 2 --hostfile /dev/null train.py | -np: got 2; the hosts have 0 slots
 run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
@@ -420,7 +420,7 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
     of_tests = {"FOG_TEST_ALL", "FOG_SOAK_OPERATIONS"}  # set by `make test-long`
     assert set(unknown.split(", ")) - of_tests == {"FOG_CONFIRMED"}
     # MPI itself needs /dev/shm, and without it ends by SIGBUS.
-    assert found["MPI RMA, start"] == "note" and "shared memory" in advice["MPI RMA, start"], output
+    assert found["MPI RMA, start"] == "note" and "goes by TCP" in advice["MPI RMA, start"], output
 
 
 def another_torch() -> None:
@@ -514,11 +514,11 @@ def test_doctor_names_what_hangs_or_crashes() -> None:
 
     output = printed(begun, {"name": "start", "text": "fine"}, rank=0) + printed(begun, rank=1)
     crashed = Ended(139, output, "Fatal error\nfog run: rank 1 (process 7) ended by SIGSEGV")
-    (found_one,) = doctor.tried(crashed, "one host", ["loopback"])
+    (found_one,) = doctor.tried(crashed, "one host")
     assert found_one.state == "bad" and "rank 1 (process 7) ended by SIGSEGV" in found_one.text
-    assert "loopback" in found_one.advice
+    assert "FOG_LOG_LEVEL=debug fog doctor" in found_one.advice
     (optional,) = doctor.tried(crashed, "TCP", optional="nothing to do")
-    assert optional.state == "note" and optional.advice == "nothing to do"
+    assert optional.state == "note" and optional.advice.endswith("nothing to do")
     (late,) = doctor.loaded(Ended(None, "", ""))
     assert (late.name, late.state) == ("Python", "bad") and "did not end in time" in late.text
     (silent,) = doctor.tried(Ended(1, "", "no torch"), "one host")

@@ -120,10 +120,11 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         raise UsageError("-np: it is missing; allowed are numbers from 1 on")
     if arguments.max_restarts is not None and not arguments.keep_going:
         raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
-    given = parse_hosts(arguments.hosts) if arguments.hosts else None
-    if arguments.hostfile:
-        given = read_hostfile(arguments.hostfile)
-    hosts = place(given, ranks) if given else [Host("localhost", ranks)]
+    hosts = [Host("localhost", ranks)]
+    if arguments.hosts:
+        hosts = place(parse_hosts("-H", arguments.hosts.split(",")), ranks)
+    elif arguments.hostfile:
+        hosts = place(read_hostfile(arguments.hostfile), ranks)
     variables = _variables(arguments, environment)
     starts = [
         launchers.AGENT

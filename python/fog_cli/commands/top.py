@@ -1,7 +1,6 @@
 """`fog top`: shows the ranks of this host, live in a terminal, or once.
 
-It takes samples of files in memory that ranks write in any case (`fogdist.flight_record`), and of the state of processes in
-/proc. No rank takes part in it.
+It takes samples of files in memory that ranks write in any case (`fogdist.flight_record`). No rank takes part in it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fog_cli import number
@@ -33,8 +31,6 @@ It reads memory that the ranks write to in any case, so it disturbs none of them
 """
 # Moves the cursor of a terminal to its first line, and clears what follows.
 _CLEAR = "\033[H\033[J"
-# The states of /proc/PID/stat that are no ordinary running or sleeping.
-_STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +71,17 @@ class Row:
 
     Attributes:
         process: What was read of it.
-        state: "runs", "stopped", "ended", "traced" or "in a system call".
         rate: Steps per second since the last sample; None if unknown.
         waits: By rank, the share of the time since the last sample in which only that rank's message was missing, or for
             which an operation in flight has waited for it.
     """
 
     process: Process
-    state: str
     rate: float | None = None
     waits: dict[int, float] = field(default_factory=dict)
 
 
-def row_of(now: Process, before: Process | None, seconds: float, state: str) -> Row:
+def row_of(now: Process, before: Process | None, seconds: float) -> Row:
     """Returns what to show of a process, of which another sample was taken so many seconds before, or none."""
     waits: dict[int, float] = {}
     if before:
@@ -97,24 +91,14 @@ def row_of(now: Process, before: Process | None, seconds: float, state: str) -> 
     for operation in now.in_flight:  # its wait is counted when it ends
         for rank, _ in operation.awaited:
             waits[rank] = max(waits.get(rank, 0.0), min(operation.age / seconds, 1.0))
-    return Row(now, state, (now.steps - before.steps) / seconds if before else None, waits)
-
-
-def process_state(pid: int) -> str:
-    """Returns the state of a process as in `Row`."""
-    with contextlib.suppress(OSError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return _STATES.get(letter, "runs")
-    return "ended"
+    return Row(now, (now.steps - before.steps) / seconds if before else None, waits)
 
 
 class Watch:
     """Takes samples by a function that reads the records to show; a process that has ended keeps its row."""
 
-    def __init__(
-        self, read: Callable[[], Sequence[Process]], state_of: Callable[[int], str] = process_state
-    ) -> None:
-        self._read, self._state_of = read, state_of
+    def __init__(self, read: Callable[[], Sequence[Process]]) -> None:
+        self._read = read
         self._rows: dict[int, Row] = {}  # by process ID
         self._at = 0.0
 
@@ -124,12 +108,10 @@ class Watch:
         found = {process.pid: process for process in self._read()}
         for pid, row in self._rows.items():
             if pid not in found:
-                self._rows[pid] = replace(row, state="ended", rate=None, waits={})
+                self._rows[pid] = Row(replace(row.process, state="ended"))
         for pid, process in found.items():
             before = self._rows.get(pid)
-            self._rows[pid] = row_of(
-                process, None if before is None else before.process, at - self._at, self._state_of(pid)
-            )
+            self._rows[pid] = row_of(process, before.process if before else None, at - self._at)
         self._at = at
         jobs: dict[str, list[Row]] = {}
         for row in sorted(self._rows.values(), key=lambda row: row.process.started):
@@ -150,7 +132,7 @@ def table(jobs: Sequence[Sequence[Row]]) -> str:
 
     parts = []
     for rows in jobs:
-        living = [row.process for row in rows if row.state != "ended"]
+        living = [row.process for row in rows if row.process.state != "ended"]
         most = max(len({process.rank for process in living}), rows[0].process.size)  # a job can have grown
         title = f"{flight_record.title([row.process for row in rows])}: "
         title += f"{len({process.rank for process in living})} of {most} ranks are on this host"
@@ -167,7 +149,7 @@ def cells(row: Row) -> dict[str, str]:
     operation = next(iter([*process.in_flight, *reversed(process.operations)]), None)
     what, age = "", ""
     if operation is not None:
-        living = process.in_flight if row.state != "ended" else []
+        living = process.in_flight if process.state != "ended" else []
         awaited = _listed(sorted({rank for each in living for rank, _ in each.awaited}))
         endings = {"in flight": f" …{awaited and f' waits for {awaited}'}", "failed": " failed"}
         what = f"#{operation.number} {operation.what}{endings.get(operation.state, '')}"
@@ -177,7 +159,7 @@ def cells(row: Row) -> dict[str, str]:
         "rank": str(process.rank),
         "process": str(process.pid),
         "host": process.host,
-        "state": row.state,
+        "state": process.state,
         "membership": str(process.epoch) if process.epoch >= 0 else "",
         "steps": str(process.steps),
         "steps/s": "" if row.rate is None else f"{row.rate:.3g}",
