@@ -16,15 +16,11 @@ import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist import flight_record
-from fogdist.observe.flight_record import Operation, Peer, Process
-from scripts import ROOT
-
-# The tests do not need an installed command line.
-sys.path.append(str(ROOT / "python"))
 from fog_cli import main
 from fog_cli.commands import top
 from fog_cli.commands.top import Watch, cells, duration, row_of
+from fogdist import flight_record
+from fogdist.observe.flight_record import Operation, Peer, Process
 
 
 def operation(**values: object) -> Operation:
@@ -251,12 +247,6 @@ def test_the_command_shows_a_rank(new_world, tmp_path):
 
 
 # --- the command line -----------------------------------------------------------------------------------------
-
-
-def test_nothing_to_show(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(flight_record, "read_all", list)
-    assert main(["top"]) == 1
-    assert capsys.readouterr().err.startswith("fog top: no process of yours")
 
 
 def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
