@@ -243,7 +243,7 @@ def test_a_rate_is_measured_beyond_the_burst_of_a_link(monkeypatch: pytest.Monke
     alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)
     monkeypatch.setattr(advise_ranks, "dist", alone)
     monkeypatch.setattr(advise_ranks, "_transfer", transfer)
-    monkeypatch.setattr(advise_ranks, "_of_all", lambda value: [value])
+    monkeypatch.setattr(advise_ranks, "of_all", lambda value: [value])
     ((size, taken),) = advise_ranks._timed(0, 0, [0], 0.1)
     assert rate < size / taken < 1.1 * rate
 

@@ -23,7 +23,7 @@ import fog_cli
 import pytest
 from fog_cli import COMMANDS, UsageError, keep_going, launchers, machine, main, one_host, processes
 from fog_cli.commands import bench, doctor, run, topology
-from fog_cli.hosts import Host, parse_hosts, read_hostfile
+from fog_cli.hosts import Host, read_hostfile
 from fog_cli.programs.rank import LinePrefixer
 from fog_cli.spawn import Ended, run_program
 from forked_programs import ForkedJob
@@ -105,18 +105,13 @@ def test_torch_is_not_imported_by_what_does_without() -> None:
 # --- fog run: hosts -----------------------------------------------------------------------------------------
 
 
-def test_hosts() -> None:
-    assert parse_hosts("-H", ["a:2", "b.example.org:4"]) == [Host("a", 2), Host("b.example.org", 4)]
-    assert parse_hosts("-H", ["10.0.0.1", " [fe80::1%eth0]:2"]) == [
-        Host("10.0.0.1", 1),
-        Host("fe80::1%eth0", 2),
-    ]
-
-
 def test_hostfile(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
-    file.write_text("# ours\na slots=2\n\nb:4  # the new one\n  c slots = 1\nd\na\n")
-    assert read_hostfile(str(file)) == [Host("a", 3), Host("b", 4), Host("c", 1), Host("d", 1)]
+    file.write_text(
+        "# ours\na slots=2\n\nb.org:4  # the new one\n  c slots = 1\n10.0.0.1\na\n[fe80::1%eth0]:2\n"
+    )
+    hosts = {"a": 3, "b.org": 4, "c": 1, "10.0.0.1": 1, "fe80::1%eth0": 2}
+    assert read_hostfile(str(file)) == [Host(name, slots) for name, slots in hosts.items()]
 
 
 @pytest.mark.parametrize(
