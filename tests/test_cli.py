@@ -223,7 +223,7 @@ def test_wrong_command_lines_start_nothing(
     [
         ("run -np x t.py", "argument -np/--num-proc: got 'x'; allowed are numbers from 1 on"),
         ("run -np 0 t.py", "argument -np/--num-proc: got '0'"),
-        ("run -np 2 -p 0 t.py", "argument -p/--ssh-port: got '0'; allowed are 1 to 65535"),
+        ("run -np 2 -p 65536 t.py", "argument -p/--ssh-port: got '65536'; allowed are 1 to 65535"),
         ("run --keep-going -np 2 --max-restarts -1 t.py", "argument --max-restarts: got '-1'"),
         ("advise -np 1", "argument -np/--num-proc: got '1'; allowed are numbers from 2 on"),
         ("advise -np 2 --parameters x", "argument --parameters: got 'x'; allowed are 1000, 4K,"),
