@@ -226,8 +226,12 @@ def test_early_rank_waits_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("-np 4 python train.py -v", "--num-proc=4 -m fogdist.bluefog train.py -v"),
         (
-            "-np 4 --use-infiniband --extra-mpi-flags=-x --verbose train.py",
-            "--num-proc=4 --verbose -m fogdist.bluefog train.py",
+            "-np 4 --use-infiniband --extra-mpi-flags=-x --verbose --timeline-filename=t train.py",
+            "--num-proc=4 -xFOG_TIMELINE=t -xFOG_LOG_LEVEL=debug -m fogdist.bluefog train.py",
+        ),
+        (
+            "-np 4 --prefix nice train.py",
+            f"--num-proc=4 nice {sys.executable} -m fogdist.bluefog train.py",
         ),
         (
             "-np 2 -H a:1,b:1 -p 22 --extra-mpi-flags=-x train.py",

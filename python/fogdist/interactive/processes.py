@@ -59,12 +59,7 @@ class Processes:
             "folder": os.getcwd(),
             "size": size,
             "count": size,
-            "first": 0,
-            "port": 0,
-            # In the agent and not in rank 0, so that ranks can make a destroyed group again at any time.
-            "holds_store": True,
-            "stays": False,
-            "is_asked": False,
+            "first": 0,  # so the Store is in the agent, and ranks can make a destroyed group again at any time
         }
         self.pids: list[int] = []
         self.client: Any = None
