@@ -255,7 +255,7 @@ class Exchanges:
                 dst_machine_weights=dst_machine_weights,
             )
             raise RuntimeError(
-                "hierarchical_neighbor_allreduce and Machines() need weights or a machine topology; call "
+                "hierarchical_neighbor_allreduce needs weights or a machine topology, as Machines() does; call "
                 "fogdist.set_machine_topology(fogdist.topology.exponential(fogdist.machine_size())) first"
             )
         exchange = self._dynamic(self_weight, src_machine_weights, dst_machine_weights, check)

@@ -121,8 +121,9 @@ class Topology:
             TopologyError: Its nodes are not 0 ... n-1, a weight is not finite, or a rank's weights do not sum
                 to 1.
         """
-        W = mixing_matrix(graph)
-        return cls(name, [W if has_weights(graph) else mixing_matrix(uniform_weights(graph))])
+        if not has_weights(graph):
+            graph = uniform_weights(graph)
+        return cls(name, [check_matrix(mixing_matrix(graph), "graph")])
 
     @classmethod
     def of_rounds(
