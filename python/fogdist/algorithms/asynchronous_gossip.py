@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.streams import Mark, wait_until_complete
 from fogdist.topology import Topology
+from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.continuing import Watch
 from fogdist.training.mixing import Plans, edges_of, rounds_of
@@ -24,9 +27,6 @@ from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from typing_extensions import Unpack
-
     from fog_pg._C import Window
 
 
@@ -103,8 +103,6 @@ class AsynchronousGossip(Algorithm):
         max_staleness: int | None = MAX_STALENESS,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"seed must be an int, got {type(seed).__name__}")
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
@@ -117,7 +115,7 @@ class AsynchronousGossip(Algorithm):
                 "topology must connect all ranks for AsynchronousGossip, as 'ring' and 'symexp' do, got one of "
                 f"{nx.number_connected_components(graph)} parts"
             )
-        self._seed = seed
+        self._seed = check_int(seed, "seed")
         self._rank = context.rank
         self._shares = _shares_in(graph, context.viewpoint)
         self._windows = self._watch = None
