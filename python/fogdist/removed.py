@@ -131,7 +131,9 @@ REMOVED: dict[str, dict[str, str]] = {
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
             for name, instead in _GRAPHS.items()
         },
-        **dict.fromkeys(("Torus2DGraph", "torus"), "write mesh(size) or exponential(size), graphs of few neighbors"),
+        **dict.fromkeys(
+            ("Torus2DGraph", "torus"), "write mesh(size) or exponential(size), graphs of few neighbors"
+        ),
         "SEQUENCE_NAMES": "write the names themselves, which `fog topology` and the docstring of `named` list",
         **dict.fromkeys(
             ("matrix_from_destinations", "matrix_from_sources", "transpose_neighbor_ranks"),

@@ -125,7 +125,9 @@ class DecentralizedAdamW(Algorithm):
         if not self.overflowed:
             # In place of the optimizer's own step: its hooks are called, and schedulers count it.
             if hasattr(self._fog_wrapped.step, "_wrapped_by_lr_sched"):
-                vars(self._fog_wrapped)["_opt_called"] = True  # a scheduler's wrapper of `step` sets the same mark
+                vars(self._fog_wrapped)["_opt_called"] = (
+                    True  # a scheduler's wrapper of `step` sets the same mark
+                )
             Optimizer.profile_hook_step(lambda _: self._adapt(is_due))(self._fog_wrapped)
             self.buckets.outdate()
         elif is_due:

@@ -29,12 +29,11 @@ from numpy.typing import NDArray
 from fogdist.lazy import nx
 from fogdist.topology.weights import (
     SUM_TOLERANCE,
+    Matrix,
     metropolis_hastings_weights,
     mixing_matrix,
     uniform_weights,
 )
-
-Matrix = NDArray[np.float64]
 
 
 def healed_rounds(

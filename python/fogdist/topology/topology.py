@@ -18,6 +18,7 @@ from fogdist.topology.graphs import exponential, fully_connected, ring, star, sy
 from fogdist.topology.healing import attached, healed_rounds
 from fogdist.topology.validation import TopologyError, check_int, check_rank
 from fogdist.topology.weights import (
+    Matrix,
     build_topology,
     check_matrix,
     has_weights,
@@ -25,8 +26,6 @@ from fogdist.topology.weights import (
     spectral_gap,
     uniform_weights,
 )
-
-Matrix = NDArray[np.float64]
 
 # The most weights that a topology keeps.
 _MOST_KEPT = 1 << 22

@@ -791,9 +791,10 @@ def _bound(called: type[Algorithm], arguments: Any, options: dict[str, Any]) -> 
     """
     known: dict[str, inspect.Parameter] = {}
     for base in called.__mro__:
-        if "__init__" not in vars(base):
+        constructor = vars(base).get("__init__")
+        if constructor is None:
             continue
-        own = list(inspect.signature(base.__init__).parameters.values())[1:]
+        own = list(inspect.signature(constructor).parameters.values())[1:]
         has_places = any(each.kind is each.POSITIONAL_OR_KEYWORD for each in known.values())
         for each in own:
             if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and not has_places):
@@ -801,7 +802,9 @@ def _bound(called: type[Algorithm], arguments: Any, options: dict[str, Any]) -> 
         if all(each.kind is not each.VAR_KEYWORD for each in own):
             break  # it passes no options on to its own bases
     try:
-        return inspect.Signature(sorted(known.values(), key=lambda each: each.kind)).bind(*arguments, **options)
+        return inspect.Signature(sorted(known.values(), key=lambda each: each.kind)).bind(
+            *arguments, **options
+        )
     except TypeError as error:
         raise TypeError(f"{called.__name__}() {error}; it takes {', '.join(known)}") from None
 
