@@ -71,7 +71,7 @@ def _graph(name: str, size: SupportsIndex, names: tuple[str, ...]) -> nx.DiGraph
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r} of type {type(name).__name__}")
     if name not in _GRAPHS:
-        raise TopologyError(f"name must be one of {', '.join(names)}, got {name!r}")
+        raise TopologyError(f"topology name must be one of {', '.join(names)}, got {name!r}")
     return _GRAPHS[name](size)
 
 
