@@ -281,7 +281,7 @@ def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     rank, _ = start()
     write = checkpoint.write
     if rank == 1:
-        checkpoint.write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
+        checkpoint.write = lambda folder, *state: write(tmp_path / "elsewhere" / folder.name, *state)
     shared = tmp_path / "checkpoints"
     try:
         with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):
