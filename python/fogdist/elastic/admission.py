@@ -39,9 +39,8 @@ class Admission:
         self._waits = False
         self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
-        self._silent: dict[
-            int, float
-        ] = {}  # tickets without a request to this rank, and when they were first seen
+        # Tickets without a request to this rank, and when they were first seen.
+        self._silent: dict[int, float] = {}
         self._copies: dict[int, Offer] = {}
 
     def is_quiet(self, epoch: int) -> bool:
