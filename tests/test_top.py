@@ -16,10 +16,11 @@ import fogdist.bluefog.torch as bf
 import pytest
 import torch
 import torch.distributed as dist
-from fog_pg import _extension
 from fogdist import flight_record
 from fogdist.observe.flight_record import Operation, Peer, Process
 from scripts import ROOT
+
+from fog_pg import _extension
 
 # The tests do not need an installed command line.
 sys.path.append(str(ROOT / "python"))

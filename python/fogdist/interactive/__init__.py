@@ -168,7 +168,9 @@ def running() -> list[Cluster]:
 def _check(size: object, environment: object, timeout: object) -> None:
     check_int(size, "size", minimum=1)  # type: ignore[arg-type]
     given = {} if environment is None else environment
-    if not isinstance(given, Mapping) or not all(isinstance(text, str) for each in given.items() for text in each):
+    if not isinstance(given, Mapping) or not all(
+        isinstance(text, str) for each in given.items() for text in each
+    ):
         raise TypeError(f"environment must be a dict of strings to strings, got {environment!r}")
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
         raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")

@@ -218,7 +218,9 @@ def _waits(operation: Operation) -> str:
     if not operation.awaited:
         return ""
     more = operation.awaited_count - len(operation.awaited)
-    named = [f"{rank} (process {pid})" if pid else f"{rank} (another host)" for rank, pid in operation.awaited]
+    named = [
+        f"{rank} (process {pid})" if pid else f"{rank} (another host)" for rank, pid in operation.awaited
+    ]
     return f", waits for {_ranks(named, more)}" + (f" and {more} more" if more > 0 else "")
 
 
