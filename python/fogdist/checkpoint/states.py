@@ -49,7 +49,7 @@ def settle(model: Module, optimizer: Optimizer | None) -> None:
 def capture(
     model: Module, optimizer: Optimizer | None, extra: Any
 ) -> tuple[float, dict[str, Any], dict[str, Tensor]]:
-    """Returns the state of this rank: the weight of its parameters in the mean, all that is no tensor, and tensors by name.
+    """Returns the weight of this rank's parameters in the mean, all that is no tensor, and the tensors by name.
 
     The tensors are those of the training itself.
     """

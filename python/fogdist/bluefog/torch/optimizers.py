@@ -360,7 +360,7 @@ class DistributedGradientAllreduceOptimizer(_OldNames):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Averages the gradients now. `step` averages them again, which changes nothing, or not in `skip_synchronize`."""
+        """Averages the gradients now. `step` does so again, which changes nothing, or not in `skip_synchronize`."""
         self._fog_check_not_replaced()
         if self.is_running:
             self.refresh()
