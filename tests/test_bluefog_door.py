@@ -727,17 +727,6 @@ error = (model.weight.detach().T - truth).norm().item()
 assert error < 1e-2, error
 print(f"rank {bf.rank()}: close")
 """
-CONSENSUS = """
-import torch
-import bluefog.torch as bf
-
-bf.init()
-x = torch.Tensor([bf.rank()])
-for _ in range(100):
-    x = bf.neighbor_allreduce(x)
-assert abs(x.item() - 1.5) < 1e-5, x
-print(f"rank {bf.rank()}: close")
-"""
 PUSH_SUM = """
 import time
 import torch
@@ -789,7 +778,7 @@ with bf.win_lock(name):
 bf.barrier()
 print(f"rank {bf.rank()}: close")
 """
-SNIPPETS = {"consensus": CONSENSUS, "push-sum": PUSH_SUM, "mutex": MUTEX, "training": TRAINING}
+SNIPPETS = {"push-sum": PUSH_SUM, "mutex": MUTEX, "training": TRAINING}
 
 
 @pytest.mark.parametrize("snippet", list(SNIPPETS))

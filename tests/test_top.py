@@ -22,6 +22,8 @@ from fog_cli.commands.top import Watch, cells, duration, row_of
 from fogdist import flight_record
 from fogdist.observe.flight_record import Operation, Peer, Process
 
+from fog_pg import _extension
+
 
 def operation(**values: object) -> Operation:
     given = {
@@ -132,7 +134,7 @@ def numbers_of_training() -> list[object]:
         model(torch.ones(4)).sum().backward()
         optimizer.step()
         dist.barrier()
-    flight_record.note_epoch(3)
+    _extension.load().note_epoch(3)
     seen = flight_record.read(os.getpid())
     fogdist.shutdown()
     waited = {peer.rank: peer.waited for peer in seen.peers}

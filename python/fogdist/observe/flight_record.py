@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,18 +165,6 @@ def count_step() -> None:
         extension.note_step()
 
 
-def note_epoch(epoch: int) -> None:
-    """Shows the epoch of this rank's membership, for `fog top`."""
-    if (extension := sys.modules.get("fog_pg._C")) is not None:
-        extension.note_epoch(epoch)
-
-
-def note_staleness(exchanges: Mapping[int, int]) -> None:
-    """Shows, for `fog top`, how many exchanges old the values of ranks of the job are."""
-    if (extension := sys.modules.get("fog_pg._C")) is not None:
-        extension.note_staleness(list(exchanges.items()))
-
-
 def read_all() -> list[Process]:
     """Reads the records of all processes of this host that this user may read, in the order of their pids."""
     found = []
@@ -236,15 +224,14 @@ def _waits(operation: Operation) -> str:
     if not operation.awaited:
         return ""
     more = operation.awaited_count - len(operation.awaited)
-    named = ", ".join(
+    named = [
         f"{rank} (process {pid})" if pid else f"{rank} (another host)" for rank, pid in operation.awaited
-    )
-    ranks = f"rank{'s' if operation.awaited_count > 1 else ''} {named}"
-    return f", waits for {ranks}" + (f" and {more} more" if more > 0 else "")
+    ]
+    return f", waits for {_ranks(named, more)}" + (f" and {more} more" if more > 0 else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _ranks(ranks: Sequence[object], more: int = 0) -> str:
+    return f"rank{'s' if len(ranks) + more > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def blamed(found: Sequence[Process]) -> list[str]:

@@ -50,16 +50,7 @@ def fog_run(words: Sequence[str]) -> list[str]:
 
 
 def interrupt_hanged_processes(profile: str = "bluefog") -> None:
-    """Interrupts the ranks of this notebook, as `fogdist.interactive.Cluster.interrupt` does.
-
-    `ibfrun start -np 4` is `fogdist.interactive.start` here.
-
-    Args:
-        profile: Not used: they are all ranks that this process has started.
-
-    Raises:
-        RuntimeError: This process has started no ranks.
-    """
+    """As `fogdist.interactive.Cluster.interrupt`, of all clusters of this process; `profile` is not used."""
     clusters = interactive.running()
     if not clusters:
         raise RuntimeError(
