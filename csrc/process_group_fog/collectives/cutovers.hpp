@@ -32,7 +32,7 @@ constexpr size_t kLeastInRing = Transport::kInlineBytes;
 constexpr size_t kLeastSlice = size_t(4) << 10;
 constexpr size_t kLeastLane = size_t(16) << 10;
 // Parts of a tensor that are in flight at the same time.
-constexpr size_t kLeastPart = size_t(2) << 20;
+constexpr size_t kLeastPart = size_t(1) << 20;
 constexpr size_t kMostParts = 8;
 
 struct Path {

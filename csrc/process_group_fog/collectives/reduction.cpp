@@ -70,7 +70,7 @@ void Reduction::send_step(const Step& step) {
   std::vector<Destination> destinations;
   destinations.reserve(step.ranks.size());
   for (const int peer : step.ranks) {
-    destinations.push_back({peer, step.given ? scale_ : 1.0});
+    destinations.push_back({peer, step.given ? scale_ : 1.0, step.only_sender});
   }
   const size_t begin = step.elements.begin;
   send(destinations, step.message, step.given ? given(begin) : place(begin), step.elements.numel * item_);

@@ -77,6 +77,7 @@ struct Schedule {
     std::vector<int> ranks; // of the group
     bool given = false; // whether tensors are sent or combined as they were given, not partial sums
     bool last = false; // whether the combined elements are the result
+    bool only_sender = false; // whether no other rank sends to the receiver while this step does
   };
 
   std::vector<Step> steps;
@@ -86,6 +87,10 @@ struct Schedule {
     if (!to.empty()) {
       steps.push_back({Step::Kind::kSend, number(message), elements, std::move(to), given, false});
     }
+  }
+  // Sends around a ring, in which each rank receives from one rank only.
+  void send_in_ring(int to, uint16_t message, Slice elements) {
+    steps.push_back({Step::Kind::kSend, number(message), elements, {to}, false, false, true});
   }
   void combine(std::vector<int> from, uint16_t message, Slice elements, bool given, bool last) {
     steps.push_back({Step::Kind::kCombine, number(message), elements, std::move(from), given, last});

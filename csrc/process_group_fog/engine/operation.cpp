@@ -297,9 +297,9 @@ void Operation::send(
     return;
   }
   c10::SmallVector<Transport::Destination, 8> peers;
-  for (const auto& [peer, scale] : destinations) {
+  for (const auto& [peer, scale, only_sender] : destinations) {
     group_->check_present(peer);
-    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_});
+    peers.push_back({group_->members[peer].peer_id, scale, confirm && confirm_, only_sender});
   }
   Transport::Sent sent;
   try {

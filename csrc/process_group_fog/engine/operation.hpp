@@ -171,6 +171,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
   struct Destination {
     int peer;
     double scale = 1.0;
+    bool only_sender = false; // see Transport::Destination
   };
   using Memory = Transport::Memory;
   // Sends the same `bytes` of `data` to several group ranks as message `step`.

@@ -296,7 +296,7 @@ Transport::Sent InProcessNetwork::Endpoint::send(
   const auto* bytes = static_cast<const char*>(data);
   std::shared_ptr<Going> going;
   const bool chunked = memory == Memory::kOverwritten || (memory == Memory::kStays && (by_turns_ = !by_turns_));
-  for (const auto& [peer, scale, wants_confirm] : destinations) {
+  for (const auto& [peer, scale, wants_confirm, only_sender] : destinations) {
     if (handler_.peers()[peer].is_lost()) {
       throw Unreachable(peer);
     }

@@ -236,7 +236,7 @@ Transport::Sent ProcessTransport::send(
     outgoing->stream = streams_.open(readers, header.group, data, header.bytes, owner);
   }
   for (size_t i = 0; i < destinations.size(); ++i) {
-    const auto& [peer, scale, wants_confirm] = destinations[i];
+    const auto& [peer, scale, wants_confirm, only_sender] = destinations[i];
     header.scale = scale;
     header.wants_confirm = wants_confirm ? 1 : 0;
     header.delivery = Delivery::kInline;
@@ -293,7 +293,7 @@ Transport::Sent ProcessTransport::send(
         header.payload_tag = wire_.next_tag(peer);
         send_header(peer, header, nullptr, 0);
         const bool may_go_early = !links_.reaches(peer) && held_.count(peer) == 0;
-        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended, may_go_early);
+        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended, may_go_early, only_sender);
         break;
       }
     }

@@ -183,6 +183,7 @@ class Transport {
     PeerId peer;
     double scale = 1.0; // the sender's weight for this receiver
     bool wants_confirm = false;
+    bool only_sender = false; // no other rank sends to it meanwhile, so a part of the data may go before it asks
   };
   enum class Memory {
     kStays, // the data does not change until the transfer is done

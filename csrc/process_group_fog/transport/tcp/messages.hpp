@@ -30,8 +30,8 @@ class Messages final : private Connections::User, private Channel::User {
   uint32_t next_tag(PeerId destination) {
     return link(destination).channel.next_tag();
   }
-  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more. Over a long path a
-  // part may go before the receiver asks for it, only if the header went by this wire.
+  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more. Over a long path, and
+  // to a receiver with only one sender, a part may go before the receiver asks for it, only if the header went by this wire.
   void send_data(
       PeerId destination,
       uint32_t tag,
@@ -39,7 +39,8 @@ class Messages final : private Connections::User, private Channel::User {
       size_t bytes,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent,
-      bool may_go_early);
+      bool may_go_early,
+      bool only_sender);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // Nobody will receive the data of that message.
   void ignore(PeerId source, const Header& header) {
@@ -139,8 +140,8 @@ class Messages final : private Connections::User, private Channel::User {
   // Measures the rate of a connection whose socket is full, and limits what waits in it.
   void measure(PeerId peer, Link& link);
   void limit_unsent(PeerId peer, Link& link, size_t bytes);
-  // Returns how many bytes may go early now.
-  size_t early_room(PeerId peer, Link& link);
+  // Returns how many bytes may go early now: what a long path holds, and at least that many in all.
+  size_t early_room(PeerId peer, Link& link, size_t least);
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;
