@@ -125,7 +125,13 @@ def test_cpp_gets_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, text in given.items():
         monkeypatch.setenv(f"FOG_{name}", text)
-    others = {"_FOG_LOCAL_LINKS": "0", "_FOG_CONNECTIONS": "3", "LOCAL_WORLD_SIZE": "8", "PMI_RANK": "9", "PMI_SIZE": "10"}
+    others = {
+        "_FOG_LOCAL_LINKS": "0",
+        "_FOG_CONNECTIONS": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "PMI_RANK": "9",
+        "PMI_SIZE": "10",
+    }
     for name, text in others.items():
         monkeypatch.setenv(name, text)
     seen: list[Any] = []

@@ -31,7 +31,8 @@ bool is_additional(const Hello& hello) {
 }
 
 bool is_for(const Hello& hello, int self, uint64_t mark) {
-  return (hello.magic == kMagic || is_additional(hello)) && hello.to == self && hello.to_mark == mark && hello.from != self && hello.from >= kJoins;
+  return (hello.magic == kMagic || is_additional(hello)) && hello.to == self && hello.to_mark == mark && hello.from != self &&
+      hello.from >= kJoins;
 }
 
 uint64_t mark_of(const std::string& line) {
