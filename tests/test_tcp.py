@@ -395,17 +395,21 @@ def test_several_connections(tmp_path: Path) -> None:
 
 
 def send_much(rate: str) -> tuple[str, int]:
-    """Ranks 0 and 1 send each other long data; returns how it goes, and how many connections there are."""
+    """Rank 0 sends rank 1 long data; returns how it goes, and how many connections there are."""
     if not rate:
         Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
-    other, x = 1 - dist.get_rank(), torch.zeros(32 * MIB // 4)
+    send_long()
+    return way_to(1 - dist.get_rank()), count_connections()
+
+
+def send_long() -> None:
+    x = torch.zeros(32 * MIB // 4)
     for _ in range(2):
-        if other == 1:
+        if dist.get_rank() == 0:
             dist.send(x, 1)
         else:
             dist.recv(x, 0)
     dist.barrier()
-    return way_to(other), count_connections()
 
 
 @pytest.mark.parametrize(
@@ -427,13 +431,14 @@ def test_one_connection(tmp_path: Path, setting: dict[str, str], rate: str, dela
 
 
 def reach_for_few_descriptors() -> tuple[str, int]:
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * free, hard))
-    found = send_much("")
+    send_long()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return found
+    return way_to(1 - dist.get_rank()), count_connections()
 
 
 def test_descriptors_are_kept_for_first_connections(tmp_path: Path) -> None:
