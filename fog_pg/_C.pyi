@@ -412,6 +412,8 @@ class ProcessGroupFog(Backend):
     def transport(self, rank: int) -> str:
         """How large data travels to another rank: "shared memory", "rma", "rma, exchanges only" or "tcp".
 
+        Where several TCP connections carry it: "tcp: 2 connections, round trip 40.1 ms, 930 Mbit/s".
+
         Raises:
             ValueError: `rank` is not another rank of the group.
         """
@@ -696,6 +698,7 @@ class Settings:
     job_secret: str
     timeline: str
     local_links: bool
+    connections: int
     rma_bytes: int
     host_timeout: int
     warn_after: int

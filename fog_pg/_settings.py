@@ -36,6 +36,7 @@ def apply(extension: Any) -> None:
     settings.job_secret = environment.JOB_SECRET.get()
     settings.timeline = environment.TIMELINE.get() or environment.BLUEFOG_TIMELINE.get()
     settings.local_links = environment.LOCAL_LINKS.get()
+    settings.connections = environment.CONNECTIONS.get()
     settings.rma_bytes = environment.RMA_BYTES.get()
     settings.host_timeout = environment.HOST_TIMEOUT.get()
     settings.warn_after = environment.WARN_AFTER.get()

@@ -125,7 +125,13 @@ def test_cpp_gets_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, text in given.items():
         monkeypatch.setenv(f"FOG_{name}", text)
-    others = {"_FOG_LOCAL_LINKS": "0", "LOCAL_WORLD_SIZE": "8", "PMI_RANK": "9", "PMI_SIZE": "10"}
+    others = {
+        "_FOG_LOCAL_LINKS": "0",
+        "_FOG_CONNECTIONS": "3",
+        "LOCAL_WORLD_SIZE": "8",
+        "PMI_RANK": "9",
+        "PMI_SIZE": "10",
+    }
     for name, text in others.items():
         monkeypatch.setenv(name, text)
     seen: list[Any] = []
@@ -138,6 +144,7 @@ def test_cpp_gets_each_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = {name.lower(): int(text) if text.isdecimal() else text for name, text in given.items()}
     assert values == wanted | {
         "local_links": False,
+        "connections": 3,
         "local_ranks": 8,
         "launcher_rank": 9,
         "launcher_size": 10,

@@ -7,7 +7,9 @@ test_wire_bytes counts its bytes.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 import resource
 import signal
 import socket
@@ -24,7 +26,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RUN_TIMEOUT, World, error_of
-from hosts import address, count_connections, data_connections, run_on_hosts
+from hosts import address, count_connections, data_connections, ip, run_on_hosts
 from test_bootstrap import mapped
 from test_machines import VARIABLE
 from test_rma import PER_MACHINE, exchange_and_check
@@ -45,6 +47,8 @@ PATIENCE = 30.0
 
 # At least so much of 1 MiB comes before it is asked for, where the path is long and has carried more than that before.
 EARLY = 256 * KIB
+# Of <asm-generic/socket.h>.
+SO_MAX_PACING_RATE = 47
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +290,7 @@ def bother(victim: int) -> list[int]:
             HELLO.pack(b"fog tcp2", 1000, victim + 1, 0, marks[victim], b"0" * 16),  # meant for another rank
             HELLO.pack(b"fog tcp2", 1000, victim, 0, 1, b"0" * 16),  # meant for another process
             hello + b"1" * 32,  # a proof without the secret
+            b"fog tcp+" + hello[8:] + b"1" * 32,  # the same of an additional connection
             hello,  # silent from now on
             hello[:5],
             b"",
@@ -311,7 +316,261 @@ def heard(unknown: socket.socket) -> int:
 def test_strangers_are_dropped(new_world: Callable[..., World]) -> None:
     """Nobody learns more than a nonce of 16 bytes, and the job goes on; first connections come through the crowd."""
     found = new_world(3, environment=APART).run(bother, 0, timeout=60)
-    assert found[1][:3] == [0, 0, 0] and found[1][3] == 16 and max(found[1]) == 16, found
+    assert found[1][:3] == [0, 0, 0] and found[1][3:5] == [16, 16] and max(found[1]) == 16, found
+
+
+# --- several connections to a peer -----------------------------------------------------------------------------
+
+# Little may be in flight in a connection, so one does not fill the link, which has no limit.
+SEVERAL = {**TCP, "_FOG_CONNECTIONS": "4"}
+DELAY = 0.01
+SMALL_BUFFER = "4096 65536 262144"
+
+
+def grow(least: int = 2) -> list[tuple[str, int]]:
+    """Ranks 0 and 1 send each other data until it takes several connections; returns the first one's address."""
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)  # of this host
+    other = 1 - dist.get_rank()
+    dist.barrier()
+    (first,) = data_connections()
+    kept = [first.getsockname()]
+    first.close()
+    for number in range(20):
+        sent = torch.arange(3 * MIB // 2) * (number + other + 1)  # 12 MiB, and every part differs
+        received = torch.zeros_like(sent)
+        works = [dist.isend(sent, other), dist.irecv(received, other)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        assert received.equal(torch.arange(3 * MIB // 2) * (number + 2 - other)), number
+        enough = torch.tensor(float(connections_used() >= least))
+        dist.all_reduce(enough)
+        if enough == 2:
+            return kept
+    raise AssertionError(f"data goes by {way_to(other)}")
+
+
+def connections_used() -> int:
+    """Returns by how many connections data goes to the other rank, as fogdist.transport says."""
+    way = way_to(1 - dist.get_rank())
+    if way == "tcp":
+        return 1
+    parts = re.fullmatch(r"tcp: ([2-4]) connections, round trip (\d+\.\d) ms, \d+ Mbit/s", way)
+    assert parts is not None and 2e3 * DELAY <= float(parts[2]) < 10e3 * DELAY, way
+    return int(parts[1])
+
+
+def way_to(other: int) -> str:
+    backend: Any = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+    return backend.transport(other)
+
+
+def additional(first: list[tuple[str, int]]) -> list[socket.socket]:
+    return [each for each in data_connections() if each.getsockname() not in first]
+
+
+def exchange_by_several() -> tuple[int, int, int]:
+    """Returns how many connections there are, how many data takes, and how many elements of long sums are wrong."""
+    first = grow(3)
+    wrong = 0
+    for numel in [size // 8 for size in SIZES if size >= 8] + [2 * MIB + 1]:
+        whole = torch.arange(numel) * 1_000_003_000_007
+        output = torch.empty_like(whole)
+        for _ in range(5):
+            dist.reduce_scatter(output, [whole * (dist.get_rank() + 1)] * 2)
+            wrong += int((output != whole * 3).sum())
+    more = additional(first)
+    for each in more:
+        each.close()
+    return len(more), connections_used(), wrong
+
+
+def test_several_connections(tmp_path: Path) -> None:
+    """Both sides make some at once, each at most three for what it sends; all data arrives in its place."""
+    found = run_on_hosts(
+        tmp_path, [0, 1], __name__, [("exchange_by_several", ())], delay=DELAY, environment=SEVERAL
+    )
+    for ((more, used, wrong),) in found:
+        assert 3 <= used <= 4 and used - 1 <= more <= 6 and wrong == 0, found
+
+
+def send_much(rate: str) -> tuple[str, int]:
+    """Rank 0 sends rank 1 long data; returns how it goes, and how many connections there are."""
+    if not rate:
+        Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
+    send_long()
+    return way_to(1 - dist.get_rank()), count_connections()
+
+
+def send_long() -> None:
+    x = torch.zeros(32 * MIB // 4)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(x, 0)
+    dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("setting", "rate", "delay"),
+    [(TCP, "", DELAY), (SEVERAL, "1gbit", 0.002)],
+    ids=["by default", "where one fills the link"],
+)
+def test_one_connection(tmp_path: Path, setting: dict[str, str], rate: str, delay: float) -> None:
+    found = run_on_hosts(
+        tmp_path,
+        [0, 1],
+        __name__,
+        [("send_much", [rate])],
+        rate=rate or None,
+        delay=delay,
+        environment=setting,
+    )
+    assert found == [[("tcp", 1)]] * 2
+
+
+def reach_for_few_descriptors() -> tuple[str, int]:
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * free, hard))
+    send_long()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return way_to(1 - dist.get_rank()), count_connections()
+
+
+def test_descriptors_are_kept_for_first_connections(tmp_path: Path) -> None:
+    found = run_on_hosts(
+        tmp_path,
+        [0, 1],
+        __name__,
+        [("reach_for_few_descriptors", ())],
+        delay=DELAY,
+        environment=SEVERAL,
+    )
+    assert found == [[("tcp", 1)]] * 2
+
+
+def break_one(how: str) -> tuple[str, bool]:
+    """Ends one additional connection while data goes; returns the error, and whether any wrong data was delivered."""
+    first = grow()
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4 * RUN_TIMEOUT))
+    wrong = False
+
+    def exchange() -> None:
+        nonlocal wrong
+        for number in range(100):
+            sent, received = torch.full((2 * MIB,), number + 1.0), torch.zeros(2 * MIB)
+            works = [dist.isend(sent, 1 - rank, group=group), dist.irecv(received, 1 - rank, group=group)]
+            if rank == 0 and number == 1:
+                time.sleep(0.05)
+                for each in additional(first):
+                    if how == "reset":
+                        reset(each)
+                    else:
+                        each.shutdown(socket.SHUT_WR if how == "half-closed" else socket.SHUT_RDWR)
+                    each.close()
+            for work in works:
+                assert work is not None
+                work.wait()
+            wrong = wrong or not bool(received.eq(number + 1).all())
+
+    error = error_of(exchange)
+    for each in data_connections():
+        each.close()
+    return error, wrong
+
+
+def reset(connection: socket.socket) -> None:
+    """As if the other side had sent a reset, which it does get."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    unspecified = struct.pack("H14x", socket.AF_UNSPEC)
+    assert libc.connect(connection.fileno(), unspecified, len(unspecified)) == 0
+
+
+@pytest.mark.parametrize("how", ["half-closed", "closed", "reset"])
+def test_an_additional_connection_that_ends(tmp_path: Path, how: str) -> None:
+    """The end of one is that of all: an error on both sides, and no wrong data."""
+    found = run_on_hosts(
+        tmp_path,
+        [0, 1],
+        __name__,
+        [("break_one", [how])],
+        delay=DELAY,
+        environment=SEVERAL,
+        finalizing=None,
+    )
+    for rank, ((error, wrong),) in enumerate(found):
+        assert f"rank {1 - rank} " in error and not wrong, found
+        assert "the connection to it has broken" in error or "counts this rank as lost" in error, error
+
+
+def leave_after_data() -> bool:
+    """Rank 0 leaves when its data is in the system's buffers, and additional connections are slow; rank 1 gets all."""
+    first = grow()
+    x = torch.arange(MIB, dtype=torch.float32)
+    if dist.get_rank() == 0:
+        for each in additional(first):
+            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 100 * KIB)
+            each.close()
+        dist.send(x, 1)
+        _C.shutdown()
+        return True
+    received = torch.zeros_like(x)
+    dist.recv(received, 0)
+    return received.equal(x)
+
+
+def test_a_rank_leaves_when_its_data_is_on_the_way(tmp_path: Path) -> None:
+    """Its goodbye overtakes data on slower connections, and counts only after that."""
+    found = run_on_hosts(
+        tmp_path,
+        [0, 1],
+        __name__,
+        [("leave_after_data", ())],
+        delay=DELAY,
+        environment=SEVERAL,
+        finalizing=None,
+    )
+    assert found == [[True], [True]]
+
+
+def lose_by_several(how: str) -> str:
+    """Rank 0 dies, or is cut off, while data goes by several connections."""
+    grow()
+    if dist.get_rank() == 0 and how == "killed":
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if dist.get_rank() == 0 and how == "cut off":
+        threading.Timer(0.1, ip, ("link", "set", "eth0", "down")).start()
+    x = torch.zeros(2 * MIB)
+
+    def exchange() -> None:
+        for _ in range(1000):
+            works = [dist.isend(x, 1 - dist.get_rank()), dist.irecv(torch.zeros_like(x), 1 - dist.get_rank())]
+            for work in works:
+                work.wait()  # type: ignore[union-attr]
+
+    return error_of(exchange)
+
+
+@pytest.mark.parametrize("how", ["killed", "cut off"])
+def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None:
+    found = run_on_hosts(
+        tmp_path,
+        [0, 1],
+        __name__,
+        [("lose_by_several", [how])],
+        delay=DELAY,
+        killed=[0] if how == "killed" else [],
+        environment={**SEVERAL, "FOG_HOST_TIMEOUT": "4"},
+        finalizing=None,
+    )
+    (error,) = found[1]
+    reason = "was lost: its process ended" if how == "killed" else "was lost: its host"
+    assert "rank 0 " in error and reason in error, error
 
 
 # --- broken connections, and forks -------------------------------------------------------------------------------------------------

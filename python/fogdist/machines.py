@@ -41,8 +41,9 @@ def transport(rank: int, *, group: dist.ProcessGroup | None = None) -> str:
     Returns:
         "shared memory" on one host; "rma" where it is put into the other rank's memory by MPI RMA, which takes a
         fabric that moves data by itself; "rma, exchanges only" where the other rank has to call MPI meanwhile, so the
-        data of windows goes by messages; "tcp" over fog's own connections elsewhere. FOG_BETWEEN_HOSTS chooses between
-        the last three. Tensors of devices go as their device's backend sends them.
+        data of windows goes by messages; "tcp" over fog's own connections elsewhere, with more words where it takes
+        several of them: "tcp: 2 connections, round trip 40.1 ms, 930 Mbit/s". FOG_BETWEEN_HOSTS chooses between these
+        three. Tensors of devices go as their device's backend sends them.
 
     Raises:
         TypeError: `rank` is not an integer.

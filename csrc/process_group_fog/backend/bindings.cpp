@@ -372,6 +372,7 @@ PYBIND11_MODULE(_C, module) {
       .def_readwrite("job_secret", &fog::Settings::job_secret)
       .def_readwrite("timeline", &fog::Settings::timeline)
       .def_readwrite("local_links", &fog::Settings::local_links)
+      .def_readwrite("connections", &fog::Settings::connections)
       .def_readwrite("rma_bytes", &fog::Settings::rma_bytes)
       .def_readwrite("host_timeout", &fog::Settings::host_timeout)
       .def_readwrite("warn_after", &fog::Settings::warn_after)

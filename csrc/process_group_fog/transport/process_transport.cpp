@@ -141,11 +141,14 @@ void ProcessTransport::connect(PeerId peer, const std::string& tcp) {
   }
 }
 
-const char* ProcessTransport::way_to(PeerId peer) const {
+std::string ProcessTransport::way_to(PeerId peer) const {
   if (links_.reaches(peer)) {
     return "shared memory";
   }
-  return !puts_ || !puts_->reaches(peer) ? "tcp" : remote_memory_->completes_alone() ? "rma" : "rma, exchanges only";
+  if (!puts_ || !puts_->reaches(peer)) {
+    return wire_.way_to(peer);
+  }
+  return remote_memory_->completes_alone() ? "rma" : "rma, exchanges only";
 }
 
 std::vector<PeerId> ProcessTransport::spoken_with() const {

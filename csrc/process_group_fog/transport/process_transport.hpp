@@ -93,7 +93,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool shares_memory(PeerId peer) const override {
     return links_.reaches(peer);
   }
-  const char* way_to(PeerId peer) const override;
+  std::string way_to(PeerId peer) const override;
   void forget(PeerId peer) override;
   void forget(PeerId peer, uint64_t group) override;
 

@@ -170,8 +170,9 @@ class Transport {
   virtual void renew(PeerId peer) {}
   // Returns whether messages go through shared memory.
   virtual bool shares_memory(PeerId peer) const = 0;
-  // Returns how large data is sent there: "shared memory", "rma", "rma, exchanges only" (windows use messages) or "tcp".
-  virtual const char* way_to(PeerId peer) const {
+  // Returns how large data is sent there: "shared memory", "rma", "rma, exchanges only" (windows use messages) or "tcp",
+  // with more words where it takes several connections.
+  virtual std::string way_to(PeerId peer) const {
     return "shared memory";
   }
   // A process that has ended receives no more messages, and one that has destroyed its group no more of that group.

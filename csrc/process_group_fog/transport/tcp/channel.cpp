@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "transport/message.hpp"
@@ -28,12 +29,13 @@ bool is_for_later(int error) {
 
 void Channel::append(const void* data, size_t bytes) {
   if (!closed_) {
-    small_.append(static_cast<const char*>(data), bytes);
+    lines_.front().small.append(static_cast<const char*>(data), bytes);
   }
 }
 
 void Channel::queue(const Header& header, const void* data, size_t bytes) {
-  small_.reserve(small_.size() + sizeof(Frame) + sizeof(header) + bytes); // a message is queued as a whole or not at all
+  auto& small = lines_.front().small;
+  small.reserve(small.size() + sizeof(Frame) + sizeof(header) + bytes); // a message is queued as a whole or not at all
   put({Kind::kMessage, 0, sizeof(header) + bytes});
   append(&header, sizeof(header));
   if (bytes > 0) {
@@ -64,7 +66,7 @@ void Channel::forget_early(uint32_t tag) {
   sent_early_.erase(found);
   if (const auto offered = offered_.find(tag); offered != offered_.end()) {
     const auto data = offered->second;
-    if (data->begun == data->bytes && (!part_ || part_->data != data)) {
+    if (has_left(*data)) {
       end(*data, !data->stopped);
     }
   }
@@ -85,7 +87,7 @@ void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
   const auto early = take_early(tag);
   coming_[tag] = data;
   data->grant_room();
-  take(tag, early.data(), early.size());
+  take(tag, std::nullopt, early.data(), early.size());
 }
 
 void Channel::ignore(uint32_t tag) {
@@ -126,8 +128,10 @@ void Channel::abandon(const TransferOwner& owner) {
     put({Kind::kWithdrawn, data->tag, 0});
     forget_early(data->tag);
     going_.erase(std::remove(going_.begin(), going_.end(), data), going_.end());
-    if (part_ && part_->data == data) {
-      leave_part();
+    for (auto& line : lines_) {
+      if (line.part && line.part->data == data) {
+        leave_part(line);
+      }
     }
     end(*data, false);
   }
@@ -150,13 +154,15 @@ void Channel::abandon(const TransferOwner& owner) {
 
 void Channel::close() {
   closed_ = true;
-  small_ = {};
-  small_sent_ = 0;
   going_.clear();
   came_early_.clear();
   bytes_came_early_ = 0;
-  if (const auto part = std::exchange(part_, nullptr); part && part->data->owner) {
-    user_.release(std::move(part->data->owner));
+  for (auto& line : lines_) {
+    line.small = {};
+    line.small_sent = 0;
+    if (const auto part = std::exchange(line.part, nullptr); part && part->data->owner) {
+      user_.release(std::move(part->data->owner));
+    }
   }
   for (auto& [tag, data] : std::exchange(offered_, {})) {
     if (data->owner) {
@@ -171,49 +177,114 @@ void Channel::close() {
   }
 }
 
-void Channel::next_part() {
-  if (going_.empty()) {
+void Channel::add(bool sends) {
+  auto& line = lines_.emplace_back();
+  if (sends) {
+    line.sender = ++senders_;
+    put({Kind::kAdded, 0, 0});
+  }
+}
+
+void Channel::finish() {
+  for (auto& line : lines_) {
+    if (line.sender > 0 && !std::exchange(line.finishes, true) && !line.part) {
+      put_last(line);
+    }
+  }
+}
+
+void Channel::put_last(Line& line) {
+  const Frame frame = {Kind::kLast, 0, 0};
+  line.small.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+}
+
+bool Channel::wants_to_write(size_t number) const {
+  const auto& line = lines_[number];
+  return !closed_ && (line.unsent() > 0 || line.part || next_for(line) != going_.end());
+}
+
+bool Channel::wants_to_write() const {
+  for (size_t number = 0; number < lines_.size(); ++number) {
+    if (wants_to_write(number)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+uint64_t Channel::written_by_all() const {
+  uint64_t written = 0;
+  for (const auto& line : lines_) {
+    written += line.written;
+  }
+  return written;
+}
+
+std::deque<std::shared_ptr<OutgoingData>>::const_iterator Channel::next_for(const Line& line) const {
+  const bool is_first = &line == &lines_.front();
+  if (going_.empty() || (!is_first && (line.sender == 0 || line.sender > used_ || line.finishes))) {
+    return going_.end();
+  }
+  // What the peer has asked for goes before what it has not. It knows the header of the former, so that may go by any.
+  const auto asked = std::find_if(going_.begin(), going_.end(), [this](const auto& each) { return sent_early_.count(each->tag) == 0; });
+  return asked == going_.end() && is_first ? going_.begin() : asked;
+}
+
+void Channel::next_part(Line& line) {
+  const auto next = next_for(line);
+  if (next == going_.end()) {
     return;
   }
-  // What the peer has asked for goes before what it has not.
-  const auto asked = std::find_if(going_.begin(), going_.end(), [this](const auto& each) { return sent_early_.count(each->tag) == 0; });
-  const auto next = asked == going_.end() ? going_.begin() : asked;
   const auto data = *next;
   const size_t bytes = std::min(most_of_part_, data->room - data->begun);
-  part_ = std::make_unique<Part>(Part{{Kind::kPart, data->tag, bytes}, data, data->data + data->begun, 0, nullptr});
+  data->scattered = data->scattered || line.sender > 0;
+  const std::array<Frame, 2> frames = {{{Kind::kAt, data->tag, data->begun}, {Kind::kPart, data->tag, bytes}}};
+  line.part = std::make_unique<Part>(Part{frames, data->scattered ? size_t(0) : 1, data, data->data + data->begun, 0, nullptr});
   data->begun += bytes;
+  ++data->parts;
   if (data->begun == data->room) {
     data->going = false;
     going_.erase(next);
   }
 }
 
-// The memory of the part may change from now on. A part that has begun goes to its end, as the peer expects its bytes.
-void Channel::leave_part() {
-  if (part_->sent == 0) {
-    part_ = nullptr;
-    return;
+// The connection is done with its part.
+std::unique_ptr<Channel::Part> Channel::take_part(Line& line) {
+  if (line.finishes) {
+    put_last(line);
   }
-  const size_t bytes = part_->frame.bytes;
-  const size_t sent = part_->sent - std::min(part_->sent, sizeof(Frame));
-  part_->copy = std::make_unique<char[]>(bytes);
-  std::memcpy(part_->copy.get() + sent, part_->begin + sent, bytes - sent);
-  part_->begin = part_->copy.get();
+  return std::exchange(line.part, nullptr);
 }
 
-void Channel::on_part_sent() {
-  const auto part = std::exchange(part_, nullptr);
+// The memory of the part may change from now on. A part that has begun goes to its end, as the peer expects its bytes.
+void Channel::leave_part(Line& line) {
+  auto& part = *line.part;
+  if (part.sent == 0) {
+    take_part(line);
+    return;
+  }
+  const size_t bytes = part.bytes();
+  const size_t sent = part.sent - std::min(part.sent, part.of_frames());
+  part.copy = std::make_unique<char[]>(bytes);
+  std::memcpy(part.copy.get() + sent, part.begin + sent, bytes - sent);
+  part.begin = part.copy.get();
+}
+
+void Channel::on_part_sent(Line& line) {
+  const auto part = take_part(line);
   auto& data = *part->data;
-  if (data.stopped || (data.begun == data.bytes && sent_early_.count(data.tag) == 0)) {
+  --data.parts;
+  if (data.stopped || has_left(data)) {
     end(data, !data.stopped);
   }
 }
 
-Channel::Result Channel::write(int fd) {
+Channel::Result Channel::write(size_t number, int fd) {
+  auto& line = lines_[number];
   size_t written = 0;
-  while (wants_to_write() && written < kMostAtOnce) {
-    if (!part_) {
-      next_part();
+  while (wants_to_write(number) && written < kMostAtOnce) {
+    if (!line.part) {
+      next_part(line);
     }
     std::array<iovec, 3> pieces;
     size_t count = 0;
@@ -222,18 +293,19 @@ Channel::Result Channel::write(int fd) {
         pieces[count++] = {const_cast<void*>(data), bytes};
       }
     };
-    const bool part_first = part_ && part_->sent > 0;
+    const bool part_first = line.part && line.part->sent > 0;
     const auto add_part = [&] {
-      const size_t of_frame = std::min(part_->sent, sizeof(Frame));
-      add(reinterpret_cast<const char*>(&part_->frame) + of_frame, sizeof(Frame) - of_frame);
-      const size_t of_data = part_->sent - of_frame;
-      add(part_->begin + of_data, part_->frame.bytes - of_data);
+      const auto& part = *line.part;
+      const size_t of_frames = std::min(part.sent, part.of_frames());
+      add(reinterpret_cast<const char*>(&part.frames[part.first]) + of_frames, part.of_frames() - of_frames);
+      const size_t of_data = part.sent - of_frames;
+      add(part.begin + of_data, part.bytes() - of_data);
     };
     if (part_first) {
       add_part();
     } else {
-      add(small_.data() + small_sent_, unsent());
-      if (part_) {
+      add(line.small.data() + line.small_sent, line.unsent());
+      if (line.part) {
         add_part();
       }
     }
@@ -244,48 +316,51 @@ Channel::Result Channel::write(int fd) {
     if (sent < 0) {
       if (!is_for_later(errno)) { // what has come before the end is still to be read
         error_ = errno;
-        small_.clear();
-        small_sent_ = 0;
         going_.clear();
-        part_ = nullptr;
+        for (auto& each : lines_) {
+          each.small.clear();
+          each.small_sent = 0;
+          each.part = nullptr;
+        }
         return Result::kNothing;
       }
       break;
     }
     auto left = static_cast<size_t>(sent);
     written += left;
-    written_ += left;
+    line.written += left;
     if (!part_first) {
-      const size_t small = std::min(left, unsent());
-      small_sent_ += small;
+      const size_t small = std::min(left, line.unsent());
+      line.small_sent += small;
       left -= small;
-      if (unsent() == 0) {
-        if (small_.capacity() > kLongQueue) {
-          small_ = {};
+      if (line.unsent() == 0) {
+        if (line.small.capacity() > kLongQueue) {
+          line.small = {};
         }
-        small_.clear();
-        small_sent_ = 0;
-      } else if (small_sent_ > kLongQueue && small_sent_ > small_.size() / 2) {
-        small_.erase(0, small_sent_);
-        small_sent_ = 0;
+        line.small.clear();
+        line.small_sent = 0;
+      } else if (line.small_sent > kLongQueue && line.small_sent > line.small.size() / 2) {
+        line.small.erase(0, line.small_sent);
+        line.small_sent = 0;
       }
     }
-    if (part_) {
-      part_->sent += left;
-      if (part_->sent == sizeof(Frame) + part_->frame.bytes) {
-        on_part_sent();
+    if (line.part) {
+      line.part->sent += left;
+      if (line.part->sent == line.part->of_frames() + line.part->bytes()) {
+        on_part_sent(line);
       }
     }
   }
   return written > 0 ? Result::kProgress : Result::kNothing;
 }
 
-Channel::Result Channel::read(int fd) {
-  if (!buffer_) {
+Channel::Result Channel::read(size_t number, int fd) {
+  auto& line = lines_[number];
+  if (!line.buffer) {
     auto& spare = user_.spare_buffer();
-    buffer_ = spare ? std::move(spare) : std::make_unique<char[]>(kBuffer);
+    line.buffer = spare ? std::move(spare) : std::make_unique<char[]>(kBuffer);
   }
-  parse(); // what an exception has left there
+  parse(line); // what an exception has left there
   size_t come_in = 0;
   while (!closed_ && come_in < kMostAtOnce) {
     // A part goes to its place, and what follows it to the buffer. Bytes that nobody waits for go to the buffer too.
@@ -293,21 +368,21 @@ Channel::Result Channel::read(int fd) {
     std::array<iovec, 2> pieces;
     size_t count = 0;
     size_t direct = 0;
-    if (part_left_ > 0 && end_ == 0) {
-      if (const auto found = coming_.find(part_tag_); found != coming_.end()) {
+    if (line.part_left > 0 && line.end == 0) {
+      if (const auto found = coming_.find(line.part_tag); found != coming_.end()) {
         data = found->second.lock();
       }
       if (data) {
-        const auto room = data->room();
-        direct = std::min(room.bytes, part_left_);
+        const auto room = data->room(line.part_at);
+        direct = std::min(room.bytes, line.part_left);
         if (direct == 0) {
-          refuse_message(peer_, part_left_, "there is no room for it");
+          refuse_message(peer_, line.part_left, "there is no room for it");
         }
         pieces[count++] = {room.at, direct};
       }
     }
-    if (!data || direct == part_left_) {
-      pieces[count++] = {buffer_.get() + end_, kBuffer - end_};
+    if (!data || direct == line.part_left) {
+      pieces[count++] = {line.buffer.get() + line.end, kBuffer - line.end};
     }
     const auto bytes = readv(fd, pieces.data(), static_cast<int>(count));
     if (bytes == 0 || (bytes < 0 && !is_for_later(errno))) {
@@ -321,11 +396,12 @@ Channel::Result Channel::read(int fd) {
     come_in += got;
     const size_t placed = std::min(got, direct);
     if (placed > 0) {
-      part_left_ -= placed;
-      come(part_tag_, *data, placed);
+      const auto at = line.part_at;
+      line.pass(placed);
+      come(line.part_tag, at, *data, placed);
     }
-    end_ += got - placed;
-    parse();
+    line.end += got - placed;
+    parse(line);
     size_t offered = 0;
     for (size_t i = 0; i < count; ++i) {
       offered += pieces[i].iov_len;
@@ -334,42 +410,47 @@ Channel::Result Channel::read(int fd) {
       break;
     }
   }
-  if (end_ == 0) {
-    user_.spare_buffer() = std::move(buffer_);
+  if (line.end == 0) {
+    user_.spare_buffer() = std::move(line.buffer);
   }
   return come_in > 0 ? Result::kProgress : Result::kNothing;
 }
 
-void Channel::parse() {
-  while (!closed_ && begin_ < end_) {
-    if (part_left_ > 0) {
-      const size_t bytes = std::min(part_left_, end_ - begin_);
-      const char* from = buffer_.get() + begin_;
-      begin_ += bytes;
-      part_left_ -= bytes;
-      take(part_tag_, from, bytes);
+void Channel::parse(Line& line) {
+  while (!closed_ && line.begin < line.end) {
+    if (line.part_left > 0) {
+      const size_t bytes = std::min(line.part_left, line.end - line.begin);
+      const char* from = line.buffer.get() + line.begin;
+      const auto at = line.part_at;
+      line.begin += bytes;
+      line.pass(bytes);
+      take(line.part_tag, at, from, bytes);
       continue;
     }
     Frame frame;
-    if (end_ - begin_ < sizeof(frame)) {
+    if (line.end - line.begin < sizeof(frame)) {
       break;
     }
-    std::memcpy(&frame, buffer_.get() + begin_, sizeof(frame));
+    std::memcpy(&frame, line.buffer.get() + line.begin, sizeof(frame));
+    const bool of_data = frame.kind == Kind::kAt || frame.kind == Kind::kPart || frame.kind == Kind::kLast;
+    if (&line != &lines_.front() && !of_data) {
+      refuse_message(peer_, sizeof(frame), "such a frame goes by the first connection only");
+    }
     const bool is_message = frame.kind == Kind::kMessage;
     if (!is_message && frame.kind != Kind::kSigns) {
-      begin_ += sizeof(frame);
-      on_frame(frame);
+      line.begin += sizeof(frame);
+      on_frame(line, frame);
       continue;
     }
     const size_t least = is_message ? sizeof(Header) : sizeof(Signs);
     if (frame.bytes < least || frame.bytes > least + (is_message ? Transport::kLocalInlineBytes : 0)) {
       refuse_message(peer_, frame.bytes, "it has another length than any");
     }
-    if (end_ - begin_ < sizeof(frame) + frame.bytes) {
+    if (line.end - line.begin < sizeof(frame) + frame.bytes) {
       break;
     }
-    const char* record = buffer_.get() + begin_ + sizeof(frame);
-    begin_ += sizeof(frame) + frame.bytes;
+    const char* record = line.buffer.get() + line.begin + sizeof(frame);
+    line.begin += sizeof(frame) + frame.bytes;
     if (is_message) {
       user_.on_message(peer_, record, frame.bytes);
     } else {
@@ -378,18 +459,29 @@ void Channel::parse() {
       user_.on_signs(peer_, signs);
     }
   }
-  if (begin_ > 0) { // the beginning of a frame
-    std::memmove(buffer_.get(), buffer_.get() + begin_, end_ - begin_);
-    end_ -= begin_;
-    begin_ = 0;
+  if (line.begin > 0) { // the beginning of a frame
+    std::memmove(line.buffer.get(), line.buffer.get() + line.begin, line.end - line.begin);
+    line.end -= line.begin;
+    line.begin = 0;
   }
 }
 
-void Channel::on_frame(const Frame& frame) {
+void Channel::on_frame(Line& line, const Frame& frame) {
   switch (frame.kind) {
     case Kind::kPart:
-      part_tag_ = frame.tag;
-      part_left_ = frame.bytes;
+      line.part_tag = frame.tag;
+      line.part_left = frame.bytes;
+      line.part_at = std::exchange(line.next_at, std::nullopt);
+      return;
+    case Kind::kAt:
+      line.next_at = frame.bytes;
+      return;
+    case Kind::kAdded:
+      ++added_;
+      return;
+    case Kind::kLast:
+      line.has_finished = true;
+      ++finished_;
       return;
     case Kind::kAsk: {
       forget_early(frame.tag);
@@ -417,7 +509,7 @@ void Channel::on_frame(const Frame& frame) {
       const auto data = found->second;
       going_.erase(std::remove(going_.begin(), going_.end(), data), going_.end());
       data->bytes = data->begun; // it counts as sent
-      if (!part_ || part_->data != data) {
+      if (data->parts == 0) {
         end(*data, true);
       }
       return;
@@ -450,7 +542,7 @@ void Channel::on_frame(const Frame& frame) {
   refuse_message(peer_, sizeof(frame), "there is no such frame");
 }
 
-void Channel::take(uint32_t tag, const char* from, size_t bytes) {
+void Channel::take(uint32_t tag, std::optional<size_t> at, const char* from, size_t bytes) {
   while (bytes > 0) {
     const auto found = coming_.find(tag);
     const auto data = found == coming_.end() ? nullptr : found->second.lock();
@@ -464,7 +556,7 @@ void Channel::take(uint32_t tag, const char* from, size_t bytes) {
       }
       return;
     }
-    const auto room = data->room();
+    const auto room = data->room(at);
     const size_t some = std::min(room.bytes, bytes);
     if (some == 0) {
       refuse_message(peer_, bytes, "there is no room for it");
@@ -472,12 +564,15 @@ void Channel::take(uint32_t tag, const char* from, size_t bytes) {
     std::memcpy(room.at, from, some);
     from += some;
     bytes -= some;
-    come(tag, *data, some);
+    come(tag, at, *data, some);
+    if (at) {
+      *at += some;
+    }
   }
 }
 
-void Channel::come(uint32_t tag, IncomingData& data, size_t bytes) {
-  data.come(bytes);
+void Channel::come(uint32_t tag, std::optional<size_t> at, IncomingData& data, size_t bytes) {
+  data.come(at, bytes);
   if (data.is_complete()) {
     coming_.erase(tag);
     if (auto owner = data.end()) {
@@ -515,14 +610,27 @@ bool IncomingData::take(size_t bytes) {
   return !withdrawn_;
 }
 
-IncomingData::Room IncomingData::room() const {
+IncomingData::Room IncomingData::room(std::optional<size_t> at) const {
   auto* memory = place_ != nullptr ? place_ : static_cast<char*>(memory_.get());
-  const size_t at = come_ % capacity_;
-  return {memory + at, std::min(granted_ - come_, capacity_ - at)};
+  const size_t from = at.value_or(come_);
+  const size_t position = from % capacity_;
+  const size_t granted = from < come_ || from > granted_ ? 0 : granted_ - from;
+  return {memory + position, std::min(granted, capacity_ - position)};
 }
 
-void IncomingData::come(size_t bytes) {
-  come_ += bytes;
+void IncomingData::come(std::optional<size_t> at, size_t bytes) {
+  const size_t from = at.value_or(come_);
+  if (from == come_) {
+    come_ += bytes;
+  } else if (const auto next = ahead_.upper_bound(from); next != ahead_.begin() && std::prev(next)->second == from) {
+    std::prev(next)->second += bytes;
+  } else {
+    ahead_.emplace(from, from + bytes);
+  }
+  while (!ahead_.empty() && ahead_.begin()->first == come_) {
+    come_ = ahead_.begin()->second;
+    ahead_.erase(ahead_.begin());
+  }
 }
 
 void IncomingData::tell() const {

@@ -1,11 +1,18 @@
-// The bytes of one connection: frames of small messages, and of parts of large data between them.
+// The bytes between this process and a peer: frames of small messages, and of parts of large data between them.
+//
+// All of them go by the first connection to the peer. Where that does not fill the link, additional ones take parts of the
+// data for which the peer has asked, each with its place, so the order between connections does not matter. Each carries
+// data from the side that has opened it to the other one only.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -31,7 +38,9 @@ struct OutgoingData {
   Sent sent;
   size_t room = 0; // the receiver has room up to this byte
   size_t begun = 0; // the bytes up to this one are sent, or in the part that is being sent
+  size_t parts = 0; // that are being sent
   bool going = false; // is in the queue of its channel
+  bool scattered = false; // a part of it has gone by an additional connection, so each further part tells its place
   bool stopped = false; // the receiver wants no more, or the owner has withdrawn it
 };
 
@@ -58,10 +67,11 @@ class IncomingData final : public Incoming {
     char* at;
     size_t bytes;
   };
-  // Returns the memory of the next bytes, as far as it is contiguous; none if the sender may not send any.
-  Room room() const;
+  // Returns the memory of the bytes from `at` on, or of the next ones, as far as it is contiguous; none if the sender may
+  // not send any.
+  Room room(std::optional<size_t> at) const;
   // These bytes have been written there.
-  void come(size_t bytes);
+  void come(std::optional<size_t> at, size_t bytes);
   bool is_complete() const {
     return come_ == bytes_;
   }
@@ -95,6 +105,7 @@ class IncomingData final : public Incoming {
   c10::DataPtr memory_;
   size_t capacity_;
   size_t come_ = 0;
+  std::map<size_t, size_t> ahead_; // what has come beyond that: begin and end of each range
   size_t taken_ = 0;
   size_t granted_ = 0;
   bool withdrawn_ = false;
@@ -150,6 +161,15 @@ class Channel {
   void expel() {
     put({Kind::kExpelled, 0, 0});
   }
+  // Another connection is open: `sends` if it carries data to the peer, otherwise it carries data from there. Its number is
+  // that of those before; the first connection is 0.
+  void add(bool sends);
+  // From now on data goes by the first connection and by so many of those that were added to send.
+  void use(size_t additional) {
+    used_ = additional;
+  }
+  // Nothing more goes by the additional connections, and they say so.
+  void finish();
   // Withdraws the data of that owner, in both directions.
   void abandon(const TransferOwner& owner);
   // The connection carries nothing from now on. What waits for it is dropped.
@@ -157,21 +177,22 @@ class Channel {
 
   // Returns the bytes that wait to be sent, without those of data.
   size_t unsent() const {
-    return small_.size() - small_sent_;
+    return lines_.front().unsent();
   }
-  bool wants_to_write() const {
-    return !closed_ && (unsent() > 0 || part_ || !going_.empty());
-  }
+  // Returns whether anything waits for that connection, or for any.
+  bool wants_to_write(size_t number) const;
+  bool wants_to_write() const;
   // A part that begins from now on has at most so many bytes.
   void limit_parts(size_t bytes) {
     most_of_part_ = bytes;
   }
-  // Returns the bytes that the socket has taken.
+  // Returns the bytes that the socket has taken, of the first connection or of all.
   uint64_t written() const {
-    return written_;
+    return lines_.front().written;
   }
+  uint64_t written_by_all() const;
   // Writes as much as the socket takes, within limits. A failure shows in read().
-  Result write(int fd);
+  Result write(size_t number, int fd);
 
   // --- from the peer ---
   // The header of that data has come, and a part of the data may do so before it is expected. Call expect() or ignore().
@@ -185,7 +206,19 @@ class Channel {
   // Queues the news that the data with that tag may come up to that byte.
   void ask(uint32_t tag, size_t room);
   // Reads what has come, within limits. Throws DistBackendError if that is not a message.
-  Result read(int fd);
+  Result read(size_t number, int fd);
+  // Returns whether it was added to send.
+  bool sends(size_t number) const {
+    return lines_[number].sender > 0;
+  }
+  // Returns whether the peer has said that nothing more comes by that additional connection.
+  bool has_finished(size_t number) const {
+    return lines_[number].has_finished;
+  }
+  // Returns whether an additional connection may still bring data that the peer had sent before a message of the first one.
+  bool awaits_others() const {
+    return finished_ < added_;
+  }
   // Returns the error with which the connection has ended; 0 if the other side has closed it.
   int error() const {
     return error_;
@@ -201,6 +234,9 @@ class Channel {
     kAskForSigns, // see ask_for_signs()
     kSigns, // with Signs
     kExpelled, // the sender counts the receiver as lost
+    kAt, // the next part is of the data with that tag from byte `bytes` on; without it, a part follows what has come
+    kAdded, // the sender has opened an additional connection, by which it sends
+    kLast, // nothing more comes by this additional connection
   };
   struct Frame {
     Kind kind;
@@ -208,11 +244,48 @@ class Channel {
     uint64_t bytes; // behind the frame, unless the kind says otherwise
   };
   struct Part {
-    Frame frame;
+    std::array<Frame, 2> frames; // kAt and kPart, or kPart as the second one alone
+    size_t first; // of the frames
     std::shared_ptr<OutgoingData> data;
     const char* begin;
-    size_t sent; // with the frame
+    size_t sent; // with the frames
     std::unique_ptr<char[]> copy; // what `begin` points to if the data was withdrawn
+
+    size_t of_frames() const {
+      return (frames.size() - first) * sizeof(Frame);
+    }
+    size_t bytes() const {
+      return frames[1].bytes;
+    }
+  };
+  // What a connection is sending, and what it is receiving.
+  struct Line {
+    size_t sender = 0; // 1 for the first additional one that sends, and so on; 0 for all others
+    std::string small; // frames in order, the first small_sent bytes of which have been sent
+    size_t small_sent = 0;
+    std::unique_ptr<Part> part; // that is being sent
+    uint64_t written = 0;
+    bool finishes = false; // kLast follows the part, or was sent
+
+    std::unique_ptr<char[]> buffer;
+    size_t begin = 0; // of the bytes in the buffer
+    size_t end = 0;
+    uint32_t part_tag = 0;
+    size_t part_left = 0; // bytes of the part that is coming
+    std::optional<size_t> part_at; // their place if they do not follow what has come
+    std::optional<size_t> next_at; // that of the next part
+    bool has_finished = false; // kLast has come
+
+    size_t unsent() const {
+      return small.size() - small_sent;
+    }
+    // So many bytes of the part have come.
+    void pass(size_t bytes) {
+      part_left -= bytes;
+      if (part_at) {
+        *part_at += bytes;
+      }
+    }
   };
   // Large enough for a message that comes with its data.
   static constexpr size_t kBuffer = size_t(128) << 10;
@@ -220,17 +293,26 @@ class Channel {
   void put(const Frame& frame) {
     append(&frame, sizeof(frame));
   }
+  // Says that nothing more comes by that additional connection.
+  static void put_last(Line& line);
   void append(const void* data, size_t bytes);
-  void next_part();
-  void leave_part();
-  void on_part_sent();
+  // Returns data of which a part may go by that connection; `going_.end()` if there is none.
+  std::deque<std::shared_ptr<OutgoingData>>::const_iterator next_for(const Line& line) const;
+  void next_part(Line& line);
+  static std::unique_ptr<Part> take_part(Line& line);
+  static void leave_part(Line& line);
+  void on_part_sent(Line& line);
+  // All that was asked for has left, or the data is wanted no more.
+  bool has_left(const OutgoingData& data) const {
+    return data.begun == data.bytes && data.parts == 0 && sent_early_.count(data.tag) == 0;
+  }
   void end(OutgoingData& data, bool sent);
   // Handles the frames that are in the buffer as a whole.
-  void parse();
-  void on_frame(const Frame& frame);
-  // Bytes of the data with that tag, which lie at `from`.
-  void take(uint32_t tag, const char* from, size_t bytes);
-  void come(uint32_t tag, IncomingData& data, size_t bytes);
+  void parse(Line& line);
+  void on_frame(Line& line, const Frame& frame);
+  // Bytes of the data with that tag from `at` on, or the next ones, which lie at `from`.
+  void take(uint32_t tag, std::optional<size_t> at, const char* from, size_t bytes);
+  void come(uint32_t tag, std::optional<size_t> at, IncomingData& data, size_t bytes);
   void forget_early(uint32_t tag);
   std::string take_early(uint32_t tag);
 
@@ -239,22 +321,18 @@ class Channel {
   bool closed_ = false;
   int error_ = 0;
 
-  std::string small_; // frames in order, the first small_sent_ bytes of which have been sent
-  size_t small_sent_ = 0;
-  std::unique_ptr<Part> part_; // that is being sent
+  std::deque<Line> lines_{1}; // by the number of the connection
+  size_t senders_ = 0; // additional connections that were added to send
+  size_t used_ = 0; // of them
   std::unordered_map<uint32_t, std::shared_ptr<OutgoingData>> offered_;
   std::deque<std::shared_ptr<OutgoingData>> going_; // data for which the peer has room
   std::unordered_map<uint32_t, size_t> sent_early_; // by tag, until the peer asks for it
   size_t early_ = 0; // their sum
   uint32_t next_tag_ = 0;
   size_t most_of_part_ = SIZE_MAX;
-  uint64_t written_ = 0;
 
-  std::unique_ptr<char[]> buffer_;
-  size_t begin_ = 0; // of the bytes in the buffer
-  size_t end_ = 0;
-  uint32_t part_tag_ = 0;
-  size_t part_left_ = 0; // bytes of the part that is coming
+  size_t added_ = 0; // additional connections by which the peer sends, as it has said
+  size_t finished_ = 0; // of them
   std::unordered_map<uint32_t, std::weak_ptr<IncomingData>> coming_;
   std::unordered_map<uint32_t, std::string> came_early_; // of announced data
   size_t bytes_came_early_ = 0; // their sum

@@ -140,6 +140,7 @@ void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_ca
   on_call_ = std::move(on_call);
   self_ = self;
   host_timeout_ = settings().host_timeout;
+  most_ = static_cast<size_t>(settings().connections);
   bell_ = &bell;
   if (listener_ >= 0 || !peers_.empty()) {
     use();
@@ -198,31 +199,80 @@ void Connections::want(PeerId number) {
   }
 }
 
-int Connections::fd(PeerId number) const {
-  const auto found = peers_.find(number);
-  return found == peers_.end() || found->second.open == nullptr ? -1 : found->second.open->fd.load();
+void Connections::want_additional(PeerId number) {
+  auto& peer = peers_.at(number);
+  PeerAddress place; // where the first connection goes to; that may have come from there, from another port
+  place.length = sizeof(place.address);
+  if (peer.open == nullptr || peer.places.empty() ||
+      getpeername(peer.open->fd, reinterpret_cast<sockaddr*>(&place.address), &place.length) != 0) {
+    return;
+  }
+  // the port has the same offset in both kinds of address
+  reinterpret_cast<sockaddr_in&>(place.address).sin_port = reinterpret_cast<sockaddr_in&>(peer.places.front().address).sin_port;
+  const int fd = begin_to_connect(place);
+  if (fd < 0 || !can_spare(fd)) {
+    if (fd >= 0) {
+      ::close(fd);
+    }
+    return;
+  }
+  keep_alive(fd, host_timeout_);
+  auto* socket = take(fd, State::kConnecting, number);
+  socket->additional = socket->own = true;
+  socket->hello = hello(self_, mark_, number, peer.mark, true);
+  socket->limit = Clock::now() + kPatience;
+  peer.making.push_back(socket);
+  ++making_;
+  watch(*socket, EPOLLOUT);
 }
 
-void Connections::watch_writes(PeerId number, bool on) {
-  if (auto* socket = peers_.at(number).open) {
+bool Connections::can_spare(int fd) const {
+  return static_cast<rlim_t>(fd) + peers_.size() < most_descriptors() / 2; // the system gives the lowest one that is free
+}
+
+Connections::Socket* Connections::socket_of(const Peer& peer, size_t number) {
+  return number == 0 ? peer.open : number <= peer.additional.size() ? peer.additional[number - 1] : nullptr;
+}
+
+int Connections::fd(PeerId peer, size_t number) const {
+  const auto found = peers_.find(peer);
+  const auto* socket = found == peers_.end() ? nullptr : socket_of(found->second, number);
+  return socket == nullptr ? -1 : socket->fd.load();
+}
+
+void Connections::watch_writes(PeerId peer, size_t number, bool on) {
+  if (auto* socket = socket_of(peers_.at(peer), number)) {
     socket->steady = socket->steady || (on && leave_bbr(socket->fd));
     watch(*socket, EPOLLIN | (on ? EPOLLOUT : 0U));
   }
 }
 
-size_t Connections::in_flight(PeerId number) const {
+void Connections::stop_watching(PeerId peer, size_t number) {
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd(peer, number), nullptr);
+}
+
+std::optional<Path> Connections::path(PeerId number) const {
   tcp_info info = {};
   socklen_t bytes = sizeof(info);
   if (getsockopt(fd(number), IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0 || info.tcpi_min_rtt < kFar ||
       info.tcpi_min_rtt == UINT32_MAX) {
-    return 0;
+    return std::nullopt;
   }
-  return static_cast<size_t>(1e-6 * info.tcpi_min_rtt * static_cast<double>(info.tcpi_delivery_rate));
+  const auto limited = static_cast<double>(info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited);
+  return Path{1e-6 * info.tcpi_min_rtt, 1e-6 * info.tcpi_rtt, static_cast<double>(info.tcpi_delivery_rate), 1e-6 * limited};
 }
 
-void Connections::limit_unsent(PeerId number, size_t bytes) {
+void Connections::limit_unsent(PeerId peer, size_t number, size_t bytes) {
   const int most = static_cast<int>(bytes);
-  setsockopt(fd(number), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
+  setsockopt(fd(peer, number), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
+}
+
+void Connections::drop_additional(Peer& peer) {
+  for (auto* sockets : {&peer.additional, &peer.making}) {
+    for (auto* socket : std::exchange(*sockets, {})) {
+      drop(*socket);
+    }
+  }
 }
 
 void Connections::close(PeerId number) {
@@ -237,6 +287,7 @@ void Connections::close(PeerId number) {
       drop(*socket);
     }
   }
+  drop_additional(peer);
 }
 
 void Connections::end(const Transport::Ended& ended) {
@@ -253,6 +304,7 @@ void Connections::on_end(PeerId number, int error, bool departed, bool expelled)
   if (peer.open != nullptr) {
     drop(*peer.open);
   }
+  drop_additional(peer);
   peer.broken = true;
   peer.place = peer.rounds = 0;
   peer.refused.assign(peer.places.size(), false);
@@ -272,8 +324,9 @@ bool Connections::is_closed_by(PeerId number) const {
 std::vector<Transport::Ended> Connections::take_ended() {
   if (const auto now = Clock::now(); proven_ > 0 && now >= next_look_at_silence_) {
     next_look_at_silence_ = now + kSilenceInterval;
+    const auto silent = [this](const Socket* socket) { return is_silent(socket->fd, host_timeout_); };
     for (const auto& [number, peer] : peers_) {
-      if (peer.open != nullptr && is_silent(peer.open->fd, host_timeout_)) {
+      if (peer.open != nullptr && (silent(peer.open) || std::any_of(peer.additional.begin(), peer.additional.end(), silent))) {
         end({number, fog::Peer::State::kSilent, kSilent});
       }
     }
@@ -323,10 +376,10 @@ void Connections::poll(User& user) {
     }
     const PeerId peer = socket.peer;
     if ((events[i].events & EPOLLOUT) != 0) {
-      user.on_writable(peer);
+      user.on_writable(peer, socket.number);
     }
     if ((events[i].events & ~EPOLLOUT) != 0 && socket.state == State::kOpen && socket.peer == peer) {
-      user.on_readable(peer);
+      user.on_readable(peer, socket.number);
     }
   }
   look_at_time();
@@ -376,10 +429,15 @@ void Connections::look_at_time() {
     }
     ++i;
   }
-  const auto unproven = unproven_;
-  for (auto* accepted : unproven) {
-    if (now > accepted->limit) {
-      drop(*accepted);
+  auto limited = unproven_;
+  if (making_ > 0) {
+    for (const auto& [number, peer] : peers_) {
+      limited.insert(limited.end(), peer.making.begin(), peer.making.end());
+    }
+  }
+  for (auto* socket : limited) {
+    if (now > socket->limit) {
+      drop(*socket);
     }
   }
 }
@@ -461,7 +519,8 @@ Connections::Socket* Connections::take(int fd, State state, PeerId peer) {
   socket->state = state;
   socket->peer = peer;
   socket->count = 0;
-  socket->steady = false;
+  socket->steady = socket->additional = socket->own = false;
+  socket->number = 0;
   socket->fd = fd;
   return socket;
 }
@@ -469,11 +528,18 @@ Connections::Socket* Connections::take(int fd, State state, PeerId peer) {
 void Connections::drop(Socket& socket) {
   const int fd = socket.fd.exchange(-1);
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd, nullptr); // explicitly, because a forked child may hold the same connection
+  if (socket.additional) {
+    shutdown(fd, SHUT_RDWR); // for the same reason: the other side must see the end of all connections
+  }
   ::close(fd);
   if (const auto position = std::find(unproven_.begin(), unproven_.end(), &socket); position != unproven_.end()) {
     unproven_.erase(position);
   }
-  if (socket.peer >= 0) {
+  if (socket.additional) {
+    auto& making = peers_.at(socket.peer).making;
+    making.erase(std::remove(making.begin(), making.end(), &socket), making.end());
+    making_ -= socket.state != State::kOpen ? 1 : 0;
+  } else if (socket.peer >= 0) {
     auto& peer = peers_.at(socket.peer);
     proven_ -= peer.open == &socket || peer.accepted == &socket ? 1 : 0;
     if (peer.own == &socket && !peer.over) {
@@ -552,7 +618,14 @@ void Connections::on_connected(Socket& socket) {
   const int error = error_of_socket(socket.fd);
   const bool connected = error == 0;
   const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
-  if (sent) {
+  if (socket.additional) {
+    if (sent) {
+      socket.state = State::kGreeting;
+      watch(socket, EPOLLIN);
+    } else {
+      drop(socket);
+    }
+  } else if (sent) {
     auto& peer = peers_.at(socket.peer);
     peer.answered = peer.place;
     peer.refused[peer.place] = false;
@@ -590,7 +663,13 @@ void Connections::on_verdict(Socket& socket, User& user) {
   Verdict verdict;
   std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
   const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
-  if (proven && verdict.word == kNever) {
+  if (socket.additional) {
+    if (proven && verdict.word == kWelcome && put(socket, &kReady, 1)) {
+      open_additional(socket, user);
+    } else if (socket.state != State::kFree) {
+      drop(socket);
+    }
+  } else if (proven && verdict.word == kNever) {
     refused_.push_back(socket.peer);
     end({socket.peer, fog::Peer::State::kSilent, kCut});
   } else if (!proven || verdict.word != kWelcome || peers_.at(socket.peer).broken) {
@@ -639,7 +718,10 @@ void Connections::on_proof(Socket& socket) {
   const auto is_under_way = [&](const Peer& its) { // an attempt that nothing has answered may have a way that is closed
     return its.own != nullptr && its.own->state != State::kConnecting && self_ < from;
   };
-  if (from != kJoins && found != peers_.end() && is_past(found->second)) {
+  if (is_additional(socket.hello)) {
+    const bool welcome = found != peers_.end() && found->second.mark == mark && welcomes_additional(found->second, socket);
+    verdict.word = welcome ? kWelcome : kLater;
+  } else if (from != kJoins && found != peers_.end() && is_past(found->second)) {
     verdict.word = kNever;
   } else if (from == kJoins) {
     verdict.word = kWelcome;
@@ -664,6 +746,16 @@ void Connections::on_proof(Socket& socket) {
     return;
   }
   auto& peer = found->second;
+  if (is_additional(socket.hello)) {
+    unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
+    socket.peer = from;
+    socket.state = State::kWelcomed;
+    socket.additional = true;
+    socket.limit = Clock::now() + kPatience;
+    peer.making.push_back(&socket);
+    ++making_;
+    return;
+  }
   for (auto* other : {peer.own, peer.accepted}) { // an attempt that gives way, and one that the other side has left
     if (other != nullptr) {
       drop(*other);
@@ -679,7 +771,11 @@ void Connections::on_proof(Socket& socket) {
 void Connections::on_ready(Socket& socket, User& user) {
   if (read_word(socket, 1)) {
     if (socket.received[0] == kReady) {
-      open(socket, user);
+      if (socket.additional) {
+        open_additional(socket, user);
+      } else {
+        open(socket, user);
+      }
     } else {
       drop(socket);
     }
@@ -700,6 +796,26 @@ void Connections::open(Socket& socket, User& user) {
   prepare(socket.fd, host_timeout_);
   watch(socket, EPOLLIN);
   user.on_open(socket.peer);
+}
+
+bool Connections::welcomes_additional(const Peer& peer, const Socket& socket) const {
+  size_t theirs = 0;
+  for (const auto* sockets : {&peer.additional, &peer.making}) {
+    theirs += std::count_if(sockets->begin(), sockets->end(), [](const Socket* each) { return !each->own; });
+  }
+  return peer.open != nullptr && theirs + 1 < most_ && can_spare(socket.fd);
+}
+
+void Connections::open_additional(Socket& socket, User& user) {
+  auto& peer = peers_.at(socket.peer);
+  peer.making.erase(std::find(peer.making.begin(), peer.making.end(), &socket));
+  --making_;
+  peer.additional.push_back(&socket);
+  socket.number = peer.additional.size();
+  socket.state = State::kOpen;
+  prepare(socket.fd, host_timeout_);
+  watch(socket, EPOLLIN);
+  user.on_open_additional(socket.peer, socket.number, socket.own);
 }
 
 Ringer::Ringer(int sockets, Doorbell& bell)

@@ -1,8 +1,13 @@
-// TCP connections to other processes of the job: one for each pair, made on first use, from either side.
+// TCP connections to other processes of the job: one for each pair, made on first use, from either side, and additional
+// ones where a side asks for them.
 //
 // If two processes connect to each other at once, the connection of the lower number is kept: the higher one accepts it
 // and leaves its own attempt, and the lower one answers "later". A connection carries messages only once both sides know
 // that it is the one, so no message is on a connection that is left.
+//
+// An additional connection is optional: an attempt that fails, or that the other side refuses, leaves no trace. Each side
+// makes its own, for the data that it sends, so neither waits for the other. One that is open stands or falls with the
+// first one.
 #pragma once
 
 #include <array>
@@ -67,16 +72,31 @@ class Ringer {
   std::thread thread_;
 };
 
+// What the system knows about the path of a connection, in seconds and bytes.
+struct Path {
+  double least_round_trip;
+  double round_trip;
+  double rate; // at which data has arrived last
+  double limited; // for how long, until now, all that the connection may hold was in flight
+
+  // The product of bandwidth and delay: what the connection has in flight when it sends at that rate.
+  size_t in_flight() const {
+    return static_cast<size_t>(least_round_trip * rate);
+  }
+};
+
 // All methods except those for any thread need the engine's lock. No method waits.
 class Connections {
  public:
-  // What sends and receives on the connections. Called by poll().
+  // What sends and receives on the connections. Called by poll(). A peer's connections have numbers: the first one is 0.
   class User {
    public:
     virtual ~User() = default;
     virtual void on_open(PeerId peer) = 0;
-    virtual void on_readable(PeerId peer) = 0;
-    virtual void on_writable(PeerId peer) = 0;
+    // `own`: this side has asked for it.
+    virtual void on_open_additional(PeerId peer, size_t number, bool own) = 0;
+    virtual void on_readable(PeerId peer, size_t number) = 0;
+    virtual void on_writable(PeerId peer, size_t number) = 0;
   };
 
   Connections();
@@ -104,15 +124,22 @@ class Connections {
 
   // Begins to connect, unless there is a connection or an attempt. on_open() follows, or take_ended() names the peer.
   void want(PeerId peer);
+  // Begins to make an additional connection to a peer with a first one. on_open_additional() follows if it succeeds.
+  void want_additional(PeerId peer);
   // Returns the socket of an open connection; -1 if there is none.
-  int fd(PeerId peer) const;
+  int fd(PeerId peer, size_t number = 0) const;
   // on_writable() is called from now on, or no longer.
-  void watch_writes(PeerId peer, bool on);
+  void watch_writes(PeerId peer, size_t number, bool on);
+  // Nothing more comes by that connection, whose other side may have closed it.
+  void stop_watching(PeerId peer, size_t number);
   // The system's buffer of an open connection takes at most so many bytes that are not on their way.
-  void limit_unsent(PeerId peer, size_t bytes);
-  // Returns how many bytes a connection over a long path has in flight when it sends at the rate of its last data: the
-  // product of bandwidth and delay. 0 if the path is short or not known.
-  size_t in_flight(PeerId peer) const;
+  void limit_unsent(PeerId peer, size_t number, size_t bytes);
+  // Returns the most connections by which data may go to a peer.
+  size_t most() const {
+    return most_;
+  }
+  // Returns what the system knows about the path of the first connection, if that is long.
+  std::optional<Path> path(PeerId peer) const;
   // Closes the connection, and neither makes nor accepts another one.
   void close(PeerId peer);
   // The connection has ended, with that error or because the other side has closed it, and everything was read. If the
@@ -131,7 +158,7 @@ class Connections {
   void poll(User& user);
   // Returns whether connections are being made.
   bool is_connecting() const {
-    return !trying_.empty() || !unproven_.empty();
+    return !trying_.empty() || !unproven_.empty() || making_ > 0;
   }
 
   // Returns whether news may come that does not ring the bell.
@@ -178,6 +205,9 @@ class Connections {
     Nonce nonce; // of the side that accepts
     Clock::time_point limit;
     bool steady = false; // its congestion control is the one to keep
+    bool additional = false;
+    bool own = false; // this side has connected
+    size_t number = 0; // of an open one
   };
   struct Peer {
     std::vector<PeerAddress> places; // to try in turn
@@ -189,6 +219,8 @@ class Connections {
     Socket* own = nullptr; // an attempt from here
     Socket* accepted = nullptr; // one from there that is welcome
     Socket* open = nullptr;
+    std::vector<Socket*> additional; // that are open, by number
+    std::vector<Socket*> making; // additional ones that are not open yet
     Clock::time_point began; // of the attempts
     Clock::time_point again; // time of the next attempt
     bool trying = false; // is in trying_
@@ -209,6 +241,13 @@ class Connections {
   bool read_word(Socket& socket, size_t bytes);
   bool put(Socket& socket, const void* data, size_t bytes);
   void open(Socket& socket, User& user);
+  void open_additional(Socket& socket, User& user);
+  // Returns whether the other side may make another connection.
+  bool welcomes_additional(const Peer& peer, const Socket& socket) const;
+  // Returns whether the system has descriptors enough, also for a first connection to each peer, without that one.
+  bool can_spare(int fd) const;
+  void drop_additional(Peer& peer);
+  static Socket* socket_of(const Peer& peer, size_t number);
   void try_next(PeerId number, Peer& peer);
   void try_later(Peer& peer);
   void look_at_time();
@@ -249,7 +288,9 @@ class Connections {
   bool told_of_limit_ = false;
   Clock::time_point next_look_;
   Clock::time_point next_look_at_silence_;
-  size_t proven_ = 0; // sockets that are open or welcome
+  size_t proven_ = 0; // sockets that are open or welcome, without additional ones
+  size_t making_ = 0; // additional ones that are not open yet
+  size_t most_ = 1;
 };
 
 } // namespace fog::tcp

@@ -15,18 +15,24 @@ namespace fog::tcp {
 namespace {
 
 constexpr std::array<char, 8> kMagic = {'f', 'o', 'g', ' ', 't', 'c', 'p', '2'};
+constexpr std::array<char, 8> kAdditional = {'f', 'o', 'g', ' ', 't', 'c', 'p', '+'};
 
 constexpr const char* kMark = " mark=";
 constexpr size_t kDigits = 16; // of a 64-bit number
 
 } // namespace
 
-Hello hello(int from, uint64_t from_mark, int to, uint64_t to_mark) {
-  return {kMagic, from, to, from_mark, to_mark, random_nonce()};
+Hello hello(int from, uint64_t from_mark, int to, uint64_t to_mark, bool additional) {
+  return {additional ? kAdditional : kMagic, from, to, from_mark, to_mark, random_nonce()};
+}
+
+bool is_additional(const Hello& hello) {
+  return hello.magic == kAdditional;
 }
 
 bool is_for(const Hello& hello, int self, uint64_t mark) {
-  return hello.magic == kMagic && hello.to == self && hello.to_mark == mark && hello.from != self && hello.from >= kJoins;
+  return (hello.magic == kMagic || is_additional(hello)) && hello.to == self && hello.to_mark == mark && hello.from != self &&
+      hello.from >= kJoins;
 }
 
 uint64_t mark_of(const std::string& line) {

@@ -44,7 +44,9 @@ constexpr char kReady = 'r';
 
 static_assert(std::is_trivially_copyable_v<Hello> && std::is_trivially_copyable_v<Verdict>);
 
-Hello hello(int from, uint64_t from_mark, int to, uint64_t to_mark);
+// `additional` says that the two have a connection already, and that this one carries data only.
+Hello hello(int from, uint64_t from_mark, int to, uint64_t to_mark, bool additional = false);
+bool is_additional(const Hello& hello);
 // Returns whether these bytes are the hello of a process of this build, for process `self` with that mark.
 bool is_for(const Hello& hello, int self, uint64_t mark);
 

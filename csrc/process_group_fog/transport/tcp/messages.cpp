@@ -1,6 +1,8 @@
 #include "transport/tcp/messages.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cstdio>
 #include <utility>
 
 #include <c10/util/Exception.h>
@@ -50,6 +52,9 @@ void Messages::send(PeerId destination, const Header& header, const void* data, 
   check_reachable(destination);
   auto& its = link(destination);
   its.channel.queue(header, data, bytes);
+  if (header.kind == MessageKind::kGoodbye) {
+    its.channel.finish();
+  }
   flush(destination, its);
 }
 
@@ -78,7 +83,8 @@ size_t Messages::early_room(PeerId peer, Link& its, size_t least) {
   if (const auto now = Clock::now(); now >= its.looked + kMeasured) {
     its.looked = now;
     // The rate is that of the last data, which may have been little; a path that has become slower counts after a while.
-    its.in_flight = std::max(connections_->in_flight(peer), its.in_flight - its.in_flight / 8);
+    const auto path = connections_->path(peer);
+    its.in_flight = std::max(path ? path->in_flight() : 0, its.in_flight - its.in_flight / 8);
   }
   const auto most = std::clamp(its.in_flight, least, kMostEarly);
   return most - std::min(most, its.channel.early());
@@ -111,47 +117,71 @@ void Messages::abandon(const TransferOwner& owner) {
 }
 
 void Messages::flush(PeerId peer, Link& its) {
-  if (its.closed || !its.channel.wants_to_write()) {
+  if (its.closed || its.ended || !its.channel.wants_to_write()) {
     return;
   }
-  const int fd = connections_->fd(peer);
-  if (fd < 0) {
+  if (connections_->fd(peer) < 0) {
     if (its.channel.unsent() > 0) {
       connections_->want(peer);
     }
     return;
   }
-  progressed_ = its.channel.write(fd) == Channel::Result::kProgress || progressed_;
-  if (its.channel.wants_to_write() != its.watches_writes) {
-    its.watches_writes = !its.watches_writes;
+  for (size_t number = 0; number < its.watches_writes.size(); ++number) {
+    if (number == 0 || !its.watches_writes[number]) { // an additional one that is full tells when it is not
+      write(peer, its, number);
+    }
+  }
+}
+
+void Messages::write(PeerId peer, Link& its, size_t number) {
+  if (its.closed || !its.channel.wants_to_write(number)) {
+    return;
+  }
+  progressed_ = its.channel.write(number, connections_->fd(peer, number)) == Channel::Result::kProgress || progressed_;
+  const bool waits = its.channel.wants_to_write(number);
+  if (waits == its.watches_writes[number]) {
+    return;
+  }
+  its.watches_writes[number] = waits;
+  if (number == 0) {
     its.written = its.channel.written();
     its.measured = Clock::now();
-    connections_->watch_writes(peer, its.watches_writes);
+    its.growth.begin();
   }
+  connections_->watch_writes(peer, number, waits);
 }
 
 void Messages::measure(PeerId peer, Link& its) {
   const auto time = Clock::now() - its.measured;
-  if (!its.watches_writes || time < kMeasured) {
+  if (!its.watches_writes[0] || time < kMeasured) {
     return;
   }
   const auto written = its.channel.written() - std::exchange(its.written, its.channel.written());
   its.measured += time;
   const auto bytes = static_cast<size_t>(static_cast<double>(written) * (std::chrono::duration<double>(kDelay) / time));
   limit_unsent(peer, its, std::clamp(bytes, kLeastUnsent, kMostUnsent));
+  if (const size_t most = connections_->most(); most > 1) {
+    const auto path = connections_->path(peer);
+    if (path && its.growth.look(its.measured, its.channel.written_by_all(), *path, most)) {
+      connections_->want_additional(peer);
+    }
+    its.channel.use(its.growth.used());
+  }
 }
 
 void Messages::limit_unsent(PeerId peer, Link& its, size_t bytes) {
   if (bytes > its.most_unsent + its.most_unsent / 4 || bytes < its.most_unsent - its.most_unsent / 4) {
     its.most_unsent = bytes;
     its.channel.limit_parts(bytes);
-    connections_->limit_unsent(peer, bytes);
+    for (size_t number = 0; number < its.watches_writes.size(); ++number) {
+      connections_->limit_unsent(peer, number, bytes);
+    }
   }
 }
 
 void Messages::on_open(PeerId peer) {
   auto& its = link(peer);
-  its.watches_writes = false;
+  its.watches_writes[0] = false;
   limit_unsent(peer, its, kMostUnsent);
   if (departed_) {
     Header goodbye;
@@ -161,26 +191,52 @@ void Messages::on_open(PeerId peer) {
   flush(peer, its);
 }
 
-void Messages::on_writable(PeerId peer) {
-  measure(peer, link(peer));
-  flush(peer, link(peer));
+void Messages::on_open_additional(PeerId peer, size_t number, bool own) {
   auto& its = link(peer);
-  if (!its.closed && its.watches_writes && !its.channel.wants_to_write()) { // another call has written the rest
-    its.watches_writes = false;
-    connections_->watch_writes(peer, false);
+  its.watches_writes.push_back(false);
+  its.channel.add(own);
+  connections_->limit_unsent(peer, number, its.most_unsent);
+  if (own) {
+    its.growth.on_open();
+    its.channel.use(its.growth.used());
+  }
+  if (departed_) {
+    its.channel.finish();
+  }
+  flush(peer, its);
+}
+
+void Messages::on_writable(PeerId peer, size_t number) {
+  if (number == 0) {
+    measure(peer, link(peer));
+  }
+  write(peer, link(peer), number);
+  auto& its = link(peer);
+  if (!its.closed && its.watches_writes[number] && !its.channel.wants_to_write(number)) { // another call has written the rest
+    its.watches_writes[number] = false;
+    connections_->watch_writes(peer, number, false);
   }
 }
 
-void Messages::on_readable(PeerId peer) {
+void Messages::on_readable(PeerId peer, size_t number) {
   auto& its = link(peer);
   if (its.closed) {
     return;
   }
   try {
-    const auto result = its.channel.read(connections_->fd(peer));
+    const auto result = its.channel.read(number, connections_->fd(peer, number));
     progressed_ = progressed_ || result != Channel::Result::kNothing;
+    if (its.goodbye && !its.channel.awaits_others()) {
+      const auto goodbye = *std::exchange(its.goodbye, std::nullopt);
+      on_message(peer, reinterpret_cast<const char*>(&goodbye), sizeof(goodbye));
+    }
     if (result == Channel::Result::kEnd) {
+      on_end(peer, its, number);
+    }
+    if (its.ended && !its.goodbye) {
       break_off(peer, its);
+    }
+    if (its.closed) {
       return;
     }
   } catch (const c10::DistBackendError&) {
@@ -192,11 +248,31 @@ void Messages::on_readable(PeerId peer) {
 
 void Messages::on_message(PeerId source, const char* record, size_t length) {
   const auto header = checked_header(source, record, length, false);
+  if (header.kind == MessageKind::kGoodbye && link(source).channel.awaits_others()) {
+    link(source).goodbye = header;
+    return;
+  }
   link(source).departed = link(source).departed || header.kind == MessageKind::kGoodbye;
   if (header.delivery == Delivery::kPayload) {
     link(source).channel.announce(header.payload_tag);
   }
   handler_.on_message(source, header, header.delivery == Delivery::kInline ? record + sizeof(header) : nullptr);
+}
+
+void Messages::on_end(PeerId peer, Link& its, size_t number) {
+  if (number > 0 && !its.channel.has_finished(number) && !its.goodbye) {
+    on_readable(peer, 0); // what the peer has said before
+    if (its.closed) {
+      return;
+    }
+  }
+  const bool of_peer = number > 0 && !its.channel.sends(number);
+  if (of_peer ? its.channel.has_finished(number) : its.goodbye.has_value()) {
+    connections_->stop_watching(peer, number);
+    its.ended = its.ended || number == 0;
+  } else {
+    break_off(peer, its);
+  }
 }
 
 void Messages::break_off(PeerId peer, Link& its) {
@@ -247,6 +323,20 @@ std::vector<PeerId> Messages::expelled_by() {
   const auto refused = connections_->take_refused();
   peers.insert(peers.end(), refused.begin(), refused.end());
   return peers;
+}
+
+std::string Messages::way_to(PeerId peer) const {
+  const auto found = links_.find(peer);
+  const auto path = connections_->path(peer);
+  if (found == links_.end() || found->second->growth.used() == 0 || !path) {
+    return "tcp";
+  }
+  const auto& growth = found->second->growth;
+  std::array<char, 100> text = {};
+  std::snprintf(
+      text.data(), text.size(), "tcp: %zu connections, round trip %.1f ms, %.0f Mbit/s", growth.used() + 1,
+      1e3 * path->least_round_trip, 8e-6 * growth.rate());
+  return text.data();
 }
 
 void Messages::forget(PeerId peer) {

@@ -14,6 +14,7 @@
 #include "core/pulse.hpp"
 #include "transport/tcp/channel.hpp"
 #include "transport/tcp/connections.hpp"
+#include "transport/tcp/growth.hpp"
 
 namespace fog::tcp {
 
@@ -88,6 +89,8 @@ class Messages final : private Connections::User, private Channel::User {
   void forget(PeerId peer);
   // Another process, which listens at `line`, has that number from now on. The one before was forgotten, if there was one.
   void renew(PeerId peer, const std::string& line);
+  // Returns how data goes there: "tcp", and more if it goes by several connections.
+  std::string way_to(PeerId peer) const;
   Connections& connections() const {
     return *connections_;
   }
@@ -97,7 +100,10 @@ class Messages final : private Connections::User, private Channel::User {
   struct Link {
     Link(PeerId peer, Channel::User& user) : channel(peer, user) {}
     Channel channel;
-    bool watches_writes = false;
+    std::vector<bool> watches_writes = {false}; // by the number of the connection
+    Growth growth;
+    std::optional<Header> goodbye; // it has come, before data that the peer had sent by other connections
+    bool ended = false; // the first connection has, after that
     bool closed = false;
     bool departed = false; // the peer has said goodbye
     bool expelled = false; // it has said that it counts this process as lost
@@ -112,8 +118,9 @@ class Messages final : private Connections::User, private Channel::User {
   };
 
   void on_open(PeerId peer) override;
-  void on_readable(PeerId peer) override;
-  void on_writable(PeerId peer) override;
+  void on_open_additional(PeerId peer, size_t number, bool own) override;
+  void on_readable(PeerId peer, size_t number) override;
+  void on_writable(PeerId peer, size_t number) override;
   void on_message(PeerId source, const char* record, size_t length) override;
   void on_ask(PeerId source) override {
     link(source).channel.tell(read_signs(pulse_, Clock::now()));
@@ -136,6 +143,10 @@ class Messages final : private Connections::User, private Channel::User {
   void check_reachable(PeerId peer) const;
   // Writes what waits, or begins to connect.
   void flush(PeerId peer, Link& link);
+  // Writes by one open connection what it takes.
+  void write(PeerId peer, Link& link, size_t number);
+  // A connection has ended. Without the peer's word that nothing is missing, that is the end of all.
+  void on_end(PeerId peer, Link& link, size_t number);
   void break_off(PeerId peer, Link& link);
   // Measures the rate of a connection whose socket is full, and limits what waits in it.
   void measure(PeerId peer, Link& link);

@@ -1,0 +1,63 @@
+#include "transport/tcp/growth.hpp"
+
+#include <utility>
+
+namespace fog::tcp {
+namespace {
+
+// A rate is measured over this many round trips. A new connection starts slowly: it takes about eight to send at full rate,
+// so its third rate counts.
+constexpr double kRoundTrips = 4;
+constexpr int kRates = 3;
+// The rate with another connection must be this many times the one without.
+constexpr double kGain = 1.15;
+// Round trips are longer than that where data waits in the link, which is full then.
+constexpr double kQueue = 1.5;
+// An attempt to connect may be refused.
+constexpr auto kPause = std::chrono::seconds(1);
+
+} // namespace
+
+bool Growth::is_limited(const Path& path, double time) const {
+  return path.limited - limited_ > time / 2 && path.round_trip < kQueue * path.least_round_trip;
+}
+
+bool Growth::look(Clock::time_point now, uint64_t written, const Path& path, size_t most) {
+  const double time = std::chrono::duration<double>(now - since_).count();
+  if (measures_ && time < kRoundTrips * path.least_round_trip) {
+    return false;
+  }
+  const bool complete = std::exchange(measures_, true);
+  const bool limited = is_limited(path, time);
+  const auto bytes = static_cast<double>(written - std::exchange(written_, written));
+  since_ = now;
+  limited_ = path.limited;
+  if (!complete) {
+    return false;
+  }
+  rate_ = bytes / time;
+  if (judges_) {
+    if (++measured_ == kRates) {
+      judges_ = false;
+      is_enough_ = rate_ < kGain * before_;
+      used_ -= is_enough_ ? 1 : 0;
+    }
+    return false;
+  }
+  if (is_enough_ || !limited || used_ + 1 >= most || now < asked_ + kPause) {
+    return false;
+  }
+  before_ = rate_;
+  asked_ = now;
+  return true;
+}
+
+void Growth::on_open() {
+  ++used_;
+  judges_ = true;
+  measured_ = 0;
+  measures_ = false;
+  asked_ = {};
+}
+
+} // namespace fog::tcp
