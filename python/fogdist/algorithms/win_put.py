@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fogdist.context import current
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions, check_count
-from fogdist.training.continuing import Watch, await_all
+from fogdist.training.continuing import Watch
 from fogdist.training.mixing import Plans, edges_of, rounds_of
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
@@ -325,7 +325,7 @@ class WinPut(OverlappingAlgorithm):
             # Once all ranks have come here, nobody writes or reads any more, so nobody has to wait.
             self._closing = self._ends.completed
             self._watch.meet_if_needed()
-            await_all(self._ends)
+            self.await_all()
             ends = []
             for window in self.windows:
                 window.abandon("was freed")

@@ -17,7 +17,7 @@ from fogdist.algorithms.win_put import WinPut
 from fogdist.compression import Codec
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.continuing import Continuing, highest
+from fogdist.training.continuing import Continuing
 from fogdist.training.mixing import Neighbors, Plans
 from fogdist.training.overlapping import When, forward_changes_parameters
 
@@ -167,7 +167,7 @@ class InStep(Driver, DecentralizedSGD):
         most = begun = self.rounds + self.is_in_round
         if self.patience is None:
             # A rank that gives this up has learned of the others' exchanges by the agreement round already.
-            most = highest(self.context, self._ends, begun, f"{self.name}.begun")
+            most = self._fog_highest(begun, "begun")
         while self.is_in_round or self.rounds < most:
             self.complete_round()
 
@@ -277,11 +277,11 @@ class AtOwnPace(Driver, WinPut):
 
     def _come_together(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number. Collective."""
-        self.rounds = highest(self.context, self._ends, self.rounds, f"{self.name}.done")
+        self.rounds = self._fog_highest(self.rounds, "done")
         self.put_to_all()
         wait_until_complete(self._in_flight)
         self.discard()
-        highest(self.context, self._ends, 0, f"{self.name}.all have put")
+        self.await_all()
 
     def _staleness(self, rank: int) -> int | None:
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""

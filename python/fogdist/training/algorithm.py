@@ -29,8 +29,7 @@ from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,
     OnLoss,
-    await_all,
-    check_joinable,
+    highest,
 )
 from fogdist.training.mixing import (
     DynamicWeights,
@@ -254,11 +253,11 @@ class Algorithm(DistributedOptimizer):
         # differently.
         self._number = context.next_number()
         self._fog_title = self.name
-        check_joinable(
-            group,
-            on_loss == "continue" and self.is_joinable(),
-            f"{self.algorithm_name} with on_loss={on_loss!r}",
-        )
+        if context.is_joining and not (on_loss == "continue" and self.is_joinable()):
+            raise ValueError(
+                f"this process joins a running job, and {self.algorithm_name} with on_loss={on_loss!r} cannot be joined; "
+                "docs/membership.md has what can be"
+            )
         if on_loss == "continue":
             state = _State(self) if self.is_joinable() else None
             self._participant = members_of(group).participant(self.name, state)
@@ -314,10 +313,7 @@ class Algorithm(DistributedOptimizer):
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
-        if self._ends is None:
-            current(self._group).group.barrier().wait()
-        else:
-            await_all(self._ends)
+        self._fog_highest(0, "all are here")
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -652,6 +648,11 @@ class Algorithm(DistributedOptimizer):
             )
         chosen = NoMixing() if self.is_alone else other
         return chosen.begin(tensors, round, in_place)()
+
+    def _fog_highest(self, number: int, what: str) -> int:
+        """Returns the largest of all ranks' numbers; this rank's own if others had got it before a loss. Collective."""
+        most = highest(self.context, self._ends, [number], f"{self.name} {what}")
+        return number if most is None else most[0]
 
     def _fog_own_step(self, **options: Any) -> Any:
         """Makes the step of the user's optimizer."""
