@@ -407,8 +407,9 @@ class _Windows:
     def free(self) -> None:
         """Frees all windows; collective."""
         self.pace.free()
-        for window in (*self._shown, *self._inboxes, self._receipts):
+        for window in (*self._shown, *self._inboxes):
             window.free()
+        self._receipts.free()
 
     def _show_receipts(self) -> None:
         for peer, taken in self._taken.items():

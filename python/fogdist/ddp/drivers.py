@@ -207,12 +207,13 @@ class AtOwnPace(Driver, WinPut):
         if self._pace is not None:
             self._pace.advance(value)
 
-    def watch_forward(self, when: When) -> None:
-        """See `OverlappingAlgorithm.watch_forward`. A step makes all of a round."""
+    @property
+    def overlaps(self) -> bool:
+        """See `Algorithm.overlaps`. A step makes all of a round."""
+        return False
 
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`."""
-        return True
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`: passes begin nothing."""
 
     def refresh(self) -> None:
         """See `Algorithm.refresh`. The buckets do not change while they are sent."""
@@ -281,7 +282,7 @@ class AtOwnPace(Driver, WinPut):
         self.put_to_all()
         wait_until_complete(self._in_flight)
         self.discard()
-        self.await_all()
+        self._fog_highest(0, "all have put")
 
     def _staleness(self, rank: int) -> int | None:
         """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""

@@ -303,8 +303,13 @@ class Algorithm(DistributedOptimizer):
         """Returns whether a process can join the ranks that train by it, with these arguments."""
         return self.can_be_joined
 
-    def enters_in_step(self) -> bool:
-        """Returns whether a round begins with this step."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether a round begins with a forward pass, and not within a step."""
+        return False
+
+    def is_round_due(self) -> bool:
+        """Returns whether a round belongs to the next step."""
         return (self.steps + 1) % self.local_steps == 0
 
     def enter(self) -> bool:
@@ -313,7 +318,10 @@ class Algorithm(DistributedOptimizer):
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
-        self._fog_highest(0, "all are here")
+        if self._ends is None:
+            self.context.group.barrier().wait()
+        else:
+            self._fog_highest(0, "barrier")
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -544,7 +552,7 @@ class Algorithm(DistributedOptimizer):
                 if self.is_running:
                     self.refresh()
                     # A process that has just joined has others' parameters now, and gradients of its own ones.
-                    if self._participant is not None and self.enters_in_step() and self.enter():
+                    if not self.overlaps and self.is_round_due() and self.enter():
                         self.overflowed = True
                     result = self.advance()
                     self.buckets.write_changes()

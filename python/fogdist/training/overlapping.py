@@ -41,7 +41,7 @@ class OverlappingAlgorithm(Algorithm):
 
     @property
     def overlaps(self) -> bool:
-        """Whether it does; if not, `combine` follows the local steps, as in `Algorithm`."""
+        """See `Algorithm.overlaps`; if not, `combine` follows the local steps, as in `Algorithm`."""
         return True
 
     def begin(self) -> None:
@@ -122,14 +122,6 @@ class OverlappingAlgorithm(Algorithm):
         if self.is_syncing:
             self._saw_forward = True
             self.begin_if_due()
-
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`: a round that overlaps begins with a forward pass."""
-        return not self.overlaps and super().enters_in_step()
-
-    def is_round_due(self) -> bool:
-        """Returns whether a round belongs to the next step."""
-        return (self.steps + 1) % self.local_steps == 0
 
     def begin_if_due(self) -> bool:
         """Begins a round if one is due; returns whether this process has just joined the others."""

@@ -67,7 +67,11 @@ class Notes:
         self.peers = sorted(set(peers))
         self._gives_way = gives_way
         self._window = context.backend.create_window(
-            torch.zeros(length, dtype=torch.float64, device="cpu"), name, self.peers, self.peers, zero_init=True
+            torch.zeros(length, dtype=torch.float64, device="cpu"),
+            name,
+            self.peers,
+            self.peers,
+            zero_init=True,
         )
 
     def heard(self, rank: int) -> list[float]:

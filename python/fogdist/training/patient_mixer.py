@@ -90,9 +90,7 @@ class MutualRounds(Notes):
         came = {rank for rank, each in heard.items() if not self._before or each[_ROUND] >= self.number - 1}
         if self.number == self._before + 1:
             came |= self._came
-        self.in_step = frozenset(
-            rank for rank in came if not heard[rank][_ENDED] and not self.is_gone(rank)
-        )
+        self.in_step = frozenset(rank for rank in came if not heard[rank][_ENDED] and not self.is_gone(rank))
         for rank in set(self.peers) - self.in_step:
             self._leave_out(rank)
 

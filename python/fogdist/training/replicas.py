@@ -188,7 +188,7 @@ class ReplicaAlgorithm(Algorithm):
 
     def _are_stale(self, context: Context) -> bool:
         """Returns whether the kept vectors are of other weights or parameters, so that ranks send the vectors themselves."""
-        return self.numbers["replica_graph"] != self._graph_of(context)
+        return bool(self.numbers["replica_graph"] != self._graph_of(context))
 
     def _averages_exactly(self, context: Context) -> bool:
         """Returns whether the mixing is the exact average of all ranks of a group."""
