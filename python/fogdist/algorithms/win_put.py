@@ -179,9 +179,7 @@ class WinPut(OverlappingAlgorithm):
     def finish(self) -> None:
         """Waits for in-neighbors that are too far behind, and averages with the values of the slots."""
         self._keep_pace()
-        error = self._wait()
-        if error is not None:
-            raise error
+        self.discard()
         if self.force_barrier:
             self.await_all()  # all ranks have sent their values
         self.buckets.values()  # which the averages change
@@ -189,6 +187,14 @@ class WinPut(OverlappingAlgorithm):
             self._take(window)
         if self._participant is not None:
             self._participant.completed = self.rounds + 1
+
+    def discard(self) -> None:
+        """Waits until the put values have left: from then on the buckets' buffers may change.
+
+        For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
+        """
+        if (error := self._wait()) is not None:
+            raise error
 
     def destinations(self) -> list[tuple[int, float]]:
         """Returns the ranks that a round's values are put to, each with the weight 1."""

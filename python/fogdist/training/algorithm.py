@@ -263,7 +263,7 @@ class Algorithm(DistributedOptimizer):
             self._participant = members_of(group).participant(self.name, state)
             self._participant.on_change(self._fog_on_change)
             self._ends = members_of(group).participant(f"{self.name} global")
-            self.mixing = Continuing(self.mixing, self._participant)
+            self.mixing = self._fog_lasting(self.mixing)
         if self.is_running:
             self._hold()
             if broadcast and context.size > context.held and not context.is_joining:
@@ -648,14 +648,17 @@ class Algorithm(DistributedOptimizer):
         participant: Participant | None = None,
     ) -> list[Tensor]:
         """Makes the exchange of a round; see `mix`. `participant` is its place in the exchanges, if not that of rounds."""
-        other = self.mixing
-        if mixing is not None:
-            other = self.context.carried_out(mixing)
-            other = (
-                other if self._participant is None else Continuing(other, participant or self._participant)
-            )
-        chosen = NoMixing() if self.is_alone else other
+        chosen = self.mixing
+        if self.is_alone:
+            chosen = NoMixing()
+        elif mixing is not None:
+            chosen = self._fog_lasting(self.context.carried_out(mixing), participant)
         return chosen.begin(tensors, round, in_place)()
+
+    def _fog_lasting(self, mixing: Mixing, participant: Participant | None = None) -> Mixing:
+        """Returns a mixing that goes on after losses, if this object does."""
+        chosen = participant or self._participant
+        return mixing if chosen is None else Continuing(mixing, chosen)
 
     def _fog_highest(self, number: int, what: str) -> int:
         """Returns the largest of all ranks' numbers; this rank's own if others had got it before a loss. Collective."""
@@ -709,10 +712,9 @@ class Algorithm(DistributedOptimizer):
             groups=numbers,
             owner=self._fog_view(),
         )
-        with buckets.released_on_error():
-            if self.context.size > 1:
-                self._agree_on(buckets)
-            buckets.take_over()
+        if self.context.size > 1:
+            self._agree_on(buckets)
+        buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
 

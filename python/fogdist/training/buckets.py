@@ -21,7 +21,7 @@ from fogdist.memory import empty_flat
 from fogdist.packing import make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
 
-# Buckets that have an owner. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
+# Buckets that an owner has taken over. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
 _owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
 
 
@@ -102,12 +102,10 @@ class FlatBuckets:
             self.flats.append(empty_flat(length, bucket.dtype, bucket.device))
             self._views.append(self.views(self.flats[-1], len(self.flats) - 1))
         self.load()
-        if owner is not None:
-            _owned.add(self)
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
+        """Calls `release` if an owner's construction fails; the error's traceback keeps the owner alive."""
         try:
             yield
         except BaseException:
@@ -115,15 +113,16 @@ class FlatBuckets:
             raise
 
     def take_over(self) -> None:
-        """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
+        """Ends the tensors' previous owners. Call it after ranks agree."""
         mine = None if self._owner is None else self._owner()
         for each in list(_owned):
             owner = None if each._owner is None else each._owner()
             if owner is not None and owner is not mine and not self._labels.keys().isdisjoint(each._labels):
                 owner._fog_give_up()
+        _owned.add(self)
 
     def release(self) -> None:
-        """Releases the tensors. Before `take_over` they go back to their previous owners."""
+        """Ends the use of the tensors: another owner does not end this one."""
         _owned.discard(self)
 
     @property

@@ -222,10 +222,8 @@ class PatientMixer(Mixer):
         self._patience = patience
         self._participant = participant
         self._watch = None if participant is None else Watch(participant, self._edges)
-        self._generation: tuple[dist.ProcessGroup | None, int] = (
-            None,
-            0,
-        )  # how many times it began anew, in a group
+        # The group of the windows, and how many times they were opened anew in it.
+        self._generation: tuple[dist.ProcessGroup | None, int] = None, 0
         self._opened: tuple[FlatBuckets, Mixing, dist.ProcessGroup] | None = None
         self._rounds: MutualRounds | None = None
         self._plans: Plans | None = None
