@@ -9,7 +9,6 @@ import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,15 +28,6 @@ class Owner(Protocol):
     """What exchanges buckets, and releases them when another owner takes over."""
 
     def _fog_give_up(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor in its flat buffer: the offset of its first element, and its strides."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
 
 
 class FlatBuckets:
@@ -80,7 +70,6 @@ class FlatBuckets:
         self.group_of: list[int] = []
         self._tensors: list[list[Tensor]] = []
         self._has_shards: list[bool] = []
-        self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
         self._is_outdated = False  # whether tensors may have changed since the buffers had their values
         self._may_differ = False  # whether the buffers may have changed since the tensors had their values
@@ -95,12 +84,12 @@ class FlatBuckets:
         for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=numbers):
             members = [distinct[place] for place in bucket.places]
             self.group_of.append(numbers[bucket.places[0]])
-            self._places.append(_places([local_of(member) for member in members]))
             self._tensors.append(members)
             self._has_shards.append(any(map(is_sharded, members)))
-            length = sum(local_of(member).numel() for member in members)
-            self.flats.append(empty_flat(length, bucket.dtype, bucket.device))
-            self._views.append(self.views(self.flats[-1], len(self.flats) - 1))
+            # With the strides that clone() would give: the tensor's own strides if they are dense.
+            like = [torch.empty_like(local_of(member), device="meta") for member in members]
+            self.flats.append(empty_flat(sum(each.numel() for each in like), bucket.dtype, bucket.device))
+            self._views.append(_views(self.flats[-1], like))
         self.load()
 
     @contextmanager
@@ -169,11 +158,7 @@ class FlatBuckets:
                 f"flat_like must be contiguous of shape ({length},), got shape {tuple(flat_like.shape)} and "
                 f"strides {flat_like.stride()}"
             )
-        begin = flat_like.storage_offset()
-        return [
-            flat_like.as_strided(place.shape, place.stride, begin + place.offset)
-            for place in self._places[bucket]
-        ]
+        return _views(flat_like, self._views[bucket])
 
     def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor with the view of its elements in vectors like `flats`, with its shape and strides."""
@@ -207,10 +192,10 @@ class FlatBuckets:
     def layout(self) -> list[str]:
         """Returns a line for each tensor; if the lines are the same on two ranks, the buffers have the same layout."""
         return [
-            f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
-            f"{tuple(place.shape)} and strides {place.stride}{on_device(local_of(tensor))}"
-            for i, members in enumerate(self._tensors)
-            for tensor, place in zip(members, self._places[i], strict=True)
+            f"{self._labels[tensor]}: bucket {i} at {view.storage_offset() - flat.storage_offset()}, {tensor.dtype} "
+            f"of shape {tuple(view.shape)} and strides {view.stride()}{on_device(local_of(tensor))}"
+            for i, flat in enumerate(self.flats)
+            for tensor, view in zip(self._tensors[i], self._views[i], strict=True)
         ]
 
     def versions(self) -> list[tuple[int, int]]:
@@ -271,10 +256,10 @@ class FlatBuckets:
         """Raises ValueError as `load`, for all buckets or for those with the given indices."""
         for number in range(len(self.flats)) if buckets is None else buckets:
             dtype, device = self.flats[number].dtype, self.flats[number].device
-            for i, (local, place) in enumerate(zip(self._locals(number), self._places[number], strict=True)):
-                if local.shape != place.shape or local.dtype != dtype or local.device != device:
+            for i, (local, view) in enumerate(zip(self._locals(number), self._views[number], strict=True)):
+                if local.shape != view.shape or local.dtype != dtype or local.device != device:
                     raise ValueError(
-                        f"{self._labels[self._tensors[number][i]]} must stay {_kind(self._views[number][i])}, as when "
+                        f"{self._labels[self._tensors[number][i]]} must stay {_kind(view)}, as when "
                         f"it was put into its bucket; got {_kind(local)}. Convert a model before it is distributed"
                     )
 
@@ -297,14 +282,13 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
 
 
-def _places(tensors: Sequence[Tensor]) -> list[_Place]:
-    places, offset = [], 0
-    for tensor in tensors:
-        # The strides that clone() would give: the tensor's own strides if they are dense.
-        stride = torch.empty_like(tensor, device="meta").stride()
-        places.append(_Place(offset, tensor.shape, tuple(stride)))
-        offset += tensor.numel()
-    return places
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of a flat tensor with the shapes and strides of others, side by side."""
+    views, offset = [], flat.storage_offset()
+    for each in like:
+        views.append(flat.as_strided(each.shape, each.stride(), offset))
+        offset += each.numel()
+    return views
 
 
 def _kind(tensor: Tensor) -> str:

@@ -163,7 +163,8 @@ class Mixer:
         Returns:
             The number of the round: the given one, or a later one where this rank was left out of rounds.
         """
-        self._buckets, self._round = buckets, round
+        self._buckets, self._round, self._in_flight = buckets, round, {}
+        # In one order on all ranks, also because exchanges that are repeated after a loss begin again in this order.
         for number in buckets.sending_order if mixing.exchanges else ():
             buckets.load(number)
             flat = buckets.flats[number]
@@ -226,13 +227,10 @@ class Mixer:
 
     def _arrive(self) -> dict[int, torch.Tensor]:
         in_flight, self._in_flight = self._in_flight, {}
-        # In one order on all ranks, because exchanges that are repeated after a loss begin again in this order.
-        order = [] if self._buckets is None else self._buckets.sending_order
-        finishing = {number: in_flight[number] for number in order if number in in_flight}
         self._buckets, round, self._round = None, self._round, None
         averages: dict[int, torch.Tensor] = {}
         failure: Exception | None = None
-        for number, finish in finishing.items():
+        for number, finish in in_flight.items():
             try:
                 (averages[number],) = finish()
             except Exception as error:

@@ -228,7 +228,9 @@ class PatientMixer(Mixer):
         self._rounds: MutualRounds | None = None
         self._plans: Plans | None = None
         self._windows: tuple[list[Window], list[Window]] = [], []
-        self._plan: NeighborPlan | None = None  # of the exchange in flight
+        # Of the exchange in flight.
+        self._current: list[Window] = []
+        self._plan: NeighborPlan | None = None
         self._puts: dict[int, list[dist.Work]] = {}
         self._left_out: list[int] = []
         self._is_away = False
@@ -250,11 +252,11 @@ class PatientMixer(Mixer):
         self._buckets, self._round = buckets, Round(context, number, self._name)
         with self._named():
             self._raise_losses()
-            self._plan = plans.plan(number)
+            self._plan, self._current = plans.plan(number), self._windows[rounds.number % 2]
             self._puts = {rank: [] for rank, _ in self._plan.destinations}
             buckets.load()
             for place in buckets.sending_order:
-                window = self._windows[rounds.number % 2][place]
+                window = self._current[place]
                 window.p = float(rounds.number)
                 for rank, puts in self._puts.items():
                     if rank in rounds.in_step:
@@ -280,7 +282,7 @@ class PatientMixer(Mixer):
             for rank, weight in plan.sources:
                 own += 0.0 if rank in counted else weight
             if neighbors:
-                for window in self._windows[self._number % 2]:
+                for window in self._current:
                     window.update(own, neighbors)
         buckets.write_back()
 
@@ -327,14 +329,9 @@ class PatientMixer(Mixer):
         if self._rounds is not None:
             self._rounds.end()
         self._opened = self._rounds = self._plans = None
-        self._windows = [], []
+        self._windows, self._current = ([], []), []
 
     # --- inside ---
-
-    @property
-    def _number(self) -> int:
-        assert self._rounds is not None
-        return self._rounds.number
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round; before windows are open, all ranks wait for each other."""
@@ -382,7 +379,7 @@ class PatientMixer(Mixer):
             ]
             for parity in ("even", "odd")
         )
-        self._windows = even, odd
+        self._windows, self._current = (even, odd), []
         self._rounds = MutualRounds(
             context, name, {*sources, *destinations}, self._patience, gives_way=self._participant is not None
         )
@@ -395,12 +392,11 @@ class PatientMixer(Mixer):
         rounds, plan, puts = self._rounds, self._plan, self._puts
         assert rounds is not None and plan is not None
         self._buckets, self._plan, self._puts = None, None, {}
-        windows, number = self._windows[rounds.number % 2], float(rounds.number)
         sources = [rank for rank, _ in plan.sources]
         counted = rounds.settle(
             sources,
             list(puts),
-            lambda rank: all(window.slot_p(rank) == number for window in windows),
+            lambda rank: all(window.slot_p(rank) == float(rounds.number) for window in self._current),
             lambda rank: _are_there(puts[rank]),
         )
         self._left_out = sorted({*sources} - counted)
