@@ -483,9 +483,6 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
-        *,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
     ) -> Work:
         """Sets slot `[destination][this rank]` to weight * tensor, and increments its version.
 
@@ -494,13 +491,7 @@ class Window:
                 the Work is complete. The Work is complete on return, except for destinations on other hosts and
                 for mutexes that other ranks hold.
             self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
-                complete, unless the Work fails. Integers are rounded as in the sent values. With a codec, `tensor`
-                becomes ``tensor - (1 - self_weight) * decoded`` instead: the share that the others get is taken away.
-            compression: Slots get weight * the decoded tensor.
-            decoded: Where this rank's own decoded tensor is written before the call returns; for tensors on the CPU.
-
-        Raises:
-            ValueError: The codec does not take the dtype, or needs the receiver's values.
+                complete, unless the Work fails. Integers are rounded as in the sent values.
         """
 
     def accumulate(
@@ -512,9 +503,6 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
-        *,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
     ) -> Work:
         """Adds weight * tensor to slot `[destination][this rank]` without a new version. Otherwise as `put`."""
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from fogdist import topology
 from fogdist.bluefog.common import topology_util
-from fogdist.compression import Codec, Float16, Int8, TopK
+from fogdist.compression import Float16, Int8, TopK
 from torch import Tensor
 
 REPETITIONS = 10
@@ -125,23 +125,6 @@ def measure_algorithms(rows: int) -> dict[str, tuple[int, list[int]]]:
         return torch.empty(0)
 
     return {"SparseLoCo": (codec.bytes(rows * rows), least(make_a_step))}
-
-
-def measure_windows(nbytes: int) -> dict[str, tuple[int, list[int]]]:
-    """Returns the same as `measure_compressed` for puts and accumulates of two ranks."""
-    fogdist.init(topology.ring)
-    x = torch.randn(nbytes // 4, generator=torch.Generator().manual_seed(fogdist.rank()))
-    counts = {}
-    for number, codec in enumerate((Float16(), Int8(), TopK(0.01))):
-        with fogdist.Window(x.clone(), name=f"w{number}", zero_init=True) as window:
-            for write in (window.put, window.accumulate):
-
-                def exchange(write: Callable[..., None] = write, codec: Codec = codec) -> Tensor:
-                    write(x, compression=codec)
-                    return x
-
-                counts[f"{write.__name__} {codec!r}"] = codec.bytes(x.numel()), least(exchange)
-    return counts
 
 
 def measure_sums(nbytes: int) -> dict[str, list[int]]:

@@ -21,13 +21,13 @@ from pathlib import Path
 VIRTUAL = "compression virtual_ranks virtual_sums agreement"
 REAL = (
     "collectives neighbor random_exchanges compressed_exchanges group_operations hierarchical windows"
-    " window_guarantees compressed_windows streams faults"
+    " window_guarantees streams faults"
 )
 TCP = {"FOG_BETWEEN_HOSTS": "tcp", "_FOG_LOCAL_LINKS": "0"}
 # Files of tests, the ranks' environment, and what is left out. MPI's RMA on one host calls process_vm_readv, which misleads
 # the sanitizers. ThreadSanitizer sees no memory between processes: its ranks are threads; it makes the worlds of 1,000
 # ranks, which one thread runs, take minutes each.
-NO_RMA = "not [rma and not late_put"
+NO_RMA = "not [rma"
 RUNS = {
     "asan": [(f"{VIRTUAL} {REAL}", {}, NO_RMA), (REAL, TCP, f"{NO_RMA} and not [memory")],
     "tsan": [(VIRTUAL, {}, f"{NO_RMA} and not thousand")],

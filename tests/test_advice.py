@@ -148,41 +148,35 @@ def test_exchange_with_a_codec_by_hand() -> None:
     )
     traffic = Traffic({(0, 1): 2.0}, {0: 1.0}, 2)
     # A quarter of the 5 s of the link; 25 elements are encoded in 0.5 s and decoded twice in 0.5 s, a bucket of 10 in 0.4 s.
-    fast = Codec("c", 1.0, 50.0, 100.0)
-    seconds = exchange_seconds(traffic, network, 100.0, 40.0, codec=fast)
+    fast = Codec.of(("c", 1.0, 50.0, 100.0), 4)
+    seconds = exchange_seconds(traffic, network, 100.0, 40.0, fast)
     assert seconds == pytest.approx(3 * 2 * 1e-3 + 1.25 + 0.4)
     # A tenth of that speed: 10 s, longer than the link, and 4 s for the last bucket. A slice of half needs half of it.
-    slow = Codec("c", 1.0, 5.0, 10.0)
-    seconds = exchange_seconds(traffic, network, 100.0, 40.0, codec=slow)
+    slow = Codec.of(("c", 1.0, 5.0, 10.0), 4)
+    seconds = exchange_seconds(traffic, network, 100.0, 40.0, slow)
     assert seconds == pytest.approx(3 * 2 * 1e-3 + 10.0 + 4.0)
-    seconds = exchange_seconds(traffic, network, 100.0, 40.0, codec=slow, encoded=0.5)
+    seconds = exchange_seconds(traffic, network, 100.0, 40.0, slow, encoded=0.5)
     assert seconds == pytest.approx(3 * 2 * 1e-3 + 5.0 + 2.0)
     # Half of 2-byte elements' bytes, of which there are twice as many.
-    seconds = exchange_seconds(traffic, network, 100.0, 40.0, codec=fast, element_bytes=2)
+    seconds = exchange_seconds(traffic, network, 100.0, 40.0, Codec.of(("c", 1.0, 50.0, 100.0), 2))
     assert seconds == pytest.approx(3 * 2 * 1e-3 + 2.5 + 0.8)
 
 
-INT8 = Codec("Int8()", 1.016, 2.5e9, 3.7e9)
+INT8 = Codec.of(("Int8()", 1.016, 2.5e9, 3.7e9), 4)
 
 
 @pytest.mark.parametrize(("rate", "pays"), [(1.25e8, True), (1.25e10, False)])
 def test_compression_pays_on_slow_links_only(rate: float, pays: bool) -> None:
     network = flat(8, rate)
-    (found,) = advice.with_codecs(network, 0.18, 1e8, [INT8], 0.05)
+    found = best(settings(network, 0.18, 1e8, codec=INT8), 0.18, 0.05)
     plain = best(settings(network, 0.18, 1e8), 0.18, 0.05)
     assert advice.pays(found, plain) is pays and found.codec is INT8 and plain.codec is None
     assert (found.agreement < plain.agreement) is pays
 
 
-def test_a_codec_is_not_for_all_reduce_nor_for_one_host() -> None:
-    network = flat(4, 1e9)
-    assert "all-reduce" not in {each.way.name for each in settings(network, 0.1, 1e8, codec=INT8)}
-    assert (
-        advice.with_codecs(
-            Network([0, 0], [0], 1e-4, 1e-4, [math.inf], [1e9], {}, 1e9), 0.1, 1e8, [INT8], 0.05
-        )
-        == []
-    )
+def test_a_codec_is_not_for_all_reduce() -> None:
+    found = settings(flat(4, 1e9), 0.1, 1e8, codec=INT8)
+    assert "all-reduce" not in {each.way.name for each in found}
 
 
 def test_code_of_a_setting_with_a_codec() -> None:
@@ -249,7 +243,7 @@ def test_a_rate_is_measured_beyond_the_burst_of_a_link(monkeypatch: pytest.Monke
     alone = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1)
     monkeypatch.setattr(advise_ranks, "dist", alone)
     monkeypatch.setattr(advise_ranks, "_transfer", transfer)
-    monkeypatch.setattr(advise_ranks, "_of_all", lambda value: [value])
+    monkeypatch.setattr(advise_ranks, "of_all", lambda value: [value])
     ((size, taken),) = advise_ranks._timed(0, 0, [0], 0.1)
     assert rate < size / taken < 1.1 * rate
 
@@ -262,9 +256,9 @@ def test_links_of_two_sites(tmp_path: Path) -> None:
     network = Network.of(found[0][0])
     assert list(network.site_of) == [0, 0, 1, 1]
     assert len(network.trunks) == 2 and 0 < max(network.trunks.values()) < min(network.host_rates)
-    codecs = {each[0]: Codec(*each) for each in found[0][0]["codecs"]}
+    codecs = {each[0]: Codec.of(each, 4) for each in found[0][0]["codecs"]}
     assert found[1][0]["codecs"] == found[0][0]["codecs"]
-    assert codecs["BFloat16()"].element_bytes == 2 and codecs["Int8()"].element_bytes == 1 + 4 / 256
+    assert codecs["BFloat16()"].share == 1 / 2 and codecs["Int8()"].share == (1 + 4 / 256) / 4
     assert all(each.encode_rate > 1e6 and each.decode_rate > 1e6 for each in codecs.values())
 
 
@@ -328,7 +322,7 @@ def test_a_model_without_parameters(
 def test_text_of_two_sites() -> None:
     crossing = {(a, b): 2.0 for a in range(4) for b in range(4) if a // 2 != b // 2}
     links = measured(4, crossing) | {"codecs": [["Int8()", 1.016, 1e9, 1e9], ["Slow()", 1.0, 1.0, 1.0]]}
-    text = "\n".join(command.as_text(command.Report.of(links, "1k", 10.0)))
+    text = "\n".join(command.report(links, 1000, 10.0))
     assert "hosts' links 8e-07 Gbit/s, 1000 us a message\n  site 0 to 1  " in text
     assert re.search(r"\n  \S+, Int8\(\) ", text)
     assert re.search(r"\nCompression with Int8\(\) pays: fogdist.*compression=Int8\(\)\)", text)

@@ -959,13 +959,30 @@ def test_asynchronous_gossip_passes_over_a_lost_neighbor(new_world):
     np.testing.assert_allclose(outcomes[0].value, outcomes[2].value, rtol=0, atol=1e-6)
 
 
+@on_ranks([1, 2, 3, 4, 5])
+def test_asynchronous_gossip_along_any_connected_topology() -> None:
+    """Its own neighbors may be those of edges in one direction, and those of all rounds."""
+    fogdist.init()
+    rank, size = fogdist.rank(), fogdist.size()
+    line = nx.DiGraph([(0, 0), *((i, i + 1) for i in range(size - 1))])
+    for topology in (None, "one-peer-exp2", "ring", "ring-right", line):
+        model = Quadratic(rank, rank)
+        base = torch.optim.SGD(model.parameters(), lr=0.0)
+        with algorithms.AsynchronousGossip(base, model, topology=topology, broadcast=False) as optimizer:
+            for k in range(100):
+                step_of(model, optimizer, k)
+                dist.barrier()
+        # Ranks of a line are apart for longer.
+        assert fogdist.consensus_distance(model) < (0.1 if topology is line else 1e-3)
+
+
 @on_ranks(4)
 def test_asynchronous_gossip_says_what_it_cannot_do() -> None:
     fogdist.init()
     model = Quadratic(0, 0)
     base = torch.optim.SGD(model.parameters(), lr=0.1)
-    fogdist.set_topology(topologies.ring(fogdist.size(), 1))
-    with pytest.raises(ValueError, match="both ways"):
+    fogdist.set_topology(nx.DiGraph([(0, 1), (1, 0), (2, 3)]))
+    with pytest.raises(ValueError, match=r"topology must connect all ranks .*, got one of 2 parts"):
         algorithms.AsynchronousGossip(base, model)
     fogdist.set_topology(topologies.ring(fogdist.size()))
     optimizer = algorithms.AsynchronousGossip(base, model)
@@ -1028,21 +1045,26 @@ def test_wrong_arguments() -> None:
     rateless = torch.optim.Optimizer(parameters, {"depth": 2})
     larger, rounds = topologies.one_peer_exponential(size + 1), topologies.random_matching(size)
     compressed = algorithms.Neighbors(compression=Int8())
-    everyone = algorithms.GlobalAverage()
+    everyone, machines = algorithms.GlobalAverage(), algorithms.Machines()
+    parts = nx.DiGraph([(0, 0), (1, 1)])
     # Two graphs with the same name and different weights; those of the second are not symmetric.
     pairs = [nx.DiGraph(), nx.DiGraph()]
     for graph, own in zip(pairs, (0.5, 0.75), strict=True):
         graph.add_weighted_edges_from([(0, 0, 0.5), (1, 0, 0.5), (1, 1, own), (0, 1, 1 - own)])
     rows: list[tuple[str, Any, dict[str, Any], Any, str]] = [
         ("DecentralizedSGD", base, {"order": "act"}, ValueError, "order.*'cta'.*'act'"),
-        ("DecentralizedSGD", base, {"mixing": "ring"}, TypeError, "unexpected keyword argument 'mixing'"),
+        ("DecentralizedSGD", base, {"mixing": "ring"}, TypeError, r"^Dec.*SGD\(\) got .*'mixing'; it"),
+        ("ExactDiffusion", base, {"mixing": "ring"}, TypeError, r"^ExactDiffusion\(\) got.*it takes"),
         (
             "AsynchronousGossip",
             base,
-            {"topology": "ring"},
+            {"topology": machines},
             ValueError,
-            "topology must be None for AsynchronousG",
+            r"topology must be .* a graph or None for AsynchronousGossip, got Machines\(\)",
         ),
+        ("AsynchronousGossip", base, {"topology": larger}, ValueError, "topology.*as ranks, 2, got 3"),
+        ("AsynchronousGossip", base, {"topology": parts}, ValueError, "'ring' and 'symexp' do, .* 2 parts"),
+        ("AsynchronousGossip", base, {"topology": ["ring", "exp2"][rank]}, ValueError, "topology: 'exp2'"),
         ("WinPut", base, {"topology": everyone}, ValueError, "a graph or None for WinPut, got GlobalAverage"),
         (
             "DecentralizedSGD",
@@ -1072,6 +1094,7 @@ def test_wrong_arguments() -> None:
         ("SparseLoCo", base, {"topology": everyone}, ValueError, "topology.*GlobalAverage"),
         ("SparseLoCo", base, {"topology": compressed}, ValueError, "compression must be None for .*Int8"),
         ("SparseLoCo", base, {"topology": rounds}, ValueError, "topology.*same weights in all rounds"),
+        ("SparseLoCo", base, {"topology": "one-peer-exp2"}, ValueError, "a name such as 'exp2'; .*one-peer"),
         ("AsynchronousGossip", base, {"seed": 0.5}, TypeError, "seed.*float"),
         ("DecentralizedAdamW", base, {}, TypeError, "AdamW or Adam, got SGD"),
         ("DecentralizedAdamW", torch.optim.AdamW(parameters, amsgrad=True), {}, ValueError, "amsgrad"),
@@ -1083,7 +1106,7 @@ def test_wrong_arguments() -> None:
             "must be an AdamW",
         ),
     ]
-    codecs, machines = [Int8(), TopK(0.1)], algorithms.Machines()
+    codecs = [Int8(), TopK(0.1)]
     of_both = "(?s)" + ".*".join(re.escape(f"compression={codec!r}") for codec in codecs)
     both = {"compression": Int8(), "gamma": 0.5}
     rows += [
@@ -1112,6 +1135,12 @@ def test_wrong_arguments() -> None:
     for missing in both:
         with pytest.raises(TypeError, match=missing):
             algorithms.ChocoSGD(base, model, **{key: both[key] for key in both if key != missing})
+    with pytest.raises(TypeError, match=r"^ChocoSGD\(\) missing .*'gamma'; it takes .*gamma, topology"):
+        algorithms.ChocoSGD(base, model, compression=Int8())
+    with pytest.raises(TypeError, match=r"^LocalSGD\(\) missing .*'model'"):
+        algorithms.LocalSGD(base)
+    with pytest.raises(TypeError, match=r"^WinPut\(\) too many positional arguments"):
+        algorithms.WinPut(base, model, "ring")
     with pytest.raises(TypeError, match="topology.*DiGraph.*int"):
         algorithms.Neighbors(3)
     with pytest.raises(ValueError, match="must not be called .'steps'.: the frame saves these"):

@@ -66,19 +66,22 @@ def train_and_save(path: Path, kind: str) -> dict[str, Any]:
     # On a star, push-sum's weights differ between ranks.
     rank, _ = start(star if kind == "PushSumSGD" else None)
     model = make_net(rank)
+    model.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
     with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
         go_on(called, optimizer, rank, 0, 5)
+        model.phase = torch.tensor([complex(rank, -1.0)])
         checkpoint.save(path, called, optimizer, step=5, extra=rank)
-        return state_of(model, optimizer)
+        return state_of(model, optimizer) | {"phase": model.phase.numpy()}
 
 
 def load_and_train(path: Path, kind: str, is_mean: bool, saved_by: int) -> dict[str, Any]:
     rank, _ = start(star if kind == "PushSumSGD" else None)
     model = make_net(20 + rank)
+    model.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
     with distributed(kind, sgd(model, momentum=0.5), model) as (called, optimizer):
         loaded = checkpoint.load(path, called, optimizer)
         assert loaded == checkpoint.Loaded(5, saved_by, is_mean, loaded.extra)
-        state = state_of(model, optimizer)
+        state = state_of(model, optimizer) | {"phase": model.phase.numpy()}
         state["extra"] = loaded.extra
         go_on(called, optimizer, rank, 5, 7)
         state["later"] = state_of(model, optimizer)
@@ -96,9 +99,11 @@ def test_other_numbers_of_ranks_go_on_from_the_mean(
     if kind == "PushSumSGD" and before > 2:
         assert weights.std() > 0.1  # otherwise the test would not see that they count
     mean = np.average([state["model"] for state in saved], axis=0, weights=weights)
-    vectors = [name for name in saved[0] if name not in ("model", "momenta", "numbers")]
+    phase = np.average([state["phase"] for state in saved], axis=0, weights=weights)
+    vectors = [name for name in saved[0] if name not in ("model", "momenta", "numbers", "phase")]
     for rank, state in enumerate(loaded):
         np.testing.assert_allclose(state["model"], mean, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(state["phase"], phase, rtol=1e-6)
         assert state["momenta"]
         for place, momentum in enumerate(state["momenta"]):
             expected = np.mean([each["momenta"][place] for each in saved], axis=0)
@@ -281,7 +286,7 @@ def test_a_folder_that_ranks_do_not_share_is_an_error(tmp_path: Path) -> None:
     rank, _ = start()
     write = checkpoint.write
     if rank == 1:
-        checkpoint.write = lambda folder, state: write(tmp_path / "elsewhere" / folder.name, state)
+        checkpoint.write = lambda folder, *state: write(tmp_path / "elsewhere" / folder.name, *state)
     shared = tmp_path / "checkpoints"
     try:
         with pytest.raises(FileNotFoundError, match="rank 0.*all ranks share.*does not see.*rank1/"):

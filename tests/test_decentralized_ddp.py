@@ -419,6 +419,8 @@ def test_state_dicts() -> None:
     torch.testing.assert_close(dict(wrapper.state_dict()), state)
     names = get_optimizer_state_dict(wrapper, optimizer)["state"]
     assert set(names) == {f"module.{name}" for name in get_optimizer_state_dict(model, optimizer)["state"]}
+    with pytest.raises(RuntimeError, match=r"begin with 'module.'.*wrapper.module.load_state_dict"):
+        wrapper.load_state_dict(model.state_dict())
     with pytest.raises(TypeError, match="copy its attribute `module`"):
         copy.deepcopy(wrapper)
     dist.barrier()

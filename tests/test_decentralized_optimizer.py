@@ -8,6 +8,7 @@ from typing import Any
 
 import fogdist
 import fogdist.bluefog.torch as bf
+import networkx as nx
 import pytest
 import torch
 from fogdist import algorithms, topology
@@ -167,10 +168,13 @@ def test_passes_of_an_accumulated_batch() -> None:
 def test_wrong_arguments() -> None:
     start()
     model = make_net(0)
+    mean, weighted = nx.DiGraph([(0, 1), (1, 0)]), nx.DiGraph([(0, 1, {"weight": 0.5}), (1, 0)])
     cases: dict[str, tuple[type[Exception], dict[str, Any]]] = {
         "order must be one of 'atc', 'awc', 'cta', got 'sync'": (ValueError, {"order": "sync"}),
         "name must be one of ring, .*, random-matching, got 'cube'": (ValueError, {"topology": "cube"}),
         "topology must be .* a name that `fog topology` lists": (TypeError, {"topology": 3}),
+        "topology must be .* a sequence of graphs, .* got list": (TypeError, {"topology": []}),
+        "each column of graph must sum to 1": (ValueError, {"topology": [mean, weighted]}),
         "compression must be None with topology=GlobalAverage": (
             ValueError,
             {"topology": algorithms.GlobalAverage(), "compression": Int8()},
@@ -180,6 +184,10 @@ def test_wrong_arguments() -> None:
     for message, (kind, options) in cases.items():
         with pytest.raises(kind, match=message):
             fogdist.DecentralizedOptimizer(sgd(model), model, **options)
+    with pytest.raises(TypeError, match=r"write fogdist.topology.named\('ring', fogdist.size\(\)\)"):
+        algorithms.Neighbors("ring")
+    # A graph without weights stands for plain means, in a sequence too.
+    assert (algorithms.Neighbors([mean, mean]).topology.matrix(1) == 0.5).all()
 
 
 @on_ranks(2)

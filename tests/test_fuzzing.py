@@ -178,12 +178,11 @@ def feed_checkpoint(name: str, data: bytes, folder: Path) -> None:
     shutil.rmtree(folder / "1", ignore_errors=True)
     shutil.copytree((folder.parent / "checkpoint" / name).parents[name.count("/") - 1], folder / "1")
     write(folder / "1" / name.partition("/")[2], data)
-    for rank in range(2):  # also those whose sizes tell that they are damaged
+    for rank in range(2):
         piece = pieces.Piece(folder / "1" / f"rank{rank}")
         piece.head()
         piece.rest()
         piece.tensors(piece.shapes)
-        piece.check()
 
 
 def feed_rendezvous(_: str, data: bytes, __: Path) -> None:

@@ -13,24 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
-import pytest
-from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts
-from scripts import ROOT, STUBBORN, WAITING, Job, started
-
-# The tests do not need an installed command line.
-sys.path.append(str(ROOT / "python"))
 import fog_cli
+import pytest
 from fog_cli import UsageError, keep_going, launchers
 from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
+from forked_programs import HOSTS, ForkedJob
+from hosts import address, emulated_hosts
+from scripts import STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
-ENVIRONMENT = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-}
 FOG = ["-m", "fog_cli", "run", "--keep-going"]
 TIMEOUT = 120.0  # enough for a busy machine
 
@@ -39,7 +33,7 @@ def job(folder: Path, script: str, words: Sequence[str], *arguments: object, **v
     """Runs `fog run --keep-going` on a script."""
     (folder / "script.py").write_text(script)
     command = [*FOG, *words, str(folder / "script.py"), *map(str, arguments)]
-    return ForkedJob(command, folder / "log.txt", ENVIRONMENT | variables)
+    return ForkedJob(command, folder / "log.txt", variables)
 
 
 def finished(
@@ -149,9 +143,7 @@ def test_the_others_go_on_and_the_summary_names_the_dead(tmp_path: Path) -> None
     end = tmp_path / "end"
     # The only one whose interpreters start anew.
     command = [sys.executable, *FOG, "-np", "4"]
-    running = Job(
-        [tmp_path / "script.py", end, "1:11", "3:107"], 0, tmp_path / "log.txt", command, ENVIRONMENT
-    )
+    running = Job([tmp_path / "script.py", end, "1:11", "3:107"], 0, tmp_path / "log.txt", command)
 
     def is_over(output: str) -> bool:
         """What a lost rank had started ends with it, and not with the job."""
@@ -322,7 +314,7 @@ def test_without_the_option_a_rank_that_fails_ends_those_of_all_hosts(tmp_path: 
     (tmp_path / "script.py").write_text(RAISES)
     with hosts(tmp_path, 2) as (_, variables):
         words = [*FOG[:-1], "-np", "4", "-H", f"{address(0)}:2,{address(1)}:2", "-p", "22"]
-        running = ForkedJob([*words, tmp_path / "script.py"], tmp_path / "log.txt", ENVIRONMENT | variables)
+        running = ForkedJob([*words, tmp_path / "script.py"], tmp_path / "log.txt", variables)
         with started([running]):
             assert running.wait(TIMEOUT) == 1, running.output
     last = running.output.splitlines()[-1]

@@ -85,6 +85,9 @@ def test_a_name_that_is_gone_says_what_to_use() -> None:
             expected = f"module {module!r} has no attribute {name!r} any more: {instead}"
             with pytest.raises(AttributeError, match=re.escape(expected)):
                 getattr(importlib.import_module(module), name)
+            with pytest.raises(ImportError, match=re.escape(expected)):
+                exec(f"from {module} import {name}")
+            assert not hasattr(importlib.import_module(module), name)
         with pytest.raises(AttributeError, match="has no attribute 'other'$"):
             _ = importlib.import_module(module).other
 

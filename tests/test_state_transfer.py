@@ -228,7 +228,7 @@ def through_a_connection(state: Any, _: Path) -> Any:
 def through_a_checkpoint(state: Any, path: Path) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     rest = pieces.take_apart(state, "one", tensors)
-    pieces.write(path / "piece", pieces.State(tensors, rest, {}))
+    pieces.write(path / "piece", {}, rest, tensors)
     piece = pieces.Piece(path / "piece")
     return pieces.put_together(piece.rest(), piece.tensors(tensors))
 

@@ -25,7 +25,6 @@ import fogdist
 import pytest
 import torch
 import torch.distributed as dist
-from fogdist.compression import Codec
 from harness import ALL, World, error_of
 from window_interfaces import (
     INTERFACES,
@@ -260,15 +259,11 @@ Takes = list[tuple[int, int]]
 MOST_OPERATIONS = 50
 
 
-def mixed_operations(interface: str, seed: int, numel: int, with_p: str, codec: Codec | None = None) -> Any:
-    """Rank 0 puts and accumulates alternately, without waiting; the others take the values that are there.
-
-    With a codec, which holds powers of two exactly, it compresses every second value, which then goes another way.
-    """
+def mixed_operations(interface: str, seed: int, numel: int, with_p: str) -> Any:
+    """Rank 0 puts and accumulates alternately, without waiting; the others take the values that are there."""
     rank = dist.get_rank()
     chance = random.Random(SIZE * seed + rank)
     window = AnyWindow(interface, full(0, numel), one_way)
-    options = {} if codec is None else {"compression": codec.backend if interface == "_C" else codec}
     calls: Calls = []
     takes: Takes = []
 
@@ -286,8 +281,7 @@ def mixed_operations(interface: str, seed: int, numel: int, with_p: str, codec: 
             p = {"all": True, "accumulates": kind == "accumulate", "some": chance.random() < 0.5}[with_p]
             calls.append((kind, p))
             window.p = float(2**number)
-            compressed = options if number % 2 else {}
-            works.append(window.write(kind, full(2**number, numel), p=p, **compressed))
+            works.append(window.write(kind, full(2**number, numel), p=p))
             if chance.random() < 0.2:
                 works.pop(chance.randrange(len(works))).wait()
             if chance.random() < 0.3:
@@ -332,9 +326,9 @@ def check_p(calls: Calls, taken: list[int]) -> None:
         assert found <= with_p and (found == 1 or not with_p or number < last_put), (number, calls, taken)
 
 
-def check_order(world: World, interface: str, seed: int, numel: int, with_p: str, *codec: Codec) -> None:
+def check_order(world: World, interface: str, seed: int, numel: int, with_p: str) -> None:
     """Runs `mixed_operations` and checks that what the readers took is a result of the calls in their order."""
-    calls, *readers = world.run(mixed_operations, interface, seed, numel, with_p, *codec)
+    calls, *readers = world.run(mixed_operations, interface, seed, numel, with_p)
     for takes in readers:
         what = (interface, seed, numel, calls, takes)
         assert is_in_order(calls, [value for value, _ in takes]), what

@@ -8,40 +8,60 @@ in the programs that commands start (`fog_cli.programs`).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
+import math
+import re
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-__all__ = ["COMMANDS", "UsageError", "add_command", "main", "parser", "table"]
+__all__ = ["COMMANDS", "UsageError", "count", "main", "number", "parser", "table"]
 
-COMMANDS = ("run", "doctor", "topology", "bench", "advise", "timeline", "dump", "top")
-"""The subcommands, in the order of `fog --help`: module NAME of `fog_cli.commands` has `add` and `run`."""
+COMMANDS = {
+    "run": "start a script on several ranks, on this host or on several",
+    "doctor": "find out what works on this machine, and what to do about the rest",
+    "topology": "show what topologies cost",
+    "bench": "time fog beside Gloo on this machine",
+    "advise": "measure links, compute and codecs, and recommend how to average",
+    "timeline": "merge the timelines that ranks record with FOG_TIMELINE=PREFIX",
+    "dump": "show what the ranks of this host have in flight, and which ranks hold the others up",
+    "top": "show the ranks of this host: steps, waits, staleness, failures",
+}
+"""The subcommands with their summaries, in the order of `fog --help`.
+
+Module NAME of `fog_cli.commands` has `EXAMPLES`, the end of its help; `add`, which defines its arguments; and `run`.
+"""
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 class UsageError(Exception):
     """The command line is invalid or cannot be carried out: `main` prints the error and returns 2."""
 
 
-def add_command(
-    subparsers: Any, name: str, summary: str, description: str, epilog: str, **options: Any
-) -> argparse.ArgumentParser:
-    """Adds a subcommand and returns its parser.
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], float]:
+    """Returns what argparse takes as `type`: it accepts finite numbers of a kind in a range."""
 
-    Args:
-        subparsers: Of `parser`.
-        name: The name of the command.
-        summary: What `fog --help` says of it.
-        description: The first lines of its help.
-        epilog: The last lines, with examples; printed as they are.
-        options: Further arguments of argparse.
-    """
-    raw = argparse.RawDescriptionHelpFormatter
-    made: argparse.ArgumentParser = subparsers.add_parser(
-        name, help=summary, description=description, epilog=epilog, formatter_class=raw, **options
-    )
-    return made
+    def parse(text: str) -> float:
+        value = math.nan
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+        if not least <= value <= most or value == math.inf:
+            allowed = f"numbers from {least} on" if most == math.inf else f"{least} to {most}"
+            raise argparse.ArgumentTypeError(f"got {text!r}; allowed are {allowed}")
+        return value
+
+    return parse
+
+
+def count(text: str) -> int:
+    """Returns the number that "4K", "25.6M", "7B" or "64Mi" stands for; a `type` of argparse."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?|[kKmMgG]i)", text)
+    found = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
+    if found < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; allowed are 1000, 4K, 25.6M, 7B, 64Mi and the like")
+    return found
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -69,8 +89,17 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"fog {version()}")
     subparsers = top.add_subparsers(dest="command_name", metavar="COMMAND", required=True)
-    for name in COMMANDS:
-        importlib.import_module(f"fog_cli.commands.{name}").add(subparsers)
+    for name, summary in COMMANDS.items():
+        command = importlib.import_module(f"fog_cli.commands.{name}")
+        made = subparsers.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}.",
+            epilog=command.EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        command.add(made)
     return top
 
 

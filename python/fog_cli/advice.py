@@ -12,7 +12,7 @@ With a codec the links carry less, and the processor encodes and decodes while t
 bucket before, and with the last one after, comes on top, in the place of the sum:
 
     exchange = buckets x messages x latency
-             + max(bytes over the link x the codec's share / its rate, elements / rates of encoding and decoding)
+             + max(bytes over the link x the codec's share / its rate, bytes / rates of encoding and decoding)
              + bucket / rates of encoding and decoding
 
 The rule: of the settings whose step takes at most `tolerance` longer than compute alone, or if there are none, than the
@@ -25,6 +25,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,9 +42,8 @@ EQUALLY_GOOD = 1.02
 PAYS = 0.95
 LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-# Fog's sums go around a ring up to so many hosts, and up to so many more if slices have so many bytes:
-# collectives/cutovers.hpp.
-_FEW_HOSTS, _MOST_IN_RING, _LEAST_IN_RING = 8, 30, 8192
+# Fog's sums of large tensors go around a ring up to so many hosts: collectives/cutovers.hpp.
+_MOST_IN_RING = 30
 
 
 @dataclass(frozen=True)
@@ -203,19 +203,25 @@ class Codec:
 
     Attributes:
         code: That makes it: "Int8()".
-        element_bytes: Bytes of an encoded element, for large tensors.
-        encode_rate: Elements per second that a rank encodes.
+        share: Bytes of an encoded tensor, for large tensors, by those of the tensor.
+        encode_rate: Bytes of tensors per second that a rank encodes.
         decode_rate: The same of decoding.
     """
 
     code: str
-    element_bytes: float
+    share: float
     encode_rate: float
     decode_rate: float
 
-    def seconds(self, elements: float, messages: int) -> float:
-        """Returns what a rank needs to encode a tensor, and to decode one for each message."""
-        return elements / self.encode_rate + messages * elements / self.decode_rate
+    @classmethod
+    def of(cls, measured: Sequence[Any], element_bytes: float) -> Codec:
+        """Returns a codec that the ranks have measured, see `fog_cli.programs.advise_ranks`, for elements of some bytes."""
+        code, encoded_bytes, *rates = measured
+        return cls(code, encoded_bytes / element_bytes, *(element_bytes * rate for rate in rates))
+
+    def seconds(self, size: float, messages: int) -> float:
+        """Returns what a rank needs to encode a tensor of `size` bytes, and to decode one for each message."""
+        return size / self.encode_rate + messages * size / self.decode_rate
 
 
 @dataclass(frozen=True)
@@ -271,26 +277,20 @@ def along(topology: Topology, code: str, host_of: Sequence[int]) -> Way | None:
         return None
     traffic = []
     for t in range(topology.period):
-        between: dict[tuple[int, int], float] = {}
-        within: dict[int, float] = {}
-        matrix = topology.matrix(t)
+        between: dict[tuple[int, int], float] = defaultdict(float)
+        within: dict[int, float] = defaultdict(float)
         most = 0
-        for i, row in enumerate(matrix.tolist()):
+        for i, row in enumerate(topology.matrix(t).tolist()):
             peers = [j for j, weight in enumerate(row) if weight and j != i]
             most = max(most, len(peers))
             for j in peers:
                 here, there = host_of[i], host_of[j]
                 if here == there:
-                    within[here] = within.get(here, 0.0) + 1
+                    within[here] += 1
                 else:
-                    between[here, there] = between.get((here, there), 0.0) + 1
+                    between[here, there] += 1
         traffic.append(Traffic(between, within, most))
     return Way(topology.name, code, rounds, traffic)
-
-
-def in_ring(hosts: int, size: float) -> bool:
-    """Returns whether fog's allreduce of so many bytes goes around a ring of the hosts."""
-    return hosts <= _FEW_HOSTS or (hosts <= _MOST_IN_RING and size / hosts >= _LEAST_IN_RING)
 
 
 def near_first(hosts: int) -> list[int]:
@@ -304,9 +304,9 @@ def _all_reduce(network: Network) -> Way:
     hosts = network.hosts
     counts = [list(network.host_of).count(host) for host in range(hosts)]
     within = {host: 2.0 * (count - 1) for host, count in enumerate(counts) if count > 1}
-    pairs: dict[tuple[int, int], float] = {}
+    pairs: dict[tuple[int, int], float] = defaultdict(float)
     levels = 0
-    if in_ring(hosts, math.inf):
+    if hosts <= _MOST_IN_RING:
         levels = 2 * (hosts - 1)
         pairs = {(host, (host + 1) % hosts): levels / hosts for host in range(hosts) if hosts > 1}
     else:
@@ -317,7 +317,7 @@ def _all_reduce(network: Network) -> Way:
                 there = order[(place + hop) % hosts]
                 # The sums one way, and the results the other.
                 for pair in ((here, there), (there, here)):
-                    pairs[pair] = pairs.get(pair, 0.0) + (left - hop) / hosts
+                    pairs[pair] += (left - hop) / hosts
             left = hop
             levels += 2
     traffic = [Traffic(pairs, within, levels + 2 * bool(within))]
@@ -346,22 +346,20 @@ def exchange_seconds(
     network: Network,
     size: float,
     bucket: float,
-    *,
     codec: Codec | None = None,
-    element_bytes: float = 4,
     encoded: float = 1.0,
 ) -> float:
     """Returns the seconds of an exchange of `size` bytes in buckets of `bucket` bytes; `encoded` is as in `Way`."""
-    share = 1.0 if codec is None else codec.element_bytes / element_bytes
-    out: dict[int, float] = {}
-    into: dict[int, float] = {}
-    over: dict[tuple[int, int], float] = {}
+    share = 1.0 if codec is None else codec.share
+    out: dict[int, float] = defaultdict(float)
+    into: dict[int, float] = defaultdict(float)
+    over: dict[tuple[int, int], float] = defaultdict(float)
     for (here, there), tensors in traffic.between.items():
-        out[here] = out.get(here, 0.0) + tensors
-        into[there] = into.get(there, 0.0) + tensors
+        out[here] += tensors
+        into[there] += tensors
         sites = network.site_of[here], network.site_of[there]
         if sites[0] != sites[1]:
-            over[sites] = over.get(sites, 0.0) + tensors
+            over[sites] += tensors
     loads = [
         share * tensors * size / network.host_rates[host]
         for ends in (out, into)
@@ -376,8 +374,8 @@ def exchange_seconds(
     if codec is None:
         last = bucket * (traffic.messages + 1) / network.sum_rate
     else:
-        transfer = max(transfer, codec.seconds(encoded * size / element_bytes, traffic.messages))
-        last = codec.seconds(encoded * bucket / element_bytes, traffic.messages)
+        transfer = max(transfer, codec.seconds(encoded * size, traffic.messages))
+        last = codec.seconds(encoded * bucket, traffic.messages)
     return messages + transfer + last
 
 
@@ -390,7 +388,6 @@ def settings(
     buckets_mb: Sequence[float] = BUCKETS_MB,
     chosen: Sequence[Way] | None = None,
     codec: Codec | None = None,
-    element_bytes: float = 4,
 ) -> list[Setting]:
     """Returns every setting with its prediction.
 
@@ -402,21 +399,16 @@ def settings(
         buckets_mb: MiB of a bucket, to try.
         chosen: The ways to try; by default all that there are. With a codec, those of them that take one.
         codec: Of the exchanges.
-        element_bytes: Of a parameter.
     """
     found = []
-    share = 1.0 if codec is None else codec.element_bytes / element_bytes
+    share = 1.0 if codec is None else codec.share
     for way in ways(network) if chosen is None else chosen:
         if codec is not None and not way.encoded:
             continue
-        options: dict[str, Any] = {
-            "codec": codec,
-            "element_bytes": element_bytes,
-            "encoded": way.encoded,
-        }
         for megabytes in buckets_mb:
             rounds = [
-                exchange_seconds(each, network, size, megabytes * 2**20, **options) for each in way.traffic
+                exchange_seconds(each, network, size, megabytes * 2**20, codec, way.encoded)
+                for each in way.traffic
             ]
             exchange = statistics.fmean(rounds)
             late = statistics.fmean(max(0.0, seconds - compute) for seconds in rounds)
@@ -425,18 +417,8 @@ def settings(
             )
             for steps in local_steps:
                 step = compute + late / steps
-                found.append(
-                    Setting(
-                        way,
-                        steps,
-                        megabytes,
-                        exchange,
-                        step,
-                        way.rounds * steps * step,
-                        tensors * size / steps,
-                        codec,
-                    )
-                )
+                agreement, sent = way.rounds * steps * step, tensors * size / steps
+                found.append(Setting(way, steps, megabytes, exchange, step, agreement, sent, codec))
     return found
 
 
@@ -458,27 +440,6 @@ def best(found: Sequence[Setting], compute: float, tolerance: float) -> Setting:
     soonest = min(each.agreement for each in fast)
     good = [each for each in fast if each.agreement <= EQUALLY_GOOD * soonest]
     return min(good, key=lambda each: (each.sent, each.exchange, each.bucket_mb))
-
-
-def with_codecs(
-    network: Network,
-    compute: float,
-    size: float,
-    codecs: Sequence[Codec],
-    tolerance: float,
-    *,
-    element_bytes: float = 4,
-) -> list[Setting]:
-    """Returns what the rule chooses with each codec; nothing if all ranks are on one host. Arguments as of `settings`."""
-    if network.hosts < 2:
-        return []
-    known = ways(network)
-
-    def chosen(codec: Codec) -> Setting:
-        found = settings(network, compute, size, chosen=known, codec=codec, element_bytes=element_bytes)
-        return best(found, compute, tolerance)
-
-    return [chosen(codec) for codec in codecs]
 
 
 def pays(choice: Setting, plain: Setting) -> bool:

@@ -24,45 +24,34 @@ class Host:
     slots: int
 
 
-def parse_hosts(text: str) -> list[Host]:
-    """Returns the hosts of an argument of `-H` such as "a:2,b:2".
+def parse_hosts(option: str, entries: Iterable[str]) -> list[Host]:
+    """Returns the hosts of entries such as "a:2". The slots of repeated hosts are added, as batch systems write one line a slot.
 
     Raises:
-        UsageError: An entry cannot be parsed.
+        UsageError: An entry cannot be parsed; the error names `option`.
     """
-    return _collect((f"-H: entry {number}", entry) for number, entry in enumerate(text.split(","), 1))
+    slots: dict[str, int] = {}
+    for entry in entries:
+        match = _ENTRY.fullmatch(entry.strip())
+        count = int(match["slots"] or 1) if match else 0
+        if match is None or count < 1:
+            raise UsageError(f"{option}: got {entry.strip()!r}; {_FORMS}, with one slot at least")
+        name = match["name"].strip("[]")
+        slots[name] = slots.get(name, 0) + count
+    return [Host(name, count) for name, count in slots.items()]
 
 
 def read_hostfile(path: str) -> list[Host]:
     """Returns the hosts of a file with lines of the form "host slots=2", "host:2" or "host"; # begins a comment.
 
     Raises:
-        UsageError: The file cannot be read, has no host, or has a line that cannot be parsed.
+        UsageError: The file cannot be read, or has a line that cannot be parsed.
     """
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = [line.partition("#")[0] for line in Path(path).read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--hostfile {path}: {getattr(error, 'strerror', None) or error}") from error
-    entries = [
-        (f"--hostfile {path}: line {number}", line.partition("#")[0]) for number, line in enumerate(lines, 1)
-    ]
-    hosts = _collect((where, line) for where, line in entries if line.strip())
-    if not hosts:
-        raise UsageError(f"--hostfile {path}: it names no host; {_FORMS}")
-    return hosts
-
-
-def _collect(entries: Iterable[tuple[str, str]]) -> list[Host]:
-    """Returns the hosts of entries. The slots of repeated hosts are added, as batch systems write one line per slot."""
-    slots: dict[str, int] = {}
-    for where, entry in entries:
-        match = _ENTRY.fullmatch(entry.strip())
-        count = int(match["slots"] or 1) if match else 0
-        if match is None or count < 1:
-            raise UsageError(f"{where}: got {entry.strip()!r}; {_FORMS}, with one slot at least")
-        name = match["name"].strip("[]")
-        slots[name] = slots.get(name, 0) + count
-    return [Host(name, count) for name, count in slots.items()]
+    return parse_hosts(f"--hostfile {path}", filter(str.strip, lines))
 
 
 def place(hosts: Sequence[Host], ranks: int) -> list[Host]:

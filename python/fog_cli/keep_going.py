@@ -179,8 +179,6 @@ class Supervisor:
                 "first": job.ranks_of(number)[0],
                 "count": job.hosts[number].slots,
                 "port": self._port,
-                "holds_store": number == 0,
-                "stays": len(job.starts) > 1,
                 "is_asked": job.max_restarts > 0,
             }
         )

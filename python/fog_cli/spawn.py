@@ -32,8 +32,12 @@ class Ended:
     errors: str
 
     def objects(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Returns the lines of JSON that a rank has printed."""
-        return objects(self.output, rank)
+        """Returns the lines of a rank, or of a program that is no rank, that are JSON objects. Libraries may print others."""
+        found = []
+        for line in re.findall(rf"^(?:\[{rank}\] )?(\{{.*\}})$", self.output, re.MULTILINE):
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
     def why(self) -> str:
         """Returns the reason for a failure as text; "" if the program succeeded."""
@@ -83,12 +87,3 @@ def run_program(
             file.seek(0)
             texts.append(file.read().decode(errors="replace"))
     return Ended(status, *texts)
-
-
-def objects(text: str, rank: int = 0) -> list[dict[str, Any]]:
-    """Returns the lines of a rank that are JSON objects, or of a program that is no rank. Libraries may print others."""
-    found = []
-    for line in re.findall(rf"^(?:\[{rank}\] )?(\{{.*\}})$", text, re.MULTILINE):
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found

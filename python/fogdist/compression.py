@@ -157,17 +157,11 @@ def encoding_of(compression: Codec | None, *, conserve: bool = False) -> dict[st
     Raises:
         TypeError: It is no codec and not None.
     """
-    codec = backend_of(compression)
-    return {} if codec is None else {"compression": codec, "conserve": conserve}
-
-
-def backend_of(compression: Codec | None) -> _C.Codec | None:
-    """Returns the backend's codec for a user's argument `compression`; TypeError if it is no codec and not None."""
     if compression is None:
-        return None
+        return {}
     if not isinstance(compression, Codec):
         raise TypeError(f"compression must be a codec of fogdist.compression or None, got {compression!r}")
-    return compression.backend
+    return {"compression": compression.backend, "conserve": conserve}
 
 
 @dataclass(frozen=True)

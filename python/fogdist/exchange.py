@@ -255,8 +255,8 @@ class Exchanges:
                 dst_machine_weights=dst_machine_weights,
             )
             raise RuntimeError(
-                "hierarchical_neighbor_allreduce needs weights or a machine topology; "
-                "call fogdist.set_machine_topology() first"
+                "hierarchical_neighbor_allreduce needs weights or a machine topology, as Machines() does; call "
+                "fogdist.set_machine_topology(fogdist.topology.exponential(fogdist.machine_size())) first"
             )
         exchange = self._dynamic(self_weight, src_machine_weights, dst_machine_weights, check)
         for argument, peers, neighbors, what in (

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-_CODECS = "Int8 sends about as many bytes, and TopK sends fewer"
-_FEW_BITS = "Int8 loses less, and TopK with bits=2 sends fewer bytes"
-_REPLICAS = "ChocoSGD takes the same codecs"
-_DIFFERENT_DATA = "GradientTracking and ExactDiffusion are for data that differ between ranks"
+import sys
+from opcode import opmap
+
+_CODECS = "write Int8(), which sends about as many bytes, or TopK(0.02), which sends fewer"
+_FEW_BITS = "write Int8(), which loses less, or TopK(0.02, bits=2), which sends fewer bytes"
+_REPLICAS = "write ChocoSGD, which takes the same codecs"
+_DIFFERENT_DATA = "write GradientTracking or ExactDiffusion, which are for data that differ between ranks"
 
 
 def _read(lines: str) -> dict[str, str]:
@@ -86,41 +89,41 @@ _OF_FOGDIST = {
         name: f"write {instead}; `import fogdist.bluefog.torch as bf` has BlueFog's {name}"
         for name, instead in _OF_BLUEFOG.items()
     },
-    "Gossip": "gossip_hook averages parameters; torch's DistributedDataParallel averages gradients, over all ranks",
+    "Gossip": "write gossip_hook, or torch's DistributedDataParallel without a hook to average gradients of all ranks",
 }
 
 # By module: the name, and what to use instead. docs/algorithms.md has the measurements.
 REMOVED: dict[str, dict[str, str]] = {
     "fogdist": _OF_FOGDIST
     | {
-        "simulate": "fog's own tests train virtual ranks, and benchmarks/time_to_loss.py counts steps to a loss with them",
-        "testing": "fog's own tests inject faults",
+        "simulate": "write Topology.rounds_to for consensus; benchmarks/time_to_loss.py trains ranks in one process",
+        "testing": "nothing takes its place: only fog's own tests inject faults, by tests/injected_faults.py",
     },
     "fogdist.algorithms": {
-        "AdaptThenCombine": 'DecentralizedSGD has order="atc", and no_sync() for passes of an accumulated batch',
-        "BEER": f"{_REPLICAS}, GradientTracking has compression=Int8()",
-        "D2": "ExactDiffusion has the same fixed point, with any symmetric graph",
+        "AdaptThenCombine": 'write DecentralizedSGD(optimizer, model, order="atc"); no_sync() is for accumulated batches',
+        "BEER": f"{_REPLICAS}, or GradientTracking with compression=Int8()",
+        "D2": "write ExactDiffusion, which has the same fixed point, with any symmetric graph",
         "DeepSqueeze": _REPLICAS,
-        "GradientAllreduce": 'torch.nn.parallel.DistributedDataParallel averages gradients on the backend "fog"',
-        "GossipPGA": "GradientTracking and ExactDiffusion ended nearer to DDP",
-        "LEAD": f"{_REPLICAS}, ExactDiffusion has compression=Int8()",
+        "GradientAllreduce": 'write torch.nn.parallel.DistributedDataParallel, which runs on the backend "fog"',
+        "GossipPGA": "write GradientTracking or ExactDiffusion, which ended nearer to DDP",
+        "LEAD": f"{_REPLICAS}, or ExactDiffusion with compression=Int8()",
         "MoniquaSGD": _REPLICAS,
-        "NoLoCo": "DiLoCo, or GASLoC in random pairs",
-        "PowerGossip": "ChocoSGD with TopK sends few bytes too",
-        "PullGet": "WinPut averages with neighbors' values too, and no rank reads another one's memory in a step",
+        "NoLoCo": "write DiLoCo, or GASLoC, which averages in random pairs",
+        "PowerGossip": "write ChocoSGD with compression=TopK(0.02), which sends few bytes too",
+        "PullGet": "write WinPut(optimizer, model), in which the neighbors put what PullGet would read",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,
-        "SlowMo": "DiLoCo makes local steps and an outer step with momentum",
-        "WAGMA": "AsynchronousGossip and WinPut wait for no late rank",
-        "WindowPushSum": 'PushSumSGD has order="awc", whose exchange is hidden behind the passes',
+        "SlowMo": "write DiLoCo, which makes local steps and an outer step with momentum",
+        "WAGMA": "write AsynchronousGossip or WinPut, which wait for no late rank",
+        "WindowPushSum": 'write PushSumSGD(optimizer, model, order="awc"), whose exchange is hidden behind the passes',
     },
     "fogdist.checkpoint": dict.fromkeys(
-        ("save_nonblocking", "Saving"), "save waits until its files are written"
+        ("save_nonblocking", "Saving"), "write save(...), which waits until its files are written"
     ),
     "fogdist.compression": {
         "Float8": _CODECS,
         "Int4": _FEW_BITS,
         "Moniqua": _CODECS,
-        "RandomK": "TopK sends as many elements, the largest ones",
+        "RandomK": "write TopK(share), which sends as many elements, the largest ones",
         "Sign": _FEW_BITS,
     },
     "fogdist.topology": {
@@ -128,36 +131,45 @@ REMOVED: dict[str, dict[str, str]] = {
             name: f"write {instead}; `fogdist.bluefog.common.topology_util` has BlueFog's {name}"
             for name, instead in _GRAPHS.items()
         },
-        **dict.fromkeys(("Torus2DGraph", "torus"), "mesh and exp2 are graphs of few neighbors"),
-        "SEQUENCE_NAMES": "named(name, size) lists the names in its error",
+        **dict.fromkeys(
+            ("Torus2DGraph", "torus"), "write mesh(size) or exponential(size), graphs of few neighbors"
+        ),
+        "SEQUENCE_NAMES": "write the names themselves, which `fog topology` and the docstring of `named` list",
         **dict.fromkeys(
             ("matrix_from_destinations", "matrix_from_sources", "transpose_neighbor_ranks"),
-            "mixing_matrix(uniform_weights(graph)) is the matrix of the plain mean along a graph's edges",
+            "write mixing_matrix(uniform_weights(graph)), the matrix of the plain mean along a graph's edges",
         ),
-        "send_weights": "the row of a rank in mixing_matrix(graph)",
-        "graph_from_matrix": "Topology(name, [W]).graph() is the graph of a matrix W",
-        "plot": "networkx draws the graph of a round, Topology.graph(t)",
-        "inner_outer_ring": "inner_outer_exponential(size, local_size) averages in fewer rounds",
-        "one_peer_hypercube": "base_graph(size) has the same rounds for powers of two",
-        **dict.fromkeys(("Summary", "SummaryRow"), "a Topology has the numbers; summary(size) is a text"),
-        "EquiStaticGraph": 'by_name("exp2", size) is a graph of few edges',
-        "equi_dynamic": "base_graph(size) sends as little and reaches the exact average",
-        "hyper_hypercube": "base_graph(size, degree) is the same where there is one",
-        "simple_base_graph": "base_graph(size, degree) takes no more rounds",
+        "send_weights": "write mixing_matrix(graph)[rank], the weights of the edges from a rank",
+        "graph_from_matrix": "write Topology(name, [W]).graph(), the graph of a matrix W",
+        "plot": "write networkx.draw(topology.graph(t)), which draws round t",
+        "inner_outer_ring": "write inner_outer_exponential(size, local_size), which averages in fewer rounds",
+        "one_peer_hypercube": "write base_graph(size), which has the same rounds for powers of two",
+        **dict.fromkeys(("Summary", "SummaryRow"), "write summary(size), a text; a Topology has the numbers"),
+        "EquiStaticGraph": "write exponential(size), a graph of few edges",
+        "equi_dynamic": "write base_graph(size), which sends as little and reaches the exact average",
+        "hyper_hypercube": "write base_graph(size, degree), which is the same where there is one",
+        "simple_base_graph": "write base_graph(size, degree), which takes no more rounds",
     },
     "fogdist.training": {
-        "CompressedAlgorithm": "ReplicaAlgorithm is the base of algorithms that need a codec",
-        "WindowAlgorithm": "fogdist.algorithms.WinPut is the algorithm over windows",
+        "CompressedAlgorithm": "derive from ReplicaAlgorithm, the base of algorithms that need a codec",
+        "WindowAlgorithm": "derive from fogdist.algorithms.WinPut, the algorithm over windows",
     },
     "fogdist.windows": {
         **{name: instead for name, instead in _OF_FOGDIST.items() if "win" in name},
-        "UnknownWindowError": "only fogdist.bluefog.torch gives windows by their names",
+        "UnknownWindowError": "catch that of fogdist.bluefog.torch, which alone gives windows by their names",
     },
 }
 
 
-def missing(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a module does not have; a module raises it from its ``__getattr__``."""
-    instead = REMOVED.get(module, {}).get(name)
+def missing(module: str, name: str) -> AttributeError | ImportError:
+    """Returns the error for a name that a module does not have; a module raises it from its ``__getattr__``.
+
+    For ``from module import name`` it is an ImportError, as Python replaces an AttributeError by one without the hint.
+    """
     text = f"module {module!r} has no attribute {name!r}"
-    return AttributeError(text if instead is None else f"{text} any more: {instead}")
+    instead = REMOVED.get(module, {}).get(name)
+    if instead is None:
+        return AttributeError(text)
+    caller = sys._getframe(2)  # below __getattr__
+    is_import = caller.f_code.co_code[caller.f_lasti] == opmap["IMPORT_FROM"]
+    return (ImportError if is_import else AttributeError)(f"{text} any more: {instead}")

@@ -19,7 +19,6 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from fogdist.arguments import dense, writable
-from fogdist.compression import Codec, backend_of
 from fogdist.context import Context, current
 from fogdist.exchange import check_together, check_weight, weighted_peers
 from fogdist.removed import missing
@@ -41,8 +40,6 @@ class WriteOptions(TypedDict, total=False):
     require_mutex: bool
     with_p: bool
     skip_lost: bool
-    compression: Codec | None
-    decoded: Tensor | None
     timeout: timedelta | None
 
 
@@ -200,23 +197,17 @@ class Window:
             require_mutex: True to hold each slot's mutex during the operation, see `mutex`.
             with_p: True to send p too, by the same weights. Otherwise the slots keep their p.
             skip_lost: True to skip neighbors that are known to be lost. Their shares are lost with them.
-            compression: A codec of `fogdist.compression`: the slots get weight * the decoded tensor. With a
-                `self_weight`, `tensor` becomes ``tensor - (1 - self_weight) * decoded`` instead: this rank keeps what
-                the codec has lost. p is not encoded.
-            decoded: A tensor on the CPU like `tensor`, which becomes what the others decode before the call returns.
             timeout: For mutexes, and for neighbors on other hosts; by default the group's.
             async_op: True to return a `torch.distributed.Work` at once. `tensor` must not change before its `wait`
                 has returned, or its `is_completed` has returned True: by then it is scaled by `self_weight`.
 
         Raises:
             TypeError: `tensor` is not a dense torch.Tensor, a weight not a real number, a rank not an integer,
-                a flag not a bool, `compression` no codec.
+                a flag not a bool.
             ValueError: Another shape or dtype than the window's; ranks that are not out-neighbors or given
-                twice; a weight that is not finite; a codec that does not take the dtype, or that is not the
-                window's: the message names both.
+                twice; a weight that is not finite.
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
-                did not answer, or uses another codec; the group can still be used. If it was known to be lost, nothing was
-                sent.
+                did not answer; the group can still be used. If it was known to be lost, nothing was sent.
         """
         return _finished(self._write("put", tensor, **options), async_op)
 
@@ -427,8 +418,6 @@ class Window:
         require_mutex: bool = False,
         with_p: bool = False,
         skip_lost: bool = False,
-        compression: Codec | None = None,
-        decoded: Tensor | None = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
         window = self._open()
@@ -441,11 +430,8 @@ class Window:
             destinations = self._peers(dst_weights, self._out, "dst_weights", "out-neighbors")
         if keeps != 1.0:
             writable(tensor)
-        options: dict[str, Any] = {}  # empty in the most frequent case, kept fast
-        if compression is not None or decoded is not None:
-            options = {"compression": backend_of(compression), "decoded": decoded}
         write = window.put if kind == "put" else window.accumulate
-        return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout, **options)
+        return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout)
 
     def _update(
         self,

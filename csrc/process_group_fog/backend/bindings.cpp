@@ -64,6 +64,14 @@ ProcessGroupFog::CallOptions call_options(std::string name, Confirm confirm, Tim
   return {std::move(name), confirm, timeout ? std::make_optional(checked(*timeout)) : std::nullopt, waits};
 }
 
+std::vector<std::pair<int, double>> pairs_of(const std::vector<fog::WeightedPeer>& peers) {
+  std::vector<std::pair<int, double>> pairs;
+  for (const auto& peer : peers) {
+    pairs.emplace_back(peer.rank, peer.weight);
+  }
+  return pairs;
+}
+
 // Lets Python's signal handlers run in a thread that waits without the GIL, so that Ctrl-C ends the wait.
 void check_interrupt() {
   if (Py_IsInitialized() == 0) {
@@ -131,24 +139,8 @@ PYBIND11_MODULE(_C, module) {
           py::arg("mean") = false)
       .def_property_readonly("rank", &NeighborPlan::rank)
       .def_property_readonly("self_weight", &NeighborPlan::self_weight)
-      .def_property_readonly(
-          "sources",
-          [](const NeighborPlan& plan) {
-            std::vector<std::pair<int, double>> peers;
-            for (const auto& peer : plan.sources()) {
-              peers.emplace_back(peer.rank, peer.weight);
-            }
-            return peers;
-          })
-      .def_property_readonly(
-          "destinations",
-          [](const NeighborPlan& plan) {
-            std::vector<std::pair<int, double>> peers;
-            for (const auto& peer : plan.destinations()) {
-              peers.emplace_back(peer.rank, peer.weight);
-            }
-            return peers;
-          })
+      .def_property_readonly("sources", [](const NeighborPlan& plan) { return pairs_of(plan.sources()); })
+      .def_property_readonly("destinations", [](const NeighborPlan& plan) { return pairs_of(plan.destinations()); })
       .def("__repr__", &NeighborPlan::describe);
 
   py::module_::import("torch._C._distributed_c10d"); // registers the base classes

@@ -36,6 +36,15 @@ void check_parts(
   }
 }
 
+// Contiguous memory for the tensors that give, or take, one rank's part each.
+std::vector<Part> staged_parts(Staging& staging, const std::vector<at::Tensor>& tensors, bool are_outputs) {
+  std::vector<Part> parts;
+  for (const auto& tensor : tensors) {
+    parts.push_back(part_of(are_outputs ? staging.output(tensor) : staging.input(tensor)));
+  }
+  return parts;
+}
+
 // The root's list, of a tensor for each rank; empty on other ranks.
 std::vector<at::Tensor> list_of_root(
     const char* op, const char* argument, const std::vector<std::vector<at::Tensor>>& lists, int64_t root, int rank, int size) {
@@ -137,10 +146,7 @@ WorkPtr ProcessGroupFog::allgather(
   check_count("allgather", "outputs", outputs, size_);
   check_parts("allgather", "outputs", outputs, true, input, rank_);
   Staging staging;
-  std::vector<Part> blocks;
-  for (const auto& output : outputs) {
-    blocks.push_back(part_of(staging.output(output)));
-  }
+  auto blocks = staged_parts(staging, outputs, true);
   auto operation =
       std::make_shared<Allgather>(Signature::of(OpKind::kAllgather, input), part_of(staging.input(input)), std::move(blocks));
   staging.attach(*operation);
@@ -228,10 +234,7 @@ WorkPtr ProcessGroupFog::gather(
   const auto outputs = list_of_root("gather", "outputs", output_lists, options.rootRank, rank_, size_);
   check_parts("gather", "outputs", outputs, true, input, rank_);
   Staging staging;
-  std::vector<Part> blocks;
-  for (const auto& output : outputs) {
-    blocks.push_back(part_of(staging.output(output)));
-  }
+  auto blocks = staged_parts(staging, outputs, true);
   auto signature = Signature::of(OpKind::kGather, input);
   signature.root = static_cast<int32_t>(options.rootRank);
   auto operation = std::make_shared<Gather>(signature, part_of(staging.input(input)), std::move(blocks));
@@ -269,10 +272,7 @@ WorkPtr ProcessGroupFog::scatter(
   const auto inputs = list_of_root("scatter", "inputs", input_lists, options.rootRank, rank_, size_);
   check_parts("scatter", "inputs", inputs, false, output, rank_);
   Staging staging;
-  std::vector<Part> blocks;
-  for (const auto& input : inputs) {
-    blocks.push_back(part_of(staging.input(input)));
-  }
+  auto blocks = staged_parts(staging, inputs, false);
   auto signature = Signature::of(OpKind::kScatter, output);
   signature.root = static_cast<int32_t>(options.rootRank);
   auto operation = std::make_shared<Scatter>(signature, std::move(blocks), part_of(staging.output(output)));
@@ -313,22 +313,19 @@ WorkPtr ProcessGroupFog::alltoall(
   }
   check_count("alltoall", "inputs", inputs, size_);
   check_count("alltoall", "outputs", outputs, size_);
-  Staging staging;
-  std::vector<Part> sends;
-  std::vector<Part> receives;
   for (int peer = 0; peer < size_; ++peer) {
     check_tensor("alltoall", "inputs", inputs[peer]);
     check_output("alltoall", "outputs", outputs[peer]);
     check_same("alltoall", "inputs", inputs[peer], inputs[0]);
     check_same("alltoall", "outputs", outputs[peer], inputs[0]);
-    sends.push_back(part_of(staging.input(inputs[peer])));
-    receives.push_back(part_of(staging.output(outputs[peer])));
   }
   check_numel("alltoall", "outputs", outputs[rank_], inputs[rank_].numel());
   check_disjoint("alltoall", {"outputs", outputs}, {"inputs", inputs}, [&](size_t output, size_t input) {
     return output == input && static_cast<int>(input) == rank_ && same_memory(outputs[output], inputs[input]);
   });
-  auto operation = std::make_shared<Alltoall>(Signature::of(OpKind::kAlltoall, inputs[0]), std::move(sends), std::move(receives));
+  Staging staging;
+  auto operation = std::make_shared<Alltoall>(
+      Signature::of(OpKind::kAlltoall, inputs[0]), staged_parts(staging, inputs, false), staged_parts(staging, outputs, true));
   staging.attach(*operation);
   return submit(operation, {OpType::ALLTOALL, "fog:all_to_all", inputs, outputs}, call_options(options));
 }

@@ -14,8 +14,6 @@ namespace {
 
 using Ranks = std::vector<int>;
 using Timeout = std::optional<GivenTimeout>;
-// An optional, although the pointer may be null: for a pointer that is None, pybind11 converts all arguments twice.
-using MaybeCodec = std::optional<BoundCodec>;
 
 // The window's timeout, unless the call has its own.
 std::chrono::milliseconds checked(const Timeout& timeout, const Window& window) {
@@ -34,11 +32,8 @@ void bind_windows(py::module_& module, GroupClass& group) {
     window.def(
         name,
         [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
-                 bool skip_lost, Timeout timeout, const MaybeCodec& compression, const std::optional<at::Tensor>& decoded) {
-          TORCH_CHECK_VALUE(compression || !decoded, "decoded: got a tensor without compression");
-          return (self.*method)(
-              tensor, destinations,
-              {with_p, mutex, skip_lost, checked(timeout, self), self_weight, compression.value_or(nullptr), decoded.value_or(at::Tensor())});
+                 bool skip_lost, Timeout timeout) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight});
         },
         py::arg("tensor"),
         py::arg("destinations"),
@@ -47,9 +42,6 @@ void bind_windows(py::module_& module, GroupClass& group) {
         py::arg("mutex") = false,
         py::arg("skip_lost") = false,
         py::arg("timeout") = py::none(),
-        py::kw_only(), // not before: each argument with a keyword takes 0.1 us
-        py::arg("compression") = py::none(),
-        py::arg("decoded") = py::none(),
         release_gil);
   };
   write("put", &Window::put);

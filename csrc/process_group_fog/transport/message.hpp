@@ -64,7 +64,6 @@ struct OfWindow {
   uint64_t offset; // where kWrite writes
   uint64_t puts; // see WindowRequest
   double p; // the weight that goes with the data, if `has_p`
-  uint32_t codec_bytes; // at the end of the data: the text of its codec
   WindowOp op;
   uint8_t has_p;
   uint8_t needs_mutex;

@@ -64,13 +64,13 @@ void MailboxReader::take_latest() {
   }
 }
 
-void MailboxReader::apply(WindowOp op, double weight, std::optional<double> p, uint64_t number, const GivenValues& given) {
+void MailboxReader::accumulate(double weight, std::optional<double> p, uint64_t number, const void* data) {
   const std::lock_guard<std::mutex> lock(mutex_);
   take_latest();
   if (absorbed_ <= number) {
-    values_.write(view_, slot_, op, weight, p, given);
-  } else if (op == WindowOp::kAccumulate && p && p_absorbed_ <= number) { // a later put has replaced the values, but not p
-    values_.write(view_, slot_, op, 0.0, p, given);
+    values_.write(view_, slot_, WindowOp::kAccumulate, weight, p, data);
+  } else if (p && p_absorbed_ <= number) { // a later put has replaced the values, but not p
+    values_.write(view_, slot_, WindowOp::kAccumulate, 0.0, p, data);
   }
 }
 

@@ -17,9 +17,6 @@
 // - A put without p leaves p unchanged. So a header contains the number of the last put that had a p, and that p; it
 //   replaces the slot's p once, when it is first absorbed. An accumulate's p is dropped only if a put with p and a
 //   larger number has been absorbed, and added otherwise, regardless of the values.
-// - A put that comes as a message has the number of the last put before it too. The origin makes no put into the mailbox
-//   while such a message is on its way, unless it has timed out; then the message is dropped, with its p, if a put with a
-//   larger number has been absorbed.
 //
 // So each value and each p that no later put replaces is collected exactly once, no matter when the owner absorbs.
 #pragma once
@@ -77,8 +74,8 @@ class MailboxReader {
   // Brings the latest put to the slot, if it is not there yet, and adds the puts that it has replaced to the slot's
   // version.
   void absorb();
-  // Applies an operation that came as a message: kAccumulate or kPut, with its number.
-  void apply(WindowOp op, double weight, std::optional<double> p, uint64_t number, const GivenValues& given);
+  // Applies an accumulate, which came as a message, with its number.
+  void accumulate(double weight, std::optional<double> p, uint64_t number, const void* data);
 
  private:
   void take_latest();

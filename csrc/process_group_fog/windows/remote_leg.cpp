@@ -183,7 +183,7 @@ void Window::RemoteLeg::on_closing() {
 }
 
 bool Window::RemoteLeg::execute(Part& part) {
-  if (part.op == WindowOp::kPut && !part.codec && puts_ahead_ == 0) {
+  if (part.op == WindowOp::kPut) {
     put(part);
     return true;
   }
@@ -196,16 +196,15 @@ bool Window::RemoteLeg::execute(Part& part) {
 
 void Window::RemoteLeg::send(Part& part) {
   part.puts = puts_;
-  if (part.op != WindowOp::kGet && part.op != WindowOp::kWrite && part.op != WindowOp::kPut) {
+  if (part.op != WindowOp::kGet && part.op != WindowOp::kWrite) {
     messages_.start(std::move(part));
     return;
   }
-  auto& ahead = part.op == WindowOp::kPut ? puts_ahead_ : ahead_;
-  ++ahead;
+  ++ahead_;
   try {
-    messages_.start(std::move(part), [&ahead] { --ahead; });
+    messages_.start(std::move(part), [this] { --ahead_; });
   } catch (...) {
-    --ahead;
+    --ahead_;
     throw;
   }
 }

@@ -12,8 +12,8 @@
 namespace fog {
 
 // Values are put into this rank's mailbox there, see mailbox.hpp, and the neighbor's tensor is read in place.
-// Operations that must be applied exactly once, or that need the neighbor, go as messages: accumulates, compressed puts,
-// raw writes, signals, mutexes, and gets of a tensor that is not in the pool or that its owner keeps changing.
+// Operations that must be applied exactly once, or that need the neighbor, go as messages: accumulates, raw
+// writes, signals, mutexes, and gets of a tensor that is not in the pool or that its owner keeps changing.
 class Window::RemoteLeg final : public DirectLeg {
  public:
   // Returns null unless the neighbor can be reached one-sidedly.
@@ -41,7 +41,7 @@ class Window::RemoteLeg final : public DirectLeg {
   bool execute(Part& part) override;
   // For operations by message the neighbor's engine takes the mutex; this process needs it only for its own operations.
   bool needs_mutex(const Part& part) const override {
-    return part.mutex && ((part.op == WindowOp::kPut && !part.codec) || part.op == WindowOp::kGet);
+    return part.mutex && (part.op == WindowOp::kPut || part.op == WindowOp::kGet);
   }
   void send(Part& part);
   void put(const Part& part);
@@ -58,9 +58,7 @@ class Window::RemoteLeg final : public DirectLeg {
   const Address mailbox_;
   const MailboxLayout layout_;
   MessageLeg messages_;
-  // what goes as messages: gets and raw writes, which a get must not overtake, and puts, which a put must not overtake
-  std::atomic<int> ahead_{0};
-  std::atomic<int> puts_ahead_{0};
+  std::atomic<int> ahead_{0}; // what goes as messages and must not be overtaken by a get: gets and raw writes
   std::atomic<bool> left_{false};
 
   // --- for the writer, which holds Neighbor::writing ---

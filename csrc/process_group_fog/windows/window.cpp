@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <string_view>
 #include <utility>
 
@@ -348,31 +347,17 @@ bool Window::is_in(const c10::Storage& storage) const {
   return storage_.is_alias_of(storage);
 }
 
-void Window::apply(
-    int source,
-    WindowOp op,
-    double weight,
-    std::optional<double> p,
-    uint64_t puts,
-    const void* data,
-    size_t bytes,
-    const std::string& codec) {
+void Window::apply(int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes) {
   const char* name = name_of(op);
   const Use use(*this, name, For::kNeighbor);
-  std::optional<EncodedValues> encoded;
-  if (codec.empty()) {
-    TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
-  } else {
-    encoded.emplace(codecs::codec_of(codec), values_.dtype, values_.numel, data, bytes);
-  }
-  const GivenValues given{data, encoded ? &*encoded : nullptr};
+  TORCH_CHECK_VALUE(bytes == values_.bytes, name, ": got ", bytes, " bytes; window '", name_, "' has ", values_.bytes);
   auto& peer = neighbor(name, "source", source, true, false);
   if (peer.mailbox) {
-    peer.mailbox->apply(op, weight, p, puts, given);
+    peer.mailbox->accumulate(weight, p, puts, data);
     return;
   }
   const std::lock_guard<std::mutex> writing(peer.writing);
-  values_.write(*memory_, peer.slot, op, weight, p, given);
+  values_.write(*memory_, peer.slot, op, weight, p, data);
 }
 
 void Window::receive(size_t offset, const void* data, size_t bytes) {
@@ -643,38 +628,6 @@ Window::Hold::~Hold() {
   if (window_ && !window_->engine().forked()) { // otherwise the parent holds it
     release();
   }
-}
-
-// The codecs of a Window, and the messages of its puts and accumulates.
-
-void Window::check_codec(const char* op, const Options& options) const {
-  options.codec->check(op, values_.dtype);
-  if (options.decoded.defined()) {
-    TORCH_CHECK_VALUE(!staging_, op, ": decoded: got a tensor for a window on ", device_, "; allowed is the CPU");
-    check_output(op, "decoded", options.decoded);
-    TORCH_CHECK_VALUE(
-        options.decoded.is_contiguous() && layout_of(options.decoded) == layout_, op, ": decoded: got ", layout_of(options.decoded),
-        "; allowed is a contiguous ", layout_, " as window '", name_, "' has it");
-  }
-}
-
-at::Tensor Window::make_message(const at::Tensor& data, const Options& options) {
-  const auto& codec = *options.codec;
-  const auto& text = codec.text();
-  const size_t bytes = codec.bytes(values_.dtype, values_.numel);
-  auto message = at::empty({static_cast<int64_t>(bytes + text.size())}, at::TensorOptions().dtype(at::kByte).device(at::kCPU));
-  auto* out = message.mutable_data_ptr<uint8_t>();
-  codec.encode(values_.dtype, data.const_data_ptr(), values_.numel, out);
-  std::memcpy(out + bytes, text.data(), text.size());
-  if (options.decoded.defined()) {
-    encoded(options.codec, message).write(options.decoded.mutable_data_ptr(), 1.0);
-    count_change(options.decoded);
-  }
-  return message;
-}
-
-EncodedValues Window::encoded(const CodecPtr& codec, const at::Tensor& message) const {
-  return {codec, values_.dtype, values_.numel, message.const_data_ptr(), message.nbytes() - codec->text().size()};
 }
 
 } // namespace fog

@@ -61,9 +61,6 @@ class Window final : public std::enable_shared_from_this<Window> {
     bool skip_lost = false; // skip ranks that have gone, instead of failing the Work
     Milliseconds timeout{0};
     double self_weight = 1.0; // for put and accumulate: the factor for the origin's own tensor
-    // For put and accumulate: how the values are encoded; null if they are not.
-    CodecPtr codec = nullptr;
-    at::Tensor decoded = {}; // where the values that the slots get for weight 1 are written, if defined
   };
   // Gathers all ranks' bytes, one after the other.
   using Gather = std::function<std::string(const std::string& mine)>;
@@ -78,8 +75,7 @@ class Window final : public std::enable_shared_from_this<Window> {
 
   // Sets slot [destination][this rank] to weight * tensor, or adds it; also p, with weight * the current p(). Until the
   // Work is complete the tensor must not change. If nothing has failed, the tensor itself, which may be non-contiguous,
-  // and p() are multiplied by `self_weight` before the Work completes. With a codec, slots get weight * the decoded
-  // tensor, and the tensor becomes tensor - (1 - self_weight) * decoded instead: it keeps what the codec has lost.
+  // and p() are multiplied by `self_weight` before the Work completes.
   WorkPtr put(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   WorkPtr accumulate(const at::Tensor& tensor, const Peers& destinations, const Options& options);
   // Sets slot [this rank][source] to weight * the source's tensor.
@@ -168,16 +164,7 @@ class Window final : public std::enable_shared_from_this<Window> {
   bool is_in(const c10::Storage& storage) const; // its tensor, or the copy on the host
   // Does kPut or kAccumulate of weight * data, and of p if given, in the slot of `source`, which had made `puts` puts
   // into its mailbox before.
-  // If `codec` is not empty, the data is a message of that codec.
-  void apply(
-      int source,
-      WindowOp op,
-      double weight,
-      std::optional<double> p,
-      uint64_t puts,
-      const void* data,
-      size_t bytes,
-      const std::string& codec);
+  void apply(int source, WindowOp op, double weight, std::optional<double> p, uint64_t puts, const void* data, size_t bytes);
   // Does kWrite: writes into the tensor, from byte `offset` on.
   void receive(size_t offset, const void* data, size_t bytes);
   // Does kGet: copies the tensor.
@@ -218,12 +205,8 @@ class Window final : public std::enable_shared_from_this<Window> {
   void launch(
       const std::shared_ptr<Call>& call, const at::Tensor& data, const Peers& peers, const Options& options, double p, size_t offset);
   void dispatch(Neighbor& peer, Part part, bool skip_lost);
-  // Returns the message of the values for all destinations, followed by the text of the codec; writes the decoded values.
-  at::Tensor make_message(const at::Tensor& data, const Options& options);
-  EncodedValues encoded(const CodecPtr& codec, const at::Tensor& message) const;
-  // Multiplies the tensor and p by the self weight. `data` are the sent values in order, `message` is their message if
-  // they were encoded, and `p` is the p that was sent.
-  void keep(const Call& call, const at::Tensor& data, const at::Tensor& message, double p, const Options& options);
+  // Multiplies the tensor and p by the self weight. `data` are the sent values in order, and `p` is the p that was sent.
+  void keep(const Call& call, const at::Tensor& data, double p, const Options& options);
   bool take_signal(const Neighbor& source, Deadline deadline);
   [[noreturn]] void refused(const char* op, const std::exception& refusal) const;
 
@@ -250,7 +233,6 @@ class Window final : public std::enable_shared_from_this<Window> {
   // Checks that `tensor` fits from element `offset` on.
   void check_written(const char* op, const at::Tensor& tensor, int64_t offset) const;
   void check_self_weight(const char* op, double self_weight) const;
-  void check_codec(const char* op, const Options& options) const;
   void check_tensor_in_place(const char* op) const;
   bool is_tensor_in_place() const;
 

@@ -155,12 +155,8 @@ bool Window::MappedLeg::execute(Part& part) {
       control_.signal();
       return true;
     default:
-      std::optional<EncodedValues> encoded;
-      if (part.codec) {
-        encoded.emplace(window_.encoded(part.codec, part.data));
-      }
       const std::lock_guard<std::mutex> writing(neighbor_.writing);
-      window_.values_.write(*view_, slot_, part.op, part.weight, part.p, {part.data.const_data_ptr(), encoded ? &*encoded : nullptr});
+      window_.values_.write(*view_, slot_, part.op, part.weight, part.p, part.data.const_data_ptr());
       return true;
   }
 }
@@ -220,7 +216,6 @@ void Window::MessageLeg::start(Part part, std::function<void()> ended) {
   request->mutex = part.mutex;
   request->puts = part.puts;
   request->data = part.data;
-  request->codec_bytes = part.codec ? part.codec->text().size() : 0;
   if (get) {
     request->reply_bytes = window_.bytes();
     request->take = [this, window = window_.shared_from_this(), weight = part.weight](const void* data) {

@@ -99,8 +99,7 @@ struct Window::Part {
   std::optional<double> p;
   size_t offset; // in bytes, for writes into the tensor
   bool mutex;
-  at::Tensor data; // or a message of `codec`, followed by its text
-  CodecPtr codec; // null if the data is not encoded
+  at::Tensor data;
   Milliseconds timeout;
   Deadline deadline;
   std::shared_ptr<Call> call;

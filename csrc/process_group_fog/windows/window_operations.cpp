@@ -124,9 +124,6 @@ WorkPtr Window::start(WindowOp op, const at::Tensor& tensor, const Peers& peers,
   const auto call = begin(op, tensor, options.timeout);
   const double p = shares ? this->p() : 0.0;
   try {
-    if (options.codec) {
-      check_codec(name, options);
-    }
     if (staging_) {
       const auto go = [this, call, peers, options, p, offset](const at::Tensor& staged) {
         launch(call, staged, peers, options, p, offset);
@@ -167,11 +164,10 @@ void Window::launch(
   }
   const bool shares = op == WindowOp::kPut || op == WindowOp::kAccumulate;
   const bool keeps = shares && options.self_weight != 1;
-  const auto sent = options.codec ? make_message(data, options) : data;
   if (keeps || (staging_ && data.defined())) {
-    const auto then = [this, call = call.get(), data, sent, p, options, keeps] { // the call keeps the window alive
+    const auto then = [this, call = call.get(), data, p, options, keeps] { // the call keeps the window alive
       if (keeps) {
-        keep(*call, data, sent, p, options);
+        keep(*call, data, p, options);
       }
       if (staging_) {
         staging_->finish(name_of(call->op), call->tensor, data, keeps, call->deadline);
@@ -180,14 +176,14 @@ void Window::launch(
     call->then(then, staging_ && keeps);
   }
   if (group_->engine.observed()) {
-    call->observe(peers, op == WindowOp::kGet ? bytes() : sent.defined() ? sent.nbytes() : 0);
+    call->observe(peers, op == WindowOp::kGet ? bytes() : data.defined() ? data.nbytes() : 0);
   }
   for (const auto& [rank, weight] : peers) {
     const auto sent_p = options.with_p && shares ? std::make_optional(weight * p) : std::nullopt;
     call->expect();
     dispatch(
-        neighbor(name, "", rank, !out, out),
-        {op, weight, sent_p, offset, options.mutex, sent, options.codec, options.timeout, call->deadline, call}, options.skip_lost);
+        neighbor(name, "", rank, !out, out), {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call},
+        options.skip_lost);
   }
   call->finish(nullptr);
 }
@@ -210,15 +206,11 @@ void Window::dispatch(Neighbor& peer, Part part, bool skip_lost) {
   call->finish(error);
 }
 
-void Window::keep(const Call& call, const at::Tensor& data, const at::Tensor& message, double p, const Options& options) {
+void Window::keep(const Call& call, const at::Tensor& data, double p, const Options& options) {
   const auto& tensor = call.tensor;
   const auto shrink = [&] {
     auto* values = data.mutable_data_ptr();
-    if (options.codec) {
-      encoded(options.codec, message).write(values, options.self_weight - 1.0, values);
-    } else {
-      values_.scale(values, values, options.self_weight);
-    }
+    values_.scale(values, values, options.self_weight);
     if (!staging_) {
       if (!data.is_same(tensor)) {
         copy_tensor(tensor, data.view(tensor.sizes()));

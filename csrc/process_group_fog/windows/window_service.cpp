@@ -137,7 +137,6 @@ void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) 
   window.puts = request->puts;
   window.p = request->p.value_or(0.0);
   window.has_p = request->p ? 1 : 0;
-  window.codec_bytes = static_cast<uint32_t>(request->codec_bytes);
   window.needs_mutex = request->mutex ? 1 : 0;
   header.scale = request->weight;
   header.bytes = request->data.defined() ? request->data.nbytes() : 0;
@@ -410,10 +409,8 @@ void WindowService::ServingTask::apply() {
   } else {
     const auto& window = header.window;
     const auto p = window.has_p != 0 ? std::make_optional(window.p) : std::nullopt;
-    const auto* data = static_cast<const char*>(serving_->data.get());
-    const size_t bytes = header.bytes - std::min<size_t>(header.bytes, window.codec_bytes);
-    const std::string codec(data + bytes, header.bytes - bytes);
-    window_->apply(std::get<2>(serving_->origin), serving_->op(), header.scale, p, window.puts, data, bytes, codec);
+    const int source = std::get<2>(serving_->origin);
+    window_->apply(source, serving_->op(), header.scale, p, window.puts, serving_->data.get(), header.bytes);
   }
 }
 
@@ -505,11 +502,7 @@ void WindowService::take_data(const Queue& queue, const std::shared_ptr<Serving>
   try {
     const auto window = lock(queue.window);
     const size_t window_bytes = window ? window->bytes() : 0;
-    constexpr size_t kCodecNumbers = 4096;
-    // Encoded values may take more than the tensor: at most an index of 4 bytes for each element of 2, and a few numbers.
-    const bool encoded = header.window.codec_bytes > 0;
-    const size_t most = encoded ? 4 * window_bytes + header.window.codec_bytes + kCodecNumbers : window_bytes;
-    if (window && header.bytes > most) { // before memory is taken for it
+    if (window && header.bytes > window_bytes) { // before memory is taken for it
       engine_.transport().ignore(queue.group->members[queue.source].peer_id, header);
       C10_THROW_ERROR(ValueError, c10::str("the window has ", window_bytes));
     }

@@ -49,7 +49,6 @@ class WindowRequest final : public TransferOwner {
   bool mutex = false; // the target holds the pair's mutex during the operation
   uint64_t puts = 0; // for kAccumulate: see MailboxReader
   at::Tensor data; // to send, contiguous
-  size_t codec_bytes = 0; // if the data is a message of a codec: the length of the codec's text, which ends the data
   std::string what; // for errors: "Window.put of window 'a' of group 'default' from rank 0 to rank 1"
   // Both are called at the end, without the engine's lock: take() with the data of a get, done() in every case.
   std::function<void(const void* data)> take;
@@ -161,11 +160,6 @@ class WindowService final : public Service {
     bool queued = false; // for the mutex
   };
 
-  // The meaning of the header's fields here: `step` is the WindowOp, `key` the window, `transfer` the request, `scale`
-  // the weight, `address` p or the offset, `flags` the constants below, or in a reply whether the data is the text of
-  // an error. For an accumulate, the signature's `numel` is the number of one-sided puts that its origin had made
-  // before it. For values that are encoded, the signature's `tensors` is the length of the codec's text, with which the
-  // data ends. The rest of the signature is unused.
   static Header header_for(MessageKind kind, uint64_t group, uint64_t window, WindowOp op, uint64_t request);
 
   // --- as the origin ---

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, add_command, advice, table
+from fog_cli import UsageError, advice, count, number, table
 from fog_cli.advice import Codec, Network, Setting, pays
 from fog_cli.commands import run as run_command
-from fog_cli.spawn import objects
+from fog_cli.spawn import Ended
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog advise -np 4 --parameters 25.6M --step-time 0.18          a model by its size and the time of a step
   fog advise -np 4 --model mine.py                              the script's function make() is timed
@@ -34,34 +31,31 @@ exchanges without a codec and with each of some, and says whether these pay.
 _SECONDS = 0.1
 _TOLERANCE = 0.05
 _ELEMENT_BYTES = 4  # of the parameters that --parameters counts
+_COLUMNS = "", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds", "s to a tenth"
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "advise",
-        "measure links and compute, and recommend how to average",
-        "Measures the links between ranks and the compute of a step, and recommends a topology, local steps "
-        "and a bucket size, and says whether compression pays.",
-        _EXAMPLES,
-        allow_abbrev=False,
-    )
-    run_command.add_placing(parser)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
+    run_command.add_placing(parser, 2)
     parser.add_argument("--model", metavar="SCRIPT", help="script whose make() is measured")
     parser.add_argument(
-        "--parameters", metavar="COUNT", help="trained parameters of the model, as 25.6M or 124000000"
+        "--parameters",
+        type=count,
+        metavar="COUNT",
+        help="trained parameters of the model, as 25.6M or 124000000",
     )
-    parser.add_argument("--step-time", type=float, metavar="SECONDS", help="of a step without any exchange")
+    parser.add_argument(
+        "--step-time", type=number(float, 1e-6), metavar="SECONDS", help="of a step without any exchange"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the recommendation."""
     check(arguments)
-    words = ["-m", "fog_cli.programs.advise_ranks", str(_SECONDS)]
+    words = ["fog_cli.programs.advise_ranks", str(_SECONDS)]
     if arguments.model:
         words.append(str(Path(arguments.model).resolve()))
-    arguments.command, arguments.module = words[1:], True
+    arguments.command, arguments.module = words, True
     with tempfile.TemporaryFile() as output:
         before = os.dup(1)
         os.dup2(output.fileno(), 1)
@@ -73,58 +67,21 @@ def run(arguments: argparse.Namespace) -> int:
         output.seek(0)
         text = output.read().decode(errors="replace")
     measured: dict[str, Any] = {}
-    for each in objects(text):
+    for each in Ended(status, text, "").objects():
         if each.keys() & {"host_of", "compute_s"}:  # of the links, and of the script, which may print others
             measured |= each
     if status or not measured:
         sys.stderr.write(text)
-        what = (
-            "the links were measured, but the script has failed"
-            if measured
-            else "the ranks have not measured"
-        )
+        what = "the ranks have not measured"
+        if measured:
+            what = "the links were measured, but the script has failed"
         print(f"fog advise: {what}: see above", file=sys.stderr)
         return status or 1
     if measured.get("bytes") == 0:
         print("fog advise: the model has no trained parameters", file=sys.stderr)
         return 2
-    report = Report.of(measured, arguments.parameters, arguments.step_time)
-    print("\n".join(as_text(report)))
+    print("\n".join(report(measured, arguments.parameters, arguments.step_time)))
     return 0
-
-
-@dataclass(frozen=True)
-class Report:
-    """What is recommended, and of what.
-
-    Attributes:
-        network: The links.
-        compute: Seconds of a step alone.
-        size: Bytes of the parameters.
-        found: All settings.
-        choice: The recommended one.
-        compressed: The recommended one with each codec.
-    """
-
-    network: Network
-    compute: float
-    size: float
-    found: Sequence[Setting]
-    choice: Setting
-    compressed: Sequence[Setting]
-
-    @classmethod
-    def of(cls, measured: Mapping[str, Any], parameters: str | None, step_time: float | None) -> Report:
-        """Returns the report of what the ranks have measured, and of a model by its size and the time of a step."""
-        network = Network.of(measured)
-        compute = measured.get("compute_s", step_time)
-        size = measured["bytes"] if parameters is None else _ELEMENT_BYTES * count(parameters)
-        each = measured.get("element_bytes", _ELEMENT_BYTES)
-        found = advice.settings(network, compute, size)
-        # No codec takes elements of a byte.
-        codecs = [Codec(*codec) for codec in measured["codecs"]] if each > 1 else []
-        compressed = advice.with_codecs(network, compute, size, codecs, _TOLERANCE, element_bytes=each)
-        return cls(network, compute, size, found, advice.best(found, compute, _TOLERANCE), compressed)
 
 
 def check(arguments: argparse.Namespace) -> None:
@@ -133,7 +90,6 @@ def check(arguments: argparse.Namespace) -> None:
     Raises:
         UsageError: An argument is wrong.
     """
-    run_command.check_ranks(arguments.num_proc, 2)
     given = arguments.parameters is not None, arguments.step_time is not None
     if arguments.model:
         if any(given):
@@ -142,34 +98,33 @@ def check(arguments: argparse.Namespace) -> None:
             raise UsageError(f"--model {arguments.model}: there is no such script")
     elif not all(given):
         raise UsageError("what is trained? Give --parameters and --step-time, or --model")
-    else:
-        count(arguments.parameters)
-        if not 0 < arguments.step_time < math.inf:
-            raise UsageError(f"--step-time: got {arguments.step_time}; allowed are seconds above 0")
 
 
-def count(text: str) -> int:
-    """Returns the number of parameters of "25.6M".
+def report(measured: Mapping[str, Any], parameters: int | None, step_time: float | None) -> list[str]:
+    """Returns the lines to print: what was measured, the best setting of each topology and codec, and the choice.
 
-    Raises:
-        UsageError: It is none.
+    Args:
+        measured: By the ranks, see `fog_cli.programs.advise_ranks`.
+        parameters: How many there are, if no script was measured.
+        step_time: The seconds of a step, likewise.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGbB]?)", text)
-    number = (
-        float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}[match[2].upper()] if match else 0
-    )
-    if number < 1:
-        raise UsageError(f"--parameters: got {text!r}; allowed are counts such as 124000000, 25.6M and 7B")
-    return round(number)
-
-
-def as_text(report: Report) -> list[str]:
-    """Returns the lines for people: what was measured, the best setting of each topology and codec, and the choice."""
-    network, compute, choice = report.network, report.compute, report.choice
+    network = Network.of(measured)
+    compute = measured.get("compute_s", step_time)
+    size = measured["bytes"] if parameters is None else _ELEMENT_BYTES * parameters
+    element_bytes = measured.get("element_bytes", _ELEMENT_BYTES)
+    ways = advice.ways(network)
+    plain = advice.settings(network, compute, size, chosen=ways)
+    choice = advice.best(plain, compute, _TOLERANCE)
+    compressed = []
+    if network.hosts > 1 and element_bytes > 1:  # no codec takes elements of a byte
+        for each in measured["codecs"]:
+            codec = Codec.of(each, element_bytes)
+            with_codec = advice.settings(network, compute, size, chosen=ways, codec=codec)
+            compressed.append(advice.best(with_codec, compute, _TOLERANCE))
     lines = [
-        f"{len(network.host_of)} ranks on {network.hosts} hosts, {report.size / 1e6:.3g} MB of parameters"
+        f"{len(network.host_of)} ranks on {network.hosts} hosts, {size / 1e6:.3g} MB of parameters",
+        f"  compute      {1e3 * compute:.3g} ms a step",
     ]
-    lines.append(f"  compute      {1e3 * compute:.3g} ms a step")
     if network.hosts > 1:
         links = [f"{8 * rate / 1e9:.3g}" for rate in (min(network.host_rates), max(network.host_rates))]
         shown = links[0] if links[0] == links[1] else " to ".join(links)
@@ -179,38 +134,32 @@ def as_text(report: Report) -> list[str]:
     if network.latency_within:
         rate = min(network.local_rates)
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
-    rows = [
-        (
-            *("", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds"),
-            "s to a tenth",
-        )
-    ]
-    by_way = [
-        advice.best([each for each in report.found if each.way.name == name], compute, _TOLERANCE)
-        for name in dict.fromkeys(each.way.name for each in report.found)
-    ]
-    for each in [*by_way, *report.compressed]:
-        codec = f", {each.codec.code}" if each.codec else ""
-        rows.append(
-            (
-                f"{'*' if each.way == choice.way and not codec else ' '} {each.way.name}{codec}",
-                str(each.local_steps),
-                f"{each.bucket_mb:g}",
-                f"{1e3 * each.exchange:.3g}",
-                f"{1e3 * each.step:.4g}",
-                f"{each.step / compute - 1:.1%}",
-                str(each.way.rounds),
-                f"{each.agreement:.3g}",
-            )
-        )
+    by_way = [advice.best([each for each in plain if each.way == way], compute, _TOLERANCE) for way in ways]
+    rows = [_cells(each, compute, is_choice=each.way == choice.way) for each in by_way]
+    rows = [_COLUMNS, *rows, *(_cells(each, compute, is_choice=False) for each in compressed)]
     lines += ["", *table(rows), "", f"Recommended: {choice.way.name}", f"  {in_code(choice)}"]
     if network.hosts < 2:
         lines.append("Compression: ranks of one host read each other's tensors in place, so no codec pays.")
-    for compressed in report.compressed:
-        assert compressed.codec is not None  # as was asked for
-        verdict = f"pays: {in_code(compressed)}" if pays(compressed, choice) else "does not pay"
-        lines.append(f"Compression with {compressed.codec.code} {verdict}")
+    for each in compressed:
+        assert each.codec is not None  # as was asked for
+        verdict = f"pays: {in_code(each)}" if pays(each, choice) else "does not pay"
+        lines.append(f"Compression with {each.codec.code} {verdict}")
     return lines
+
+
+def _cells(setting: Setting, compute: float, *, is_choice: bool) -> tuple[str, ...]:
+    """Returns a row of the table."""
+    codec = f", {setting.codec.code}" if setting.codec else ""
+    return (
+        f"{'*' if is_choice else ' '} {setting.way.name}{codec}",
+        str(setting.local_steps),
+        f"{setting.bucket_mb:g}",
+        f"{1e3 * setting.exchange:.3g}",
+        f"{1e3 * setting.step:.4g}",
+        f"{setting.step / compute - 1:.1%}",
+        str(setting.way.rounds),
+        f"{setting.agreement:.3g}",
+    )
 
 
 def in_code(choice: Setting) -> str:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from fog_cli import add_command, machine, version
+from fog_cli import machine, version
 from fog_cli.machine import Finding
 from fog_cli.spawn import Ended, run_program
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog doctor                   look at everything, and try two ranks
   fog doctor --no-self-test    only look
@@ -42,19 +42,10 @@ _ADVICE = {
 _LIMIT = 60.0
 # Ranks of a single host do not need these.
 _NOT_NEEDED = ("MPI library", "MPI", "CUDA", "NCCL")
-# Findings about the machine that can cause the ranks of the self-test to fail.
-_SUSPECTS = ("descriptors", "shared memory", "ranks share memory", "loopback")
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "doctor",
-        "find out what works on this machine",
-        "Looks at versions, limits and the network of this machine, and has two ranks try what fog does.",
-        _EXAMPLES,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
     parser.add_argument("--no-self-test", dest="self_test", action="store_false", help="do not start ranks")
 
 
@@ -87,11 +78,8 @@ def findings(self_test: bool) -> Iterator[Finding]:
     for finding in loaded(run_program("facts", limit=_LIMIT)):
         usable = usable and finding.state != "bad"
         yield finding
-    suspects = []
     for finding in machine.findings():
         yield finding
-        if finding.state != "ok" and finding.name in _SUSPECTS:
-            suspects.append(finding.name)
         usable = usable and finding.state != "bad"  # the ranks of a self-test would only time out
     if not self_test:
         return
@@ -105,7 +93,7 @@ def findings(self_test: bool) -> Iterator[Finding]:
         ("MPI RMA", _RMA_ADVICE, ["hosts"], {"_FOG_LOCAL_LINKS": "0", "FOG_BETWEEN_HOSTS": "rma"}),
     ):
         ended = run_program("self_test", words, limit=_LIMIT, ranks=2, variables=variables)
-        yield from tried(ended, where, suspects, advice)
+        yield from tried(ended, where, advice)
 
 
 def loaded(ended: Ended) -> Iterator[Finding]:
@@ -120,19 +108,16 @@ def loaded(ended: Ended) -> Iterator[Finding]:
         yield Finding("versions", "Python", "bad", why, "see the message")
 
 
-def tried(ended: Ended, where: str, suspects: Sequence[str] = (), optional: str = "") -> Iterator[Finding]:
+def tried(ended: Ended, where: str, optional: str = "") -> Iterator[Finding]:
     """Yields the findings that the ranks of a self-test reported.
 
     Args:
         ended: The result of its two ranks.
         where: The beginning of the names of the findings.
-        suspects: Names of findings about the machine that may be the cause of a failure.
         optional: The advice about a failure, if ranks of a single host do not need these steps.
     """
     report = "ranks of one host do not work; run FOG_LOG_LEVEL=debug fog doctor, and report what it says"
-    advice = optional or report
-    if suspects:
-        advice = f"this may be the reason, see above: {', '.join(suspects)}. If not: {advice}"
+    advice = f"notes about the machine, above, may be the reason. If not: {optional or report}"
     for name, text, error in _steps(ended, 2):
         if name == "end" and error is None:
             continue

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from fog_cli import UsageError, add_command
+from fog_cli import UsageError
 
 if TYPE_CHECKING:
     from fogdist.observe.flight_record import Process
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog dump                   all processes of yours on this host that have a group of fog
   fog dump 4711 4712         these
@@ -22,19 +22,7 @@ It works on processes that hang or are stopped, and does not disturb them. Where
 NOTHING = "no process of yours on this host has a group of fog"
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "dump",
-        "show what ranks have in flight, and which ranks hold the others up",
-        "Shows what processes of this host have in flight, for how long, and for which ranks they wait.",
-        _EXAMPLES,
-    )
-    add_pids(parser)
-
-
-def add_pids(parser: argparse.ArgumentParser) -> None:
+def add(parser: argparse.ArgumentParser) -> None:
     """Describes the processes to show; `fog top` has them, too."""
     parser.add_argument(
         "pids", nargs="*", type=int, metavar="PID", help="processes (default: all of yours on this host)"

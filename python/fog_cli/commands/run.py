@@ -5,23 +5,22 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
-import shlex
 import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from fog_cli import UsageError, add_command, keep_going, launchers, one_host
+from fog_cli import UsageError, keep_going, launchers, number, one_host
 from fog_cli.hosts import Host, is_local, parse_hosts, place, read_hostfile
 from fog_cli.launchers import Job
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog run -np 4 train.py --epochs 3           4 ranks on this host
   fog run -np 4 python train.py --epochs 3    the same
   fog run -np 4 -m package.train              a module
+  fog run -np 4 numactl -m 0 python train.py  any program
   fog run -np 8 -H a:4,b:4 train.py           4 ranks on each of two hosts, which ssh reaches without a password
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
   fog run -np 8 --keep-going train.py         the other ranks go on when one dies
@@ -32,28 +31,19 @@ has been started.
 """
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "run",
-        "start a script on several ranks",
-        "Starts a script on several ranks: on this host by torchrun's machinery, on several by an agent on each.",
-        _EXAMPLES,
-        usage="fog run -np N [options] [-m] script.py [arguments of the script]",
-        allow_abbrev=False,
-    )
-    add_placing(parser)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
+    parser.usage = "fog run -np N [options] [-m] script.py [arguments of the script]"
+    add_placing(parser, 1)
     parser.add_argument(
         "--keep-going", action="store_true", help="when a rank dies, let the others go on; one agent per host"
     )
     parser.add_argument(
         "--max-restarts",
-        type=int,
+        type=number(int, 0),
         metavar="N",
         help="with --keep-going: start a rank that died again, up to N times each (default: 0)",
     )
-    parser.add_argument("--timeline-filename", metavar="PREFIX", help="write a timeline: sets FOG_TIMELINE")
     parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
     )
@@ -65,12 +55,18 @@ def add(subparsers: Any) -> None:
     )
 
 
-def add_placing(parser: argparse.ArgumentParser) -> None:
-    """Describes the options that say where ranks are and how they start; other commands have them, too."""
+def add_placing(parser: argparse.ArgumentParser, least: int) -> None:
+    """Describes the options that say where ranks are and how they start, for this command and `fog advise`.
+
+    Args:
+        parser: Of the command.
+        least: The least number of ranks.
+    """
     # The other options of `fog run`, for the commands that do not have them.
-    parser.set_defaults(keep_going=False, max_restarts=None, timeline_filename=None)
-    # argparse would tell that it is missing also if an unknown option before it is what is wrong.
-    parser.add_argument("-np", "--num-proc", type=int, metavar="N", help="how many ranks to start")
+    parser.set_defaults(keep_going=False, max_restarts=None)
+    parser.add_argument(
+        "-np", "--num-proc", type=number(int, least), metavar="N", help="how many ranks to start"
+    )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
         "-H",
@@ -81,7 +77,9 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument(
         "-hostfile", "--hostfile", metavar="FILE", help="file of hosts, a line each: host slots=N, or host:N"
     )
-    parser.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
+    parser.add_argument(
+        "-p", "--ssh-port", type=number(int, 1, 65535), metavar="PORT", help="port of ssh on the other hosts"
+    )
     parser.add_argument(
         "--network-interface",
         metavar="NIC",
@@ -95,26 +93,12 @@ def add_placing(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="environment variable of all ranks; may be repeated",
     )
-    parser.add_argument(
-        "--prefix",
-        default="",
-        metavar="WORDS",
-        help='words before the command of each rank, as in --prefix "numactl -m 0"',
-    )
-    parser.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show the commands that are started and set FOG_LOG_LEVEL=debug",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Starts the ranks and waits for their end."""
     job = prepare(arguments, os.environ)
     is_here = not job.keeps_going and all(is_local(host.name) for host in job.hosts)
-    if arguments.verbose:
-        for start in [job.rank] if is_here else job.starts:
-            print(f"fog run: {shlex.join(start)}", file=sys.stderr, flush=True)
     try:
         return one_host.run(job) if is_here else keep_going.run(job)
     except OSError as error:
@@ -132,14 +116,16 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         UsageError: The arguments are invalid.
     """
     ranks = arguments.num_proc
-    _check_numbers(arguments)
-    given = parse_hosts(arguments.hosts) if arguments.hosts else None
-    if arguments.hostfile:
-        given = read_hostfile(arguments.hostfile)
-    hosts = place(given, ranks) if given else [Host("localhost", ranks)]
+    if ranks is None:  # argparse would also say so if an unknown option before it is what is wrong
+        raise UsageError("-np: it is missing; allowed are numbers from 1 on")
+    if arguments.max_restarts is not None and not arguments.keep_going:
+        raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
+    hosts = [Host("localhost", ranks)]
+    if arguments.hosts:
+        hosts = place(parse_hosts("-H", arguments.hosts.split(",")), ranks)
+    elif arguments.hostfile:
+        hosts = place(read_hostfile(arguments.hostfile), ranks)
     variables = _variables(arguments, environment)
-    prefix = _prefix(arguments.prefix)
-
     starts = [
         launchers.AGENT
         if is_local(host.name)
@@ -153,11 +139,14 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         address = variables.get("MASTER_ADDR") or hosts[0].name
         if is_local(address):
             address = socket.gethostname()  # "localhost" is another host there
-        port = _port(variables.get("MASTER_PORT", ""))
+        try:
+            port = int(number(int, 0, 65535)(variables.get("MASTER_PORT") or "0"))
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"MASTER_PORT: {error}") from None
     return Job(
         ranks=ranks,
         hosts=hosts,
-        command=[*prefix, *rank_command(arguments.command, arguments.module, variables)],
+        command=rank_command(arguments.command, arguments.module, variables),
         environment=variables,
         starts=starts,
         address=address,
@@ -165,43 +154,6 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         keeps_going=arguments.keep_going,
         max_restarts=arguments.max_restarts or 0,
     )
-
-
-def check_ranks(number: int | None, least: int) -> None:
-    """Raises UsageError if the number of ranks is missing or too small."""
-    if number is None or number < least:
-        got = "it is missing" if number is None else f"got {number}"
-        raise UsageError(f"-np: {got}; allowed are numbers from {least} on")
-
-
-def _check_numbers(arguments: argparse.Namespace) -> None:
-    """Checks what needs no look at hosts."""
-    check_ranks(arguments.num_proc, 1)
-    if arguments.ssh_port is not None and not 1 <= arguments.ssh_port <= 65535:
-        raise UsageError(f"--ssh-port: got {arguments.ssh_port}; allowed are 1 to 65535")
-    if arguments.max_restarts is not None and not arguments.keep_going:
-        raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
-    if (arguments.max_restarts or 0) < 0:
-        raise UsageError(f"--max-restarts: got {arguments.max_restarts}; allowed are numbers from 0 on")
-
-
-def _prefix(text: str) -> list[str]:
-    """Returns the words before the command of a rank."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:  # an unbalanced quotation mark
-        raise UsageError(f"--prefix: got {text!r}: {str(error)[:1].lower()}{str(error)[1:]}") from None
-    if words and shutil.which(words[0]) is None:
-        raise UsageError(f"--prefix: got {words[0]!r}, which is no program")
-    return words
-
-
-def _port(text: str) -> int:
-    if not text:
-        return 0
-    if not (text.isascii() and text.isdecimal() and int(text) <= 65535):
-        raise UsageError(f"MASTER_PORT: got {text!r}; allowed are 0 to 65535")
-    return int(text)
 
 
 def rank_command(words: Sequence[str], is_module: bool, environment: Mapping[str, str]) -> list[str]:
@@ -247,10 +199,6 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     if arguments.network_interface:
         names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")
         variables |= dict.fromkeys(names, arguments.network_interface)
-    if arguments.verbose:
-        variables["FOG_LOG_LEVEL"] = "debug"
-    if arguments.timeline_filename:
-        variables["FOG_TIMELINE"] = arguments.timeline_filename
     for entry in arguments.variables:
         name, is_given, value = entry.partition("=")
         if not name.isidentifier():

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fog_cli import UsageError, add_command
+from fog_cli import UsageError
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   FOG_TIMELINE=/tmp/trace_ torchrun --nproc_per_node=4 script.py
   fog timeline merge /tmp/trace_ -o trace.json          all files that begin so
@@ -18,15 +18,8 @@ Open the result at https://ui.perfetto.dev or in chrome://tracing.
 """
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "timeline",
-        "merge the ranks' timelines",
-        "Works on the timelines that ranks record with FOG_TIMELINE=PREFIX.",
-        _EXAMPLES,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
     parser.add_argument(
         "action", choices=["merge"], help="write one timeline of those of several ranks, with one clock"
     )

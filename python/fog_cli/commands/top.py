@@ -1,7 +1,6 @@
 """`fog top`: shows the ranks of this host, live in a terminal, or once.
 
-It takes samples of files in memory that ranks write in any case (`fogdist.flight_record`), and of the state of processes in
-/proc. No rank takes part in it.
+It takes samples of files in memory that ranks write in any case (`fogdist.flight_record`). No rank takes part in it.
 """
 
 from __future__ import annotations
@@ -12,17 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fog_cli import UsageError, add_command
+from fog_cli import number
 from fog_cli import table as columns
-from fog_cli.commands.dump import NOTHING, add_pids, read_records
+from fog_cli.commands import dump
 
 if TYPE_CHECKING:
     from fogdist.observe.flight_record import Process
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog top                       all processes of yours on this host that have a group of fog, until Ctrl-C
   fog top --once                the same, printed once
@@ -31,33 +29,25 @@ examples:
 
 It reads memory that the ranks write to in any case, so it disturbs none of them, and works on ranks that hang.
 """
-_LONGEST = 3600.0
 # Moves the cursor of a terminal to its first line, and clears what follows.
 _CLEAR = "\033[H\033[J"
-# The states of /proc/PID/stat that are no ordinary running or sleeping.
-_STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "top",
-        "show the ranks of this host: steps, waits, staleness, failures",
-        "Shows the ranks of this host: state, membership, steps, staleness, waits for each rank, failures.",
-        _EXAMPLES,
-    )
-    add_pids(parser)
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
+    dump.add(parser)
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="time between two samples (default: 1)"
+        "--interval",
+        type=number(float, 0.1, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="time between two samples (default: 1)",
     )
     parser.add_argument("--once", action="store_true", help="print one table and end")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Shows the ranks."""
-    if not 0.1 <= arguments.interval <= _LONGEST:
-        raise UsageError(f"--interval: got {arguments.interval:g}; allowed are 0.1 to {_LONGEST:g} seconds")
     watch = _watch(arguments.pids)
     if not arguments.once and sys.stdout.isatty():
         with contextlib.suppress(KeyboardInterrupt):
@@ -69,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         time.sleep(arguments.interval)
     jobs = watch.sample()
     if not jobs:
-        print(f"fog top: {NOTHING}", file=sys.stderr)
+        print(f"fog top: {dump.NOTHING}", file=sys.stderr)
         return 1
     print(table(jobs))
     return 0
@@ -81,19 +71,17 @@ class Row:
 
     Attributes:
         process: What was read of it.
-        state: "runs", "stopped", "ended", "traced" or "in a system call".
         rate: Steps per second since the last sample; None if unknown.
         waits: By rank, the share of the time since the last sample in which only that rank's message was missing, or for
             which an operation in flight has waited for it.
     """
 
     process: Process
-    state: str
     rate: float | None = None
     waits: dict[int, float] = field(default_factory=dict)
 
 
-def row_of(now: Process, before: Process | None, seconds: float, state: str) -> Row:
+def row_of(now: Process, before: Process | None, seconds: float) -> Row:
     """Returns what to show of a process, of which another sample was taken so many seconds before, or none."""
     waits: dict[int, float] = {}
     if before:
@@ -103,24 +91,14 @@ def row_of(now: Process, before: Process | None, seconds: float, state: str) -> 
     for operation in now.in_flight:  # its wait is counted when it ends
         for rank, _ in operation.awaited:
             waits[rank] = max(waits.get(rank, 0.0), min(operation.age / seconds, 1.0))
-    return Row(now, state, (now.steps - before.steps) / seconds if before else None, waits)
-
-
-def process_state(pid: int) -> str:
-    """Returns the state of a process as in `Row`."""
-    with contextlib.suppress(OSError):
-        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return _STATES.get(letter, "runs")
-    return "ended"
+    return Row(now, (now.steps - before.steps) / seconds if before else None, waits)
 
 
 class Watch:
     """Takes samples by a function that reads the records to show; a process that has ended keeps its row."""
 
-    def __init__(
-        self, read: Callable[[], Sequence[Process]], state_of: Callable[[int], str] = process_state
-    ) -> None:
-        self._read, self._state_of = read, state_of
+    def __init__(self, read: Callable[[], Sequence[Process]]) -> None:
+        self._read = read
         self._rows: dict[int, Row] = {}  # by process ID
         self._at = 0.0
 
@@ -130,12 +108,10 @@ class Watch:
         found = {process.pid: process for process in self._read()}
         for pid, row in self._rows.items():
             if pid not in found:
-                self._rows[pid] = replace(row, state="ended", rate=None, waits={})
+                self._rows[pid] = Row(replace(row.process, state="ended"))
         for pid, process in found.items():
             before = self._rows.get(pid)
-            self._rows[pid] = row_of(
-                process, None if before is None else before.process, at - self._at, self._state_of(pid)
-            )
+            self._rows[pid] = row_of(process, before.process if before else None, at - self._at)
         self._at = at
         jobs: dict[str, list[Row]] = {}
         for row in sorted(self._rows.values(), key=lambda row: row.process.started):
@@ -146,7 +122,7 @@ class Watch:
 def _watch(pids: list[int]) -> Watch:
     from fogdist.observe import flight_record
 
-    read_records(pids)  # raises if there is no such process
+    dump.read_records(pids)  # raises if there is no such process
     return Watch(lambda: [each for each in flight_record.read_all() if not pids or each.pid in pids])
 
 
@@ -156,14 +132,14 @@ def table(jobs: Sequence[Sequence[Row]]) -> str:
 
     parts = []
     for rows in jobs:
-        living = [row.process for row in rows if row.state != "ended"]
+        living = [row.process for row in rows if row.process.state != "ended"]
         most = max(len({process.rank for process in living}), rows[0].process.size)  # a job can have grown
         title = f"{flight_record.title([row.process for row in rows])}: "
         title += f"{len({process.rank for process in living})} of {most} ranks are on this host"
         shown = [tuple(cells(row).values()) for row in rows]
         lines = columns([tuple(cells(rows[0])), *shown])
         parts.append("\n".join([title, *lines, *flight_record.blamed(living)]))
-    return "\n\n".join(parts) or NOTHING
+    return "\n\n".join(parts) or dump.NOTHING
 
 
 def cells(row: Row) -> dict[str, str]:
@@ -173,7 +149,7 @@ def cells(row: Row) -> dict[str, str]:
     operation = next(iter([*process.in_flight, *reversed(process.operations)]), None)
     what, age = "", ""
     if operation is not None:
-        living = process.in_flight if row.state != "ended" else []
+        living = process.in_flight if process.state != "ended" else []
         awaited = _listed(sorted({rank for each in living for rank, _ in each.awaited}))
         endings = {"in flight": f" …{awaited and f' waits for {awaited}'}", "failed": " failed"}
         what = f"#{operation.number} {operation.what}{endings.get(operation.state, '')}"
@@ -183,7 +159,7 @@ def cells(row: Row) -> dict[str, str]:
         "rank": str(process.rank),
         "process": str(process.pid),
         "host": process.host,
-        "state": row.state,
+        "state": process.state,
         "membership": str(process.epoch) if process.epoch >= 0 else "",
         "steps": str(process.steps),
         "steps/s": "" if row.rate is None else f"{row.rate:.3g}",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from fog_cli import UsageError, add_command
+from fog_cli import UsageError
 
-_EXAMPLES = """\
+EXAMPLES = """\
 examples:
   fog topology exp2 -n 16
   fog topology exp2 ring base-3 -n 16
@@ -18,15 +17,8 @@ docs/topologies.md explains the columns, and says which to choose.
 """
 
 
-def add(subparsers: Any) -> None:
-    """Describes the command."""
-    parser = add_command(
-        subparsers,
-        "topology",
-        "show what a topology costs",
-        "Shows the degree, the spectral gap, the rounds to agreement and the traffic of topologies.",
-        _EXAMPLES,
-    )
+def add(parser: argparse.ArgumentParser) -> None:
+    """Describes the arguments."""
     parser.add_argument("names", nargs="+", metavar="NAME", help="topologies of the list below, or all")
     parser.add_argument("-n", "--ranks", type=int, required=True, metavar="N", help="how many ranks")
 

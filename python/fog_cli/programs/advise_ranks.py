@@ -23,7 +23,7 @@ from fogdist.compression import BFloat16, Int8
 from fogdist.context import current
 from torch import Tensor
 
-from fog_cli.programs.report import median_seconds, tell
+from fog_cli.programs.report import median_seconds, of_all, tell
 
 _TIMEOUT = timedelta(seconds=120)
 _SMALL, _PROBE, _MOST = 16, 64 << 10, 16 << 20  # elements; bytes
@@ -117,7 +117,7 @@ def _timed(
     def times() -> list[float]:
         x = torch.zeros(sizes[rank if target is None else target] // 4)
         y = torch.empty(sizes[rank] // 4)
-        return _of_all(_transfer(x, y, target, source))
+        return of_all(_transfer(x, y, target, source))
 
     while True:
         taken = times()
@@ -139,13 +139,13 @@ def _timed(
 def _latency(target: int | None, source: int | None) -> float:
     """Seconds of an exchange of some bytes, the largest of all ranks' medians."""
     x, y = torch.zeros(_SMALL), torch.empty(_SMALL)
-    return max(_of_all(statistics.median(_transfer(x, y, target, source) for _ in range(_PINGS))))
+    return max(of_all(statistics.median(_transfer(x, y, target, source) for _ in range(_PINGS))))
 
 
 def _sum_rate() -> float:
     """Bytes per second at which a rank adds one tensor to another, with all ranks at it."""
     x, y = torch.zeros(_SUM_ELEMENTS), torch.ones(_SUM_ELEMENTS)
-    return 4 * _SUM_ELEMENTS / max(_of_all(median_seconds(lambda: x.add_(y, alpha=0.5), _PINGS)))
+    return 4 * _SUM_ELEMENTS / max(of_all(median_seconds(lambda: x.add_(y, alpha=0.5), _PINGS)))
 
 
 def _codecs() -> list[tuple[str, float, float, float]]:
@@ -156,16 +156,9 @@ def _codecs() -> list[tuple[str, float, float, float]]:
         message = codec.encode(x)
         encode = functools.partial(codec.backend.encode, x, message)
         decode = functools.partial(codec.backend.decode, message, target)
-        rates = [_SUM_ELEMENTS / max(_of_all(median_seconds(call, _PINGS))) for call in (encode, decode)]
+        rates = [_SUM_ELEMENTS / max(of_all(median_seconds(call, _PINGS))) for call in (encode, decode)]
         found.append((code, message.numel() / _SUM_ELEMENTS, rates[0], rates[1]))
     return found
-
-
-def _of_all(value: float) -> list[float]:
-    """This rank's value and those of the others, in the order of ranks."""
-    found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, torch.tensor([value], dtype=torch.float64))
-    return [float(each) for each in found]
 
 
 def of_script(path: str) -> dict[str, float]:
@@ -193,7 +186,7 @@ def of_script(path: str) -> dict[str, float]:
     trained = [each for each in model.parameters() if each.requires_grad]
     size = sum(each.numel() * each.element_size() for each in trained)
     count = sum(each.numel() for each in trained)
-    return {"compute_s": max(_of_all(_median_of(step))), "bytes": size, "element_bytes": size / max(1, count)}
+    return {"compute_s": max(of_all(_median_of(step))), "bytes": size, "element_bytes": size / max(1, count)}
 
 
 def _median_of(step: Callable[[], object]) -> float:

@@ -51,8 +51,6 @@ class Task:
         first: The first rank of this host.
         count: The number of ranks of this host.
         port: That of the Store; 0 on the first host for any free one.
-        holds_store: Whether this agent holds the Store.
-        stays: Whether it stays until `fog run` says that the other hosts have ended, which use the Store.
         is_asked: Whether `fog run` decides if a rank that did not end well is started again.
     """
 
@@ -63,10 +61,13 @@ class Task:
     size: int
     first: int
     count: int
-    port: int
-    holds_store: bool
-    stays: bool
-    is_asked: bool
+    port: int = 0
+    is_asked: bool = False
+
+    @property
+    def holds_store(self) -> bool:
+        """Whether this agent holds the Store: it is that of the first host."""
+        return self.first == 0
 
 
 @dataclass
@@ -92,7 +93,8 @@ class Agent:
             tuple[float, set[tuple[int, int]]]
         ] = []  # processes of lost ranks, and when they are killed
         self._stop_at: float | None = None  # when ranks that were told to end are killed
-        self._stays = task.stays
+        # The other hosts use the Store until `fog run` says that they have ended.
+        self._stays = task.holds_store and task.count < task.size
         self._port = task.port
         self._store: Any = None
         self._serving: threading.Thread | None = None
@@ -138,7 +140,7 @@ class Agent:
 
     def _is_needed(self) -> bool:
         """Whether other hosts use the Store."""
-        return self._stays and self._task.holds_store and self._stop_at is None and not self._failure
+        return self._stays and self._stop_at is None and not self._failure
 
     def _serve(self, listener: socket.socket) -> None:
         try:

@@ -12,7 +12,7 @@ import fogdist
 import torch
 import torch.distributed as dist
 
-from fog_cli.programs.report import median_seconds, tell
+from fog_cli.programs.report import median_seconds, of_all, tell
 
 _TIMEOUT = timedelta(seconds=60)
 _WARM_UP, _LEAST, _MOST = 2, 5, 200
@@ -44,12 +44,8 @@ def _median(action: Callable[[], object], seconds: float) -> float:
     """Returns the median seconds of one call on the slowest rank. All ranks make the same number of calls."""
     for _ in range(_WARM_UP):
         action()
-    calls = torch.tensor([seconds / max(median_seconds(action, 1), 1e-6)], dtype=torch.float64)
-    dist.all_reduce(calls, dist.ReduceOp.MIN)
-    times = median_seconds(action, min(max(int(calls.item()), _LEAST), _MOST), dist.barrier)
-    median = torch.tensor([times], dtype=torch.float64)
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return float(median.item())
+    calls = int(min(of_all(seconds / max(median_seconds(action, 1), 1e-6))))
+    return max(of_all(median_seconds(action, min(max(calls, _LEAST), _MOST), dist.barrier)))
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What the programs of commands share: lines of JSON on standard output, and times."""
+"""What the programs of commands share: lines of JSON on standard output, times, and the values of all ranks."""
 
 from __future__ import annotations
 
@@ -27,6 +27,16 @@ def step(name: str, action: Callable[[], Any]) -> bool:
         return False
     tell(name=name, text="" if text is None else str(text))
     return True
+
+
+def of_all(value: float) -> list[float]:
+    """Returns this rank's value and those of the others, in the order of ranks; collective."""
+    import torch
+    import torch.distributed as dist
+
+    found = [torch.zeros(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, torch.tensor([value], dtype=torch.float64))
+    return [float(each) for each in found]
 
 
 def median_seconds(

@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.context import Context, current
 from fogdist.lazy import nx
 from fogdist.streams import Mark, wait_until_complete
+from fogdist.topology import Topology
+from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.continuing import Watch
-from fogdist.training.mixing import NoMixing
+from fogdist.training.mixing import Plans, edges_of, rounds_of
 from fogdist.training.pace import MAX_STALENESS, Notes, Pace
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-    from typing_extensions import Unpack
-
     from fog_pg._C import Window
 
 
@@ -56,32 +57,35 @@ class AsynchronousGossip(Algorithm):
     reading runs beside the backward pass and the moves beside the next forward pass, so a rank that computes for longer
     waits for neither. A step reads by itself if no training pass of the model, called as a function, came before it.
 
-    The neighbors are those of the group's topology at the time of construction. `average` and `close` apply the last moves to
-    the parameters. Lost neighbors are skipped.
+    The neighbors of a rank are those of all rounds of `topology`, whose weights do not count; without one, those of the group's
+    topology at the time of construction. Edges must go both ways: if those that do so do not connect all ranks, as in the
+    default topology of four ranks and more, all edges count as both ways. `average` and `close` apply the last moves to the
+    parameters. Lost neighbors are skipped.
     With ``on_loss="continue"`` the ranks that are left also agree once the graph would fall apart, in their next steps, and
     go on along what is left of the topology. No move between two of them gets lost; those with a lost rank stay as they
-    are. If no mutual edges connect them, edges of one direction count as both.
+    are.
 
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`; the trained parameters must stay the same ones.
         seed: The seed for the choice of neighbors; ranks may use different seeds.
         max_staleness: As in `fogdist.algorithms.WinPut`, counted in steps.
-        **options: As in `Algorithm`. Steps without gossip take from the inbox all the same; `topology` must be None.
+        **options: As in `Algorithm`, but `topology` is no mixing, and `compression` must have its default. Steps without
+            gossip take from the inbox all the same.
 
     Attributes:
         max_staleness: As above; can be changed at any time.
 
     Raises:
         TypeError: As `Algorithm`.
-        ValueError: The edges of the topology that go both ways do not connect all ranks (the default topology's do not: set
-            a ring, or `fogdist.topology.symmetric_exponential`); and as `Algorithm`.
+        ValueError: The topology does not connect all ranks; and as `Algorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
     takes_compression: ClassVar[bool] = False
 
     _seed: int
+    _topology: Topology | None  # of all ranks that there were; None for the group's
     _rank: int
     _shares: dict[int, float]
     max_staleness: int | None
@@ -99,30 +103,27 @@ class AsynchronousGossip(Algorithm):
         max_staleness: int | None = MAX_STALENESS,
         **options: Unpack[AlgorithmOptions],
     ) -> None:
-        if options.get("topology") is not None:
-            raise ValueError(
-                "topology must be None for AsynchronousGossip, which follows the group's: set_topology"
-            )
-        if not isinstance(seed, int) or isinstance(seed, bool):
-            raise TypeError(f"seed must be an int, got {type(seed).__name__}")
         if max_staleness is not None:
             check_count(max_staleness, "max_staleness")
         self.max_staleness = max_staleness
         context = current(options.get("group"))
-        graph = _undirected(context, reciprocal=True)
+        given = options.get("topology")
+        self._topology = None if given is None else rounds_of(given, context, f"for {self.algorithm_name}")
+        graph = _gossip_graph(self._topology, context)
         if not nx.is_connected(graph):
             raise ValueError(
-                "the topology must connect all ranks by edges that go both ways, as ring and "
-                "symmetric_exponential do; got one whose such edges do not"
+                "topology must connect all ranks for AsynchronousGossip, as 'ring' and 'symexp' do, got one of "
+                f"{nx.number_connected_components(graph)} parts"
             )
-        self._seed = seed
+        self._seed = check_int(seed, "seed")
         self._rank = context.rank
         self._shares = _shares_in(graph, context.viewpoint)
         self._windows = self._watch = None
         self._is_joining = context.is_joining  # it opens windows when it has joined the others
         self._watches = []
-        options["topology"] = NoMixing()
+        options["topology"] = self._topology
         super().__init__(optimizer, model, **options)
+        self.mixing.weights = ()
         with torch.no_grad():
             self.refresh()
             if not self.is_alone:
@@ -208,13 +209,13 @@ class AsynchronousGossip(Algorithm):
         windows = self._windows
         if windows is None:
             if self._is_joining:
-                self._shares = _shares_in(self._graph(), self.context.rank)
+                self._shares = _shares_in(_gossip_graph(self._topology, self.context), self.context.rank)
                 with contextlib.suppress(dist.DistBackendError):
                     self._windows = self._opened()
                     self._is_joining = False
             return
         windows.end_transfers()
-        self._shares = _shares_in(self._graph(), self.context.rank)
+        self._shares = _shares_in(_gossip_graph(self._topology, self.context), self.context.rank)
         # Once all ranks have opened the new windows, all moves have arrived in the old ones. If another rank is lost now,
         # the new group fails, and the ranks agree again before they use a window.
         opened = windows
@@ -234,13 +235,9 @@ class AsynchronousGossip(Algorithm):
             self._windows.collect()
             self.buckets.write_back()
 
-    def _graph(self) -> nx.Graph:
-        """Returns who gossips with whom, which connects all ranks that are left."""
-        mutual = _undirected(self.context, reciprocal=True)
-        return mutual if nx.is_connected(mutual) else _undirected(self.context, reciprocal=False)
-
     def _edges(self) -> NDArray[np.bool_]:
-        return np.asarray(nx.to_numpy_array(self._graph(), nodelist=range(self.context.size)) != 0)
+        graph = _gossip_graph(self._topology, self.context)
+        return np.asarray(nx.to_numpy_array(graph, nodelist=range(self.context.size)) != 0)
 
     def _opened(self) -> _Windows:
         gives_way = self._participant is not None
@@ -268,9 +265,17 @@ class AsynchronousGossip(Algorithm):
             self._windows.read(random.Random(f"{self._seed} {self._rank} {number}").choice(ready))
 
 
-def _undirected(context: Context, *, reciprocal: bool) -> nx.Graph:
-    """Returns the group's topology without self loops: its edges that go both ways, or all of them."""
-    graph = context.topology.graph.to_undirected(reciprocal=reciprocal)
+def _gossip_graph(topology: Topology | None, context: Context) -> nx.Graph:
+    """Returns who gossips with whom: along edges that go both ways, or along all edges if these do not connect all ranks.
+
+    Args:
+        topology: The topology of all ranks that there were; None for the group's.
+        context: The group; what is left of a topology is that among its ranks.
+    """
+    rounds = Plans(topology, context).topology
+    directed = context.topology.graph if rounds is None else nx.DiGraph(edges_of(rounds))
+    mutual = directed.to_undirected(reciprocal=True)
+    graph = mutual if nx.is_connected(mutual) else directed.to_undirected()
     graph.remove_edges_from(list(nx.selfloop_edges(graph)))
     return graph
 

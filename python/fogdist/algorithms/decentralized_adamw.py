@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
+from typing_extensions import Unpack
 
 from fogdist.shards import local_of, sharded_as
-from fogdist.training.algorithm import Algorithm
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions
 from fogdist.training.saved_state import keys_of
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class DecentralizedAdamW(Algorithm):
@@ -128,7 +123,12 @@ class DecentralizedAdamW(Algorithm):
             )
         is_due = self.count_step()
         if not self.overflowed:
-            _replace_step(self._fog_wrapped, lambda _: self._adapt(is_due))
+            # In place of the optimizer's own step: its hooks are called, and schedulers count it.
+            if hasattr(self._fog_wrapped.step, "_wrapped_by_lr_sched"):
+                vars(self._fog_wrapped)["_opt_called"] = (
+                    True  # a scheduler's wrapper of `step` sets the same mark
+                )
+            Optimizer.profile_hook_step(lambda _: self._adapt(is_due))(self._fog_wrapped)
             self.buckets.outdate()
         elif is_due:
             self._average_moments()
@@ -186,18 +186,3 @@ def refusal_of(optimizer: Adam) -> str:
         if group["weight_decay"] and not group.get("decoupled_weight_decay"):
             return "be an AdamW if it has weight decay, got an Adam"
     return ""
-
-
-def _replace_step(optimizer: Optimizer, step: Callable[[Optimizer], Any]) -> Any:
-    """Makes a step in place of the optimizer's own, with the optimizer's hooks, and counted by schedulers.
-
-    Args:
-        optimizer: The optimizer, whose own step is not made.
-        step: The step to make, called with the optimizer.
-
-    Returns:
-        The result of `step`.
-    """
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        vars(optimizer)["_opt_called"] = True  # a scheduler's wrapper of `step` sets the same mark
-    return Optimizer.profile_hook_step(step)(optimizer)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.context import current
 from fogdist.topology.validation import check_choice
-from fogdist.training.algorithm import Algorithm, check_factor
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_factor
 from fogdist.training.mixing import GlobalAverage
 from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.patient_mixer import PatientMixer, patient_mixing
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 Order = Literal["atc", "awc", "cta"]
 

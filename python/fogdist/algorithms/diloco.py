@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.context import current
 from fogdist.topology import random_matching
-from fogdist.training.algorithm import Algorithm, check_factor
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_factor
 from fogdist.training.mixing import GlobalAverage, MixingLike
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class DiLoCo(Algorithm):

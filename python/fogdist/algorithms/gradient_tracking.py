@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.topology.validation import check_choice
-from fogdist.training.algorithm import Algorithm
+from fogdist.training.algorithm import Algorithm, AlgorithmOptions
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 TrackingOrder: TypeAlias = Literal["atc", "awc"]
 

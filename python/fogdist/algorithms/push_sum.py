@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.topology.validation import check_choice
+from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.mixing import Finish
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 PushSumOrder: TypeAlias = Literal["atc", "awc"]
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.compression import TopK
 from fogdist.context import current
 from fogdist.topology import Topology
-from fogdist.training.algorithm import check_factor
+from fogdist.training.algorithm import AlgorithmOptions, check_factor
 from fogdist.training.replicas import ReplicaAlgorithm
 from fogdist.training.view import Models
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from fogdist.training.algorithm import AlgorithmOptions
 
 
 class SparseLoCo(ReplicaAlgorithm):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.optim import Optimizer
+from typing_extensions import Unpack
 
 from fogdist.context import current
 from fogdist.topology import Topology
@@ -18,11 +21,6 @@ from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
 from fogdist.training.view import Models
 from fogdist.windows import Window
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-    from typing_extensions import Unpack
 
 
 class WinPut(OverlappingAlgorithm):

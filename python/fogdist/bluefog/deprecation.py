@@ -34,15 +34,10 @@ RENAMED = {
 
 
 def find(name: str, module: str, names: Mapping[str, Any]) -> Any:
-    """Returns the replacement of an old name in a module, and warns.
-
-    Args:
-        name: The name that the module does not have.
-        module: Name of the module, which must call this from its ``__getattr__``.
-        names: The names of the module.
+    """Returns what an old name stands for among the names of a module, whose ``__getattr__`` calls this, and warns.
 
     Raises:
-        AttributeError: No old name, or its successor is not in this module.
+        AttributeError: It is no old name, or its successor is not in this module.
     """
     successor = RENAMED.get(name, "")
     if successor not in names:

@@ -37,13 +37,9 @@ def add(work: dist.Work, finish: Callable[[dist.Work], Any]) -> int:
 def forms(
     begin: Callable[..., Begun], name: str, *first: Any, doc: str | None = None
 ) -> tuple[Function, Function]:
-    """Returns the form of an operation that waits for it, and the one that returns a handle.
+    """Returns the form of an operation that waits for it, which has this name, and the one that returns a handle.
 
-    Args:
-        begin: Begins the operation.
-        name: Name of the form that waits; it ends in "_" where the operation writes its result into its input.
-        first: Arguments of `begin` before those of a call.
-        doc: What the operation does; by default the docstring of `begin`.
+    `begin` begins the operation, with the arguments `first` and those of a call. `doc` is by default its docstring.
     """
 
     def waits(*arguments: Any, **options: Any) -> Any:
@@ -77,29 +73,15 @@ def forget_all() -> None:
 
 
 def poll(handle: int) -> bool:
-    """Returns whether an operation is complete, whether well or not; `wait` tells which.
-
-    Raises:
-        TypeError: `handle` is not an integer.
-        ValueError: `handle` is unknown or was waited for already.
-        RuntimeError: After `shutdown`.
-    """
+    """Returns whether an operation is complete, whether well or not. A bad handle is a ValueError."""
     return bool(_in_flight[_known(handle)][0].is_completed())
 
 
 def wait(handle: int) -> Any:
     """Waits for an operation, frees its handle (also if the operation failed) and returns its output.
 
-    Args:
-        handle: From a nonblocking operation, on any group.
-
-    Returns:
-        The output: a tensor, or a list of tensors where the operation was given a list; True of a window's operation.
-
-    Raises:
-        TypeError: `handle` is not an integer.
-        ValueError: `handle` is unknown or was waited for already.
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation failed.
+    That is a tensor, or a list of tensors where the operation was given a list; True of a window's operation. A
+    handle that is unknown or was waited for already is a ValueError.
     """
     work, finish = _in_flight.pop(_known(handle))
     work.wait()

@@ -6,7 +6,9 @@ A checkpoint is whole or absent, and can be loaded on another number of ranks. `
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +101,9 @@ def save(
     context, root = current(group), Path(path).absolute()
     is_first = context.rank == 0
     states.settle(model, optimizer)
-    state = states.capture(model, optimizer, extra)
-    state.head.update(ranks=context.size, versions={"fogdist": VERSION, "torch": torch.__version__})
+    weight, rest, tensors = states.capture(model, optimizer, extra)
+    versions = {"fogdist": VERSION, "torch": torch.__version__}
+    head = {"weight": weight, "ranks": context.size, "versions": versions}
     which = f"the checkpoint of step {step} in {root}"
     what = f"begin {which}"
     check_same_everywhere(context.backend, "checkpoint", [what, f"{keep=}"])
@@ -108,16 +111,13 @@ def save(
     hidden = root / tell(context, what, begun)[0]
     pieces = [piece_of(rank) for rank in range(context.size)]
     try:
-        together(context, f"write {which}", lambda: write(hidden / pieces[context.rank], state))
-        together(
-            context,
-            f"complete {which}",
-            lambda: folders.complete(hidden, step, pieces) if is_first else None,
-        )
+        together(context, f"write {which}", lambda: write(hidden / pieces[context.rank], head, rest, tensors))
+        complete = partial(folders.complete, hidden, step, pieces)
+        together(context, f"complete {which}", lambda: complete() if is_first else None)
     except Exception as error:
         # If a rank did not come, others may still be writing; the next save removes the files.
         if is_first and not isinstance(error, dist.DistBackendError):
-            folders.discard(hidden)
+            shutil.rmtree(hidden, ignore_errors=True)
         raise
     if is_first and keep is not None:
         folders.remove_old(root, keep, step)
@@ -171,28 +171,23 @@ def load(
     chosen = together(context, what, lambda: folders.find(root, step).name if context.rank == 0 else None)
     folder = root / tell(context, what, chosen)[0]
 
-    def opened(name: str) -> Piece:
-        piece = Piece(folder / name)
-        piece.check()
-        return piece
-
     def begun() -> tuple[Piece, dict[str, Any], int, bool]:
-        piece = opened(piece_of(0))
+        piece = Piece(folder / piece_of(0))
         ranks = piece.head()["ranks"]
         # From several states, rank 0's gives the numbers, and the names and shapes of the tensors.
         is_combined = ranks not in (1, context.size)
         if ranks == context.size:
-            piece = opened(piece_of(context.rank))
+            piece = Piece(folder / piece_of(context.rank))
         rest = piece.rest()
         states.check(model, optimizer, piece.shapes, rest, is_mean=is_combined)
         if is_combined:
             rest = states.of_all_ranks(rest, optimizer)
-            rest["extra"] = opened(piece_of(context.rank % ranks)).rest()["extra"]
+            rest["extra"] = Piece(folder / piece_of(context.rank % ranks)).rest()["extra"]
         return piece, rest, ranks, is_combined
 
-    def sources() -> list[tuple[Piece, dict[str, float]]]:
-        mine = [opened(piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
-        return [(each, states.weights_of(each)) for each in mine]
+    def sources() -> list[tuple[Piece, float]]:
+        mine = [Piece(folder / piece_of(rank)) for rank in range(context.rank, ranks, context.size)]
+        return [(each, each.head()["weight"]) for each in mine]
 
     piece, rest, ranks, is_combined = together(context, what, begun)
     parts = ("model.",) if optimizer is None else ("model.", "optimizer.")

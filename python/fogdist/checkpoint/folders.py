@@ -73,7 +73,7 @@ def begin(root: Path, step: int) -> Path:
     if folder.exists():
         raise FileExistsError(errno.EEXIST, f"path must have no checkpoint of step {step} yet, got {folder}")
     for entry in root.glob(".step-*"):
-        discard(entry)
+        shutil.rmtree(entry, ignore_errors=True)
     hidden = _hidden(folder)
     hidden.mkdir()
     return hidden
@@ -87,7 +87,7 @@ def complete(hidden: Path, step: int, pieces: Iterable[str]) -> None:
     """
     try:
         for piece in pieces:
-            Piece(hidden / piece).check()
+            Piece(hidden / piece)
     except FileNotFoundError as error:
         raise FileNotFoundError(
             errno.ENOENT,
@@ -111,11 +111,6 @@ def remove_old(root: Path, keep: int, but: int) -> None:
             shutil.rmtree(folder.rename(_hidden(folder)))  # never seen without some of its files
         except OSError as error:
             warn_user(f"an old checkpoint could not be removed: {error}")
-
-
-def discard(hidden: Path) -> None:
-    """Removes the hidden folder of a checkpoint that could not be written."""
-    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _hidden(folder: Path) -> Path:

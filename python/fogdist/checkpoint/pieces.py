@@ -10,7 +10,6 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,6 @@ _HEAD, _REST = "fog_head", "fog"
 _FORMAT = 2
 # The key of the dict that stands in the tree for a tensor; its value is the tensor's name.
 _TENSOR = "fog tensor"
-
-
-@dataclass(frozen=True)
-class State:
-    """The state of one rank.
-
-    Attributes:
-        tensors: By name; a name has its part of the state before its first dot: "model.NAME" and "optimizer.NAME".
-        rest: All else, with the names of tensors in their places.
-        head: What readers know first: "weight" of the parameters in the mean over all ranks, and more.
-    """
-
-    tensors: dict[str, Tensor]
-    rest: dict[str, Any]
-    head: dict[str, Any]
 
 
 def take_apart(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -66,13 +50,20 @@ def put_together(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return replaced(tree, put)
 
 
-def write(folder: Path, state: State) -> None:
-    """Writes a piece into a new folder; its files are on the disk when this returns."""
+def write(folder: Path, head: Mapping[str, Any], rest: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a piece into a new folder; its files are on the disk when this returns.
+
+    Args:
+        folder: The folder.
+        head: What readers know first, see `Piece.head`.
+        rest: All that is no tensor.
+        tensors: By name; a name has its part of the state before its first dot: "model.NAME" and "optimizer.NAME".
+    """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **state.head},), _REST: (state.rest,)}
-    for name, tensor in state.tensors.items():
+    entries: dict[str, Any] = {_HEAD: ({"format": _FORMAT, **head},), _REST: (rest,)}
+    for name, tensor in tensors.items():
         part, _, inner = name.partition(".")
         entries.setdefault(part, {})[inner] = tensor.cpu()
     # The steps of `torch.distributed.checkpoint.save`, which warns if it has no group of ranks.
@@ -92,6 +83,9 @@ class Piece:
 
     Attributes:
         shapes: Of its tensors, by name, as tensors on the device "meta".
+
+    Raises:
+        FileNotFoundError: A file is missing or shorter than what was written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -107,17 +101,11 @@ class Piece:
                 for name, entry in self._metadata.state_dict_metadata.items()
                 if isinstance(entry, TensorStorageMetadata)
             }
-
-    def check(self) -> None:
-        """Raises FileNotFoundError if a file is missing or shorter than what was written."""
-        with damage_named(self._folder):
             for part in self._metadata.storage_data.values():
-                file = self._folder / part.relative_path
+                file = folder / part.relative_path
                 if not file.is_file() or file.stat().st_size < part.offset + part.length:
-                    name = f"{self._folder.name}/{part.relative_path}"
-                    text = (
-                        f"the checkpoint in {self._folder.parent} is damaged: {name} is missing or not whole"
-                    )
+                    name = f"{folder.name}/{part.relative_path}"
+                    text = f"the checkpoint in {folder.parent} is damaged: {name} is missing or not whole"
                     raise FileNotFoundError(errno.ENOENT, text)
 
     def head(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import some
-from fogdist.checkpoint.pieces import Piece, State, put_together, take_apart
+from fogdist.checkpoint.pieces import Piece, put_together, take_apart
 from fogdist.checkpoint.together import together
 from fogdist.context import Context
 from fogdist.ddp import DecentralizedDataParallel
@@ -46,8 +46,13 @@ def settle(model: Module, optimizer: Optimizer | None) -> None:
         optimizer.settle()
 
 
-def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
-    """Returns the state of this rank; the tensors are those of the training itself."""
+def capture(
+    model: Module, optimizer: Optimizer | None, extra: Any
+) -> tuple[float, dict[str, Any], dict[str, Tensor]]:
+    """Returns the weight of this rank's parameters in the mean, all that is no tensor, and the tensors by name.
+
+    The tensors are those of the training itself.
+    """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {
         "model": take_apart(_module(model).state_dict(), "model", tensors),
@@ -64,7 +69,7 @@ def capture(model: Module, optimizer: Optimizer | None, extra: Any) -> State:
         }
     if isinstance(optimizer, Algorithm):
         weight = optimizer.own_weight
-    return State(tensors, rest, {"weight": weight})
+    return weight, rest, tensors
 
 
 def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[str, Any]:
@@ -77,17 +82,11 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
     return changed
 
 
-def weights_of(piece: Piece) -> dict[str, float]:
-    """Returns the weight of each tensor of a state in the mean of all: that of the model for its tensors, else 1."""
-    weight = piece.head()["weight"]
-    return {name: weight if name.startswith("model.") else 1.0 for name in piece.shapes}
-
-
 def means(
     context: Context,
     what: str,
     shapes: Mapping[str, Tensor],
-    sources: Sequence[tuple[Piece, dict[str, float]]],
+    sources: Sequence[tuple[Piece, float]],
 ) -> dict[str, Tensor]:
     """Returns the means over the states of all ranks. Collective.
 
@@ -98,17 +97,14 @@ def means(
         context: The group.
         what: As of `together`.
         shapes: Of the tensors, as tensors, the same on all ranks; counts have no means.
-        sources: This rank's part of the states, each with the weights of its tensors.
+        sources: This rank's part of the states, each with the weight of its model; all else has the weight 1.
     """
     found = {}
     for name, shape in shapes.items():
         if shape.is_floating_point() or shape.is_complex():
             flat = together(context, what, partial(_sum, sources, name, shape))
             context.backend.allreduce_named(flat, dist.ReduceOp.SUM).wait()
-            mean = flat[:-1].div_(flat[-1]).view(*shape.shape, 1 + shape.is_complex())
-            found[name] = (torch.view_as_complex(mean) if shape.is_complex() else mean[..., 0]).to(
-                shape.dtype
-            )
+            found[name] = flat[:-1].div_(flat[-1].real).view(shape.shape).to(shape.dtype)
     return found
 
 
@@ -163,17 +159,16 @@ def restore_model(model: Module, rest: Mapping[str, Any], tensors: Mapping[str, 
         model.round = rest.get("round", 0)
 
 
-def _sum(sources: Sequence[tuple[Piece, dict[str, float]]], name: str, shape: Tensor) -> Tensor:
+def _sum(sources: Sequence[tuple[Piece, float]], name: str, shape: Tensor) -> Tensor:
     """Returns the weighted sum of a tensor of the sources, and then the sum of its weights, in double."""
     kind = torch.complex128 if shape.is_complex() else torch.float64
-    total, weights = torch.zeros(shape.shape, dtype=kind, device="cpu"), 0.0
-    for piece, weight_of in sources:
-        if name in weight_of:
-            tensor = piece.tensors([name])[name].resolve_conj()
-            total.add_(tensor.to("cpu", kind), alpha=weight_of[name])
-            weights += weight_of[name]
-    reals = torch.view_as_real(total) if shape.is_complex() else total
-    return torch.cat([reals.reshape(-1), torch.tensor([weights], dtype=torch.float64, device="cpu")])
+    flat = torch.zeros(shape.numel() + 1, dtype=kind, device="cpu")
+    for piece, weight in sources:
+        if name in piece.shapes:
+            alpha = weight if name.startswith("model.") else 1.0
+            flat[:-1].add_(piece.tensors([name])[name].to(kind).reshape(-1), alpha=alpha)
+            flat[-1] += alpha
+    return flat
 
 
 def _names(model: Module, optimizer: Optimizer) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -186,6 +186,19 @@ class DecentralizedDataParallel(nn.Module):
         self._driver.set_round(value)
 
     # --- training ---
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict of a wrapper; as `torch.nn.Module.load_state_dict`.
+
+        Raises:
+            RuntimeError: It is one of the module, so load it into `module`; and as of torch's.
+        """
+        if state_dict and not any(name.startswith("module.") for name in state_dict):
+            raise RuntimeError(
+                "state_dict must have names that begin with 'module.', as that of a wrapper, got "
+                f"{next(iter(state_dict))!r}; load a state dict of the module by wrapper.module.load_state_dict"
+            )
+        return super().load_state_dict(state_dict, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module; raises RuntimeError if another optimizer or wrapper has taken over, and as the class."""

@@ -39,9 +39,8 @@ class Admission:
         self._waits = False
         self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
-        self._silent: dict[
-            int, float
-        ] = {}  # tickets without a request to this rank, and when they were first seen
+        # Tickets without a request to this rank, and when they were first seen.
+        self._silent: dict[int, float] = {}
         self._copies: dict[int, Offer] = {}
 
     def is_quiet(self, epoch: int) -> bool:
@@ -90,7 +89,8 @@ class Admission:
                 self._end_if_silent(ticket)
                 continue
             try:
-                request = Request.from_text(self._group, ticket, self._read(ticket, "request"))
+                text = self._store.get(key(ticket, "request")).decode(errors="replace")
+                request = Request.from_text(self._group, ticket, text)
             except ValueError as error:
                 self._refuse(ticket, str(error))
                 continue
@@ -159,9 +159,6 @@ class Admission:
         """Tells a joiner values, with the proof that they come from the job."""
         text = signed(what, values, nonce, group=self._group, ticket=ticket)
         self._store.set(key(ticket, what), text)
-
-    def _read(self, ticket: int, what: str) -> str:
-        return self._store.get(key(ticket, what)).decode(errors="replace")
 
     def _first(self) -> int:
         """Returns the first ticket that is not over."""

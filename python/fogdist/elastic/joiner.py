@@ -76,12 +76,12 @@ class Joiner:
             delete(self._store, ticket, "request", "answer")
             waited = time.monotonic() - begin
             if unreached and waited >= environment.HOST_TIMEOUT.get():
-                self._refuse_to_go_on(unreached)
+                entries = self.entries(unreached).items()
+                hosts = {rank: self._extension.read_entry(entry)["host_name"] for rank, entry in entries}
+                ranks = ", ".join(f"rank {rank} on host {host}" for rank, host in hosts.items())
+                raise self._error(f"it does not reach {ranks} over TCP")
             if waited >= self._timeout:
-                raise dist.DistBackendError(
-                    f"this process cannot join the job as rank {self._rank}: no state came within {self._timeout:g} s; "
-                    f"{self._failure}"
-                )
+                raise self._error(f"no state came within {self._timeout:g} s; {self._failure}")
 
     def enter(self) -> dict[str, Any]:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
@@ -157,13 +157,10 @@ class Joiner:
                 looked = now
                 # It also makes a rank that has become the lowest one meanwhile read the tickets.
                 if not self._request():
-                    raise dist.DistBackendError(
-                        f"this process cannot join the job as rank {self._rank}: no rank of the job is left"
-                    )
+                    raise self._error("no rank of the job is left")
                 if self._is_forgotten(what):
-                    raise dist.DistBackendError(
-                        f"this process cannot join the job as rank {self._rank}: the rank that answers has taken it for "
-                        "ended, because the connection between them broke"
+                    raise self._error(
+                        "the rank that answers has taken it for ended, because the connection between them broke"
                     )
             if now >= begin + self._timeout:
                 raise dist.DistBackendError(
@@ -195,9 +192,7 @@ class Joiner:
                 raise dist.DistBackendError("the rank that answered could not write its state")
             return state
         except dist.DistBackendError as error:
-            raise dist.DistBackendError(
-                f"this process cannot join the job as rank {self._rank}: {error}"
-            ) from None
+            raise self._error(error) from None
         except OSError as error:
             self._failure = str(error)
             _log.info("joining as rank %d: no state came: %s", self._rank, error)
@@ -225,14 +220,9 @@ class Joiner:
         self._calls.call(entry)
         return False
 
-    def _refuse_to_go_on(self, unreached: Sequence[int]) -> None:
-        ranks = [
-            f"rank {rank} on host {self._extension.read_entry(entry)['host_name']}"
-            for rank, entry in self.entries(unreached).items()
-        ]
-        raise dist.DistBackendError(
-            f"this process cannot join the job as rank {self._rank}, because it does not reach {', '.join(ranks)} over TCP"
-        )
+    def _error(self, reason: object) -> dist.DistBackendError:
+        """Returns the error of a process that cannot join."""
+        return dist.DistBackendError(f"this process cannot join the job as rank {self._rank}: {reason}")
 
 
 class _Calls:

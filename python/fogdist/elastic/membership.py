@@ -42,7 +42,6 @@ from fogdist.elastic.participant import Joinable, Participant
 from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
 from fogdist.exchange import MACHINES
 from fogdist.observe.detection import suspend_detection
-from fogdist.observe.flight_record import note_epoch
 from fogdist.topology import TopologyError
 
 if TYPE_CHECKING:
@@ -139,9 +138,8 @@ class Members:
         # Agreement rounds in a row that let nobody in, and exchanges before the next one.
         self._postponed = self._pauses = 0
         self._joiner: Joiner | None = None
-        self._asked: dict[
-            int, float
-        ] = {}  # tickets for ranks that may be gone, and when they were first seen
+        # Tickets for ranks that may be gone, and when they were first seen.
+        self._asked: dict[int, float] = {}
         first = contexts.current(group)
         if first.is_joining:
             world = _joining.world_to_join(first.backend)
@@ -324,7 +322,7 @@ class Members:
         # The last rank may be gone that has had a new number.
         numbers = {*range(survivors.numbers), *before.living, *before.lost}
         self.membership = Membership(epoch, living, frozenset(numbers).difference(living))
-        note_epoch(epoch)
+        _extension.load().note_epoch(epoch)  # for `fog top`
         new = sorted(decision.joins)
         _log.warning(
             "epoch %d of the membership: training goes on with the ranks %s%s%s",

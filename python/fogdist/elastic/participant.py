@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fogdist.context import Context
+
+if TYPE_CHECKING:
+    from fogdist.elastic.membership import Members
 
 
 class Joinable(Protocol):
@@ -27,17 +30,6 @@ class Joinable(Protocol):
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """Sets these numbers to those of the other ranks, before the first exchange with them."""
-
-
-class Members(Protocol):
-    """What a participant needs of the ranks of its group: a part of `fogdist.elastic.membership.Members`."""
-
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def context(self) -> Context: ...
-    def enter(self, participant: Participant) -> bool: ...
-    def agree(self, failure: BaseException) -> None: ...
 
 
 class Participant:

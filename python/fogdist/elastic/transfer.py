@@ -56,6 +56,10 @@ class Offer:
         state: The state, of which this makes a copy at once.
         addresses: Those of this host for the others; none if only this host can come.
         prove: Proves that this process knows the secret, for this transfer.
+
+    Attributes:
+        place: Where the process finds it.
+        is_wanted: Whether the process may still come, or is connected.
     """
 
     def __init__(self, state: Mapping[str, Any], addresses: Sequence[str], prove: Prove) -> None:
@@ -63,27 +67,17 @@ class Offer:
         self._state: Any = plain(state, self._copied)
         # The thread reads copies on devices by other streams than those that they are made on.
         self._marks = [Mark(device) for device in self._devices]
-        self._addresses = list(addresses) or ["127.0.0.1"]
+        addresses = list(addresses) or ["127.0.0.1"]
         self._prove = prove
         self._nonces = "", ""
         self._is_over = threading.Event()
-        self._is_ended = False
+        self.is_wanted = True
         with contextlib.ExitStack() as opened:  # closed again where there are too many files or threads
-            self._listener = opened.enter_context(_listener(self._addresses))
-            self._port = self._listener.getsockname()[1]
+            self._listener = opened.enter_context(_listener(addresses))
+            self.place = {"addresses": addresses, "port": self._listener.getsockname()[1]}
             self._file = opened.enter_context(_anonymous_file())
             threading.Thread(target=self._serve, daemon=True).start()
             opened.pop_all()
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """Where the process finds it."""
-        return {"addresses": self._addresses, "port": self._port}
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the process may still come, or is connected."""
-        return not self._is_ended
 
     def close(self) -> None:
         """Ends it as soon as the state is sent, without waiting for that."""
@@ -107,7 +101,7 @@ class Offer:
             _log.info("a process that joins has not fetched the state: %s", error)
         finally:
             self._state = None
-            self._is_ended = True
+            self.is_wanted = False
 
     def _write(self, file: IO[bytes]) -> None:
         """Writes the state; the file is empty if that fails."""

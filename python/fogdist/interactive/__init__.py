@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from fogdist.interactive.processes import Processes, import_ipyparallel
+from fogdist.interactive.processes import Processes
 from fogdist.topology.validation import check_int
 
 if TYPE_CHECKING:
@@ -167,15 +167,15 @@ def running() -> list[Cluster]:
 
 def _check(size: object, environment: object, timeout: object) -> None:
     check_int(size, "size", minimum=1)  # type: ignore[arg-type]
-    entries = environment.items() if isinstance(environment, Mapping) else ()
-    strings = all(isinstance(name, str) and isinstance(value, str) for name, value in entries)
-    if not strings or not isinstance(environment, (Mapping, type(None))):
+    given = {} if environment is None else environment
+    if not isinstance(given, Mapping) or not all(
+        isinstance(text, str) for each in given.items() for text in each
+    ):
         raise TypeError(f"environment must be a dict of strings to strings, got {environment!r}")
     if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
         raise TypeError(f"timeout must be a number of seconds, got {type(timeout).__name__}")
     if not timeout > 0:
         raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
-    import_ipyparallel()
 
 
 def _view_of(client: Any, reference: weakref.ref[Cluster]) -> Any:

@@ -46,7 +46,12 @@ class Processes:
     """
 
     def __init__(self, size: int, environment: Mapping[str, str], timeout: float) -> None:
-        parallel = import_ipyparallel()
+        try:
+            import ipyparallel
+        except ImportError as error:
+            raise ImportError(
+                "fogdist.interactive needs ipyparallel, which is not installed: pip install 'fogdist[notebook]'"
+            ) from error
         self._deadline = time.monotonic() + timeout
         self._timeout = timeout
         folder = self.folder = Path(tempfile.mkdtemp(prefix="fogdist-interactive-"))
@@ -59,12 +64,7 @@ class Processes:
             "folder": os.getcwd(),
             "size": size,
             "count": size,
-            "first": 0,
-            "port": 0,
-            # In the agent and not in rank 0, so that ranks can make a destroyed group again at any time.
-            "holds_store": True,
-            "stays": False,
-            "is_asked": False,
+            "first": 0,  # so the Store is in the agent, and ranks can make a destroyed group again at any time
         }
         self.pids: list[int] = []
         self.client: Any = None
@@ -87,7 +87,7 @@ class Processes:
         try:
             while (found := engine.connection(folder, "client")) is None:
                 self._pause("ipyparallel's controller")
-            self.client = parallel.Client(found, timeout=timeout)
+            self.client = ipyparallel.Client(found, timeout=timeout)
             while len(self.client.ids) < size:
                 self._pause(f"{size - len(self.client.ids)} of {size} ranks to register")
             self.pids = self.client[:].apply_sync(os.getpid)
@@ -139,14 +139,3 @@ class Processes:
         if time.monotonic() >= self._deadline:
             raise TimeoutError(f"timed out after {self._timeout:g} s: waiting for {what}")
         time.sleep(_POLL_SECONDS)
-
-
-def import_ipyparallel() -> Any:
-    """Returns ipyparallel. Raises ImportError with the command to install it if it is missing."""
-    try:
-        import ipyparallel
-    except ImportError as error:
-        raise ImportError(
-            "fogdist.interactive needs ipyparallel, which is not installed: pip install 'fogdist[notebook]'"
-        ) from error
-    return ipyparallel

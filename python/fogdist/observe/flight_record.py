@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from fog_pg import _extension
 _SECONDS = 1.0
 # The number of completed operations that a report shows.
 _LAST = 3
+# The states of /proc/PID/stat that are no ordinary running or sleeping.
+_STATES = {"T": "stopped", "t": "traced", "Z": "ended", "X": "ended", "D": "in a system call"}
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ class Process:
         job: What tells its job from others; 0 if that has not come about.
         script: The name of its program.
         started: When the process started, in seconds since 1970; 0 if unknown.
+        state: "runs", "stopped", "traced", "in a system call" or "ended".
         operations: Its recorded operations, the oldest first.
         unrecorded: The number of operations that began while 256 others were in flight and so are not recorded.
         begun: The number of operations that it has begun.
@@ -110,6 +113,7 @@ class Process:
     job: int = 0
     script: str = ""
     started: float = 0.0
+    state: str = "runs"
     begun: int = 0
     failed: int = 0
     steps: int = 0
@@ -140,14 +144,16 @@ def read(pid: int) -> Process:
     found: dict[str, Any] = _extension.load().read_flight_record(pid)
     found["operations"] = [Operation(**each) for each in found["operations"]]
     found["peers"] = [Peer(**each) for each in found["peers"]]
-    return Process(**found, started=_start_of(pid))
+    started, state = _start_and_state(pid)
+    return Process(**found, started=started, state=state)
 
 
-def _start_of(pid: int) -> float:
+def _start_and_state(pid: int) -> tuple[float, str]:
     with contextlib.suppress(OSError):  # it has just ended
-        since_boot = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-        return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot / os.sysconf("SC_CLK_TCK")
-    return 0.0
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        return booted + int(fields[19]) / os.sysconf("SC_CLK_TCK"), _STATES.get(fields[0], "runs")
+    return 0.0, "ended"
 
 
 def count_step() -> None:
@@ -157,18 +163,6 @@ def count_step() -> None:
     """
     if (extension := sys.modules.get("fog_pg._C")) is not None:
         extension.note_step()
-
-
-def note_epoch(epoch: int) -> None:
-    """Shows the epoch of this rank's membership, for `fog top`."""
-    if (extension := sys.modules.get("fog_pg._C")) is not None:
-        extension.note_epoch(epoch)
-
-
-def note_staleness(exchanges: Mapping[int, int]) -> None:
-    """Shows, for `fog top`, how many exchanges old the values of ranks of the job are."""
-    if (extension := sys.modules.get("fog_pg._C")) is not None:
-        extension.note_staleness(list(exchanges.items()))
 
 
 def read_all() -> list[Process]:
@@ -230,15 +224,14 @@ def _waits(operation: Operation) -> str:
     if not operation.awaited:
         return ""
     more = operation.awaited_count - len(operation.awaited)
-    named = ", ".join(
+    named = [
         f"{rank} (process {pid})" if pid else f"{rank} (another host)" for rank, pid in operation.awaited
-    )
-    ranks = f"rank{'s' if operation.awaited_count > 1 else ''} {named}"
-    return f", waits for {ranks}" + (f" and {more} more" if more > 0 else "")
+    ]
+    return f", waits for {_ranks(named, more)}" + (f" and {more} more" if more > 0 else "")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _ranks(ranks: Sequence[object], more: int = 0) -> str:
+    return f"rank{'s' if len(ranks) + more > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def blamed(found: Sequence[Process]) -> list[str]:

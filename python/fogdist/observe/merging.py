@@ -188,32 +188,24 @@ def _write(traces: Sequence[_Trace], offsets: dict[str, float], output: Path) ->
     def shifted(trace: _Trace, time: float) -> float:
         return round(time + offsets[trace.clock] - begin, 3)
 
-    with output.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ns", "traceEvents": [')
-        separator = "\n"
-        arrow = 0
+    def shown() -> Iterator[Event]:
+        arrows = itertools.count(1)
         for trace in traces:
             for event in trace.events:
-                if event["name"] in ("fog_timeline", "fog_dropped"):
-                    continue
-                time = {"ts": shifted(trace, event["ts"])} if "ts" in event else {}
-                file.write(separator + json.dumps({**event, **time}))
-                separator = ",\n"
+                if event["name"] not in ("fog_timeline", "fog_dropped"):
+                    yield {**event, "ts": shifted(trace, event["ts"])} if "ts" in event else event
             for key, (begun, event) in trace.operations.items():
                 waits = event["args"]["wait_us"]
-                if not waits:
-                    continue
-                last = max(waits, key=lambda rank: float(waits[rank]))
+                last = max(waits, key=lambda rank: float(waits[rank]), default=-1)
                 sender = by_rank.get(int(last))
-                sent = sender.operations.get(key) if sender is not None else None
-                if sender is None or sent is None:
+                if sender is None or (sent := sender.operations.get(key)) is None:
                     continue
-                arrow += 1
-                common = {"name": "message", "cat": "message", "id": arrow}
+                common = {"name": "message", "cat": "message", "id": next(arrows)}
                 start, came = shifted(sender, sent[0]), shifted(trace, begun + waits[last])
-                for part in (
-                    {**common, "ph": "s", "pid": sender.rank, "tid": sent[1]["tid"], "ts": start},
-                    {**common, "ph": "f", "bp": "e", "pid": trace.rank, "tid": event["tid"], "ts": came},
-                ):
-                    file.write(separator + json.dumps(part))
+                yield {**common, "ph": "s", "pid": sender.rank, "tid": sent[1]["tid"], "ts": start}
+                yield {**common, "ph": "f", "bp": "e", "pid": trace.rank, "tid": event["tid"], "ts": came}
+
+    with output.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ns", "traceEvents": [\n')
+        file.write(",\n".join(map(json.dumps, shown())))
         file.write("\n]}\n")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -119,7 +118,8 @@ class Metrics:
         values: dict[str, float] = {"seconds": now - self._since, "sent_bytes": 0, "received_bytes": 0}
         waits: dict[int, float] = {}
         for rank, numbers in sorted(traffic.items()):
-            change = {name: number - self._before[rank][name] for name, number in numbers.items()}
+            before = self._before.get(rank, {})
+            change = {name: number - before.get(name, 0) for name, number in numbers.items()}
             for name in ("sent_bytes", "received_bytes"):
                 values[name] += change[name]
                 values[f"peer/{rank}/{name}"] = change[name]
@@ -151,8 +151,6 @@ class Metrics:
             writer.add_scalar(f"{prefix}/{name}", value, step)
 
     def _traffic(self) -> dict[int, dict[str, Any]]:
-        zeros = {"sent_bytes": 0, "received_bytes": 0, "waited_last": 0.0}
-        traffic: dict[int, dict[str, Any]] = defaultdict(lambda: dict(zeros))
-        for rank, numbers in self._context.backend.traffic.items():
-            traffic[rank] = {name: numbers[name] for name in zeros}
-        return traffic
+        names = ("sent_bytes", "received_bytes", "waited_last")
+        traffic = self._context.backend.traffic
+        return {rank: {name: numbers[name] for name in names} for rank, numbers in traffic.items()}

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -64,13 +63,13 @@ def start(prefix: str) -> str:
 
 def stop() -> None:
     """Ends the timeline and completes its file. Does nothing if no timeline is being recorded."""
-    if (extension := _loaded()) is not None:
-        extension.stop_timeline()
+    if is_on():
+        _extension.load().stop_timeline()
 
 
 def is_on() -> bool:
     """Returns whether a timeline is being recorded."""
-    extension = _loaded()
+    extension = sys.modules.get("fog_pg._C")  # without it there is no timeline
     return extension is not None and bool(extension.timeline_is_on())
 
 
@@ -145,14 +144,7 @@ def _check_names(tensor_name: str, activity_name: str) -> None:
 
 
 def _add(track: str, name: str, begin: int) -> None:
-    extension = _loaded()
-    if extension is not None and extension.timeline_is_on():
-        readable = [
-            text.encode("utf-8", "replace").decode() for text in (track, name)
-        ]  # without lone surrogates
-        extension.add_to_timeline(*readable, begin, time.monotonic_ns())
-
-
-def _loaded() -> ModuleType | None:
-    """Returns the extension if it is loaded, None if not; without it there is no timeline."""
-    return sys.modules.get("fog_pg._C")
+    if is_on():
+        # Without lone surrogates.
+        readable = [text.encode("utf-8", "replace").decode() for text in (track, name)]
+        _extension.load().add_to_timeline(*readable, begin, time.monotonic_ns())

@@ -16,8 +16,9 @@ from typing import SupportsIndex
 
 import numpy as np
 
-from fogdist.topology.topology import Matrix, Topology
+from fogdist.topology.topology import Topology
 from fogdist.topology.validation import check_int
+from fogdist.topology.weights import Matrix
 
 # The weights of a round's undirected edges, by their ends.
 _Round = dict[tuple[int, int], Fraction]

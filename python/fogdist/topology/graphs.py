@@ -104,19 +104,8 @@ def mesh(size: SupportsIndex, shape: tuple[SupportsIndex, SupportsIndex] | None 
         TopologyError: `size` or an entry of `shape` is below 1, or the product of `shape` is not `size`.
     """
     size = check_int(size, "size", minimum=1)
-    columns = _grid_shape(size, shape)[1]
-    grid = nx.DiGraph()
-    grid.add_nodes_from(range(size))
-    for rank in range(size):
-        neighbors = []
-        if (rank + 1) % columns:
-            neighbors.append(rank + 1)
-        if rank + columns < size:
-            neighbors.append(rank + columns)
-        for neighbor in neighbors:
-            grid.add_edge(rank, neighbor)
-            grid.add_edge(neighbor, rank)
-    return metropolis_hastings_weights(grid)
+    grid = nx.grid_2d_graph(*_grid_shape(size, shape), create_using=nx.DiGraph)
+    return metropolis_hastings_weights(nx.convert_node_labels_to_integers(grid))
 
 
 def star(size: SupportsIndex, center_rank: SupportsIndex = 0) -> nx.DiGraph:

@@ -21,19 +21,19 @@ they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fogdist.lazy import nx
-from fogdist.topology.weights import SUM_TOLERANCE
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Matrix = NDArray[np.float64]
+from fogdist.topology.weights import (
+    SUM_TOLERANCE,
+    Matrix,
+    metropolis_hastings_weights,
+    mixing_matrix,
+    uniform_weights,
+)
 
 
 def healed_rounds(
@@ -106,21 +106,14 @@ _LEAST = 1e-9
 
 def _replaced(W: Matrix, living: NDArray[np.int64], balanced: bool) -> Matrix:
     """Returns the graph in which the next living rank has the edges of a lost one too, with new weights."""
-    places = np.searchsorted(living, np.arange(len(W))) % len(
-        living
-    )  # of a lost rank: that of the next living one
+    # Of a lost rank: that of the next living one.
+    places = np.searchsorted(living, np.arange(len(W))) % len(living)
     edges = np.zeros((len(living), len(living)), dtype=bool)
     sources, destinations = np.nonzero(W)
     edges[places[sources], places[destinations]] = True
-    np.fill_diagonal(edges, False)
     if not balanced:
-        mean = edges + np.eye(len(living))
-        return np.asarray(mean / mean.sum(axis=0))
-    edges |= edges.T
-    degrees = edges.sum(axis=0)
-    weights = edges / (1.0 + np.maximum(degrees, degrees[:, None]))
-    weights[np.diag_indices(len(living))] = 1.0 - weights.sum(axis=0)
-    return np.asarray(weights)
+        return mixing_matrix(uniform_weights(nx.DiGraph(edges)))
+    return mixing_matrix(metropolis_hastings_weights(nx.DiGraph(edges | edges.T)))
 
 
 def _is_connected(rounds: Sequence[Matrix]) -> bool:

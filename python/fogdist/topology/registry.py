@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import SupportsIndex
 
+from fog_cli import table
+
 from fogdist.lazy import nx
 from fogdist.topology import graphs, sequences
 from fogdist.topology.base_graph import base_graph
@@ -69,7 +71,7 @@ def _graph(name: str, size: SupportsIndex, names: tuple[str, ...]) -> nx.DiGraph
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r} of type {type(name).__name__}")
     if name not in _GRAPHS:
-        raise TopologyError(f"name must be one of {', '.join(names)}, got {name!r}")
+        raise TopologyError(f"topology name must be one of {', '.join(names)}, got {name!r}")
     return _GRAPHS[name](size)
 
 
@@ -112,7 +114,4 @@ def summary(size: SupportsIndex, topologies: Iterable[Topology] | None = None) -
                 "-" if near is None else f"{sent:.1f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines
-    )
+    return "\n".join(table(lines))

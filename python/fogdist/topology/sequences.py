@@ -15,9 +15,9 @@ import numpy as np
 
 from fogdist.lazy import nx
 from fogdist.topology.graphs import exponential
-from fogdist.topology.topology import Matrix, Topology
+from fogdist.topology.topology import Topology
 from fogdist.topology.validation import TopologyError, check_int, check_topology
-from fogdist.topology.weights import out_neighbors
+from fogdist.topology.weights import Matrix, out_neighbors
 
 # The rounds after which random pairs repeat.
 _MATCHINGS = 256

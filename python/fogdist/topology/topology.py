@@ -18,6 +18,7 @@ from fogdist.topology.graphs import exponential, fully_connected, ring, star, sy
 from fogdist.topology.healing import attached, healed_rounds
 from fogdist.topology.validation import TopologyError, check_int, check_rank
 from fogdist.topology.weights import (
+    Matrix,
     build_topology,
     check_matrix,
     has_weights,
@@ -25,8 +26,6 @@ from fogdist.topology.weights import (
     spectral_gap,
     uniform_weights,
 )
-
-Matrix = NDArray[np.float64]
 
 # The most weights that a topology keeps.
 _MOST_KEPT = 1 << 22
@@ -121,8 +120,9 @@ class Topology:
             TopologyError: Its nodes are not 0 ... n-1, a weight is not finite, or a rank's weights do not sum
                 to 1.
         """
-        W = mixing_matrix(graph)
-        return cls(name, [W if has_weights(graph) else mixing_matrix(uniform_weights(graph))])
+        if not has_weights(graph):
+            graph = uniform_weights(graph)
+        return cls(name, [check_matrix(mixing_matrix(graph), "graph")])
 
     @classmethod
     def of_rounds(

@@ -17,6 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 from fogdist.lazy import nx
 from fogdist.topology.validation import TopologyError, check_rank, check_topology, edge_weight
 
+Matrix = NDArray[np.float64]
+
 # Sums of a few thousand float32 weights stay within this of 1; a forgotten weight does not.
 SUM_TOLERANCE = 1e-5
 
@@ -43,7 +45,7 @@ def out_neighbors(topology: nx.DiGraph, rank: int) -> list[int]:
     return sorted({int(destination) for destination in topology.successors(rank)} - {rank})
 
 
-def mixing_matrix(topology: nx.DiGraph) -> NDArray[np.float64]:
+def mixing_matrix(topology: nx.DiGraph) -> Matrix:
     """Returns the mixing matrix of a topology.
 
     Args:
@@ -68,7 +70,7 @@ def has_weights(topology: nx.DiGraph) -> bool:
     return any("weight" in data for _, _, data in topology.edges(data=True))
 
 
-def check_matrix(W: ArrayLike, argument: str = "W", *, averages: bool = True) -> NDArray[np.float64]:
+def check_matrix(W: ArrayLike, argument: str = "W", *, averages: bool = True) -> Matrix:
     """Returns `W` as float64 after checking that it is a mixing matrix.
 
     Args:

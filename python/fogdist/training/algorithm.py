@@ -190,7 +190,8 @@ class Algorithm(DistributedOptimizer):
                 f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
             )
 
-    def __new__(cls, optimizer: Optimizer, model: Models, *args: Any, **options: Any) -> Self:
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        optimizer, model, *_ = _bound(cls, arguments, options).args
         return wrap(cls, optimizer, model)
 
     def __init__(
@@ -791,6 +792,32 @@ def check_factor(value: float, argument: str, *, below: float = math.inf, positi
         most = "" if below == math.inf else f" and below {below:g}"
         raise ValueError(f"{argument} must be {least}{most}, got {value}")
     return float(value)
+
+
+def _bound(called: type[Algorithm], arguments: Any, options: dict[str, Any]) -> inspect.BoundArguments:
+    """Returns the arguments of a constructor by name.
+
+    Raises:
+        TypeError: One is missing or unknown. Python's own error would name the base class that takes the options.
+    """
+    known: dict[str, inspect.Parameter] = {}
+    for base in called.__mro__:
+        constructor = vars(base).get("__init__")
+        if constructor is None:
+            continue
+        own = list(inspect.signature(constructor).parameters.values())[1:]
+        has_places = any(each.kind is each.POSITIONAL_OR_KEYWORD for each in known.values())
+        for each in own:
+            if each.kind is each.KEYWORD_ONLY or (each.kind is each.POSITIONAL_OR_KEYWORD and not has_places):
+                known.setdefault(each.name, each)
+        if all(each.kind is not each.VAR_KEYWORD for each in own):
+            break  # it passes no options on to its own bases
+    try:
+        return inspect.Signature(sorted(known.values(), key=lambda each: each.kind)).bind(
+            *arguments, **options
+        )
+    except TypeError as error:
+        raise TypeError(f"{called.__name__}() {error}; it takes {', '.join(known)}") from None
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

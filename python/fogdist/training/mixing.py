@@ -19,7 +19,7 @@ from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Topology, mixing_matrix, named
+from fogdist.topology import Topology, named
 from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
@@ -419,12 +419,15 @@ def as_topology(value: TopologyLike, size: int | None = None) -> Topology | None
         TypeError: It is none of these, or a weight is not a real number.
         ValueError: A rank's weights do not sum to 1; no topology of this name exists for this many ranks.
     """
-    if isinstance(value, str) and size is not None:
+    if isinstance(value, str):
+        if size is None:
+            call = f"fogdist.topology.named({value!r}, fogdist.size())"
+            raise TypeError(f"topology must be no name where the number of ranks is not known; write {call}")
         return named(value, size)
     if isinstance(value, nx.DiGraph):
         return Topology.from_graph("graph", value)
-    if isinstance(value, (list, tuple)) and all(isinstance(graph, nx.DiGraph) for graph in value):
-        return Topology("graphs", [mixing_matrix(graph) for graph in value])
+    if isinstance(value, (list, tuple)) and value and all(isinstance(graph, nx.DiGraph) for graph in value):
+        return Topology("graphs", [Topology.from_graph("graph", graph).matrix() for graph in value])
     if value is not None and not isinstance(value, Topology):
         kinds = "a fogdist.topology.Topology, a networkx.DiGraph, a sequence of graphs, a name that `fog topology` lists"
         raise no_topology(value, f"{kinds}, None or, for an optimizer, a fogdist.algorithms.Mixing")

@@ -17,8 +17,8 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from fog_pg import _extension
 from fogdist.context import Context
-from fogdist.observe.flight_record import note_staleness
 from fogdist.observe.metrics import has_staleness
 
 # The default bound of exchanges without news of a neighbor. Ranks with their own cores do not reach it unless a
@@ -183,7 +183,8 @@ class Pace(Notes):
         self._last = now
         self._made = self._made + 1 if made is None else made
         self._shown[0] = self._made
-        note_staleness({self._job_ranks[rank]: count for rank, count in self.staleness().items()})
+        shown = [(self._job_ranks[rank], count) for rank, count in self.staleness().items()]
+        _extension.load().note_staleness(shown)  # for `fog top`
         if self.is_paused:
             self._say(paused=False)
 

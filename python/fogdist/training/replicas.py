@@ -96,10 +96,11 @@ class ReplicaAlgorithm(Algorithm):
             raise ValueError(
                 f"topology must be a topology, a graph or None for {self.algorithm_name}, got {given!r}"
             )
-        if given.topology is not None and given.topology.period != 1:
+        # A sequence of rounds may have one round on few ranks, but has several once others have joined.
+        if given.topology is not None and given.topology.grown(2 * given.topology.size + 1).period != 1:
             raise ValueError(
                 f"topology must have the same weights in all rounds for {self.algorithm_name}, which keeps a weighted "
-                f"sum of its neighbors' replicas, got {given!r}"
+                f"sum of its neighbors' replicas: a graph, or a name such as 'exp2'; got {given!r}, a sequence of rounds"
             )
         if given.compression is None and context.carried_out(given) is not given:
             raise ValueError(f"group must be of real ranks for {self.algorithm_name}, got virtual ranks")

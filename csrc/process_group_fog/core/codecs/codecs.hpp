@@ -22,8 +22,5 @@ CodecPtr int8(int64_t block);
 // they are.
 CodecPtr top_k(double fraction, int64_t k, int bits);
 
-// The codec with this Codec::text(). Throws ValueError if there is none.
-CodecPtr codec_of(const std::string& text);
-
 } // namespace codecs
 } // namespace fog

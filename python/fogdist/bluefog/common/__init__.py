@@ -12,11 +12,7 @@ logger = logging.getLogger("fogdist")
 
 
 class BlueFogBasics:
-    """Has the functions of `bluefog.torch` as its methods.
-
-    Args:
-        *path: Not used: BlueFog's library was a file there.
-    """
+    """Has the functions of `bluefog.torch` as its methods. `path` is not used: BlueFog's library was a file there."""
 
     def __init__(self, *path: str) -> None: ...
 
@@ -32,11 +28,7 @@ def check_extension(ext_name: str, pkg_path: str, *args: str) -> None:
 
 @contextmanager
 def env(**variables: str | None) -> Iterator[None]:
-    """Sets environment variables for a block; afterwards they are as before.
-
-    Args:
-        **variables: Values by name; None leaves a variable as it is.
-    """
+    """Sets environment variables for a block; afterwards they are as before. None leaves a variable as it is."""
     values = {name: value for name, value in variables.items() if value is not None}
     before = {name: os.environ[name] for name in values if name in os.environ}
     os.environ.update(values)

@@ -98,25 +98,12 @@ def InferSourceFromDestinationRanks(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Inferred:
-    """Returns the ranks that send to this one, given the destinations of every rank. Collective.
+    """Returns the ranks that send to this one, ascending, given the destinations of every rank. Collective.
 
-    Args:
-        dst_ranks: The ranks this one sends to.
-        construct_adjacency_matrix: True to get the mixing matrix of the plain mean too.
-        group: The group of ranks; by default that of `init`.
-
-    Returns:
-        The sources, ascending; or (sources, W), W being a float64 array of shape (n, n), the adjacency
-        matrix with self loops divided by its column sums: `W[i, j]` is the weight of the edge i -> j.
-
-    Raises:
-        TypeError: A rank is not an integer, or `construct_adjacency_matrix` not a bool.
-        TopologyError: A rank is out of range, given twice, or this rank itself. It is a ValueError and an
-            AssertionError.
+    With `construct_adjacency_matrix` it returns (sources, W), W being a float64 array of shape (n, n), the adjacency
+    matrix with self loops divided by its column sums: `W[i, j]` is the weight of the edge i -> j.
     """
-    edges, rank = _edges(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
-    sources = [int(i) for i in np.flatnonzero(edges[:, rank]) if i != rank]
-    return (sources, edges / edges.sum(axis=0)) if construct_adjacency_matrix else sources
+    return _infer(dst_ranks, "dst_ranks", construct_adjacency_matrix, group)
 
 
 def InferDestinationFromSourceRanks(
@@ -126,24 +113,23 @@ def InferDestinationFromSourceRanks(
     group: dist.ProcessGroup | None = None,
 ) -> Inferred:
     """Returns the ranks that this one sends to, given the sources of every rank, as `InferSourceFromDestinationRanks`."""
-    edges, rank = _edges(src_ranks, "src_ranks", construct_adjacency_matrix, group)
-    destinations = [int(j) for j in np.flatnonzero(edges[:, rank]) if j != rank]
-    return (destinations, edges.T / edges.sum(axis=1)) if construct_adjacency_matrix else destinations
+    return _infer(src_ranks, "src_ranks", construct_adjacency_matrix, group)
 
 
-def _edges(
+def _infer(
     ranks: Iterable[SupportsIndex], argument: str, with_matrix: bool, group: dist.ProcessGroup | None
-) -> tuple[np.ndarray, int]:
-    """Returns a matrix with ones on the diagonal, and in row i those that rank i has named; and this rank."""
+) -> Inferred:
+    """Returns the ranks that have named this one; with a matrix, also that of the plain mean."""
     check_flags(construct_adjacency_matrix=with_matrix)
     context = current(group)
+    named = topology.check_neighbor_ranks(ranks, context.rank, context.size, argument)
     edges = np.eye(context.size)
-    named = gather(
-        context.backend, topology.check_neighbor_ranks(ranks, context.rank, context.size, argument)
-    )
-    for i, others in enumerate(named):
+    for i, others in enumerate(gather(context.backend, named)):
         edges[i, others] = 1.0
-    return edges, context.rank
+    found = [int(i) for i in np.flatnonzero(edges[:, context.rank]) if i != context.rank]
+    if argument == "src_ranks":  # a rank that names sources is the end of its edges
+        edges = edges.T
+    return (found, edges / edges.sum(axis=0)) if with_matrix else found
 
 
 # The names that BlueFog has here.

@@ -35,15 +35,7 @@ def init(
     At its end a rank waits for the others, as `shutdown` does, unless it ends by an exception.
 
     The machine topology is the complete graph at first: BlueFog's scripts exchange with machines of their choice and set none.
-
-    Args:
-        topology_fn: As there, or a graph itself, as in BlueFog 0.1 and 0.2.0.
-        is_weighted: As in `set_topology`.
-        topology: The graph by the name of BlueFog 0.1.
-
-    Raises:
-        TypeError: As there; `topology_fn` and `topology` are both given.
-        ValueError: As there.
+    BlueFog 0.1 and 0.2.0 took a graph, 0.1 also as `topology`.
     """
     if topology_fn is not None and topology is not None:
         raise TypeError("topology_fn and topology must not both be given")
@@ -88,8 +80,7 @@ def set_topology(
 ) -> bool:
     """As `fogdist.set_topology`, but the graph's weights, which may have any sum, are used with `is_weighted` only.
 
-    Returns:
-        True; False, with a line in the log, if the group has windows and this is another topology than theirs.
+    Returns True; or False, with a line in the log, if the group has windows and this is another topology than theirs.
     """
     check_flags(is_weighted=is_weighted)
     current(group)  # raises after `shutdown`
@@ -113,27 +104,23 @@ def set_machine_topology(
 
 
 def is_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether the weights of the current topology are used; argument and errors as of `fogdist.rank`."""
+    """Returns whether the weights of the current topology are used."""
     return current(group).topology.is_weighted
 
 
 def is_machine_topo_weighted(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether a machine topology is set and its weights are used; as `fogdist.rank`."""
+    """Returns whether a machine topology is set and its weights are used."""
     topology = current(group).machine_topology
     return topology is not None and topology.is_weighted
 
 
 def is_homogeneous(*, group: dist.ProcessGroup | None = None) -> bool:
-    """Returns whether all machines hold equally many ranks, each consecutive ones; as `fogdist.rank`."""
+    """Returns whether all machines hold equally many ranks, each consecutive ones."""
     return machines_are_homogeneous(current(group).machine_of)
 
 
 def set_skip_negotiate_stage(value: bool) -> None:
-    """Keeps the value for `get_skip_negotiate_stage`. It changes nothing: no operation of fogdist negotiates.
-
-    BlueFog's rank 0 looked first whether all ranks had come to an operation of the same name, and asynchronous windows
-    needed that turned off.
-    """
+    """Keeps the value for `get_skip_negotiate_stage`. It changes nothing: no operation of fogdist negotiates."""
     global _skips_negotiation
     _skips_negotiation = bool(value)
 
@@ -144,10 +131,7 @@ def get_skip_negotiate_stage() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """Returns whether several threads may call MPI at once: False, as fog starts MPI for one caller at a time.
-
-    fogdist itself may be called from any thread.
-    """
+    """Returns False: fog starts MPI for one caller at a time. fogdist itself may be called from any thread."""
     return False
 
 

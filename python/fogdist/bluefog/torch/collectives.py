@@ -50,23 +50,12 @@ def _begin_allreduce(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Begun:
-    """Returns the average, or the sum, of the tensors of all ranks.
+    """Returns the mean, or the sum, of the tensors of all ranks, or of the ranks of this machine.
 
-    Args:
-        tensor: Of the same shape and dtype on all ranks.
-        average: True for the mean, False for the sum.
-        is_hierarchical_local: True for the mean or sum over the ranks of this rank's machine only. No other
-            machine is waited for, but unless it has a name the operation counts in the order of all ranks. A string is the
-            name, as in BlueFog up to 0.2.1.
-        name: Matches the operation among ranks in place of its order.
-        group: The group of ranks; by default that of `init`.
-
-    Raises:
-        TypeError: `tensor` is not a dense torch.Tensor, `average` or `is_hierarchical_local` not a bool, `name`
-            not a string, or `group` not a process group.
-        PreconditionError: The average of integers or bools is asked for.
-        ValueError: `name` is in flight already, `group` has no fog backend, or before `init`.
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
+    No other machine is waited for with `is_hierarchical_local`, but unless it has a name the operation counts in the
+    order of all ranks. A string there is the name, as in BlueFog up to 0.2.1. `name` matches the operation among
+    ranks in place of its order. The mean of integers or bools is a PreconditionError; a `name` that is in flight
+    already is a ValueError.
     """
     if is_hierarchical_local is None or isinstance(is_hierarchical_local, str):
         name, is_hierarchical_local = is_hierarchical_local or name, False
@@ -90,20 +79,11 @@ def _begin_broadcast(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Begun:
-    """Returns the tensor of one rank.
+    """Returns the tensor of one rank; `name` and errors as of `allreduce`.
 
     The plain form is differentiable: the gradient of the root's tensor is the sum of all ranks' gradients of the output,
     that of the others' is zero. Backward is an exchange too: if the tensor requires a gradient on one rank, it has to
     on all, and all run backward in the same order, else they wait until the group's timeout.
-
-    Args:
-        tensor: Of the same shape and dtype on all ranks; its values count on the root only.
-        root_rank: The rank whose tensor all ranks receive.
-        name: Matches the operation among ranks in place of its order.
-        group: The group of ranks; by default that of `init`.
-
-    Raises:
-        ValueError: `root_rank` is not a rank; all else as `allreduce`.
     """
     buffer, finish = _target(tensor, in_place)
     context = current(group)
@@ -114,16 +94,7 @@ def _begin_broadcast(
 def _begin_allgather(
     tensor: Tensor, name: str | None = None, *, group: dist.ProcessGroup | None = None
 ) -> Begun:
-    """Returns the tensors of all ranks, concatenated on dimension 0 in order of ranks.
-
-    Args:
-        tensor: Of one dimension or more; the first may differ among ranks, the others and the dtype not.
-        name: Matches the operation among ranks in place of its order.
-        group: The group of ranks; by default that of `init`.
-
-    Raises:
-        ValueError: `tensor` has no dimension; all else as `allreduce`.
-    """
+    """Returns all tensors, concatenated on dimension 0, whose size may differ; otherwise as `allreduce`."""
     source = has_dimensions(plain(dense(tensor)))
     return current(group).backend.allgather_concat(source, name=key(name)), _one
 
@@ -142,9 +113,7 @@ def _begin(operation: Function, tensor: Any, *arguments: Any, **options: Any) ->
 def _with_weights(operation: Function, **renamed: str) -> Callable[..., Begun]:
     """BlueFog up to 0.2.4 took weights and name by position, and its keywords had other names; the first had `average`.
 
-    Args:
-        operation: Takes all of them by keyword.
-        renamed: The old keywords of sources and destinations, in this order, and what they are called now.
+    `renamed` has the old keywords of sources and destinations, in this order, and what they are called now.
     """
     sources, destinations = renamed.values()
     order = ("self_weight", sources, destinations, "enable_topo_check", "name")
@@ -228,16 +197,8 @@ broadcast.__doc__ = _broadcast.__doc__
 def barrier(*, group: dist.ProcessGroup | None = None) -> None:
     """Returns when all ranks of a group have called it, after it has waited for this rank's operations in flight.
 
-    What was sent before it has arrived after it. Handles stay, and what went wrong `wait` tells. So a rank must not hold a
-    mutex that an operation of another rank waits for.
-
-    Args:
-        group: By default the group of `init`; operations of all groups are waited for.
-
-    Raises:
-        TypeError: `group` is not a process group.
-        ValueError: `group` has no fog backend, or before `init`.
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
+    Operations of all groups are waited for. What was sent before it has arrived after it. Handles stay, and what went
+    wrong `wait` tells. So a rank must not hold a mutex that an operation of another rank waits for.
     """
     handles.settle()
     current(group).group.barrier().wait()
@@ -246,17 +207,8 @@ def barrier(*, group: dist.ProcessGroup | None = None) -> None:
 def broadcast_object(obj: Any, src: int = 0, device: Any = None, name: str | None = None) -> Any:
     """Returns one rank's object, pickled on the way. Collective.
 
-    Unpickling runs what the root has put in: all ranks must trust each other, as in torch.distributed.
-
-    Args:
-        obj: Anything that can be pickled; what the others give does not count.
-        src: The rank whose object all get.
-        device: Not used: objects travel in host memory.
-        name: Not used: calls are matched in their order.
-
-    Raises:
-        ValueError: `src` is not a rank, or before `init`.
-        RuntimeError: torch.distributed.DistBackendError if a rank does not come.
+    Unpickling runs what the root has put in: all ranks must trust each other, as in torch.distributed. `device` and
+    `name` are not used: objects travel in host memory, and calls are matched in their order.
     """
     objects = [obj]
     broadcast_object_list(objects, src)
@@ -266,14 +218,7 @@ def broadcast_object(obj: Any, src: int = 0, device: Any = None, name: str | Non
 def broadcast_object_list(
     object_list: list[Any], src: int | None = 0, device: Any = None, name: str | None = None
 ) -> None:
-    """Replaces the objects of a list by those of one rank, in place; as `broadcast_object`.
-
-    Args:
-        object_list: Equally long on all ranks; of an empty one nothing is sent.
-        src: The rank whose objects all get; None for rank 0.
-        device: Not used.
-        name: Not used.
-    """
+    """As `broadcast_object`, in place, of the objects of lists of one length; of empty ones nothing is sent."""
     src = check_rank(0 if src is None else src, fogdist.size(), "src")
     if object_list:
         dist.broadcast_object_list(object_list, src=src)

@@ -29,12 +29,12 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
             loss(model(x), y).backward()
         model.global_avg()
 
-    ``x+ = Mix(x) - step(grad f(x))``, with the neighbors' parameters of the same iteration (`sync`) or with those that
-    they put last. All parameters have one optimizer and one scheduler. A step clips, updates, resets the gradients and
-    advances the scheduler, in both modes. Parameters that a backward pass does not reach are left as they are.
+    ``x+ = Mix(x) - step(grad f(x))``, with the neighbors' parameters of the same iteration (`sync`) or with those
+    that they put last. A step clips, updates, resets the gradients and advances the scheduler, in both modes.
+    Parameters that a backward pass does not reach are left as they are. `param_as_bucket_view` and
+    `_local_world_size` are not used.
 
     Args:
-        model: As `module` there.
         optim_fn: Given pairs of name and parameter, makes the optimizer.
         lr_scheduler_fn: Given the optimizer, makes its scheduler, which goes on once a step.
         topology: As there, or ``{"topology": graph, "name": ...}``. Weights are used once: those of the edges that
@@ -42,15 +42,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         sync: True for mode "sync" of there, False for "async".
         scaler: A gradient scaler, with which the script scales its losses; it is updated here.
         grad_clip_norm: The 2-norm that all gradients together are clipped to; 0 for no clipping.
-        param_as_bucket_view: Not used: parameters keep their own memory.
         sync_buffer_in_global_avg: Whether `global_avg` averages buffers of floating-point dtypes too.
-        bucket_size_in_mb: As `bucket_cap_mb` there.
-        _local_world_size: Not used.
-
-    Raises:
-        TypeError: As there; `optim_fn` or `lr_scheduler_fn` is not callable.
-        ValueError: As there; `grad_clip_norm` is below 0.
-        RuntimeError: As there.
     """
 
     def __init__(
@@ -108,10 +100,7 @@ class DecentralizedDataParallel(fogdist.DecentralizedDataParallel):
         return super().load_state_dict(named, strict, assign)
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
-        """With True backward passes from now on only add to the gradients; nothing is exchanged.
-
-        Turn it off before the last forward pass of a step.
-        """
+        """With True backward passes only add to the gradients. Turn it off before the last forward pass of a step."""
         self._accumulation.close()
         if enable:
             self._accumulation.enter_context(self.no_sync())
@@ -130,20 +119,8 @@ class LocalStepRandomBatchSampler(Sampler[list[int]]):
     """Batches of indices of the whole dataset, in an order of each rank's own, round after round.
 
     A round is a permutation, drawn with the seed ``base_seed + 10000 * rank + round``. Iterating goes on in the round in which
-    it was left, so how often a `DataLoader` starts anew does not matter, nor how many steps other ranks have made.
-
-    Args:
-        dataset: An object with a length.
-        batch_size: At least 1.
-        base_seed: See above.
-        rank: See above.
-        drop_last: Whether to leave out a last batch of a round that is smaller.
-
-    Attributes:
-        local_step: How many batches it has given.
-
-    Raises:
-        ValueError: `batch_size` is below 1, or a round has no batch.
+    it was left, so how often a `DataLoader` starts anew does not matter, nor how many steps other ranks have made. With
+    `drop_last` a last batch of a round that is smaller is left out. `local_step` counts the batches that it has given.
     """
 
     def __init__(

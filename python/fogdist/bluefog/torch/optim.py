@@ -20,20 +20,9 @@ Named = Iterable[tuple[str, Tensor]]
 class AccumAdam(Optimizer):
     """Adam whose moments take in the mean gradient of every `accum_iter` steps.
 
-    A step in between updates with the moments as they would be if its own gradient were that mean, so no step waits, and
-    the moments have less noise than one batch has. With ``accum_iter=1`` it is Adam (Kingma and Ba, ICLR 2015). The scheme
-    is Decent-DP's (Wang et al., ICLR 2025, arXiv 2410.11998).
-
-    Args:
-        params: Parameters, or parameter groups.
-        lr: Learning rate.
-        betas: Of the first and the second moment.
-        eps: Added to the root of the second moment.
-        weight_decay: Times the parameters, added to the gradient.
-        accum_iter: At least 1.
-
-    Raises:
-        ValueError: `accum_iter` is below 1.
+    A step in between updates with the moments as they would be if its own gradient were that mean, so no step waits,
+    and the moments have less noise than one batch has. With ``accum_iter=1`` it is `torch.optim.Adam`, whose
+    arguments the others are. The scheme is Decent-DP's (Wang et al., ICLR 2025, arXiv 2410.11998).
     """
 
     _is_decoupled: ClassVar[bool] = False
@@ -128,14 +117,9 @@ def lr_scheduler_fn_cosine_with_warmup(
     cosine_eta_min: float = 1e-6,
     warmup_decay: float = 0.01,
 ) -> LRScheduler:
-    """Returns a schedule that goes up along a line and then down along a cosine.
+    """Returns a schedule that goes up along a line for `t_warmup` steps, and then down along a cosine for `t_max`.
 
-    Args:
-        optimizer: Its learning rate is the highest one.
-        t_max: Steps of the cosine.
-        t_warmup: Steps of the line before it.
-        cosine_eta_min: The learning rate at the end.
-        warmup_decay: The share of the learning rate to begin with.
+    It begins with the share `warmup_decay` of the optimizer's learning rate, and ends with `cosine_eta_min`.
     """
     warmup = LinearLR(optimizer, start_factor=warmup_decay, total_iters=t_warmup)
     cosine = CosineAnnealingLR(optimizer, T_max=t_max, eta_min=cosine_eta_min)
@@ -143,8 +127,10 @@ def lr_scheduler_fn_cosine_with_warmup(
 
 
 def _groups(params: Named, weight_decay: float) -> list[dict[str, Any]]:
-    tensors = [tensor for _, tensor in params]
-    decaying = [tensor for tensor in tensors if tensor.dim() > 1]
-    others = [tensor for tensor in tensors if tensor.dim() <= 1]
-    groups = [{"params": decaying, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": weight_decay},
+        {"params": [], "weight_decay": 0.0},
+    ]
+    for _, tensor in params:
+        groups[tensor.dim() <= 1]["params"].append(tensor)
     return [group for group in groups if group["params"]]

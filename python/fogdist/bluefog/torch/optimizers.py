@@ -90,19 +90,18 @@ class _CountingPasses(_OldNames, OverlappingAlgorithm):
 
     _passes: list[int]
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, model: Models, num_steps_per_communication: int, **options: Any
+    ) -> None:
+        check_count(num_steps_per_communication, "num_steps_per_communication")
         self._passes = [0] * len(self._fog_models)
-        super().__init__(*arguments, **options)
+        super().__init__(
+            optimizer, model, local_steps=num_steps_per_communication, broadcast=False, **options
+        )
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A block for a `step` after `synchronize`, as scripts for Horovod and BlueFog use it.
-
-        `step` knows by itself that nothing is in flight any more, so this only checks that `synchronize` was called.
-
-        Raises:
-            RuntimeError: An exchange is in flight.
-        """
+        """A block for a `step` after `synchronize`. It only checks that nothing is in flight, as `step` does."""
         if self.is_in_round:
             raise RuntimeError(
                 "skip_synchronize() needs a call of synchronize() before it: an exchange is in flight"
@@ -144,21 +143,11 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
         communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
         num_steps_per_communication: int = 1,
         bucket_cap_mb: float | None = None,
-        *,
-        group: dist.ProcessGroup | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
-        check_count(num_steps_per_communication, "num_steps_per_communication")
+        options |= {"order": self._order, "topology": _mixing_of(communication_type)}
         super().__init__(
-            optimizer,
-            model,
-            order=self._order,
-            topology=_mixing_of(communication_type),
-            local_steps=num_steps_per_communication,
-            bucket_cap_mb=bucket_cap_mb,
-            broadcast=False,
-            group=group,
-            **unknown,
+            optimizer, model, num_steps_per_communication, bucket_cap_mb=bucket_cap_mb, **options
         )
 
     @property
@@ -177,22 +166,12 @@ class _Communicating(_CountingPasses, DecentralizedSGD):
 
 
 class DistributedAdaptWithCombineOptimizer(_Communicating):
-    """Adapts with combine: ``w+ = Avg(w) - step(grad f(w))``.
+    """Adapts with combine: ``w+ = Avg(w) - step(grad f(w))``. See `fogdist.algorithms.DecentralizedSGD`, order "awc".
 
-    It is `fogdist.algorithms.DecentralizedSGD` with ``order="awc"``, overlapped as in BlueFog (Ying et al. 2021). The
-    exchange of the current parameters starts with a forward pass and runs during the forward and the backward pass;
-    `step` waits for it. If a gradient scaler finds an overflow, the rank skips its own step but not the average. It has
-    `synchronize`, `skip_synchronize`, the attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`,
-    `dst_machine_weights`, `enable_topo_check`, `communication_type`, and the methods of BlueFog 0.2.2 that set this.
-
-    Args:
-        optimizer: As in `fogdist.algorithms.Algorithm`.
-        model: As in `fogdist.algorithms.Algorithm`.
-        communication_type: The ranks to average with.
-        num_steps_per_communication: J: an average every J forward passes of the model. J = 3 gives one average for three
-            passes, with one step or with a step after each pass.
-        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
-        group: As in `fogdist.algorithms.Algorithm`.
+    `num_steps_per_communication` is J: an average every J forward passes of the model. J = 3 gives one average for
+    three passes, with one step or with a step after each pass. It has `synchronize`, `skip_synchronize`, the
+    attributes `self_weight`, `src_weights`, `dst_weights`, `src_machine_weights`, `dst_machine_weights`,
+    `enable_topo_check`, `communication_type`, and the methods of BlueFog 0.2.2 that set this.
     """
 
     _order: ClassVar[Order] = "awc"
@@ -210,10 +189,8 @@ class DistributedAdaptWithCombineOptimizer(_Communicating):
 
 
 class DistributedAdaptThenCombineOptimizer(_Communicating):
-    """Adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``.
+    """Adapts, then combines: ``w+ = Avg(w - step(grad f(w)))``. See `fogdist.algorithms.DecentralizedSGD`, order "atc".
 
-    It is `fogdist.algorithms.DecentralizedSGD` with ``order="atc"``: `step` makes the optimizer's own step with the gradients
-    as they are, after accumulation, clipping or unscaling, and then averages the parameters.
     Arguments and attributes are those of `DistributedAdaptWithCombineOptimizer`. BlueFog counted backward passes, of which
     each has its forward pass.
     """
@@ -259,10 +236,10 @@ class DistributedWinPutOptimizer(_CountingPasses, WinPut):
         max_staleness: int | None = 1,
         **options: Any,
     ) -> None:
-        check_count(num_steps_per_communication, "num_steps_per_communication")
-        options |= {"window_prefix": window_prefix, "bucket_cap_mb": bucket_cap_mb, "broadcast": False}
-        steps = num_steps_per_communication
-        super().__init__(optimizer, model, local_steps=steps, max_staleness=max_staleness, **options)
+        options |= {"window_prefix": window_prefix, "bucket_cap_mb": bucket_cap_mb}
+        super().__init__(
+            optimizer, model, num_steps_per_communication, max_staleness=max_staleness, **options
+        )
 
     def unregister_window(self) -> None:
         """Frees the windows, as `close`."""
@@ -276,19 +253,12 @@ DistributedPullGetOptimizer = DistributedWinPutOptimizer
 class DistributedPushSumOptimizer(_CountingPasses, PushSumSGD):
     """Push-sum along the group's topology, in step: `fogdist.algorithms.PushSumSGD` with ``order="awc"``.
 
-    Args:
-        optimizer: As in `fogdist.algorithms.Algorithm`.
-        model: As in `fogdist.algorithms.Algorithm`.
-        num_steps_per_communication: As in `DistributedAdaptWithCombineOptimizer`.
-        window_prefix: Not used: it has no windows.
-        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
-        **options: As in `fogdist.algorithms.PushSumSGD`, but `topology`.
+    It has no windows, so `window_prefix` and `force_barrier` are not used.
 
     Attributes:
         self_weight: The share that this rank keeps; by default 1 / (number of out-neighbors + 1).
         dst_weights: {out-neighbor: share}, by default the same for each; out-neighbors that are not in it get nothing. Set both
             before an iteration for a dynamic topology; they add up to 1.
-        force_barrier: Not used: ranks always go in step.
     """
 
     force_barrier: bool
@@ -302,10 +272,9 @@ class DistributedPushSumOptimizer(_CountingPasses, PushSumSGD):
         bucket_cap_mb: float | None = None,
         **options: Any,
     ) -> None:
-        check_count(num_steps_per_communication, "num_steps_per_communication")
         self.force_barrier = True
-        options |= {"local_steps": num_steps_per_communication, "bucket_cap_mb": bucket_cap_mb}
-        super().__init__(optimizer, model, order="awc", broadcast=False, **options)
+        options |= {"order": "awc", "bucket_cap_mb": bucket_cap_mb}
+        super().__init__(optimizer, model, num_steps_per_communication, **options)
         neighbors = self.context.topology.out_neighbors
         self.self_weight = 1.0 / (len(neighbors) + 1)
         self.dst_weights = dict.fromkeys(neighbors, self.self_weight)
@@ -315,12 +284,7 @@ class DistributedPushSumOptimizer(_CountingPasses, PushSumSGD):
         self.close()
 
     def weights(self) -> DynamicWeights:
-        """See `Algorithm.weights`: shares for all neighbors, so that each rank knows from whom it receives.
-
-        Raises:
-            TypeError: `dst_weights` is not a dict, or a weight is not a real number.
-            ValueError: A weight is negative or not finite, nothing is kept, they do not add up to 1, or are not of out-neighbors.
-        """
+        """See `Algorithm.weights`: shares for all neighbors, so that each rank knows from whom it receives."""
         if not isinstance(self.dst_weights, Mapping):
             kind = type(self.dst_weights).__name__
             raise TypeError(f"dst_weights must be a dict of ranks to shares, got {kind}")
@@ -351,19 +315,8 @@ class DistributedGradientAllreduceOptimizer(_OldNames):
     Use a gradient scaler as in one process. Its `step` looks for overflows in the averaged gradients, so an overflow on one
     rank appears on all ranks: all ranks skip the same steps, and their scales stay the same. To clip gradients, call
     `synchronize` first, then the scaler's `unscale_` if there is one, then clip, and `step` in `skip_synchronize`.
-
-    Args:
-        optimizer: As in `fogdist.algorithms.Algorithm`.
-        model: As in `fogdist.algorithms.Algorithm`.
-        num_steps_per_communication: The number of backward passes before a step. It is not needed: each `step` averages, as
-            in BlueFog.
-        bucket_cap_mb: As in `fogdist.algorithms.Algorithm`.
-        backward_passes_per_step: The same in BlueFog 0.2.2.
-        group: As in `fogdist.algorithms.Algorithm`.
-
-    Raises:
-        ValueError: As `Algorithm`. In `step`: a gradient is sparse.
-        RuntimeError: As `Algorithm`. In `step`: a scaler's `unscale_` was called without `synchronize` before it.
+    `num_steps_per_communication` is not needed: each `step` averages, as in BlueFog, whose 0.2.2 called it
+    `backward_passes_per_step`.
     """
 
     runs_alone: ClassVar[bool] = False
@@ -407,11 +360,7 @@ class DistributedGradientAllreduceOptimizer(_OldNames):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Averages the gradients now. `step` averages once more, which changes nothing, or not in `skip_synchronize`.
-
-        Raises:
-            RuntimeError: Another distributed optimizer has taken over the model.
-        """
+        """Averages the gradients now. `step` does so again, which changes nothing, or not in `skip_synchronize`."""
         self._fog_check_not_replaced()
         if self.is_running:
             self.refresh()
@@ -420,11 +369,7 @@ class DistributedGradientAllreduceOptimizer(_OldNames):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """A block for a `step` after `synchronize`, which does not average the gradients again.
-
-        Raises:
-            RuntimeError: `synchronize` was not called since the last step.
-        """
+        """A block for a `step` after `synchronize`, which does not average the gradients again."""
         if not self._is_synchronized and not self.is_alone:
             raise RuntimeError("skip_synchronize() needs a call of synchronize() since the last step")
         self._skips = True
@@ -508,17 +453,8 @@ def _before_3(name: str, kind: str, meaning: str) -> Callable[..., Any]:
     make.__name__ = make.__qualname__ = name
     make.__doc__ = f"""{meaning}
 
-    Args:
-        optimizer: As of `DistributedAdaptWithCombineOptimizer`.
-        model: As there.
-        num_steps_per_communication: As there; with a model only.
-        named_parameters: In place of a model; neither of both means all parameters of the optimizer.
-        **options: More arguments of the class.
-
-    Raises:
-        TypeError: As there; `model` and `named_parameters` are both given.
-        ValueError: As there; `num_steps_per_communication` without a model.
-        RuntimeError: As there.
+    `named_parameters` stand in place of a model; neither of both means all parameters of the optimizer.
+    `num_steps_per_communication` must be 1 without a model.
     """
     return make
 

@@ -38,11 +38,7 @@ class UnknownWindowError(KeyError, ValueError):
 
 
 def win_create(tensor: Tensor, name: str, zero_init: bool = False, *, group: Group = None) -> bool:
-    """Makes a window of a tensor; collective. Arguments and errors are those of `fogdist.Window`.
-
-    Returns:
-        True; False if the group has a window of this name already, in which case nothing is done.
-    """
+    """As `fogdist.Window`; returns True, or False, and does nothing, if the group has a window of this name."""
     if isinstance(name, str) and name in current(group).windows:
         return False
     if name is None:
@@ -55,10 +51,6 @@ def win_free(name: str | None = None, *, group: Group = None) -> bool:
     """Frees a window, or all windows of the group in the order in which they were made, and returns True. Collective.
 
     It waits until the neighbors free it too.
-
-    Raises:
-        UnknownWindowError: No window has this name. It is a KeyError and a ValueError.
-        RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a neighbor does not come.
     """
     for each in list(current(group).windows) if name is None else [name]:
         _window(each, group).free()
@@ -169,10 +161,7 @@ def win_update_then_collect(name: str, require_mutex: bool = True, *, group: Gro
 
 
 def win_read_neighbor(name: str, rank: int, require_mutex: bool = True) -> Tensor:
-    """Returns a copy of the slot of an in-neighbor, with what it has put or added. Versions are 0 afterwards.
-
-    Errors are those of `fogdist.Window.update`; with `require_mutex` it holds the slot's mutex meanwhile.
-    """
+    """Returns a copy of the slot of an in-neighbor, with what it has put or added. Versions are 0 afterwards."""
     return win_update(name, 0.0, {rank: 1.0}, clone=True, require_mutex=require_mutex)
 
 
@@ -190,19 +179,7 @@ def win_mutex(
     There each rank had one mutex, here each slot of a window has one. ``win_mutex(ranks)`` holds those of the slots that
     this rank writes to at out-neighbors among these ranks, and those of its own slots: a ``win_sync_then_collect`` in
     the block takes them too, and would else wait for a neighbor that waits for this rank. While no window is open, it
-    holds the one mutex that each of these ranks has then.
-
-    Args:
-        name: Of the window; or the ranks; or None for all out-neighbors.
-        for_self: As there.
-        ranks: As there, with a name; without one, as `name`.
-        exclusive: Must be True, as BlueFog 0.2.1 had it by default.
-        group: The group of the named window; by default that of `init`.
-
-    Raises:
-        TypeError: As there.
-        ValueError: As there; `exclusive` is False.
-        RuntimeError: As there.
+    holds the one mutex that each of these ranks has then. `exclusive` must be True, as BlueFog 0.2.1 had it by default.
     """
     if exclusive is not True:
         raise ValueError(f"exclusive must be True: mutexes are not shared, got {exclusive!r}")
@@ -226,10 +203,7 @@ def win_lock(name: str, *, group: Group = None) -> AbstractContextManager[None]:
 
 
 def get_win_version(name: str, *, group: Group = None) -> dict[int, int]:
-    """Returns {in-neighbor: number of puts and gets into its slot on this rank since the last `win_update`}.
-
-    Accumulates do not count.
-    """
+    """Returns {in-neighbor: number of puts and gets into its slot on this rank since the last `win_update`}."""
     window = _window(name, group)
     return {rank: window.version(rank) for rank in window.in_neighbors}
 
@@ -245,12 +219,7 @@ def win_associated_p(name: str, *, group: Group = None) -> float:
 
 
 def turn_on_win_ops_with_associated_p() -> None:
-    """Makes puts, accumulates and updates of all windows treat p like the tensor from now on.
-
-    A share of p is sent atomically with each share of the tensor, so that the sums of both over all ranks change
-    alike, and ``tensor / p`` converges to the average on every rank of a strongly connected topology
-    (push-sum: Kempe, Dobra and Gehrke, "Gossip-based computation of aggregate information", FOCS 2003).
-    """
+    """Makes puts, accumulates and updates of all windows treat p like the tensor from now on: `with_p=True`."""
     global _with_p
     _with_p = True
 
