@@ -94,7 +94,7 @@ class GossipState:
         """Returns a flat bucket with the parameters' values for a bucket of DDP."""
         parameters = bucket.parameters()
         flats = self._flats.get(bucket.index())
-        if flats is None or len(flats.tensors) != len(parameters) or set(flats.tensors) != set(parameters):
+        if flats is None or not flats.holds(parameters):
             whole = sum(p.nbytes for p in parameters)
             flats = self._flats[bucket.index()] = FlatBuckets(parameters, max(whole, 1), owner=self)
             flats.take_over()

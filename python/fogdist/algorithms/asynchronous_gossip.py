@@ -23,7 +23,7 @@ from fogdist.topology.validation import check_int
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count
 from fogdist.training.continuing import Watch
 from fogdist.training.mixing import Plans, edges_of, rounds_of
-from fogdist.training.pace import MAX_STALENESS, Pace
+from fogdist.training.pace import MAX_STALENESS, Notes, Pace
 from fogdist.training.view import Models
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class _Windows:
         self._told = dict.fromkeys(peers, 0)
         self._taken = {peer: [0] * len(values) for peer in peers}
         # A peer puts here how many moves of this rank are in the values that it shows.
-        self._receipts = window(torch.zeros(1, dtype=torch.float64, device="cpu"), "receipts")
+        self._receipts = Notes(context, f"{name}.receipts", peers)
         self._acknowledged = dict.fromkeys(peers, 0)  # what this rank has put there
         self.pace = Pace(context, name, peers, peers, gives_way=gives_way)
         self.kept: list[Tensor] = []
@@ -412,15 +412,15 @@ class _Windows:
     def free(self) -> None:
         """Frees all windows; collective."""
         self.pace.free()
-        for window in (*self._shown, *self._inboxes, self._receipts):
+        for window in (*self._shown, *self._inboxes):
             window.free()
+        self._receipts.free()
 
     def _show_receipts(self) -> None:
         for peer, taken in self._taken.items():
             if min(taken) > self._acknowledged[peer]:
                 self._acknowledged[peer] = min(taken)
-                number = torch.tensor([self._acknowledged[peer]], dtype=torch.float64, device="cpu")
-                self._sending.append((peer, self._receipts.put(number, [(peer, 1.0)], skip_lost=True)))
+                self._sending.append((peer, self._receipts.tell(peer, [self._acknowledged[peer]])))
 
     def _arrives(self, work: dist.Work, peer: int) -> bool:
         """Waits for an operation on a peer. Returns False if the peer is lost."""
@@ -436,5 +436,5 @@ class _Windows:
         if self._receipts.is_gone(peer):
             return False
         if self._told[peer] != sent:
-            self._told[peer] = int(self._receipts.update(0.0, [(peer, 1.0)], clone=True))
+            self._told[peer] = int(self._receipts.heard(peer)[0])
         return self._told[peer] == sent

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 from fogdist.context import current
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions, check_count
-from fogdist.training.continuing import Watch, await_all
+from fogdist.training.continuing import Watch
 from fogdist.training.mixing import Plans, edges_of, rounds_of
 from fogdist.training.overlapping import OverlappingAlgorithm
 from fogdist.training.pace import MAX_STALENESS, Pace
@@ -177,9 +177,7 @@ class WinPut(OverlappingAlgorithm):
     def finish(self) -> None:
         """Waits for in-neighbors that are too far behind, and averages with the values of the slots."""
         self._keep_pace()
-        error = self._wait()
-        if error is not None:
-            raise error
+        self.discard()
         if self.force_barrier:
             self.await_all()  # all ranks have sent their values
         self.buckets.values()  # which the averages change
@@ -187,6 +185,14 @@ class WinPut(OverlappingAlgorithm):
             self._take(window)
         if self._participant is not None:
             self._participant.completed = self.rounds + 1
+
+    def discard(self) -> None:
+        """Waits until the put values have left: from then on the buckets' buffers may change.
+
+        For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
+        """
+        if (error := self._wait()) is not None:
+            raise error
 
     def destinations(self) -> list[tuple[int, float]]:
         """Returns the ranks that a round's values are put to, each with the weight 1."""
@@ -323,7 +329,7 @@ class WinPut(OverlappingAlgorithm):
             # Once all ranks have come here, nobody writes or reads any more, so nobody has to wait.
             self._closing = self._ends.completed
             self._watch.meet_if_needed()
-            await_all(self._ends)
+            self.await_all()
             ends = []
             for window in self.windows:
                 window.abandon("was freed")

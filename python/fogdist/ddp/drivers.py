@@ -17,7 +17,6 @@ from fogdist.algorithms.win_put import WinPut
 from fogdist.compression import Codec
 from fogdist.streams import wait_until_complete
 from fogdist.training.algorithm import Algorithm
-from fogdist.training.continuing import Continuing, highest
 from fogdist.training.mixing import Neighbors, Plans
 from fogdist.training.overlapping import When, forward_changes_parameters
 
@@ -167,15 +166,15 @@ class InStep(Driver, DecentralizedSGD):
         most = begun = self.rounds + self.is_in_round
         if self.patience is None:
             # A rank that gives this up has learned of the others' exchanges by the agreement round already.
-            most = highest(self.context, self._ends, begun, f"{self.name}.begun")
+            most = self._fog_highest(begun, "begun")
         while self.is_in_round or self.rounds < most:
             self.complete_round()
 
     def follow(self, rounds: Plans) -> None:
         """Changes the topology; collective."""
-        self.mixing = Neighbors(rounds.topology, compression=self._codec)
-        if self._participant is not None and self.patience is None:  # a patient mixer goes on by itself
-            self.mixing = Continuing(self.mixing, self._participant)
+        mixing = Neighbors(rounds.topology, compression=self._codec)
+        # A patient mixer goes on by itself.
+        self.mixing = self._fog_lasting(mixing) if self.patience is None else mixing
         self.rounds = -int(self.is_in_round)
         self._mixer.restart()
 
@@ -207,12 +206,13 @@ class AtOwnPace(Driver, WinPut):
         if self._pace is not None:
             self._pace.advance(value)
 
-    def watch_forward(self, when: When) -> None:
-        """See `OverlappingAlgorithm.watch_forward`. A step makes all of a round."""
+    @property
+    def overlaps(self) -> bool:
+        """See `Algorithm.overlaps`. A step makes all of a round."""
+        return False
 
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`."""
-        return True
+    def watch_forward(self, when: When) -> None:
+        """See `OverlappingAlgorithm.watch_forward`: passes begin nothing."""
 
     def refresh(self) -> None:
         """See `Algorithm.refresh`. The buckets do not change while they are sent."""
@@ -236,14 +236,6 @@ class AtOwnPace(Driver, WinPut):
         """See `WinPut.destinations`: of the round that the step has completed."""
         return self._plans.plan(self.rounds - 1).destinations
 
-    def discard(self) -> None:
-        """Waits until the put values have left: from then on the buckets' buffers may change.
-
-        For buffers on a device, work that is enqueued after this call may change them; the host does not wait.
-        """
-        if (error := self._wait()) is not None:
-            raise error
-
     def settle(self) -> None:
         """Waits until the put values have left, and tells the neighbors to go on without this rank until its next step."""
         if self._pace is not None:
@@ -260,7 +252,12 @@ class AtOwnPace(Driver, WinPut):
 
     def staleness(self) -> dict[int, int | None]:
         """Returns, for each in-neighbor, how many iterations its last values are behind this rank's own."""
-        return {} if self._pace is None else {rank: self._staleness(rank) for rank in self._pace.in_neighbors}
+        neighbors = [] if self._pace is None else self._pace.in_neighbors
+        puts = {rank: min(window.slot_p(rank) for window in self.windows) for rank in neighbors}
+        return {
+            rank: self.rounds - (int(put) - 1) if put > 0.0 and self._takes_part(rank) else None
+            for rank, put in puts.items()
+        }
 
     def follow(self, rounds: Plans) -> None:
         """Changes the topology; collective."""
@@ -277,13 +274,8 @@ class AtOwnPace(Driver, WinPut):
 
     def _come_together(self) -> None:
         """Puts to all out-neighbors, and sets all ranks' counts of iterations to one number. Collective."""
-        self.rounds = highest(self.context, self._ends, self.rounds, f"{self.name}.done")
+        self.rounds = self._fog_highest(self.rounds, "done")
         self.put_to_all()
         wait_until_complete(self._in_flight)
         self.discard()
-        highest(self.context, self._ends, 0, f"{self.name}.all have put")
-
-    def _staleness(self, rank: int) -> int | None:
-        """Returns how many iterations an in-neighbor's values are behind; None if it is paused or lost."""
-        put = min(window.slot_p(rank) for window in self.windows)
-        return None if put == 0.0 or not self._takes_part(rank) else self.rounds - (int(put) - 1)
+        self._fog_highest(0, "all have put")

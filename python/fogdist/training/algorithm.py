@@ -29,8 +29,7 @@ from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
     Continuing,
     OnLoss,
-    await_all,
-    check_joinable,
+    highest,
 )
 from fogdist.training.mixing import (
     DynamicWeights,
@@ -255,17 +254,17 @@ class Algorithm(DistributedOptimizer):
         # differently.
         self._number = context.next_number()
         self._fog_title = self.name
-        check_joinable(
-            group,
-            on_loss == "continue" and self.is_joinable(),
-            f"{self.algorithm_name} with on_loss={on_loss!r}",
-        )
+        if context.is_joining and not (on_loss == "continue" and self.is_joinable()):
+            raise ValueError(
+                f"this process joins a running job, and {self.algorithm_name} with on_loss={on_loss!r} cannot be joined; "
+                "docs/membership.md has what can be"
+            )
         if on_loss == "continue":
             state = _State(self) if self.is_joinable() else None
             self._participant = members_of(group).participant(self.name, state)
             self._participant.on_change(self._fog_on_change)
             self._ends = members_of(group).participant(f"{self.name} global")
-            self.mixing = Continuing(self.mixing, self._participant)
+            self.mixing = self._fog_lasting(self.mixing)
         if self.is_running:
             self._hold()
             if broadcast and context.size > context.held and not context.is_joining:
@@ -305,8 +304,13 @@ class Algorithm(DistributedOptimizer):
         """Returns whether a process can join the ranks that train by it, with these arguments."""
         return self.can_be_joined
 
-    def enters_in_step(self) -> bool:
-        """Returns whether a round begins with this step."""
+    @property
+    def overlaps(self) -> bool:
+        """Whether a round begins with a forward pass, and not within a step."""
+        return False
+
+    def is_round_due(self) -> bool:
+        """Returns whether a round belongs to the next step."""
         return (self.steps + 1) % self.local_steps == 0
 
     def enter(self) -> bool:
@@ -316,9 +320,9 @@ class Algorithm(DistributedOptimizer):
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
         if self._ends is None:
-            current(self._group).group.barrier().wait()
+            self.context.group.barrier().wait()
         else:
-            await_all(self._ends)
+            self._fog_highest(0, "barrier")
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -549,7 +553,7 @@ class Algorithm(DistributedOptimizer):
                 if self.is_running:
                     self.refresh()
                     # A process that has just joined has others' parameters now, and gradients of its own ones.
-                    if self._participant is not None and self.enters_in_step() and self.enter():
+                    if not self.overlaps and self.is_round_due() and self.enter():
                         self.overflowed = True
                     result = self.advance()
                     self.buckets.write_changes()
@@ -645,14 +649,22 @@ class Algorithm(DistributedOptimizer):
         participant: Participant | None = None,
     ) -> list[Tensor]:
         """Makes the exchange of a round; see `mix`. `participant` is its place in the exchanges, if not that of rounds."""
-        other = self.mixing
-        if mixing is not None:
-            other = self.context.carried_out(mixing)
-            other = (
-                other if self._participant is None else Continuing(other, participant or self._participant)
-            )
-        chosen = NoMixing() if self.is_alone else other
+        chosen = self.mixing
+        if self.is_alone:
+            chosen = NoMixing()
+        elif mixing is not None:
+            chosen = self._fog_lasting(self.context.carried_out(mixing), participant)
         return chosen.begin(tensors, round, in_place)()
+
+    def _fog_lasting(self, mixing: Mixing, participant: Participant | None = None) -> Mixing:
+        """Returns a mixing that goes on after losses, if this object does."""
+        chosen = participant or self._participant
+        return mixing if chosen is None else Continuing(mixing, chosen)
+
+    def _fog_highest(self, number: int, what: str) -> int:
+        """Returns the largest of all ranks' numbers; this rank's own if others had got it before a loss. Collective."""
+        most = highest(self.context, self._ends, [number], f"{self.name} {what}")
+        return number if most is None else most[0]
 
     def _fog_own_step(self, **options: Any) -> Any:
         """Makes the step of the user's optimizer."""
@@ -701,10 +713,9 @@ class Algorithm(DistributedOptimizer):
             groups=numbers,
             owner=self._fog_view(),
         )
-        with buckets.released_on_error():
-            if self.context.size > 1:
-                self._agree_on(buckets)
-            buckets.take_over()
+        if self.context.size > 1:
+            self._agree_on(buckets)
+        buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
 

@@ -9,7 +9,6 @@ import operator
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,7 +20,7 @@ from fogdist.memory import empty_flat
 from fogdist.packing import make_buckets, on_device
 from fogdist.shards import is_sharded, local_of
 
-# Buckets that have an owner. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
+# Buckets that an owner has taken over. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
 _owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
 
 
@@ -29,15 +28,6 @@ class Owner(Protocol):
     """What exchanges buckets, and releases them when another owner takes over."""
 
     def _fog_give_up(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class _Place:
-    """The place of a tensor in its flat buffer: the offset of its first element, and its strides."""
-
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
 
 
 class FlatBuckets:
@@ -57,6 +47,10 @@ class FlatBuckets:
         owner: The object that exchanges the buffers. `take_over` ends other owners of the tensors, because both would mix
             them; the owner may put them into other buckets itself. None for no owner.
 
+    Attributes:
+        flats: The buffers, as they are: one-dimensional.
+        group_of: The group number of each buffer's tensors, in the order of `flats`.
+
     Raises:
         TypeError: A tensor is sparse, or of a subclass with a layout of its own.
         ValueError: It is on the device meta or without a shape yet, or is expanded; there are more names than tensors, or fewer.
@@ -72,40 +66,35 @@ class FlatBuckets:
         owner: Owner | None = None,
     ) -> None:
         self._owner = None if owner is None else weakref.ref(owner)
-        if owner is not None:
-            _owned.add(self)
-        self._labels: dict[Tensor, str] = {}
-        self._flats: list[Tensor] = []
-        self._groups: list[int] = []
+        self.flats: list[Tensor] = []
+        self.group_of: list[int] = []
         self._tensors: list[list[Tensor]] = []
         self._has_shards: list[bool] = []
-        self._places: list[list[_Place]] = []
         self._views: list[list[Tensor]] = []
         self._is_outdated = False  # whether tensors may have changed since the buffers had their values
         self._may_differ = False  # whether the buffers may have changed since the tensors had their values
-        labels: dict[Tensor, str] = {}
+        self._labels: dict[Tensor, str] = {}
         places = (f"tensors[{place}]" for place in range(len(tensors)))
         for tensor, label in zip(tensors, places if names is None else map(repr, names), strict=True):
             _check(tensor, label)
-            labels.setdefault(tensor, label)
-        self._labels = labels
-        distinct = list(labels)
+            self._labels.setdefault(tensor, label)
+        distinct = self.tensors
         group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
         for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=numbers):
             members = [distinct[place] for place in bucket.places]
-            self._groups.append(numbers[bucket.places[0]])
-            self._places.append(_places([local_of(member) for member in members]))
+            self.group_of.append(numbers[bucket.places[0]])
             self._tensors.append(members)
             self._has_shards.append(any(map(is_sharded, members)))
-            length = sum(local_of(member).numel() for member in members)
-            self._flats.append(empty_flat(length, bucket.dtype, bucket.device))
-            self._views.append(self.views(self._flats[-1], len(self._flats) - 1))
+            # With the strides that clone() would give: the tensor's own strides if they are dense.
+            like = [torch.empty_like(local_of(member), device="meta") for member in members]
+            self.flats.append(empty_flat(sum(each.numel() for each in like), bucket.dtype, bucket.device))
+            self._views.append(_views(self.flats[-1], like))
         self.load()
 
     @contextmanager
     def released_on_error(self) -> Iterator[None]:
-        """Releases the tensors if an owner's construction fails; the error's traceback keeps the owner alive."""
+        """Calls `release` if an owner's construction fails; the error's traceback keeps the owner alive."""
         try:
             yield
         except BaseException:
@@ -113,21 +102,17 @@ class FlatBuckets:
             raise
 
     def take_over(self) -> None:
-        """Ends the tensors' previous owners. Call it after ranks agree: until then `release` gives the tensors back."""
+        """Ends the tensors' previous owners. Call it after ranks agree."""
         mine = None if self._owner is None else self._owner()
         for each in list(_owned):
             owner = None if each._owner is None else each._owner()
             if owner is not None and owner is not mine and not self._labels.keys().isdisjoint(each._labels):
                 owner._fog_give_up()
+        _owned.add(self)
 
     def release(self) -> None:
-        """Releases the tensors. Before `take_over` they go back to their previous owners."""
+        """Ends the use of the tensors: another owner does not end this one."""
         _owned.discard(self)
-
-    @property
-    def flats(self) -> list[Tensor]:
-        """The buffers, as they are: one-dimensional."""
-        return list(self._flats)
 
     @property
     def sending_order(self) -> list[int]:
@@ -136,13 +121,8 @@ class FlatBuckets:
         If all buffers are on the CPU, any order works because messages have names. On other devices it is the order in
         which a backward pass completes gradients, the last parameters first.
         """
-        places = range(len(self._flats))
-        return list(places if all(flat.is_cpu for flat in self._flats) else reversed(places))
-
-    @property
-    def group_of(self) -> list[int]:
-        """The group number of each buffer's tensors, in the order of `flats`."""
-        return list(self._groups)
+        places = range(len(self.flats))
+        return list(places if all(flat.is_cpu for flat in self.flats) else reversed(places))
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether a tensor is in one of the buckets."""
@@ -172,17 +152,13 @@ class FlatBuckets:
         Raises:
             ValueError: `flat_like` has another shape, or is not contiguous.
         """
-        length = self._flats[bucket].numel()
+        length = self.flats[bucket].numel()
         if flat_like.shape != (length,) or not flat_like.is_contiguous():
             raise ValueError(
                 f"flat_like must be contiguous of shape ({length},), got shape {tuple(flat_like.shape)} and "
                 f"strides {flat_like.stride()}"
             )
-        begin = flat_like.storage_offset()
-        return [
-            flat_like.as_strided(place.shape, place.stride, begin + place.offset)
-            for place in self._places[bucket]
-        ]
+        return _views(flat_like, self._views[bucket])
 
     def pieces(self, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields each tensor with the view of its elements in vectors like `flats`, with its shape and strides."""
@@ -191,7 +167,7 @@ class FlatBuckets:
 
     def zeros(self) -> list[Tensor]:
         """Returns zeros for all elements of the buffers."""
-        return [torch.zeros_like(flat) for flat in self._flats]
+        return [torch.zeros_like(flat) for flat in self.flats]
 
     def gradients(self) -> list[Tensor]:
         """Returns the tensors' gradients in vectors like `flats`; zeros for tensors without one.
@@ -216,15 +192,15 @@ class FlatBuckets:
     def layout(self) -> list[str]:
         """Returns a line for each tensor; if the lines are the same on two ranks, the buffers have the same layout."""
         return [
-            f"{self._labels[tensor]}: bucket {i} at {place.offset}, {tensor.dtype} of shape "
-            f"{tuple(place.shape)} and strides {place.stride}{on_device(local_of(tensor))}"
-            for i, members in enumerate(self._tensors)
-            for tensor, place in zip(members, self._places[i], strict=True)
+            f"{self._labels[tensor]}: bucket {i} at {view.storage_offset() - flat.storage_offset()}, {tensor.dtype} "
+            f"of shape {tuple(view.shape)} and strides {view.stride()}{on_device(local_of(tensor))}"
+            for i, flat in enumerate(self.flats)
+            for tensor, view in zip(self._tensors[i], self._views[i], strict=True)
         ]
 
     def versions(self) -> list[tuple[int, int]]:
         """Returns what changes with each tensor's values, or if its `data` is replaced, bucket by bucket."""
-        numbers = range(len(self._flats))
+        numbers = range(len(self.flats))
         return [(each._version, each.data_ptr()) for number in numbers for each in self._locals(number)]
 
     # --- the values ---
@@ -236,7 +212,7 @@ class FlatBuckets:
         Raises:
             ValueError: A tensor has another dtype, device or shape than before. Nothing is changed then.
         """
-        numbers = range(len(self._flats)) if bucket is None else [bucket]
+        numbers = range(len(self.flats)) if bucket is None else [bucket]
         self.check_kinds(numbers)
         for number in numbers:
             torch._foreach_copy_(self._views[number], self._locals(number))
@@ -246,9 +222,9 @@ class FlatBuckets:
     @torch.no_grad()
     def write_back(self, vectors: Mapping[int, Tensor] | None = None) -> None:
         """Copies the values of the buffers, or of vectors like some of them by their indices, into the tensors."""
-        for number in range(len(self._flats)) if vectors is None else vectors:
-            vector = self._flats[number] if vectors is None else vectors[number]
-            is_own = vector is self._flats[number]
+        for number in range(len(self.flats)) if vectors is None else vectors:
+            vector = self.flats[number] if vectors is None else vectors[number]
+            is_own = vector is self.flats[number]
             views = self._views[number] if is_own else self.views(vector, number)
             torch._foreach_copy_(self._locals(number), views)
         self._is_outdated = vectors is not None
@@ -259,13 +235,13 @@ class FlatBuckets:
         if self._is_outdated:
             self.load()
         self._may_differ = True
-        return self.flats
+        return list(self.flats)
 
     def copies(self) -> list[Tensor]:
         """Returns copies of the tensors' values."""
         if self._is_outdated:
             self.load()
-        return [flat.clone() for flat in self._flats]
+        return [flat.clone() for flat in self.flats]
 
     def outdate(self) -> None:
         """Tells that tensors may have changed: `values` and `copies` copy theirs then."""
@@ -278,12 +254,12 @@ class FlatBuckets:
 
     def check_kinds(self, buckets: Sequence[int] | None = None) -> None:
         """Raises ValueError as `load`, for all buckets or for those with the given indices."""
-        for number in range(len(self._flats)) if buckets is None else buckets:
-            dtype, device = self._flats[number].dtype, self._flats[number].device
-            for i, (local, place) in enumerate(zip(self._locals(number), self._places[number], strict=True)):
-                if local.shape != place.shape or local.dtype != dtype or local.device != device:
+        for number in range(len(self.flats)) if buckets is None else buckets:
+            dtype, device = self.flats[number].dtype, self.flats[number].device
+            for i, (local, view) in enumerate(zip(self._locals(number), self._views[number], strict=True)):
+                if local.shape != view.shape or local.dtype != dtype or local.device != device:
                     raise ValueError(
-                        f"{self._labels[self._tensors[number][i]]} must stay {_kind(self._views[number][i])}, as when "
+                        f"{self._labels[self._tensors[number][i]]} must stay {_kind(view)}, as when "
                         f"it was put into its bucket; got {_kind(local)}. Convert a model before it is distributed"
                     )
 
@@ -306,14 +282,13 @@ def _check(tensor: Tensor, label: str) -> None:
         raise ValueError(f"{label} must not be expanded, got strides {tensor.stride()}")
 
 
-def _places(tensors: Sequence[Tensor]) -> list[_Place]:
-    places, offset = [], 0
-    for tensor in tensors:
-        # The strides that clone() would give: the tensor's own strides if they are dense.
-        stride = torch.empty_like(tensor, device="meta").stride()
-        places.append(_Place(offset, tensor.shape, tuple(stride)))
-        offset += tensor.numel()
-    return places
+def _views(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Returns views of a flat tensor with the shapes and strides of others, side by side."""
+    views, offset = [], flat.storage_offset()
+    for each in like:
+        views.append(flat.as_strided(each.shape, each.stride(), offset))
+        offset += each.numel()
+    return views
 
 
 def _kind(tensor: Tensor) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fogdist.context import Context, current
+from fogdist.context import Context
 from fogdist.elastic.participant import Participant
 from fogdist.topology.healing import is_strongly_connected
 from fogdist.training.mixing import Finish, Mixing, Round
@@ -20,14 +20,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 OnLoss: TypeAlias = Literal["raise", "continue"]
-
-
-def check_joinable(group: dist.ProcessGroup | None, is_joinable: bool, what: str) -> None:
-    """Raises ValueError if this process joins a job, and `what` cannot be joined."""
-    if not is_joinable and current(group).is_joining:
-        raise ValueError(
-            f"this process joins a running job, and {what} cannot be joined; docs/membership.md has what can be"
-        )
 
 
 class Continuing(Mixing):
@@ -140,19 +132,23 @@ def repeated(
     return finish
 
 
-def highest(context: Context, participant: Participant | None, number: int, name: str) -> int:
-    """Returns the largest of the numbers of all ranks. Collective.
+def highest(
+    context: Context, participant: Participant | None, numbers: Sequence[int], name: str
+) -> list[int] | None:
+    """Returns the largest of all ranks' numbers, place by place. Collective.
 
     Args:
         context: The group, for objects that do not go on after losses.
-        participant: The place in the exchanges of one that does; then the ranks are those that are left. The result is this rank's
-            own number if others had got the largest one before a loss.
-        number: This rank's.
+        participant: The place in the exchanges of one that does; then the ranks are those that are left.
+        numbers: This rank's.
         name: Of the operation, the same on all ranks.
+
+    Returns:
+        The numbers; None if others had got them before a loss, so that this rank gives the exchange up.
     """
 
     def begin(context: Context) -> Finish:
-        most = torch.tensor([number], dtype=torch.int64, device="cpu")
+        most = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=name)
 
         def finish() -> list[Tensor]:
@@ -161,13 +157,8 @@ def highest(context: Context, participant: Participant | None, number: int, name
 
         return finish
 
-    result = begin(context)() if participant is None else repeated(participant, begin)()
-    return number if result is None else int(result[0])
-
-
-def await_all(participant: Participant) -> None:
-    """Returns when all ranks that are left have called it, or when one had returned from it before a loss. Collective."""
-    highest(participant.context, participant, 0, f"{participant.name} barrier")
+    results = begin(context)() if participant is None else repeated(participant, begin)()
+    return None if results is None else results[0].tolist()
 
 
 class Watch:

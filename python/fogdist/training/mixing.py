@@ -19,7 +19,7 @@ from fogdist.exchange import RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
-from fogdist.topology import Peers, Topology, named
+from fogdist.topology import Topology, named
 from fogdist.topology.validation import no_topology
 
 if TYPE_CHECKING:
@@ -84,39 +84,28 @@ class Plans:
             *(f"topology: round {t} has the matrix {matrix}" for t, matrix in enumerate(rounds)),
         ]
 
-    def plan(self, t: int) -> NeighborPlan:
-        """Returns this rank's weighted average in round t."""
-        if self.topology is None:
-            return self.context.topology.along.plan
-        return self._kept(self.topology, t, False)
+    def plan(self, t: int, is_push: bool = False) -> NeighborPlan:
+        """Returns this rank's weighted average in round t, or its sums of push-sum.
 
-    def push_plan(self, t: int) -> NeighborPlan:
-        """Returns this rank's sums of push-sum in round t.
-
-        The rank keeps and sends equal shares, which add up to 1. A topology defines only the ranks to
-        send to. Its weights are those of receivers and do not count here.
+        In sums of push-sum the rank keeps and sends equal shares, which add up to 1. A topology defines only the ranks to
+        send to then. Its weights are those of receivers and do not count.
         """
         if self.topology is None:
             static = self.context.topology
-            return self._push(static.in_neighbors, static.out_neighbors)
-        return self._kept(self.topology, t, True)
-
-    def _kept(self, topology: Topology, t: int, is_push: bool) -> NeighborPlan:
-        round_ = t % topology.period
-        key = (round_, is_push)
+            return self._push(static.in_neighbors, static.out_neighbors) if is_push else static.along.plan
+        key = t % self.topology.period, is_push
         if key not in self._plans:
-            peers = topology.peers(self.context.rank, round_)
             if len(self._plans) >= _KEPT_PLANS:
                 self._plans.clear()
-            self._plans[key] = (
-                self._push(peers["src_weights"], peers["dst_weights"]) if is_push else self._average(peers)
-            )
+            peers = self.topology.peers(self.context.rank, key[0])
+            sources, destinations = peers["src_weights"], peers["dst_weights"]
+            if is_push:
+                self._plans[key] = self._push(sources, destinations)
+            else:  # the receivers hold the weights
+                self._plans[key] = self._made(
+                    peers["self_weight"], sorted(sources.items()), [(rank, 1.0) for rank in destinations]
+                )
         return self._plans[key]
-
-    def _average(self, peers: Peers) -> NeighborPlan:
-        # The receivers hold the weights.
-        destinations = [(rank, 1.0) for rank in peers["dst_weights"]]
-        return self._made(peers["self_weight"], sorted(peers["src_weights"].items()), destinations)
 
     def _push(self, sources: Iterable[int], destinations: Iterable[int]) -> NeighborPlan:
         receivers = sorted(destinations)
@@ -318,8 +307,7 @@ class Neighbors(Mixing):
             is_push and weights == DynamicWeights(enable_topo_check=True)
         )
         if self.topology is not None or has_none:
-            plans = self._of(context)
-            plan = plans.push_plan(round.number) if is_push else plans.plan(round.number)
+            plan = self._of(context).plan(round.number, is_push)
 
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
             given = _encoding_for(those, encoding)

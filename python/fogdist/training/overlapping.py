@@ -41,7 +41,7 @@ class OverlappingAlgorithm(Algorithm):
 
     @property
     def overlaps(self) -> bool:
-        """Whether it does; if not, `combine` follows the local steps, as in `Algorithm`."""
+        """See `Algorithm.overlaps`; if not, `combine` follows the local steps, as in `Algorithm`."""
         return True
 
     def begin(self) -> None:
@@ -123,14 +123,6 @@ class OverlappingAlgorithm(Algorithm):
             self._saw_forward = True
             self.begin_if_due()
 
-    def enters_in_step(self) -> bool:
-        """See `Algorithm.enters_in_step`: a round that overlaps begins with a forward pass."""
-        return not self.overlaps and super().enters_in_step()
-
-    def is_round_due(self) -> bool:
-        """Returns whether a round belongs to the next step."""
-        return (self.steps + 1) % self.local_steps == 0
-
     def begin_if_due(self) -> bool:
         """Begins a round if one is due; returns whether this process has just joined the others."""
         if self.is_in_round or self.is_alone or not self.is_round_due():
@@ -171,7 +163,8 @@ class Mixer:
         Returns:
             The number of the round: the given one, or a later one where this rank was left out of rounds.
         """
-        self._buckets, self._round = buckets, round
+        self._buckets, self._round, self._in_flight = buckets, round, {}
+        # In one order on all ranks, also because exchanges that are repeated after a loss begin again in this order.
         for number in buckets.sending_order if mixing.exchanges else ():
             buckets.load(number)
             flat = buckets.flats[number]
@@ -234,13 +227,10 @@ class Mixer:
 
     def _arrive(self) -> dict[int, torch.Tensor]:
         in_flight, self._in_flight = self._in_flight, {}
-        # In one order on all ranks, because exchanges that are repeated after a loss begin again in this order.
-        order = [] if self._buckets is None else self._buckets.sending_order
-        finishing = {number: in_flight[number] for number in order if number in in_flight}
         self._buckets, round, self._round = None, self._round, None
         averages: dict[int, torch.Tensor] = {}
         failure: Exception | None = None
-        for number, finish in finishing.items():
+        for number, finish in in_flight.items():
             try:
                 (averages[number],) = finish()
             except Exception as error:

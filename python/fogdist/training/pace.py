@@ -1,5 +1,6 @@
 """Ranks that are late: whom a rank waits for, and how long.
 
+`Notes` has what ranks tell each other of themselves.
 `Pace` is the limit up to which a rank continues without news of its in-neighbors, where ranks go at their own pace.
 `Deadlines` is the rule for all that has a `patience`, by which the ranks of `fogdist.training.patient_mixer` are late.
 """
@@ -7,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -43,7 +45,63 @@ _FEW = 4
 _LEAST_DEVIATION = 0.05
 
 
-class Pace:
+class Notes:
+    """A few numbers that a rank puts into its neighbors' memory, where they find them whatever its program does.
+
+    Args:
+        context: The group. The construction is collective among neighbors.
+        name: The same on all ranks.
+        peers: The neighbors, in either direction.
+        length: How many numbers.
+        gives_way: Whether waits for neighbors end when the group has failed: they may be in the agreement round that follows.
+
+    Attributes:
+        context: The group.
+        peers: The neighbors, in ascending order.
+    """
+
+    def __init__(
+        self, context: Context, name: str, peers: Iterable[int], length: int = 1, *, gives_way: bool = False
+    ) -> None:
+        self.context = context
+        self.peers = sorted(set(peers))
+        self._gives_way = gives_way
+        self._window = context.backend.create_window(
+            torch.zeros(length, dtype=torch.float64, device="cpu"),
+            name,
+            self.peers,
+            self.peers,
+            zero_init=True,
+        )
+
+    def heard(self, rank: int) -> list[float]:
+        """Returns what a neighbor has put here last."""
+        heard: list[float] = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
+        return heard
+
+    def tell(self, rank: int, numbers: list[float]) -> dist.Work:
+        """Begins to put numbers into a neighbor's memory."""
+        told = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return self._window.put(told, [(rank, 1.0)], skip_lost=True)
+
+    def is_gone(self, rank: int) -> bool:
+        """Returns whether a neighbor takes no further part: it is lost, or has ended."""
+        return self._window.is_gone(rank)
+
+    def must_give_way(self) -> bool:
+        """Returns whether waits end; see the class."""
+        return self._gives_way and bool(self.context.backend.failure)
+
+    def raise_loss(self, rank: int) -> None:
+        """Raises the error of a neighbor that is lost, if it is."""
+        self._window.get([(rank, 1.0)]).wait()
+
+    def free(self) -> None:
+        """Frees the memory. Collective among neighbors."""
+        self._window.free()
+
+
+class Pace(Notes):
     """Counts a rank's exchanges, shows them to neighbors, and waits for those that fall too far behind.
 
     The staleness of a neighbor is the number of exchanges that this rank has made since it saw the neighbor make one, and
@@ -60,16 +118,14 @@ class Pace:
     as long ago. Only a pause is sent as a message, because a rank that has paused may end.
 
     Args:
-        context: The group. The construction is collective among neighbors.
-        name: The same on all ranks.
+        context: As in `Notes`.
+        name: As in `Notes`.
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
-        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the agreement round that follows.
+        gives_way: As in `Notes`.
 
     Attributes:
-        context: The group.
         in_neighbors: As above.
-        peers: The neighbors in either direction.
     """
 
     def __init__(
@@ -81,16 +137,10 @@ class Pace:
         *,
         gives_way: bool = False,
     ) -> None:
-        self.context = context
-        self._gives_way = gives_way
-        self.peers = sorted({*in_neighbors, *out_neighbors})
-        # The values that neighbors see: the number of exchanges, and the longest recent time between two of them.
-        shown = torch.zeros(2, dtype=torch.float64, device="cpu")
-        self._window = context.backend.create_window(
-            shown, f"{name}.pace", self.peers, self.peers, zero_init=True
-        )
+        super().__init__(context, f"{name}.pace", [*in_neighbors, *out_neighbors], 2, gives_way=gives_way)
         self._window.p = 0.0  # 1 while this rank is paused
-        self._shown = shown.numpy()
+        # What neighbors see: the number of exchanges, and the longest recent time between two of them.
+        self._shown = self._window.tensor.numpy()
         self._made = 0
         self._last = time.monotonic()
         self._times = deque[float](maxlen=_REMEMBERED)
@@ -111,14 +161,6 @@ class Pace:
     def takes_part(self, rank: int) -> bool:
         """Returns False if a neighbor has said that it paused."""
         return self._window.slot_p(rank) == 0.0
-
-    def is_gone(self, rank: int) -> bool:
-        """Returns whether a neighbor takes no further part: it is lost, or has ended."""
-        return self._window.is_gone(rank)
-
-    def raise_loss(self, rank: int) -> None:
-        """Raises the error of a neighbor that is lost, if it is."""
-        self._window.get([(rank, 1.0)]).wait()
 
     def staleness(self) -> dict[int, int]:
         """By in-neighbor, how many exchanges this rank has made since it saw that neighbor make one, at most."""
@@ -172,7 +214,7 @@ class Pace:
         """Frees the window; no rank waits for this rank from now on. Collective among neighbors."""
         self.pause()
         has_staleness.discard(self)
-        self._window.free()
+        super().free()
 
     def abandon(self) -> None:
         """Ends the use of the window without waiting, once no rank of the group uses it any more."""
@@ -191,17 +233,14 @@ class Pace:
     def _look(self, rank: int, seconds: float) -> None:
         """Reads a neighbor's count. If the get does not complete in this time, the next call waits for it again."""
         asked = self._asked.pop(rank, None) or self._window.get([(rank, 1.0)])
-        deadline = time.monotonic() + seconds
-        while not asked.is_completed():
-            if time.monotonic() >= deadline:
-                self._asked[rank] = asked
-                return
-            time.sleep(_FIRST_SLEEP)
+        if not wait_until(asked.is_completed, seconds):
+            self._asked[rank] = asked
+            return
         try:
             asked.wait()
         except dist.DistBackendError:  # the neighbor is lost, or did not answer
             return
-        count, longest = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
+        count, longest = self.heard(rank)
         if count > self._counts[rank]:
             self._counts[rank], self._seen[rank], self._longest[rank] = int(count), self._made, longest
             self._passed_over.discard(rank)
@@ -209,7 +248,7 @@ class Pace:
     def _wait_for(self, rank: int, bound: int) -> None:
         begin, sleep = time.monotonic(), _FIRST_SLEEP
         while self.takes_part(rank) and not self.is_gone(rank):
-            if self._gives_way and self.context.backend.failure:
+            if self.must_give_way():
                 return
             least = _QUIET_SECONDS if self._longest[rank] else _UNKNOWN_SECONDS
             most = min(max(least, _QUIET_TIMES * self._longest[rank]), _QUIET_MOST_SECONDS)
@@ -260,8 +299,8 @@ class Deadlines:
         waiting = list(ranks)
         deadlines = {rank: self._deadline(rank) for rank in waiting}
         missing: set[int] = set()
-        sleep = _FIRST_SLEEP
-        while True:
+
+        def is_settled() -> bool:
             passed = time.monotonic() - begin  # before the looks: this process may have been stopped
             for rank in list(waiting):
                 has_come = look(rank)
@@ -272,10 +311,10 @@ class Deadlines:
                 else:
                     continue
                 waiting.remove(rank)
-            if not waiting:
-                return missing
-            time.sleep(sleep)
-            sleep = min(2 * sleep, _LAST_SLEEP)
+            return not waiting
+
+        wait_until(is_settled, math.inf)
+        return missing
 
     def end_round(self) -> None:
         """Notes the time of a round, at its end."""
@@ -292,3 +331,14 @@ class Deadlines:
         deviation = median(abs(each - usual) for each in waits)
         least = _LEAST_DEVIATION * median(self._rounds)
         return min(usual + self._patience * max(deviation, least), self.most)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Waits for a condition, but not longer than so many seconds; returns whether it holds."""
+    deadline, sleep = time.monotonic() + seconds, _FIRST_SLEEP
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(sleep)
+        sleep = min(2 * sleep, _LAST_SLEEP)
+    return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from fogdist.training.mixing import (
     rounds_of,
 )
 from fogdist.training.overlapping import Mixer
-from fogdist.training.pace import Deadlines
+from fogdist.training.pace import Deadlines, Notes, wait_until
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,10 +40,9 @@ _ROUND, _CLOSING, _FIRST, _LAST, _ENDED = range(5)
 # The longest wait, in seconds, until a late neighbor's process has been told that it is left out. On one host it knows at
 # once. On another host its engine answers, whatever its program does, unless the whole process is stopped.
 _ANSWER = 0.5
-_SLEEP = 50e-6
 
 
-class MutualRounds:
+class MutualRounds(Notes):
     """The rounds of a rank and its neighbors: with whom it exchanges values in each.
 
     Rounds have numbers, and a value counts in the round of its number only. A rank sends a round's values to the neighbors
@@ -60,11 +58,11 @@ class MutualRounds:
     A rank that was left out goes on with the round that its neighbors are in. It is waited for again when they see that.
 
     Args:
-        context: The group. The construction is collective.
-        name: The same on all ranks.
+        context: As in `Notes`.
+        name: As in `Notes`.
         peers: The neighbors, in any round and either direction.
         patience: Of `Deadlines`.
-        gives_way: Whether a wait ends when the group has failed: the neighbor may be in the agreement round that follows.
+        gives_way: As in `Notes`.
 
     Attributes:
         number: Of this rank's round, from 1 on; 0 before the first one.
@@ -74,15 +72,9 @@ class MutualRounds:
     def __init__(
         self, context: Context, name: str, peers: Collection[int], patience: float, *, gives_way: bool = False
     ) -> None:
-        self._backend = context.backend
-        self._peers = sorted(peers)
-        self._gives_way = gives_way
+        super().__init__(context, f"{name}.rounds", peers, _ENDED + 1, gives_way=gives_way)
         self._deadlines = Deadlines(patience, context.backend.options._timeout.total_seconds())
-        self._told = {rank: [0.0] * (_ENDED + 1) for rank in self._peers}
-        told = torch.zeros(_ENDED + 1, dtype=torch.float64, device="cpu")
-        self._window: Window = context.backend.create_window(
-            told, f"{name}.rounds", self._peers, self._peers, zero_init=True
-        )
+        self._told = {rank: [0.0] * (_ENDED + 1) for rank in self.peers}
         self.number = 0
         self._before = 0
         self._came: frozenset[int] = frozenset()  # to the last round
@@ -92,21 +84,19 @@ class MutualRounds:
         """Begins the next round: that of this number, or the one that neighbors are in, if they are ahead."""
         for told in self._told.values():
             told[_ENDED] = 0.0
-        heard = {rank: self._heard(rank) for rank in self._peers}
+        heard = {rank: self.heard(rank) for rank in self.peers}
         self._before, self.number = self.number, max([least, *(int(each[_ROUND]) for each in heard.values())])
         # Nobody has come to a round before the first one. Values of the last one may be here before their rank's word.
         came = {rank for rank, each in heard.items() if not self._before or each[_ROUND] >= self.number - 1}
         if self.number == self._before + 1:
             came |= self._came
-        self.in_step = frozenset(
-            rank for rank in came if not heard[rank][_ENDED] and not self._window.is_gone(rank)
-        )
-        for rank in set(self._peers) - self.in_step:
+        self.in_step = frozenset(rank for rank in came if not heard[rank][_ENDED] and not self.is_gone(rank))
+        for rank in set(self.peers) - self.in_step:
             self._leave_out(rank)
 
-    def tell(self) -> None:
+    def tell_all(self) -> None:
         """Tells all neighbors of the round, after its values were sent."""
-        for rank in self._peers:
+        for rank in self.peers:
             self._tell(rank)
 
     def settle(
@@ -127,15 +117,15 @@ class MutualRounds:
 
         def look(rank: int) -> bool | None:
             if rank not in sources:
-                has_come = self._heard(rank)[_ROUND] >= self.number
+                has_come = self.heard(rank)[_ROUND] >= self.number
             else:
                 has_come = is_here(rank)
             if has_come and (rank not in destinations or is_there(rank)):
                 return True
-            heard = self._heard(rank)
+            heard = self.heard(rank)
             # A neighbor sends its values of a round before it tells of the next one.
             will_not = rank in sources and heard[_ROUND] > self.number and not is_here(rank)
-            if will_not or self._is_left_out(heard) or heard[_ENDED] or self._is_gone(rank):
+            if will_not or self._is_left_out(heard) or heard[_ENDED] or self._will_not_answer(rank):
                 return False
             return None
 
@@ -153,21 +143,9 @@ class MutualRounds:
 
     def end(self) -> None:
         """Tells the neighbors that this rank makes no more rounds, until `begin`."""
-        for rank in self._peers:
+        for rank in self.peers:
             self._told[rank][_ENDED] = 1.0
             self._tell(rank)
-
-    def gone(self) -> list[int]:
-        """Returns the neighbors that take no further part: they are lost, or have ended."""
-        return [rank for rank in self._peers if self._window.is_gone(rank)]
-
-    def raise_loss(self, rank: int) -> None:
-        """Raises the error of a neighbor that is lost.
-
-        Raises:
-            torch.distributed.DistBackendError: Always, if it is.
-        """
-        self._window.get([(rank, 1.0)]).wait()
 
     # --- inside ---
 
@@ -179,10 +157,10 @@ class MutualRounds:
         for rank in late:
             self._told[rank][_CLOSING] = self.number
             tellings[rank] = self._tell(rank)
-        _wait_until(lambda: all(telling.is_completed() for telling in tellings.values()))
+        wait_until(lambda: all(telling.is_completed() for telling in tellings.values()), _ANSWER)
         came = {rank for rank in late if tellings[rank].is_completed() and is_here(rank)}
         # Whether they leave this rank out can be seen only after its own values are there.
-        _wait_until(lambda: all(is_there(rank) for rank in came))
+        wait_until(lambda: all(is_there(rank) for rank in came), _ANSWER)
         came = {rank for rank in came if is_there(rank)}
         for rank in late:
             if rank not in came:
@@ -193,21 +171,23 @@ class MutualRounds:
 
     def _has_answered(self, rank: int) -> bool:
         """Returns whether a neighbor whose values have come counts this rank's values, too; waits for its word."""
-        deadline = time.monotonic() + self._deadlines.most
-        while (heard := self._heard(rank))[_CLOSING] == self.number:
-            if self._is_gone(rank) or time.monotonic() >= deadline:
-                self._leave_out(rank)
-                self._tell(rank)
-                return False
-            time.sleep(_SLEEP)
+        wait_until(
+            lambda: self.heard(rank)[_CLOSING] != self.number or self._will_not_answer(rank),
+            self._deadlines.most,
+        )
+        heard = self.heard(rank)
+        if heard[_CLOSING] == self.number:
+            self._leave_out(rank)
+            self._tell(rank)
+            return False
         return not self._is_left_out(heard)
 
     def _is_left_out(self, heard: list[float]) -> bool:
         """Returns whether a neighbor has said that it leaves this rank out of this round."""
         return heard[_FIRST] <= self.number <= heard[_LAST]
 
-    def _is_gone(self, rank: int) -> bool:
-        return self._window.is_gone(rank) or bool(self._gives_way and self._backend.failure)
+    def _will_not_answer(self, rank: int) -> bool:
+        return self.is_gone(rank) or self.must_give_way()
 
     def _leave_out(self, rank: int) -> None:
         told = self._told[rank]
@@ -215,22 +195,10 @@ class MutualRounds:
             told[_FIRST] = self.number
         told[_LAST] = self.number
 
-    def _heard(self, rank: int) -> list[float]:
-        heard: list[float] = self._window.update(0.0, [(rank, 1.0)], clone=True).tolist()
-        return heard
-
     def _tell(self, rank: int) -> dist.Work:
         told = self._told[rank]
         told[_ROUND] = self.number
-        telling = torch.tensor(told, dtype=torch.float64, device="cpu")
-        return self._window.put(telling, [(rank, 1.0)], skip_lost=True)
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    """Waits for the answer of neighbors' processes, but not for long."""
-    deadline = time.monotonic() + _ANSWER
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(_SLEEP)
+        return self.tell(rank, told)
 
 
 class PatientMixer(Mixer):
@@ -254,15 +222,15 @@ class PatientMixer(Mixer):
         self._patience = patience
         self._participant = participant
         self._watch = None if participant is None else Watch(participant, self._edges)
-        self._generation: tuple[dist.ProcessGroup | None, int] = (
-            None,
-            0,
-        )  # how many times it began anew, in a group
+        # The group of the windows, and how many times they were opened anew in it.
+        self._generation: tuple[dist.ProcessGroup | None, int] = None, 0
         self._opened: tuple[FlatBuckets, Mixing, dist.ProcessGroup] | None = None
         self._rounds: MutualRounds | None = None
         self._plans: Plans | None = None
         self._windows: tuple[list[Window], list[Window]] = [], []
-        self._plan: NeighborPlan | None = None  # of the exchange in flight
+        # Of the exchange in flight.
+        self._current: list[Window] = []
+        self._plan: NeighborPlan | None = None
         self._puts: dict[int, list[dist.Work]] = {}
         self._left_out: list[int] = []
         self._is_away = False
@@ -284,18 +252,18 @@ class PatientMixer(Mixer):
         self._buckets, self._round = buckets, Round(context, number, self._name)
         with self._named():
             self._raise_losses()
-            self._plan = plans.plan(number)
+            self._plan, self._current = plans.plan(number), self._windows[rounds.number % 2]
             self._puts = {rank: [] for rank, _ in self._plan.destinations}
             buckets.load()
             for place in buckets.sending_order:
-                window = self._windows[rounds.number % 2][place]
+                window = self._current[place]
                 window.p = float(rounds.number)
                 for rank, puts in self._puts.items():
                     if rank in rounds.in_step:
                         puts.append(
                             window.put(buckets.flats[place], [(rank, 1.0)], with_p=True, skip_lost=True)
                         )
-        rounds.tell()
+        rounds.tell_all()
         self.accept_changes()
         return number
 
@@ -314,7 +282,7 @@ class PatientMixer(Mixer):
             for rank, weight in plan.sources:
                 own += 0.0 if rank in counted else weight
             if neighbors:
-                for window in self._windows[self._number % 2]:
+                for window in self._current:
                     window.update(own, neighbors)
         buckets.write_back()
 
@@ -361,14 +329,9 @@ class PatientMixer(Mixer):
         if self._rounds is not None:
             self._rounds.end()
         self._opened = self._rounds = self._plans = None
-        self._windows = [], []
+        self._windows, self._current = ([], []), []
 
     # --- inside ---
-
-    @property
-    def _number(self) -> int:
-        assert self._rounds is not None
-        return self._rounds.number
 
     def _edges(self) -> NDArray[np.bool_]:
         """Returns whether there is an edge in any round; before windows are open, all ranks wait for each other."""
@@ -416,7 +379,7 @@ class PatientMixer(Mixer):
             ]
             for parity in ("even", "odd")
         )
-        self._windows = even, odd
+        self._windows, self._current = (even, odd), []
         self._rounds = MutualRounds(
             context, name, {*sources, *destinations}, self._patience, gives_way=self._participant is not None
         )
@@ -429,12 +392,11 @@ class PatientMixer(Mixer):
         rounds, plan, puts = self._rounds, self._plan, self._puts
         assert rounds is not None and plan is not None
         self._buckets, self._plan, self._puts = None, None, {}
-        windows, number = self._windows[rounds.number % 2], float(rounds.number)
         sources = [rank for rank, _ in plan.sources]
         counted = rounds.settle(
             sources,
             list(puts),
-            lambda rank: all(window.slot_p(rank) == number for window in windows),
+            lambda rank: all(window.slot_p(rank) == float(rounds.number) for window in self._current),
             lambda rank: _are_there(puts[rank]),
         )
         self._left_out = sorted({*sources} - counted)
@@ -445,11 +407,12 @@ class PatientMixer(Mixer):
     def _raise_losses(self) -> None:
         """Raises the error of a lost neighbor. One that has ended in good order has made all its rounds."""
         assert self._rounds is not None and self._round is not None
-        gone = self._rounds.gone() if self._participant is None else []
+        if self._participant is not None:
+            return
+        gone = [rank for rank in self._rounds.peers if self._rounds.is_gone(rank)]
         lost = self._round.context.backend.lost_ranks() if gone else []
-        for rank in gone:
-            if rank in lost:
-                self._rounds.raise_loss(rank)
+        for rank in sorted({*gone} & {*lost}):
+            self._rounds.raise_loss(rank)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

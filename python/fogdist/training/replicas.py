@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fogdist.compression import Codec
 from fogdist.context import Context, current
 from fogdist.training.algorithm import Algorithm, check_factor
-from fogdist.training.continuing import repeated
+from fogdist.training.continuing import highest, repeated
 from fogdist.training.mixing import Finish, Neighbors, as_mixing
 from fogdist.training.view import Models
 
@@ -147,17 +146,11 @@ class ReplicaAlgorithm(Algorithm):
         round = self.this_round()
         if self.numbers["replica_graph"] == _FRESH:
             self._begin_anew(f"{round.name}.first")
-        is_whole = is_merged = False  # whether the latest attempt sends the vectors themselves, and merges
-        graph = _STALE
 
         # Its results are the weighted sums of what is decoded, and then what is decoded of this rank.
         def begin(context: Context) -> Finish:
-            nonlocal is_whole, is_merged, graph
-            graph = self._graph_of(context)
-            is_merged = merges and self._averages_exactly(context)
-            is_whole = self.numbers["replica_graph"] != graph
             of_attempt = replace(round, context=context)
-            if is_whole:
+            if self._are_stale(context):
                 own = sent = [_as_sent(x) for x in vectors]
                 finish = self._neighbors.begin(sent, of_attempt)
             else:
@@ -168,9 +161,11 @@ class ReplicaAlgorithm(Algorithm):
                 _as_kept(each, x) for each, x in zip([*finish(), *own], [*vectors, *vectors], strict=True)
             ]
 
-        results = self._through_losses(begin)
+        results = begin(self.context)() if self._participant is None else repeated(self._participant, begin)()
         if results is None:
             return None
+        is_whole = self._are_stale(self.context)
+        is_merged = merges and self._averages_exactly(self.context)
         full = []
         sums, decoded = results[: len(vectors)], results[len(vectors) :]
         for x, h, p, total, own in zip(vectors, replicas, pulls, sums, decoded, strict=True):
@@ -189,38 +184,23 @@ class ReplicaAlgorithm(Algorithm):
                 h.add_(own)
                 p.add_(moved)
             full.append(p)
-        self.numbers["replica_graph"] = graph
+        self.numbers["replica_graph"] = self._graph_of(self.context)
         return full
+
+    def _are_stale(self, context: Context) -> bool:
+        """Returns whether the kept vectors are of other weights or parameters, so that ranks send the vectors themselves."""
+        return bool(self.numbers["replica_graph"] != self._graph_of(context))
 
     def _averages_exactly(self, context: Context) -> bool:
         """Returns whether the mixing is the exact average of all ranks of a group."""
         self._graph_of(context)
         return self._graph[2]
 
-    def _through_losses(self, begin: Callable[[Context], Finish]) -> list[Tensor] | None:
-        """Makes an exchange, with ``on_loss="continue"`` again after each loss; None if it was given up."""
-        return begin(self.context)() if self._participant is None else repeated(self._participant, begin)()
-
     def _begin_anew(self, title: str) -> None:
         """Finds out whether all ranks have the same replicas, which then pull nowhere; if not, they are stale. Collective."""
         mark = _number_of(_as_sent(each).view(torch.uint8).cpu().numpy() for each in self.vectors["replica"])
-        graph = _STALE
-
-        def begin(context: Context) -> Finish:
-            nonlocal graph
-            graph = self._graph_of(context)
-            most = torch.tensor([mark, -mark], dtype=torch.int64, device="cpu")
-            work = context.backend.allreduce_named(most, dist.ReduceOp.MAX, name=title)
-
-            def finish() -> list[Tensor]:
-                work.wait()
-                return [most]
-
-            return finish
-
-        results = self._through_losses(begin)
-        is_alike = results is not None and results[0].tolist() == [mark, -mark]
-        self.numbers["replica_graph"] = graph if is_alike else _STALE
+        is_alike = highest(self.context, self._participant, [mark, -mark], title) == [mark, -mark]
+        self.numbers["replica_graph"] = self._graph_of(self.context) if is_alike else _STALE
         for pull in self.vectors["replica_pull"]:
             pull.zero_()
 
