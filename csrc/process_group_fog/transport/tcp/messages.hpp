@@ -41,7 +41,7 @@ class Messages final : private Connections::User, private Channel::User {
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent,
       bool may_go_early,
-      bool only_sender);
+      bool only_sender = false);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // Nobody will receive the data of that message.
   void ignore(PeerId source, const Header& header) {
