@@ -385,6 +385,7 @@ def exchange_by_several() -> tuple[int, int, int]:
     return len(more), connections_used(), wrong
 
 
+@pytest.mark.long
 def test_several_connections(tmp_path: Path) -> None:
     """Both sides make some at once, each at most three for what it sends; all data arrives in its place."""
     found = run_on_hosts(
@@ -441,6 +442,7 @@ def reach_for_few_descriptors() -> tuple[str, int]:
     return way_to(1 - dist.get_rank()), count_connections()
 
 
+@pytest.mark.long
 def test_descriptors_are_kept_for_first_connections(tmp_path: Path) -> None:
     found = run_on_hosts(
         tmp_path,
@@ -491,6 +493,7 @@ def reset(connection: socket.socket) -> None:
     assert libc.connect(connection.fileno(), unspecified, len(unspecified)) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["half-closed", "closed", "reset"])
 def test_an_additional_connection_that_ends(tmp_path: Path, how: str) -> None:
     """The end of one is that of all: an error on both sides, and no wrong data."""
@@ -524,6 +527,7 @@ def leave_after_data() -> bool:
     return received.equal(x)
 
 
+@pytest.mark.long
 def test_a_rank_leaves_when_its_data_is_on_the_way(tmp_path: Path) -> None:
     """Its goodbye overtakes data on slower connections, and counts only after that."""
     found = run_on_hosts(
@@ -556,6 +560,7 @@ def lose_by_several(how: str) -> str:
     return error_of(exchange)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None:
     found = run_on_hosts(
