@@ -276,9 +276,9 @@ class Header(ctypes.Structure):
         ("bytes", ctypes.c_uint64),
         ("scale", ctypes.c_double),
         ("failed_rank", ctypes.c_int32),
-        ("of_window", ctypes.c_char * 40),
+        ("of_window", ctypes.c_char * 36),
         ("window_op", ctypes.c_uint16),
-        ("of_operation", ctypes.c_char * 98),
+        ("of_operation", ctypes.c_char * 102),
         ("of_transfer", ctypes.c_char * 20),
         ("chunk", ctypes.c_uint32),
     ]

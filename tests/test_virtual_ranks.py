@@ -220,8 +220,7 @@ def windows(world: Threads, numel: int) -> None:
         whole[rank], shares[rank] = tensor.clone(), window.p
         group.barrier().wait()
         for turn in range(20):
-            codec = Int8().backend if turn % 2 else None
-            window.put(torch.full_like(tensor, turn), [(left, 1.0), (right, 1.0)], compression=codec).wait()
+            window.put(torch.full_like(tensor, turn), [(left, 1.0), (right, 1.0)]).wait()
             seen = window.update(0.0, [(left, 1.0)], clone=True)
             assert (seen == seen[0]).all()
             window.get([(right, 1.0)]).wait()
