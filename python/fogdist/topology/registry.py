@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import SupportsIndex
 
-from fog_cli import table
 
 from fogdist.lazy import nx
 from fogdist.topology import graphs, sequences
@@ -114,4 +113,6 @@ def summary(size: SupportsIndex, topologies: Iterable[Topology] | None = None) -
                 "-" if near is None else f"{sent:.1f}",
             )
         )
+    from fog_cli import table  # not needed by a training
+
     return "\n".join(table(lines))
