@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import SupportsIndex
 
-
 from fogdist.lazy import nx
 from fogdist.topology import graphs, sequences
 from fogdist.topology.base_graph import base_graph
