@@ -455,14 +455,13 @@ void Operation::check_transfers() const {
     if (!going.data->error.empty()) {
       const auto lost = std::find_if(
           going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
-      C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
+      C10_THROW_ERROR(DistBackendError, c10::str("failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }
   for (const auto& receive : receives_) {
     if (receive.incoming && !receive.incoming->error.empty()) {
       C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("MPI failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
+          DistBackendError, c10::str("failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
     }
   }
 }
