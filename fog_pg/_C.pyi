@@ -485,6 +485,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Sets slot `[destination][this rank]` to weight * tensor, and increments its version.
 
@@ -494,6 +495,7 @@ class Window:
                 for mutexes that other ranks hold.
             self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
                 complete, unless the Work fails. Integers are rounded as in the sent values.
+            waits: The caller waits for the Work next, so no other thread is woken for it.
         """
 
     def accumulate(
@@ -505,6 +507,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Adds weight * tensor to slot `[destination][this rank]` without a new version. Otherwise as `put`."""
 
@@ -515,6 +518,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Sets slot `[this rank][source]` to weight * the source's tensor, and increments its version."""
 

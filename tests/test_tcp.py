@@ -22,6 +22,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fogdist
 import pytest
 import torch
 import torch.distributed as dist
@@ -186,6 +187,28 @@ def send_long_before() -> None:
         assert send is not None
         send.wait()
     dist.barrier()
+
+
+def put_after_each_wait(rounds: int) -> None:
+    """Rank 0 puts into windows of ranks that have just waited in fog, and call it no more until the put is there."""
+    fogdist.init()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    with fogdist.Window(torch.zeros(4)) as window:
+        _C.emulate(longest_sleep=timedelta(hours=1))
+        for number in range(rounds):
+            dist.all_reduce(torch.ones(4))
+            if rank == 0:
+                time.sleep(0.003)
+                window.put(torch.ones(4), timeout=timedelta(seconds=10))
+                store.set(f"put {number}", "")
+            store.get(f"put {number}")
+        _C.emulate()
+        dist.barrier()
+
+
+def test_a_put_after_a_wait_is_served_at_once(world: World) -> None:
+    """Regression: until the background thread's sleep ended, nothing woke it for requests of other hosts."""
+    assert world.run(put_after_each_wait, 30) == [None] * RANKS
 
 
 # --- connections --------------------------------------------------------------------------------------------

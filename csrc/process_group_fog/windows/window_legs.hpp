@@ -103,6 +103,7 @@ struct Window::Part {
   Milliseconds timeout;
   Deadline deadline;
   std::shared_ptr<Call> call;
+  bool waits; // the caller waits for the call next
   // for an accumulate by message: the number of puts that this rank has made to the neighbor's mailbox before
   uint64_t puts = 0;
 };

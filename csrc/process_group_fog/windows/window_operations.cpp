@@ -182,8 +182,8 @@ void Window::launch(
     const auto sent_p = options.with_p && shares ? std::make_optional(weight * p) : std::nullopt;
     call->expect();
     dispatch(
-        neighbor(name, "", rank, !out, out), {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call},
-        options.skip_lost);
+        neighbor(name, "", rank, !out, out),
+        {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call, options.waits}, options.skip_lost);
   }
   call->finish(nullptr);
 }

@@ -117,7 +117,7 @@ Header WindowService::header_for(MessageKind kind, uint64_t group, uint64_t wind
 void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout) {
   request->timeout_ = timeout;
   request->deadline_ = deadline_after(timeout);
-  engine_.begin(request->deadline_, [&] { send_request(request); });
+  engine_.begin(request->deadline_, [&] { send_request(request); }, request->waits);
 }
 
 void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) {
