@@ -651,9 +651,8 @@ def own_entry() -> str:
 def read_entry(entry: str) -> dict[str, Any]:
     """The properties of the process with this entry.
 
-    protocol, rank, pid, host_id, host_name and job; `host`, a name that only the job's ranks on its host have;
-    `addresses`, at which it listens for other hosts; and `is_visible`, whether it shares this host and its memory, so
-    that `announce` never waits.
+    `host_name`; `addresses`, at which it listens for other hosts; and `is_visible`, whether it shares this host and its
+    memory, so that `announce` never waits.
     """
 
 def announce(entry: str) -> bool:

@@ -249,7 +249,9 @@ class Window:
         sources = self._all_in
         if src_weights is not None:
             sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
-        work = self._open().get(sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout, waits=not async_op)
+        work = self._open().get(
+            sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout, waits=not async_op
+        )
         return _finished(work, async_op)
 
     # --- local operations ---

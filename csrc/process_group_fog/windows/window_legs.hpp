@@ -28,13 +28,10 @@ class WindowSlice {
  public:
   // Begins now, if there is a timeline.
   WindowSlice();
-  ~WindowSlice();
-  WindowSlice(const WindowSlice&) = delete;
-  WindowSlice& operator=(const WindowSlice&) = delete;
 
   // Adds an exchange of `bytes` with another rank.
   void add(int rank, size_t bytes) {
-    if (lane_.number >= 0) {
+    if (lane_) {
       ranks_.push_back(rank);
       bytes_ += bytes;
     }
@@ -44,7 +41,6 @@ class WindowSlice {
 
  private:
   class Entry;
-  void give_lane_back() noexcept;
 
   Timeline::Clock::time_point begun_;
   Timeline::Lane lane_;

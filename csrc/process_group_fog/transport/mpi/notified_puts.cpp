@@ -15,7 +15,7 @@ namespace {
 // The layout of slots and versions that sender and receiver of notified puts share, and the format of their words.
 
 // A slot holds a chunk.
-constexpr size_t kChunkBytes = OneSided::kMostBytes;
+constexpr size_t kChunkBytes = RemoteMemory::kMostBytes;
 
 // A peer lends at most this many.
 constexpr size_t kMostSlots = 32;
@@ -371,7 +371,6 @@ class PutArrivals::Arrival final : public Incoming {
   // Checks for arrived chunks. Returns true if there are new ones.
   bool look() {
     if (payload) {
-      error = payload->error;
       return false;
     }
     const size_t before = come_;
