@@ -442,9 +442,9 @@ def send_with_few_descriptors() -> tuple[str, int]:
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * free, hard))
-    found = send_much()
+    way, _ = send_much()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return found
+    return way, count_connections()
 
 
 def test_descriptors_are_kept_for_first_connections(new_world: Callable[..., World]) -> None:
@@ -606,7 +606,7 @@ class Sender:
     def __init__(self, each: float, link: float) -> None:
         self.each, self.link = each, link
         self.growth = _C.Growth()
-        self.now = self.written = self.limited = 0.0
+        self.now, self.written, self.limited = 100.0, 0.0, 0.0
         self.asked: list[float] = []
         self.opens = True  # whether attempts to connect succeed
         self.round_trip = ROUND_TRIP  # the present one, which data that waits in the link makes longer
@@ -655,7 +655,7 @@ def test_growth(each: float, link: float, used: int, asked: int) -> None:
 def test_growth_takes_four_round_trips_for_a_measurement() -> None:
     sender = Sender(10e6, 1e9).send(3)
     first, second, third = sender.asked
-    assert first == pytest.approx(0.01 + 4 * ROUND_TRIP, abs=0.021)
+    assert first == pytest.approx(100.01 + 4 * ROUND_TRIP, abs=0.021)
     assert second - first == pytest.approx(4 * (0.01 + 4 * ROUND_TRIP), abs=0.1)  # three that judge, and the next one
     assert third - second == pytest.approx(second - first, abs=0.02)
 
