@@ -363,8 +363,13 @@ def way_to(other: int) -> str:
 
 
 def connections_by_use() -> tuple[list[socket.socket], list[socket.socket], list[socket.socket]]:
-    """Returns the first connection, those by which this rank sends, and those by which the other one does."""
+    """Returns the first connection, those by which this rank sends, and those by which the other one does.
+
+    Both ranks call it.
+    """
     found: tuple[list[socket.socket], ...] = ([], [], [])
+    for number in range(50):  # until each has carried data
+        send_both_ways(number)
     for each in data_connections():
         acknowledged, received = struct.unpack_from("QQ", each.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 136), 120)
         words = 200  # of the handshake, at most
@@ -424,10 +429,14 @@ def test_a_long_path_takes_several(tmp_path: Path) -> None:
 
 def send_much() -> tuple[str, int]:
     """Rank 0 sends rank 1 long data; returns how it goes, and how many connections there are."""
+    send_long()
+    return way_to(1 - dist.get_rank()), count_connections()
+
+
+def send_long() -> None:
     for _ in range(8):
         (dist.send if dist.get_rank() == 0 else dist.recv)(torch.zeros(MIB), 1 - dist.get_rank())
     dist.barrier()
-    return way_to(1 - dist.get_rank()), count_connections()
 
 
 def test_one_connection_fills_the_link(tmp_path: Path) -> None:
@@ -442,9 +451,9 @@ def send_with_few_descriptors() -> tuple[str, int]:
     free = os.dup(0)
     os.close(free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (2 * free, hard))
-    way, _ = send_much()
+    send_long()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return way, count_connections()
+    return way_to(1 - dist.get_rank()), count_connections()
 
 
 def test_descriptors_are_kept_for_first_connections(new_world: Callable[..., World]) -> None:
@@ -498,12 +507,13 @@ def test_an_additional_connection_that_ends(new_world: Callable[..., World], how
 def leave_after_data(slow: str) -> bool:
     """Rank 0 leaves when its data is in the system's buffers, and some connections are slow; rank 1 gets all."""
     connect_by_several()
+    found = connections_by_use()
     x = torch.arange(MIB // 2, dtype=torch.float32)
     if dist.get_rank() == 0:
-        found = connections_by_use()
         for each in found[0 if slow == "first" else 1]:
             each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 400 * KIB)
-        close_all(*found)
+    close_all(*found)
+    if dist.get_rank() == 0:
         dist.send(x, 1)
         _C.shutdown()
         return True
