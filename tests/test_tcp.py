@@ -371,7 +371,9 @@ def connections_by_use() -> tuple[list[socket.socket], list[socket.socket], list
     for number in range(50):  # until each has carried data
         send_both_ways(number)
     for each in data_connections():
-        acknowledged, received = struct.unpack_from("QQ", each.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 136), 120)
+        acknowledged, received = struct.unpack_from(
+            "QQ", each.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 136), 120
+        )
         words = 200  # of the handshake, at most
         found[1 if received < words else 2 if acknowledged < words else 0].append(each)
     assert [len(each) for each in found] == [1, MOST - 1, MOST - 1], found
@@ -602,7 +604,9 @@ def ask_for_more() -> list[bytes]:
 def test_additional_connections_that_are_not_used(new_world: Callable[..., World]) -> None:
     """At most three at once, for as long as the side that has made them likes; their ends do no harm."""
     _, answers = new_world(2, environment=APART).run(ask_for_more, timeout=RUN_TIMEOUT)
-    assert answers[:3] == [b"y"] * 3 and answers[3:-1] == [b"l"] * (len(answers) - 4) and answers[-1] == b"y", answers
+    assert (
+        answers[:3] == [b"y"] * 3 and answers[3:-1] == [b"l"] * (len(answers) - 4) and answers[-1] == b"y"
+    ), answers
 
 
 # How many connections fill the link, with times and bytes that the tests choose.
@@ -666,7 +670,9 @@ def test_growth_takes_four_round_trips_for_a_measurement() -> None:
     sender = Sender(10e6, 1e9).send(3)
     first, second, third = sender.asked
     assert first == pytest.approx(100.01 + 4 * ROUND_TRIP, abs=0.021)
-    assert second - first == pytest.approx(4 * (0.01 + 4 * ROUND_TRIP), abs=0.1)  # three that judge, and the next one
+    assert second - first == pytest.approx(
+        4 * (0.01 + 4 * ROUND_TRIP), abs=0.1
+    )  # three that judge, and the next one
     assert third - second == pytest.approx(second - first, abs=0.02)
 
 

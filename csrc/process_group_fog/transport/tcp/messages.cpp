@@ -29,10 +29,7 @@ constexpr auto kMeasured = std::chrono::milliseconds(10);
 } // namespace
 
 Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, const Pulse& pulse)
-    : connections_(std::move(connections)),
-      handler_(handler),
-      pulse_(pulse),
-      fixed_(static_cast<size_t>(settings().connections)) {}
+    : connections_(std::move(connections)), handler_(handler), pulse_(pulse), fixed_(static_cast<size_t>(settings().connections)) {}
 
 Messages::~Messages() = default;
 
@@ -347,8 +344,7 @@ std::string Messages::way_to(PeerId peer) const {
   std::string text = "tcp: " + std::to_string(growth.used() + 1) + " connections";
   if (const auto path = connections_->path(peer)) {
     std::array<char, 100> more = {};
-    std::snprintf(
-        more.data(), more.size(), ", round trip %.1f ms, %.0f Mbit/s", 1e3 * path->least_round_trip, 8e-6 * growth.rate());
+    std::snprintf(more.data(), more.size(), ", round trip %.1f ms, %.0f Mbit/s", 1e3 * path->least_round_trip, 8e-6 * growth.rate());
     text += more.data();
   }
   return text;
