@@ -775,6 +775,31 @@ class Liveness:
 
     def suspects(self, peer: int) -> bool: ...
 
+class Growth:
+    """For tests: how many additional TCP connections data to a peer takes, with times that the caller chooses."""
+
+    used: int
+    rate: float
+
+    def begin(self) -> None:
+        """Data begins to wait."""
+
+    def look(
+        self, now: float, written: int, least_round_trip: float, round_trip: float, limited: float
+    ) -> bool:
+        """Returns whether to ask for another connection.
+
+        Args:
+            now: The time in seconds, as all others.
+            written: The bytes that all connections have written by now.
+            least_round_trip: Of the first connection.
+            round_trip: Its present one.
+            limited: For how long, by now, all that it may hold was in flight.
+        """
+
+    def on_open(self) -> None:
+        """An additional connection is open."""
+
 class Rendezvous:
     """For tests: the rendezvous of ranks in a Store, which every group uses."""
 

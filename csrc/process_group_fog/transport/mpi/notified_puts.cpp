@@ -152,7 +152,7 @@ void NotifiedPuts::go_by_wire(const std::shared_ptr<OutgoingPut>& put) {
     put->done_ = true;
     ended(error);
   };
-  wire_.send_data(put->peer_, put->tag_, data, put->bytes_, put->owner_, ended, false);
+  wire_.send_data(put->peer_, put->tag_, data, put->bytes_, put->owner_, ended, tcp::Messages::Early::kNothing);
   put->ended_ = nullptr; // it holds the sender, which holds the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
