@@ -315,7 +315,7 @@ Channel::Result Channel::write(size_t number, int fd) {
     const auto sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
       if (!is_for_later(errno)) { // what has come before the end is still to be read
-        error_ = errno;
+        error_ = number == 0 ? errno : error_; // the first connection tells how the peer has ended
         mute_ = true;
       }
       break;
@@ -380,7 +380,10 @@ Channel::Result Channel::read(size_t number, int fd) {
     }
     const auto bytes = readv(fd, pieces.data(), static_cast<int>(count));
     if (bytes == 0 || (bytes < 0 && !is_for_later(errno))) {
-      error_ = bytes < 0 ? errno : error_;
+      error_ = bytes < 0 && number == 0 ? errno : error_;
+      if (line.end == 0) {
+        line.buffer = nullptr;
+      }
       return Result::kEnd;
     }
     if (bytes < 0) {

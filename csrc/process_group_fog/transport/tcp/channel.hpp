@@ -179,9 +179,12 @@ class Channel {
   size_t unsent() const {
     return lines_.front().unsent();
   }
-  // Nothing more is written to the peer, as what an additional connection had taken may be lost.
+  // Nothing more is written to the peer: a connection has failed, and what it had taken may be lost.
   void mute() {
     mute_ = true;
+  }
+  bool is_mute() const {
+    return mute_;
   }
   // Returns whether anything waits for that connection, or for any.
   bool wants_to_write(size_t number) const;

@@ -262,7 +262,7 @@ std::optional<Path> Connections::path(PeerId number) const {
       info.tcpi_min_rtt == UINT32_MAX) {
     return std::nullopt;
   }
-  const auto limited = static_cast<double>(info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited);
+  const auto limited = static_cast<double>(info.tcpi_sndbuf_limited); // not the receiver's buffer: its program may pause
   return Path{1e-6 * info.tcpi_min_rtt, 1e-6 * info.tcpi_rtt, static_cast<double>(info.tcpi_delivery_rate), 1e-6 * limited};
 }
 
@@ -332,8 +332,14 @@ std::vector<Transport::Ended> Connections::take_ended() {
     next_look_at_silence_ = now + kSilenceInterval;
     const auto silent = [this](const Socket* socket) { return socket != nullptr && is_silent(socket->fd, host_timeout_); };
     for (const auto& [number, peer] : peers_) {
-      if (peer.open != nullptr && (silent(peer.open) || std::any_of(peer.additional.begin(), peer.additional.end(), silent))) {
+      if (peer.open != nullptr && silent(peer.open)) {
         end({number, fog::Peer::State::kSilent, kSilent});
+        continue;
+      }
+      for (const auto* socket : peer.additional) {
+        if (silent(socket)) { // it alone may be cut, by a firewall; its end is read next
+          shutdown(socket->fd, SHUT_RDWR);
+        }
       }
     }
   }

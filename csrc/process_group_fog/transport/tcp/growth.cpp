@@ -1,19 +1,22 @@
 #include "transport/tcp/growth.hpp"
 
+#include <algorithm>
 #include <utility>
 
 namespace fog::tcp {
 namespace {
 
-// A rate is measured over this many round trips. A new connection starts slowly: it takes about eight to send at full rate,
-// so its third rate counts.
+// A rate is measured over this many round trips, and this many seconds at least, as shorter times differ by chance. A new
+// connection starts slowly: it takes about eight round trips to send at full rate. So the best of its first rates counts,
+// whatever the others contain, such as a pause of the receiver.
 constexpr double kRoundTrips = 4;
+constexpr double kLeastTime = 0.05;
 constexpr int kRates = 3;
 // The rate with another connection must be this many times the one without.
 constexpr double kGain = 1.15;
-// Round trips are longer than that where data waits in the link, which is full then.
+// A round trip of so many times the least one means that data waits in the link, which is full then.
 constexpr double kQueue = 1.5;
-// An attempt to connect may be refused.
+// Between two attempts to connect.
 constexpr auto kPause = std::chrono::seconds(1);
 
 } // namespace
@@ -26,21 +29,22 @@ bool Growth::look(Clock::time_point now, uint64_t written, const Path& path) {
     return false;
   }
   sum_ = {sum_.time + time, sum_.bytes + bytes, sum_.limited + limited};
-  if (sum_.time < kRoundTrips * path.least_round_trip) {
+  if (sum_.time < std::max(kRoundTrips * path.least_round_trip, kLeastTime)) {
     return false;
   }
   const auto sum = std::exchange(sum_, {});
   rate_ = sum.bytes / sum.time;
   if (judges_) {
+    best_ = std::max(best_, rate_);
     if (++measured_ == kRates) {
       judges_ = false;
-      is_enough_ = rate_ < kGain * before_;
+      is_enough_ = best_ < kGain * before_;
       used_ -= is_enough_ ? 1 : 0;
     }
     return false;
   }
-  const bool fills_link = sum.limited <= sum.time / 2 || path.round_trip >= kQueue * path.least_round_trip;
-  if (is_enough_ || fills_link || used_ + 1 >= kMostConnections || now < asked_ + kPause) {
+  const bool is_limited = sum.limited > sum.time / 2 && path.round_trip < kQueue * path.least_round_trip;
+  if (is_enough_ || !is_limited || used_ + 1 >= kMostConnections || now < asked_ + kPause) {
     return false;
   }
   before_ = rate_;
@@ -52,6 +56,7 @@ void Growth::on_open() {
   ++used_;
   judges_ = true;
   measured_ = 0;
+  best_ = 0.0;
   measures_ = false;
   sum_ = {};
   asked_ = {};

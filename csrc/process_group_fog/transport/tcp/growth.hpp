@@ -54,6 +54,7 @@ class Growth {
   size_t used_ = 0;
   bool judges_ = false; // whether the newest connection is of use is not known yet
   int measured_ = 0; // times since that is open
+  double best_ = 0.0; // of these rates
   bool is_enough_ = false;
   Clock::time_point asked_;
 };

@@ -138,6 +138,9 @@ void Messages::write(PeerId peer, Link& its, size_t number) {
     return;
   }
   progressed_ = its.channel.write(number, connections_->fd(peer, number)) == Channel::Result::kProgress || progressed_;
+  if (its.channel.is_mute()) {
+    connections_->shut(peer); // the peer learns of it
+  }
   const bool waits = its.channel.wants_to_write(number);
   if (waits == its.watches_writes[number]) {
     return;
