@@ -58,6 +58,7 @@ class DecentralizedAdamW(Algorithm):
     state_numbers: ClassVar[dict[str, float]] = {"updates": 0.0}
     needs_rates: ClassVar[bool] = True
     can_be_joined: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
         if not isinstance(self._fog_wrapped, Adam):

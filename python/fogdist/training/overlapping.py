@@ -129,8 +129,9 @@ class OverlappingAlgorithm(Algorithm):
             return False
         with torch.no_grad():
             self.refresh()
-            has_joined = self.enter()
-            self.begin()
+            with nullcontext() if self.batches is None else self.batches.paused():  # it may wait for other ranks
+                has_joined = self.enter()
+                self.begin()
         # Set only now: if `begin` raised for wrong weights, the user may correct them.
         self.is_in_round = True
         return has_joined

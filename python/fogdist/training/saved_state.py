@@ -90,7 +90,7 @@ def load_state(
     return loaded, {key.removeprefix(_PREFIX): value for key, value in numbers.items()}
 
 
-def set_number(state_dict: Mapping[str, Any], name: str, value: float) -> None:
+def set_number(state_dict: Mapping[str, Any], name: str, value: Any) -> None:
     """Sets a number of an algorithm in a state dict from `save_state`; other state dicts stay as they are."""
     group = state_dict["param_groups"][0]
     if _PREFIX + name in group:
