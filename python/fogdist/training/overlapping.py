@@ -129,7 +129,8 @@ class OverlappingAlgorithm(Algorithm):
             return False
         with torch.no_grad():
             self.refresh()
-            with nullcontext() if self.batches is None else self.batches.paused():  # it may wait for other ranks
+            # It may wait for other ranks.
+            with nullcontext() if self.batches is None else self.batches.paused():
                 has_joined = self.enter()
                 self.begin()
         # Set only now: if `begin` raised for wrong weights, the user may correct them.

@@ -206,7 +206,8 @@ class SharedBatches(Sampler[list[int]]):
         first = number * self._length // self._count
         total = (number + 1) * self._length // self._count - first
         shares = self._shares(place)
-        if self._rank >= len(shares) or not shares[self._rank]:  # it has joined, and the ranks have not measured since
+        if self._rank >= len(shares) or not shares[self._rank]:
+            # It has joined, and the ranks have not measured since.
             return first, first + min(total // max(1, sum(map(bool, shares))), self._largest)
         sizes = parts(total, tuple(shares), self._smallest, self._largest)
         begin = first + sum(sizes[: self._rank])
