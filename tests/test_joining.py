@@ -141,7 +141,9 @@ def train(options: Mapping[str, Any]) -> None:
         before = values()
         optimizer.step()
         losses.append(loss.item())
-        if part is not None:  # of the step before `optimizer.steps`; a process that joins has used it for nothing
+        if (
+            part is not None
+        ):  # of the step before `optimizer.steps`; a process that joins has used it for nothing
             say("part", samples=part, epoch=fogdist.membership.current().epoch)
         now = fogdist.membership.current()
         if now.epoch != known:

@@ -106,7 +106,7 @@ CASES = [
 def train(case: Case) -> np.ndarray:
     """Returns a rank's trajectory, after a check that it goes on from a state dict, also between two rounds."""
     rank, _ = begin(case.graph)
-    model, optimizer, scheduler = parts_of = make(case, rank)
+    parts_of = make(case, rank)
 
     def advance(model: Quadratic, optimizer: Any, scheduler: Any, steps: range) -> list[np.ndarray]:
         path = []
@@ -369,8 +369,18 @@ def test_wrong_batches() -> None:
         ((optimizer, 1, 10), {}, ValueError, "length must be"),
         ((optimizer, 100, 1), {}, ValueError, "batch must be"),
         ((optimizer, 100, 2.5), {}, TypeError, "batch must be"),
-        ((optimizer, 100, 10), {"smallest": 6}, ValueError, "smallest must be at most 5, .*batches of 10, got 6"),
-        ((optimizer, 100, 10), {"largest": 4}, ValueError, "largest must be at least 5, .*batches of 10, got 4"),
+        (
+            (optimizer, 100, 10),
+            {"smallest": 6},
+            ValueError,
+            "smallest must be at most 5, .*batches of 10, got 6",
+        ),
+        (
+            (optimizer, 100, 10),
+            {"largest": 4},
+            ValueError,
+            "largest must be at least 5, .*batches of 10, got 4",
+        ),
         ((optimizer, 100, 10), {"every": 0}, ValueError, "every must be"),
         ((optimizer, 100, 10), {"seed": -1}, ValueError, "seed must be"),
         ((optimizer, 100, 10), {"seed": rank}, ValueError, r"ranks \[0\] and \[1\]"),

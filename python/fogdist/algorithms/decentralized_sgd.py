@@ -83,7 +83,9 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self.patience = None if patience is None else check_factor(patience, "patience")
         if self.patience is not None:
             if options.get("by_samples"):
-                raise ValueError("by_samples must be False with patience, which leaves out neighbors at any time")
+                raise ValueError(
+                    "by_samples must be False with patience, which leaves out neighbors at any time"
+                )
             context = current(options.get("group"))
             mixing = patient_mixing(options.get("topology"), context, options.pop("compression", None))
             options["topology"] = mixing

@@ -206,9 +206,16 @@ class Algorithm(DistributedOptimizer):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        taken = {"algorithm", "apart", "begun", "steps", "rounds", "used", "used_before", "shares"}.intersection(
-            [*cls.state_vectors, *cls.state_numbers]
-        )
+        taken = {
+            "algorithm",
+            "apart",
+            "begun",
+            "steps",
+            "rounds",
+            "used",
+            "used_before",
+            "shares",
+        }.intersection([*cls.state_vectors, *cls.state_numbers])
         if taken:
             raise ValueError(
                 f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
@@ -268,7 +275,10 @@ class Algorithm(DistributedOptimizer):
         if by_samples:
             self._check_weighs(given, context)
         self.mixing = context.carried_out(given)
-        described = {"on_loss": on_loss, **({"by_samples": True} if by_samples else {"local_steps": local_steps})}
+        described = {
+            "on_loss": on_loss,
+            **({"by_samples": True} if by_samples else {"local_steps": local_steps}),
+        }
         described.update((name, getattr(self, name)) for name in self.compared)
         self._described = [*self.mixing.items(context)]
         self._described += [f"{name}={value!r}" for name, value in described.items()]
@@ -702,7 +712,9 @@ class Algorithm(DistributedOptimizer):
     def _check_weighs(self, mixing: Mixing, context: Context) -> None:
         """Raises ValueError if ranks cannot weigh by samples with this mixing."""
         if not self.weighs:
-            raise ValueError(f"by_samples must be False for {self.algorithm_name}, whose recursion needs equal weights")
+            raise ValueError(
+                f"by_samples must be False for {self.algorithm_name}, whose recursion needs equal weights"
+            )
         if not mixing.weighs:
             raise ValueError(f"by_samples must be False with topology={mixing!r}, whose weights are its own")
         if isinstance(mixing, Neighbors):
@@ -715,7 +727,9 @@ class Algorithm(DistributedOptimizer):
         if self.samples is None and self.batches is not None:
             return float(self.batches.size_of(self.steps))
         if self.samples is None:
-            raise ValueError("samples must be set before step() with by_samples=True, for example to len(batch)")
+            raise ValueError(
+                "samples must be set before step() with by_samples=True, for example to len(batch)"
+            )
         return check_factor(self.samples, "samples")
 
     def _samples_of_round(self) -> Samples | None:
@@ -851,7 +865,12 @@ class _State:
         numbers = {name: int(algorithm.numbers[name]) for name in algorithm.rank_numbers}
         for place, share in enumerate(itertools.chain(*algorithm.shares)):
             numbers[f"share {place}"] = share
-        return {"steps": algorithm.steps, "rounds": algorithm.rounds, "shares": len(algorithm.shares), **numbers}
+        return {
+            "steps": algorithm.steps,
+            "rounds": algorithm.rounds,
+            "shares": len(algorithm.shares),
+            **numbers,
+        }
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """See `Joinable`."""
@@ -859,7 +878,9 @@ class _State:
         # The round that begins is due on this rank too, where ranks make different numbers of local steps.
         ahead = -(counts["steps"] + 1) % algorithm.local_steps if algorithm.by_samples else 0
         algorithm.steps, algorithm.rounds = counts["steps"] + ahead, counts["rounds"]
-        told = [counts[f"share {place}"] for place in range(sum(name.startswith("share ") for name in counts))]
+        told = [
+            counts[f"share {place}"] for place in range(sum(name.startswith("share ") for name in counts))
+        ]
         length = len(told) // max(counts["shares"], 1)
         algorithm.shares = [told[begin : begin + length] for begin in range(0, len(told), length or 1)]
         if algorithm.batches is not None:

@@ -23,7 +23,7 @@ def save_state(
     optimizer: Optimizer,
     algorithm: str,
     pieces: Mapping[str, Mapping[Tensor, Tensor]],
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns an optimizer's state dict with an algorithm's state in it.
 
@@ -52,7 +52,7 @@ def save_state(
 
 def load_state(
     state_dict: dict[str, Any], optimizer: Optimizer, algorithm: str, names: Sequence[str]
-) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, float]]:
+) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, Any]]:
     """Loads the optimizer's part of a state dict, and returns the algorithm's part.
 
     Args:

@@ -98,7 +98,9 @@ class SharedBatches(Sampler[list[int]]):
                 f"{largest}"
             )
         if optimizer.batches is not None:
-            raise ValueError("optimizer must have no SharedBatches yet, got one that has; make a new optimizer too")
+            raise ValueError(
+                "optimizer must have no SharedBatches yet, got one that has; make a new optimizer too"
+            )
         self._optimizer: Algorithm = weakref.proxy(optimizer)
         self._rank = whole.rank
         self._equal = [1] * whole.size
