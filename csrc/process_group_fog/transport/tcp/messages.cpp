@@ -22,7 +22,7 @@ constexpr size_t kMostUnsent = size_t(256) << 10;
 constexpr auto kDelay = std::chrono::milliseconds(5);
 // What goes early to a receiver that nobody else sends to. On a slow link, the receiver's question waits behind the data that
 // the receiver itself sends, at 200 Mbit/s for some 3 ms, in which its sender's link would be idle in each hop of a ring.
-constexpr size_t kEarlyOfOnlySender = size_t(256) << 10;
+constexpr size_t kEarlyOfOnlySender = size_t(512) << 10;
 constexpr auto kMeasured = std::chrono::milliseconds(10);
 
 } // namespace
