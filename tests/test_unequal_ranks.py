@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 import time
 from collections import deque
 from typing import Any
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from fogdist import algorithms
 from fogdist import topology as topologies
 from fogdist.compression import Int8
+from fogdist.training.algorithm import _State
 from fogdist.training.shared_batches import parts
 from harness import on_ranks
 from test_algorithms import (
@@ -198,6 +200,14 @@ def test_gossip_keeps_the_weighted_mean(codec: Any) -> None:
         step_of(model, optimizer, k)
     optimizer.average()
     assert np.isfinite(model.x().detach().numpy()).all()
+    optimizer.close()
+    model = Quadratic(rank, rank)
+    base = torch.optim.SGD(model.parameters(), lr=0.0)
+    everyone = algorithms.LocalSGD(base, model, local_steps=1, by_samples=True, broadcast=False)
+    everyone.samples = 0
+    step_of(model, everyone, 0)
+    plain = np.stack([start_of(r) for r in range(SIZE)]).mean(axis=0)
+    np.testing.assert_allclose(model.x().detach().numpy(), plain, rtol=0, atol=1e-12)
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -356,6 +366,23 @@ def test_the_position_in_the_data_goes_with_the_optimizer() -> None:
     source = iter(again[2])
     drawn = [next(source) for _ in range(3)]
     assert next(iter(again[2])) == drawn[0]
+
+
+@on_ranks(2)
+def test_what_a_process_that_joins_is_told() -> None:
+    """The parts, which the ranks may have changed since they sent their state; and a step in which its own round is due."""
+    rank, _ = start()
+    _, optimizer, _ = make_batches(rank)
+    optimizer.steps, optimizer.rounds = 7, 2
+    optimizer.shares = [[0, *range(12)], [9, *range(20, 32)]]
+    told = json.loads(json.dumps(_State(optimizer).counts(), sort_keys=True))
+    _, joining, batches = make_batches(rank, algorithm={"local_steps": 5})
+    _State(joining).set_counts(told)
+    assert (joining.steps, joining.rounds) == (9, 2) and joining.is_round_due()
+    assert joining.shares == optimizer.shares
+    assert batches._rounds == 2
+    _State(joining).set_counts({"steps": 1, "rounds": 1, "shares": 0})
+    assert (joining.steps, joining.shares) == (4, [])
 
 
 @on_ranks(2)
