@@ -40,7 +40,7 @@ SIZES = sizes([1, 3], [2, 5])
 
 # A name that is added here needs a reason that a new user sees; names of BlueFog are in fogdist.bluefog only.
 NAMES = """
-    DecentralizedDataParallel DecentralizedOptimizer GossipState Window algorithms allreduce_parameters bluefog
+    DecentralizedDataParallel DecentralizedOptimizer GossipState SharedBatches Window algorithms allreduce_parameters bluefog
     broadcast_optimizer_state broadcast_parameters checkpoint compression consensus_distance empty flight_record gossip_hook
     hierarchical_neighbor_allreduce in_neighbor_machine_ranks in_neighbor_ranks init is_initialized load_machine_topology
     load_topology local_rank local_size machine_rank machine_size membership metrics neighbor_allgather neighbor_allreduce

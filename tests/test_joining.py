@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -93,6 +94,8 @@ def train(options: Mapping[str, Any]) -> None:
     more |= OF_NAMES.get(kind, {})
     for word in words:
         more |= OF_WORDS.get(word, {})
+    if "by_samples" in options:
+        more["by_samples"] = True
     if "apart" in options:  # ranks begin with multiples of the same values
         with torch.no_grad():
             for parameter in model.parameters():
@@ -120,9 +123,14 @@ def train(options: Mapping[str, Any]) -> None:
         with torch.no_grad():
             return torch.cat([p.reshape(-1) for p in model.parameters()]).tolist()
 
+    drawn: Iterator[list[int]] = iter(())
+    if "batch" in options:  # ranks share the batches of a data set, and write down which samples they use
+        batches = fogdist.SharedBatches(optimizer, options["length"], options["batch"], seed=None, every=2)
+        drawn = itertools.chain.from_iterable(iter(lambda: batches, None))
     known, losses, cool = -1, [], 0
     while not (folder / "end").exists():
         x = torch.randn(16, 4, dtype=dtype)
+        part = next(drawn, None)
         optimizer.zero_grad()
         loss = ((called(x) - x @ weights) ** 2).mean()
         loss.backward()
@@ -133,6 +141,10 @@ def train(options: Mapping[str, Any]) -> None:
         before = values()
         optimizer.step()
         losses.append(loss.item())
+        if (
+            part is not None
+        ):  # of the step before `optimizer.steps`; a process that joins has used it for nothing
+            say("part", samples=part, epoch=fogdist.membership.current().epoch)
         now = fogdist.membership.current()
         if now.epoch != known:
             known = now.epoch
@@ -409,6 +421,41 @@ def test_a_process_joins_and_mixes(new_job: Callable[..., Job], kind: str) -> No
     after = end_alike(job, job.last("epoch", "step"), in_step=kind in IN_STEP)
     # With its own parameters, the mean would be another by some 0.1. DiLoCo's outer momentum still moves it a little.
     np.testing.assert_allclose(after, before, rtol=0.0, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["DecentralizedSGD", "DecentralizedSGD/awc", "LocalSGD"])
+def test_a_process_that_joins_goes_on_at_the_position_in_the_data(
+    new_job: Callable[..., Job], kind: str
+) -> None:
+    """A lost rank, and then a new number; each sample of a batch is used once as soon as the ranks have measured again."""
+    length, batch = 1010, 40
+    count = -(-length // batch)
+    job = new_job(kind=kind, length=length, batch=batch, by_samples=True, environment={"FOG_MAX_RANKS": "5"})
+    job.lose(2)
+    job.admit(2)
+    job.admit(4)
+    joined = max(job.last("epoch", "step"))
+    job.until(lambda: min(job.last("part", "step")) > joined + 60, "no steps")
+    # The step in which a process joins is made with a batch from before; each rank's log has the step after it.
+    of_step: dict[int, list[list[int]]] = {}
+    for number in job.members.values():
+        for event in job.events(number, "part")[1:]:
+            of_step.setdefault(event["step"] - 1, []).append(event["samples"])
+    job.end()
+    late = [step for step in of_step if joined + 20 < step < joined + 60]
+    assert len(late) == 39, sorted(of_step)
+    for step in late:
+        number = step % count
+        expected = range(number * length // count, (number + 1) * length // count)
+        assert sorted(itertools.chain(*of_step[step])) == list(expected), (step, of_step[step])
+        assert len(of_step[step]) == 5 and min(map(len, of_step[step])) >= 1
+    # From its first own step on, a process uses samples of the batch where the others are.
+    first = next(each["step"] for each in job.events(job.members[4], "epoch") if 4 in each["living"])
+    for event in job.events(job.members[4], "part"):
+        if event["step"] > first:
+            number = (event["step"] - 1) % count
+            assert number * length // count <= min(event["samples"]), event
+            assert max(event["samples"]) < (number + 1) * length // count, event
 
 
 @pytest.mark.parametrize("way", ["tcp", "rma"])

@@ -31,6 +31,7 @@ def DecentralizedOptimizer(
     broadcast: bool = True,
     group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
+    by_samples: bool = False,
 ) -> DecentralizedSGD | DecentralizedAdamW:
     """Returns an optimizer whose steps also average the parameters with those of the rank's neighbors. Collective.
 
@@ -56,6 +57,8 @@ def DecentralizedOptimizer(
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
         group: The group of ranks; by default that of `init`.
         bucket_cap_mb: Size of a message in MiB. None for 4 on the CPU and 25 on other devices.
+        by_samples: Whether ranks weigh in an average by the samples that they have used since the last one: the script sets
+            ``optimizer.samples = len(batch)`` before each step. `topology` must then be symmetric, as "ring" is.
 
     Returns:
         A view of the optimizer, and an instance of its class: learning-rate schedulers, gradient scalers and `state_dict`
@@ -78,6 +81,7 @@ def DecentralizedOptimizer(
         "broadcast": broadcast,
         "group": group,
         "bucket_cap_mb": bucket_cap_mb,
+        "by_samples": by_samples,
     }
     averages_moments = order is None and compression is None and patience is None
     if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):

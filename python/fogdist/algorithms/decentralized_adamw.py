@@ -31,7 +31,8 @@ class DecentralizedAdamW(Algorithm):
     ``mu^2 + sigma^2 / n``, which s, about ``mu^2``, and v give together. (Averages of the second moment, without that
     correction: Chen, Karimi, Zhao and Li, "On the Convergence of Decentralized Adaptive Gradient Methods", ACML 2023, arXiv
     2109.03194, as decentralized AMSGrad; there was no gain by it where this was measured. The correction is this
-    library's own. docs/measurements/training.md has the numbers.)
+    library's own. docs/measurements/training.md has the numbers.) With `by_samples` it is the same: a gradient of n_i samples
+    has the variance ``sigma^2 / n_i``, so the weighted mean of all v has n times the variance of the weighted mean gradient.
 
     It sends three times the bytes of `DecentralizedSGD`, in two exchanges a round; in local steps W is I. A parameter without
     a gradient on this rank is moved by averages only. The bias corrections count this rank's updates, so a parameter that
@@ -58,6 +59,7 @@ class DecentralizedAdamW(Algorithm):
     state_numbers: ClassVar[dict[str, float]] = {"updates": 0.0}
     needs_rates: ClassVar[bool] = True
     can_be_joined: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
         if not isinstance(self._fog_wrapped, Adam):

@@ -62,6 +62,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
 
     runs_alone: ClassVar[bool] = False
     can_be_joined: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
     compared: ClassVar[tuple[str, ...]] = ("order", "patience")
 
     order: Order
@@ -81,6 +82,10 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self._mixer = Mixer()
         self.patience = None if patience is None else check_factor(patience, "patience")
         if self.patience is not None:
+            if options.get("by_samples"):
+                raise ValueError(
+                    "by_samples must be False with patience, which leaves out neighbors at any time"
+                )
             context = current(options.get("group"))
             mixing = patient_mixing(options.get("topology"), context, options.pop("compression", None))
             options["topology"] = mixing
@@ -160,6 +165,7 @@ class LocalSGD(Algorithm):
     """
 
     can_be_joined: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
 
     def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
         if options.get("topology") is None:

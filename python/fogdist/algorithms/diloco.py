@@ -48,6 +48,7 @@ class DiLoCo(Algorithm):
 
     state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "previous")
     can_be_joined: ClassVar[bool] = True
+    weighs: ClassVar[bool] = True
     compared: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
 
     outer_lr: float

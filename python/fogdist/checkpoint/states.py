@@ -76,6 +76,7 @@ def of_all_ranks(rest: Mapping[str, Any], optimizer: Optimizer | None) -> dict[s
     """Returns what goes with the mean of all ranks, from what goes with the state of one rank."""
     changed = copy.deepcopy(dict(rest))
     if isinstance(optimizer, Algorithm) and "optimizer" in changed:
+        set_number(changed["optimizer"]["state"], "shares", [])  # of the ranks that saved it
         weight = optimizer.mean_weight
         for name in [*optimizer.rank_numbers, *([] if weight is None else [weight])]:
             set_number(changed["optimizer"]["state"], name, optimizer.state_numbers[name])

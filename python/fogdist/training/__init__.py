@@ -5,7 +5,7 @@ each round. `algorithm` is the frame of recursions around the optimizer's step. 
 the buckets, with a forward pass.
 `replicas` is for recursions that send compressed differences. `view` wraps the user's optimizer and adds communication.
 `pace` and `patient_mixer` have whom a rank waits for, `continuing` what happens after a loss, and `pass_watch` notices
-forward passes.
+forward passes. `shared_batches` gives each rank a part of the data by its speed.
 """
 
 from __future__ import annotations

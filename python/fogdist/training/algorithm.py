@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
@@ -37,8 +39,10 @@ from fogdist.training.mixing import (
     Machines,
     Mixing,
     MixingLike,
+    Neighbors,
     NoMixing,
     Round,
+    Samples,
     as_mixing,
 )
 from fogdist.training.saved_state import load_state, save_state
@@ -52,9 +56,13 @@ from fogdist.training.view import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from fogdist.training.shared_batches import SharedBatches
+
 
 # The default of a step's closure: torch.distributed.checkpoint gives None.
 _NONE_GIVEN = object()
+# The weight of a rank without samples in the mean of all ranks, beside those with some.
+_LEAST_WEIGHT = 1e-30
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -67,6 +75,7 @@ class AlgorithmOptions(TypedDict, total=False):
     bucket_cap_mb: float | None
     on_loss: OnLoss
     broadcast: bool
+    by_samples: bool
 
 
 class Algorithm(DistributedOptimizer):
@@ -115,6 +124,12 @@ class Algorithm(DistributedOptimizer):
             the group's timeout. Dynamic weights are not possible. See docs/membership.md.
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0. A process that joins later gets those of
             the ranks that train.
+        by_samples: Whether ranks weigh in an average by the samples that they have used since the last one, which the
+            attribute `samples` tells; `local_steps` may then differ among ranks. See docs/algorithms.md.
+
+    Attributes:
+        samples: With `by_samples`: how many samples the gradient of a step of this rank is the mean of. It is set before a
+            step, and holds until it is set anew. None for those of `fogdist.SharedBatches`.
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
@@ -145,6 +160,8 @@ class Algorithm(DistributedOptimizer):
     can_be_joined: ClassVar[bool] = False
     """Whether a process can join the ranks that train by it. All exchanges are then part of a round, every `local_steps`
     calls of `step`, and a subclass whose rounds begin elsewhere calls `enter` there."""
+    weighs: ClassVar[bool] = False
+    """Whether ranks may weigh by samples: the recursion needs no mean but that of what ranks mix, whatever its weights."""
     takes_compression: ClassVar[bool] = True
     """Whether the mixing may have a codec: the recursion allows that values are off by the codec's error after a round."""
     # Makes a gradient scaler call step() even if gradients overflowed, because neighbors wait for this rank.
@@ -158,6 +175,10 @@ class Algorithm(DistributedOptimizer):
     dst_machine_weights: Iterable[int] | Mapping[int, float] | None
     enable_topo_check: bool
 
+    by_samples: bool
+    samples: float | None
+    batches: SharedBatches | None  # those of which each step uses one
+    shares: list[list[int]]  # of the batches: from which one on, and then the share of each rank
     mixing: Mixing
     local_steps: int
     steps: int
@@ -179,12 +200,22 @@ class Algorithm(DistributedOptimizer):
     _group_numbers: list[int]
     _has_state: bool
     _loaded: dict[str, dict[Tensor, Tensor]]
+    _used: float  # samples since the last round began
+    _used_before: float  # those from the round before up to then
+    _counted: tuple[int, Samples] | None  # the number of the last round that has begun, and these
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        taken = {"algorithm", "apart", "begun", "steps", "rounds"}.intersection(
-            [*cls.state_vectors, *cls.state_numbers]
-        )
+        taken = {
+            "algorithm",
+            "apart",
+            "begun",
+            "steps",
+            "rounds",
+            "used",
+            "used_before",
+            "shares",
+        }.intersection([*cls.state_vectors, *cls.state_numbers])
         if taken:
             raise ValueError(
                 f"state_vectors and state_numbers must not be called {sorted(taken)}: the frame saves these"
@@ -206,7 +237,12 @@ class Algorithm(DistributedOptimizer):
         bucket_cap_mb: float | None = None,
         on_loss: OnLoss = "raise",
         broadcast: bool = True,
+        by_samples: bool = False,
     ) -> None:
+        self.by_samples = by_samples
+        self.samples = self.batches = self._counted = None
+        self._used = self._used_before = 0.0
+        self.shares = []
         self.self_weight = self.src_weights = self.dst_weights = None
         self.src_machine_weights = self.dst_machine_weights = None
         self.enable_topo_check = False
@@ -236,8 +272,13 @@ class Algorithm(DistributedOptimizer):
             raise ValueError(
                 f"on_loss must be 'raise' with topology={given!r}, whose machines have equally many ranks"
             )
+        if by_samples:
+            self._check_weighs(given, context)
         self.mixing = context.carried_out(given)
-        described = {"local_steps": local_steps, "on_loss": on_loss}
+        described = {
+            "on_loss": on_loss,
+            **({"by_samples": True} if by_samples else {"local_steps": local_steps}),
+        }
         described.update((name, getattr(self, name)) for name in self.compared)
         self._described = [*self.mixing.items(context)]
         self._described += [f"{name}={value!r}" for name, value in described.items()]
@@ -315,7 +356,10 @@ class Algorithm(DistributedOptimizer):
 
     def enter(self) -> bool:
         """Lets processes join at the beginning of a round; on one that joins, joins. Returns whether this one has."""
-        return self._participant is not None and self.can_be_joined and self._participant.enter()
+        has_joined = self._participant is not None and self.can_be_joined and self._participant.enter()
+        if has_joined:
+            self._used = 0.0  # for changes of parameters that this process no longer has
+        return has_joined
 
     def await_all(self) -> None:
         """Returns when all ranks have called it; with ``on_loss="continue"``, all that are left. Collective."""
@@ -404,7 +448,8 @@ class Algorithm(DistributedOptimizer):
             ValueError: A weight is set that the mixing does not use.
         """
         self.weights().check_taken(self.mixing)
-        return Round.of(self.context, self.rounds, self.name, self.weights())
+        begun = Round.of(self.context, self.rounds, self.name, self.weights())
+        return replace(begun, samples=self._samples_of_round())
 
     def weights(self) -> DynamicWeights:
         """Returns the weights that the user has set for the next round."""
@@ -533,7 +578,8 @@ class Algorithm(DistributedOptimizer):
             The result of the closure if there is one, otherwise the result of the optimizer's own step.
 
         Raises:
-            ValueError: An attribute of weights is set that the mixing does not use; nothing has been done then.
+            ValueError: An attribute of weights is set that the mixing does not use, or `samples` is none; nothing has been
+                done then.
             RuntimeError: The optimizer was closed, or another one has taken over the model; within `no_sync`.
         """
         self._fog_check_not_replaced()
@@ -542,8 +588,11 @@ class Algorithm(DistributedOptimizer):
             result = self._fog_own_step(closure=None)
             self.accept_changes()
             return result
+        used = self._samples_of_step()
         closure, self._step_options = (None if closure is _NONE_GIVEN else closure), options
         loss = self._fog_evaluated(closure)
+        if self.batches is not None:
+            self.batches.stop()
         if closure is not None and _needs_closure(self._fog_wrapped):
             self._step_options["closure"] = lambda: loss
         try:
@@ -552,11 +601,16 @@ class Algorithm(DistributedOptimizer):
                 self.overflowed = self._fog_unscale()
                 if self.is_running:
                     self.refresh()
+                    # A round that has begun with the forward pass has the values from before this step.
+                    if not self.overlaps and not self.overflowed:
+                        self._used += used
                     # A process that has just joined has others' parameters now, and gradients of its own ones.
                     if not self.overlaps and self.is_round_due() and self.enter():
                         self.overflowed = True
                     result = self.advance()
                     self.buckets.write_changes()
+                    if self.overlaps and not self.overflowed:
+                        self._used += used
                 else:
                     result = None if self.overflowed else self._fog_own_step(**self._step_options)
         except BaseException:
@@ -565,6 +619,8 @@ class Algorithm(DistributedOptimizer):
         finally:
             self._step_options = {}  # frees a closure, which may hold a batch
         count_step()
+        if self.batches is not None:
+            self.batches.end_step()
         return result if closure is None else loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -578,6 +634,10 @@ class Algorithm(DistributedOptimizer):
         if not self.saves_state:
             return saved
         pieces, numbers = self._pieces(), {"steps": self.steps, "rounds": self.rounds, **self.numbers}
+        if self.by_samples:
+            numbers.update(used=self._used, used_before=self._used_before)
+        if self.shares:
+            numbers["shares"] = self.shares
         if self.state_vectors:
             numbers["begun"] = int(bool(pieces))
         if not pieces and self.is_running:
@@ -602,6 +662,11 @@ class Algorithm(DistributedOptimizer):
         self._loaded = loaded if numbers.get("begun", True) else {}
         self.steps, self.rounds = int(numbers.get("steps", 0)), int(numbers.get("rounds", 0))
         self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
+        self._used, self._used_before = (float(numbers.get(name, 0.0)) for name in ("used", "used_before"))
+        self._counted = None
+        self.shares = [list(each) for each in numbers.get("shares", ())]
+        if self.batches is not None:
+            self.batches.restart()
 
     def refresh(self) -> None:
         """Takes up parameters that were added, unfrozen or changed, and forgets those that were frozen.
@@ -630,6 +695,10 @@ class Algorithm(DistributedOptimizer):
     @property
     def own_weight(self) -> float:
         """The weight of this rank's parameters in the mean of all ranks; see `mean_weight`."""
+        if self.by_samples:
+            is_between = self.overlaps or self.steps % self.local_steps != 0
+            # If no rank has used any, all weigh the same.
+            return max(self._used if is_between else self._used_before, _LEAST_WEIGHT)
         return 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
 
     def accept_changes(self) -> None:
@@ -639,6 +708,39 @@ class Algorithm(DistributedOptimizer):
         """Ends exchanges in flight, so that parameters and state have all that there is: before a checkpoint. Collective."""
 
     # --- inside ---
+
+    def _check_weighs(self, mixing: Mixing, context: Context) -> None:
+        """Raises ValueError if ranks cannot weigh by samples with this mixing."""
+        if not self.weighs:
+            raise ValueError(
+                f"by_samples must be False for {self.algorithm_name}, whose recursion needs equal weights"
+            )
+        if not mixing.weighs:
+            raise ValueError(f"by_samples must be False with topology={mixing!r}, whose weights are its own")
+        if isinstance(mixing, Neighbors):
+            mixing.check_symmetric(context)
+
+    def _samples_of_step(self) -> float:
+        """Returns how many samples the next step's gradient is the mean of; 0 where ranks do not weigh by them."""
+        if not self.by_samples:
+            return 0.0
+        if self.samples is None and self.batches is not None:
+            return float(self.batches.size_of(self.steps))
+        if self.samples is None:
+            raise ValueError(
+                "samples must be set before step() with by_samples=True, for example to len(batch)"
+            )
+        return check_factor(self.samples, "samples")
+
+    def _samples_of_round(self) -> Samples | None:
+        """Returns this rank's samples since the last round, when a round begins; None where ranks do not weigh by them."""
+        if not self.by_samples:
+            return None
+        if self._counted is None or self._counted[0] != self.rounds:
+            self._used, self._used_before = 0.0, self._used
+            name = Round.of(self.context, self.rounds, self.name).name
+            self._counted = self.rounds, Samples(self._used_before, name)
+        return self._counted[1]
 
     def _fog_exchange(
         self,
@@ -761,12 +863,28 @@ class _State:
         """See `Joinable`."""
         algorithm = self._algorithm
         numbers = {name: int(algorithm.numbers[name]) for name in algorithm.rank_numbers}
-        return {"steps": algorithm.steps, "rounds": algorithm.rounds, **numbers}
+        for place, share in enumerate(itertools.chain(*algorithm.shares)):
+            numbers[f"share {place}"] = share
+        return {
+            "steps": algorithm.steps,
+            "rounds": algorithm.rounds,
+            "shares": len(algorithm.shares),
+            **numbers,
+        }
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """See `Joinable`."""
         algorithm = self._algorithm
-        algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
+        # The round that begins is due on this rank too, where ranks make different numbers of local steps.
+        ahead = -(counts["steps"] + 1) % algorithm.local_steps if algorithm.by_samples else 0
+        algorithm.steps, algorithm.rounds = counts["steps"] + ahead, counts["rounds"]
+        told = [
+            counts[f"share {place}"] for place in range(sum(name.startswith("share ") for name in counts))
+        ]
+        length = len(told) // max(counts["shares"], 1)
+        algorithm.shares = [told[begin : begin + length] for begin in range(0, len(told), length or 1)]
+        if algorithm.batches is not None:
+            algorithm.batches.restart()
         algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})
 
 

@@ -15,12 +15,13 @@ from torch import Tensor
 from fogdist.agreement import digest
 from fogdist.compression import Codec, encoding_of
 from fogdist.context import Context, require_session
-from fogdist.exchange import RANKS, Exchange
+from fogdist.exchange import GATHERING_RANKS, RANKS, Exchange
 from fogdist.lazy import nx
 from fogdist.memory import empty_flat
 from fogdist.operations import begin_average, begin_between_machines
 from fogdist.topology import Topology, named
 from fogdist.topology.validation import no_topology
+from fogdist.topology.weights import SUM_TOLERANCE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -39,6 +40,66 @@ Finish: TypeAlias = Callable[[], list[Tensor]]
 
 # The backend remembers every name, so the names of rounds repeat.
 _ROUND_NAMES = 64
+
+
+class Samples:
+    """How many samples the ranks have used since their last exchange: the weights of their values in the mean.
+
+    Args:
+        count: This rank's.
+        name: The same on all ranks, as of a round.
+    """
+
+    def __init__(self, count: float, name: str) -> None:
+        self.count = count
+        self._name = f"{name} samples"
+        # A round may have several exchanges; in each group the ranks tell their counts once.
+        self._told: tuple[Context, list[float]] | None = None
+
+    def share(self, context: Context) -> float:
+        """Returns this rank's count relative to the mean of all ranks; 1 if all have none. Collective and blocking."""
+
+        def begin(counts: Tensor) -> dist.Work:
+            return context.backend.allreduce_named(counts, dist.ReduceOp.SUM, name=self._name)
+
+        total = self._tell(context, begin)[0]
+        return self.count * context.size / total if total else 1.0
+
+    def shares_of(self, context: Context, W: NDArray[np.float64]) -> dict[int, float]:
+        """Returns the weights of the neighbors' values at this rank. Blocking; neighbors call it together.
+
+        They are those of Hastings' rule: with the counts n, rank i gives to rank j the weight ``W[j, i]`` of the topology
+        times ``min(1, n_j / n_i)``. So ``n_i`` times the weight is the same at both ends of an edge, and an average keeps the
+        sum of all ``n_i x_i`` (Hastings, Biometrika 57, 1970; for averages among neighbors: Zhao and Sayed, "Performance
+        Limits for Distributed Estimation Over LMS Adaptive Networks", IEEE Transactions on Signal Processing 60, 2012). If all
+        counts are equal, the weights are the topology's.
+
+        Args:
+            context: The group.
+            W: The symmetric matrix of the round.
+        """
+        own = context.rank
+        neighbors = [int(j) for j in np.flatnonzero(W[own]) if j != own]
+        peers = tuple((j, 1.0) for j in neighbors)
+
+        def begin(counts: Tensor) -> dist.Work:
+            plan = Exchange(GATHERING_RANKS, own, context.size, 1.0, peers, peers).plan
+            return context.backend.neighbor_allgather(counts, plan, name=self._name)
+
+        counts = dict(zip(neighbors, self._tell(context, begin), strict=True))
+        return {
+            j: float(W[j, own] if self.count <= count else W[own, j] * (count / self.count))
+            for j, count in counts.items()
+        }
+
+    def _tell(self, context: Context, begin: Callable[[Tensor], dist.Work]) -> list[float]:
+        """Returns what an exchange of the counts gives, which is made once."""
+        if self._told is None or self._told[0] is not context:
+            counts = torch.tensor([self.count], dtype=torch.float64, device="cpu")
+            work = begin(counts)
+            work.wait()
+            self._told = context, work.get_future().value()[0].tolist()
+        return self._told[1]
 
 
 class Plans:
@@ -107,6 +168,25 @@ class Plans:
                 )
         return self._plans[key]
 
+    def by_samples(self, t: int, samples: Samples) -> NeighborPlan:
+        """Returns this rank's weighted average in round t, with weights by the ranks' samples; see `Samples.shares_of`.
+
+        Raises:
+            ValueError: The edges of this rank have other weights in the one direction than in the other.
+        """
+        topology = self.topology or self.context.topology.as_topology()
+        W, own = topology.matrix(t), self.context.rank
+        _check_equal(topology, W[own], W[:, own])
+        shares = samples.shares_of(self.context, W)
+        kept = float(W[own, own]) + sum(float(W[j, own]) - share for j, share in shares.items())
+        return self._made(kept, sorted(shares.items()), [(rank, 1.0) for rank in shares])
+
+    def check_symmetric(self) -> None:
+        """Raises ValueError if the edges of a round, of the first ones of a long period, have two weights."""
+        topology = self.topology or self.context.topology.as_topology()
+        for t in range(min(topology.period, _COMPARED_ROUNDS)):
+            _check_equal(topology, topology.matrix(t), topology.matrix(t).T)
+
     def _push(self, sources: Iterable[int], destinations: Iterable[int]) -> NeighborPlan:
         receivers = sorted(destinations)
         share = 1.0 / (len(receivers) + 1)
@@ -155,12 +235,14 @@ class Round:
         number: From 0.
         name: The name of its exchange, the same on all ranks and unique among the exchanges in flight.
         weights: The user's dynamic weights.
+        samples: This rank's samples since the last exchange, where ranks weigh by them; None where all weigh the same.
     """
 
     context: Context
     number: int
     name: str
     weights: DynamicWeights = DynamicWeights()
+    samples: Samples | None = None
 
     @classmethod
     def of(
@@ -186,10 +268,12 @@ class Mixing(abc.ABC):
         exchanges: Whether ranks communicate at all.
         weights: The attributes of `Round.weights` that it uses. A step with another attribute set raises ValueError,
             because the attribute would have no effect.
+        weighs: Whether ranks can weigh by `Round.samples`.
     """
 
     exchanges: ClassVar[bool] = True
     weights: Collection[str] = ()
+    weighs: ClassVar[bool] = False
 
     @abc.abstractmethod
     def begin(self, tensors: Sequence[Tensor], round: Round, in_place: bool = False) -> Finish:
@@ -246,6 +330,8 @@ class Neighbors(Mixing):
         ValueError: A rank's weights in a graph do not sum to 1.
     """
 
+    weighs: ClassVar[bool] = True
+
     def __init__(self, topology: TopologyLike = None, *, compression: Codec | None = None) -> None:
         self.topology = as_topology(topology)
         self.compression = compression
@@ -293,6 +379,10 @@ class Neighbors(Mixing):
         """Returns the topology whose rounds a group's exchanges follow, if no weights are set."""
         return self._of(context).topology or context.topology.as_topology()
 
+    def check_symmetric(self, context: Context) -> None:
+        """Raises ValueError if weights in a group differ between the two directions of an edge."""
+        self._of(context).check_symmetric()
+
     def _begin(
         self,
         tensors: Sequence[Tensor],
@@ -306,7 +396,11 @@ class Neighbors(Mixing):
         has_none = weights == DynamicWeights() or (
             is_push and weights == DynamicWeights(enable_topo_check=True)
         )
-        if self.topology is not None or has_none:
+        if round.samples is not None:
+            if not has_none:
+                raise ValueError(f"weights of a step must not be set with by_samples=True, got {weights}")
+            plan = self._of(context).by_samples(round.number, round.samples)
+        elif self.topology is not None or has_none:
             plan = self._of(context).plan(round.number, is_push)
 
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
@@ -370,6 +464,8 @@ class Machines(Mixing):
 class GlobalAverage(Mixing):
     """The exact average of all ranks."""
 
+    weighs: ClassVar[bool] = True
+
     def __repr__(self) -> str:
         return "GlobalAverage()"
 
@@ -381,6 +477,9 @@ class GlobalAverage(Mixing):
                 empty_flat(each.numel(), each.dtype, each.device).view(each.shape).copy_(each)
                 for each in tensors
             ]
+        if round.samples is not None and (share := round.samples.share(round.context)) != 1.0:
+            for each in tensors:
+                each.mul_(share)
         pending = [
             round.context.backend.allreduce_named(each, dist.ReduceOp.AVG, name=f"{round.name}.all.{place}")
             for place, each in enumerate(tensors)
@@ -398,6 +497,7 @@ class NoMixing(Mixing):
     """No exchange."""
 
     exchanges: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
 
     def __repr__(self) -> str:
         return "NoMixing()"
@@ -485,6 +585,15 @@ def as_mixing(topology: MixingLike, context: Context, compression: Codec | None 
     if type(topology) is Machines and topology.compression is None:
         return Machines(compression=compression)
     raise ValueError(f"compression must be None with topology={topology!r}, got {compression!r}")
+
+
+def _check_equal(topology: Topology, given: NDArray[np.float64], taken: NDArray[np.float64]) -> None:
+    """Raises ValueError unless two parts of a topology's matrix, of which one is that of the other's edges back, are equal."""
+    if not np.allclose(given, taken, rtol=0.0, atol=SUM_TOLERANCE):
+        raise ValueError(
+            "topology must be symmetric in each round with by_samples=True, as 'ring', 'symexp' and 'random-matching' are, "
+            f"got {topology.name!r}"
+        )
 
 
 def _encoding_for(those: Sequence[Tensor], encoding: Mapping[str, Any]) -> Mapping[str, Any]:

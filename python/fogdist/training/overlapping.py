@@ -129,8 +129,10 @@ class OverlappingAlgorithm(Algorithm):
             return False
         with torch.no_grad():
             self.refresh()
-            has_joined = self.enter()
-            self.begin()
+            # It may wait for other ranks.
+            with nullcontext() if self.batches is None else self.batches.paused():
+                has_joined = self.enter()
+                self.begin()
         # Set only now: if `begin` raised for wrong weights, the user may correct them.
         self.is_in_round = True
         return has_joined

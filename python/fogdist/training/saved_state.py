@@ -23,7 +23,7 @@ def save_state(
     optimizer: Optimizer,
     algorithm: str,
     pieces: Mapping[str, Mapping[Tensor, Tensor]],
-    numbers: Mapping[str, float],
+    numbers: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns an optimizer's state dict with an algorithm's state in it.
 
@@ -52,7 +52,7 @@ def save_state(
 
 def load_state(
     state_dict: dict[str, Any], optimizer: Optimizer, algorithm: str, names: Sequence[str]
-) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, float]]:
+) -> tuple[dict[str, dict[Tensor, Tensor]], dict[str, Any]]:
     """Loads the optimizer's part of a state dict, and returns the algorithm's part.
 
     Args:
@@ -90,7 +90,7 @@ def load_state(
     return loaded, {key.removeprefix(_PREFIX): value for key, value in numbers.items()}
 
 
-def set_number(state_dict: Mapping[str, Any], name: str, value: float) -> None:
+def set_number(state_dict: Mapping[str, Any], name: str, value: Any) -> None:
     """Sets a number of an algorithm in a state dict from `save_state`; other state dicts stay as they are."""
     group = state_dict["param_groups"][0]
     if _PREFIX + name in group:
