@@ -90,8 +90,8 @@ class DiLoCo(FragmentedAlgorithm):
         finish = self.begin_mix(targets, in_place=not self.accelerates_own)
 
         def arrive() -> list[Tensor]:
-            for place, v, target in zip(places, finish(), targets, strict=True):  # v is the target itself if in place
-                # Into memory that is free afterwards, because new memory costs more than the sums.
+            # In place, v is the target itself. The sums go into memory that is free afterwards, because new memory costs more.
+            for place, v, target in zip(places, finish(), targets, strict=True):
                 outer = before = previous[place]
                 torch.sub(v, before.sub_(target), alpha=self.outer_momentum, out=outer)
                 anchors[place], previous[place] = outer, target

@@ -117,7 +117,8 @@ class SparseLoCo(FragmentedAlgorithm, ReplicaAlgorithm):
             outer = []
             for place, target, pull in zip(places, targets, full, strict=True):
                 after = replicas[place].add(pulls[place])
-                errors[place] = target.sub_(after.sub(pull))  # what this rank's replica lacks, before it is merged
+                # What this rank's replica lacks, before it is merged.
+                errors[place] = target.sub_(after.sub(pull))
                 # What is not finite, and was not sent, stays so on this rank.
                 outer.append(after.add_(target, alpha=0.0).to(self.buckets.flats[place].dtype))
             return outer

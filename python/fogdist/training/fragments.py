@@ -239,7 +239,9 @@ class FragmentedAlgorithm(Algorithm):
             raise ValueError(f"fragments must be at most local_steps, {local_steps}, got {fragments}")
         layers = list(self._layers(super()._trained()[0]))
         if fragments > max(1, len(layers)):
-            raise ValueError(f"fragments must be at most the number of layers, {len(layers)}, got {fragments}")
+            raise ValueError(
+                f"fragments must be at most the number of layers, {len(layers)}, got {fragments}"
+            )
         if not isinstance(delay, int) or isinstance(delay, bool):
             raise TypeError(f"delay must be an int, got {type(delay).__name__}")
         if not 0 <= delay <= local_steps // fragments:
