@@ -267,9 +267,9 @@ def train(case: Case) -> np.ndarray:
     rank, _ = begin(case.graph)
     parts = make(case, rank)
     path = advance(*parts, range(SAVED_AFTER))
-    optimizer_state = saved(parts[1].state_dict())
-    state = [saved(parts[0].state_dict()), optimizer_state]
-    path[-1] = parts[0].x().detach().numpy().copy()  # with what was in flight
+    parts[1].settle()
+    state = saved([each.state_dict() for each in parts])
+    path[-1] = parts[0].x().detach().numpy().copy()
     later = advance(*parts, range(SAVED_AFTER, STEPS))
     restored = make(case, rank, begin=100)
     advance(*restored, range(SAVED_AFTER))  # its exchange in flight is dropped

@@ -56,8 +56,9 @@ class FragmentedAlgorithm(Algorithm):
 
     A topology's rounds are counted for each fragment: in its t-th exchange it takes round t.
 
-    `settle`, `state_dict`, `average`, `close` and a change of the trained parameters end the exchange in flight before its time;
-    all ranks call them at the same step. A process joins where an exchange begins.
+    `settle`, `average`, `close` and a change of the trained parameters end the exchange in flight before its time, so all ranks
+    make them at the same step. A state dict has nothing of it: without `settle` before, this exchange is left out when
+    training continues from there. A process joins where an exchange begins.
 
     A subclass overrides `begin`.
 
@@ -192,11 +193,6 @@ class FragmentedAlgorithm(Algorithm):
     def settle(self) -> None:
         """See `Algorithm.settle`."""
         self._end_exchange()
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`. It settles; call `settle` before the model's parameters are saved by themselves."""
-        self.settle()
-        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
