@@ -492,8 +492,8 @@ class Algorithm(DistributedOptimizer):
             for values in self.values:
                 own = self.own_weight
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
-                given = [values * own, weight]
-                total, weight = self._fog_begin(given, GlobalAverage(), last, True, participant)()
+                sent = [values * own, weight]
+                total, weight = self._fog_begin(sent, GlobalAverage(), last, True, participant)()
                 means.append(total.div_(float(weight)))
             self._fog_begin(averaged, GlobalAverage(), last, True, participant)()
             self.write(means)  # not before, as the loss of a rank meanwhile may have loaded the buckets anew
