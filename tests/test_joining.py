@@ -57,7 +57,14 @@ ON_HOSTS = {"FOG_HOST_TIMEOUT": "4"}
 
 # Kinds of training, as of `test_membership.make`; those that go at their own pace do not agree because of a loss.
 IN_STEP = ["wrapper", "DecentralizedSGD", "DecentralizedSGD/awc", "DecentralizedSGD/cta", "LocalSGD"]
-IN_STEP += ["DecentralizedAdamW", "PushSumSGD", "DiLoCo", "ChocoSGD"]
+IN_STEP += [
+    "DecentralizedAdamW",
+    "PushSumSGD",
+    "DiLoCo",
+    "ChocoSGD",
+    "LocalSGD/streaming",
+    "DiLoCo/streaming",
+]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
 OWN_PACE += ["wrapper/async", "AsynchronousGossip"]
 KINDS = [*IN_STEP, *OWN_PACE]
@@ -402,7 +409,14 @@ def end_alike(job: Job, joined: Sequence[int], *, in_step: bool = True) -> NDArr
 @pytest.mark.parametrize(
     "kind",
     [
-        *(always := ["wrapper", "DecentralizedSGD", "DecentralizedSGD/patience/freezes"]),
+        *(
+            always := [
+                "wrapper",
+                "DecentralizedSGD",
+                "DecentralizedSGD/patience/freezes",
+                "LocalSGD/streaming",
+            ]
+        ),
         *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in always),
     ],
 )

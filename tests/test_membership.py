@@ -81,6 +81,7 @@ OF_WORDS: dict[str, dict[str, Any]] = {
     "awc": {"order": "awc"},
     "cta": {"order": "cta"},
     "async": {"mode": "async"},
+    "streaming": {"local_steps": 4, "fragments": 2, "delay": 2},
 }
 
 

@@ -136,6 +136,7 @@ VIEWS: dict[str, Callable[..., Any]] = {
         name: partial(getattr(algorithms, name), broadcast=False, **options)
         for name, options in IN_STEP.items()
     },
+    "streaming": partial(algorithms.DiLoCo, broadcast=False, local_steps=2, fragments=2, delay=1),
 }
 ENTRIES = [*VIEWS, "wrapper"]
 # The rules of `Simulation` for the entries, on a graph on which push-sum's p stays 1.

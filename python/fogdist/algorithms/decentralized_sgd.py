@@ -9,7 +9,8 @@ from typing_extensions import Unpack
 
 from fogdist.context import current
 from fogdist.topology.validation import check_choice
-from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_factor
+from fogdist.training.algorithm import AlgorithmOptions, check_factor
+from fogdist.training.fragments import FragmentedAlgorithm, FragmentOptions
 from fogdist.training.mixing import GlobalAverage
 from fogdist.training.overlapping import Mixer, OverlappingAlgorithm
 from fogdist.training.patient_mixer import PatientMixer, patient_mixing
@@ -148,7 +149,7 @@ class DecentralizedSGD(OverlappingAlgorithm):
         self._mixer.finish()
 
 
-class LocalSGD(Algorithm):
+class LocalSGD(FragmentedAlgorithm):
     """Local SGD: J local steps, then the exact average: ``x+ = mean_j(x_j + d_1 + ... + d_J)``.
 
     (Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, arXiv 1805.09767; also post-local
@@ -158,16 +159,16 @@ class LocalSGD(Algorithm):
     Args:
         optimizer: As in `Algorithm`.
         model: As in `Algorithm`.
-        **options: As in `Algorithm`; `topology` is `GlobalAverage()` by default, and `local_steps`, which is J, 8.
+        **options: As in `FragmentedAlgorithm`; `topology` is `GlobalAverage()` by default, and `local_steps`, which is J, 8.
 
     Raises:
-        ValueError: As `Algorithm`.
+        ValueError: As `FragmentedAlgorithm`.
     """
 
     can_be_joined: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
 
-    def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[AlgorithmOptions]) -> None:
+    def __init__(self, optimizer: Optimizer, model: Models, **options: Unpack[FragmentOptions]) -> None:
         if options.get("topology") is None:
             options["topology"] = GlobalAverage()
         options.setdefault("local_steps", 8)

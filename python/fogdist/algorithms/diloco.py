@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -12,12 +13,13 @@ from typing_extensions import Unpack
 
 from fogdist.context import current
 from fogdist.topology import random_matching
-from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_factor
+from fogdist.training.algorithm import check_factor
+from fogdist.training.fragments import Arrive, FragmentedAlgorithm, FragmentOptions
 from fogdist.training.mixing import GlobalAverage, MixingLike
 from fogdist.training.view import Models
 
 
-class DiLoCo(Algorithm):
+class DiLoCo(FragmentedAlgorithm):
     """DiLoCo: H local steps, then a Nesterov step along the average of their changes.
 
     Let a be the parameters before the H local steps and D = x - a their change::
@@ -34,22 +36,26 @@ class DiLoCo(Algorithm):
 
     The inner optimizer is AdamW in the paper. Any optimizer is allowed, and its state stays local.
 
+    With `fragments` and `delay` it is Streaming DiLoCo: `fogdist.training.FragmentedAlgorithm`.
+
     Args:
         optimizer: The inner optimizer, as in `Algorithm`.
         model: As in `Algorithm`.
         outer_lr: More than 0.
         outer_momentum: Below 1.
-        **options: As in `Algorithm`. `local_steps` is H, 100 by default; 500 in the paper. `topology` is
+        **options: As in `FragmentedAlgorithm`. `local_steps` is H, 100 by default; 500 in the paper. `topology` is
             `GlobalAverage()` by default.
 
     Raises:
-        ValueError: As `Algorithm`.
+        ValueError: As `FragmentedAlgorithm`.
     """
 
     state_vectors: ClassVar[tuple[str, ...]] = ("anchor", "previous")
     can_be_joined: ClassVar[bool] = True
     weighs: ClassVar[bool] = True
-    compared: ClassVar[tuple[str, ...]] = ("outer_lr", "outer_momentum")
+    compared: ClassVar[tuple[str, ...]] = (*FragmentedAlgorithm.compared, "outer_lr", "outer_momentum")
+    accelerates_own: ClassVar[bool] = False
+    """Whether the momentum is of what this rank has sent, and not of the averages."""
 
     outer_lr: float
     outer_momentum: float
@@ -61,7 +67,7 @@ class DiLoCo(Algorithm):
         *,
         outer_lr: float = 0.7,
         outer_momentum: float = 0.9,
-        **options: Unpack[AlgorithmOptions],
+        **options: Unpack[FragmentOptions],
     ) -> None:
         self.outer_lr = check_factor(outer_lr, "outer_lr", positive=True)
         self.outer_momentum = check_factor(outer_momentum, "outer_momentum", below=1.0)
@@ -78,27 +84,21 @@ class DiLoCo(Algorithm):
         """See the class."""
         return self.buckets.copies()
 
-    def _targets(self) -> list[Tensor]:
-        """Returns a + outer_lr D: the parameters before the local steps plus outer_lr times their change."""
-        return [
-            anchor.lerp(x, self.outer_lr)
-            for anchor, x in zip(self.vectors["anchor"], self.values, strict=True)
-        ]
+    def begin(self, places: Sequence[int]) -> Arrive:
+        """See the class. It sends a + outer_lr D: the parameters before the local steps plus outer_lr times their change."""
+        anchors, previous = self.vectors["anchor"], self.vectors["previous"]
+        targets = [anchors[place].lerp(self.buckets.flats[place], self.outer_lr) for place in places]
+        finish = self.begin_mix(targets, in_place=not self.accelerates_own)
 
-    def combine(self) -> None:
-        """See the class."""
-        mixed = self.mix(self._targets(), in_place=True)
-        self._accelerate(mixed, mixed)
+        def arrive() -> list[Tensor]:
+            # In place, v is the target itself. The sums go into memory that is free afterwards, because new memory costs more.
+            for place, v, target in zip(places, finish(), targets, strict=True):
+                outer = before = previous[place]
+                torch.sub(v, before.sub_(target), alpha=self.outer_momentum, out=outer)
+                anchors[place], previous[place] = outer, target
+            return [anchors[place] for place in places]
 
-    def _accelerate(self, mixed: list[Tensor], targets: list[Tensor]) -> None:
-        """Sets the parameters to `mixed` plus momentum along the change of `targets` since the last round."""
-        anchors = self.vectors[
-            "previous"
-        ]  # writes into memory that is free afterwards, because new memory costs more than the sums
-        for x, v, target, before in zip(self.values, mixed, targets, anchors, strict=True):
-            torch.sub(v, before.sub_(target), alpha=self.outer_momentum, out=x)
-            before.copy_(x)
-        self.vectors = {"anchor": anchors, "previous": targets}
+        return arrive
 
 
 class GASLoC(DiLoCo):
@@ -123,14 +123,11 @@ class GASLoC(DiLoCo):
         **options: As in `DiLoCo`; `topology` is `random_matching` of all ranks by default.
 
     Raises:
-        ValueError: As `Algorithm`.
+        ValueError: As `FragmentedAlgorithm`.
     """
+
+    accelerates_own: ClassVar[bool] = True
 
     def default_topology(self, group: dist.ProcessGroup | None) -> MixingLike:
         """See `DiLoCo.default_topology`."""
         return random_matching(current(group).size)
-
-    def combine(self) -> None:
-        """See the class."""
-        targets = self._targets()
-        self._accelerate(self.mix(targets), targets)

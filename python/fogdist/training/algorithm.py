@@ -35,6 +35,7 @@ from fogdist.training.continuing import (
 )
 from fogdist.training.mixing import (
     DynamicWeights,
+    Finish,
     GlobalAverage,
     Machines,
     Mixing,
@@ -347,7 +348,7 @@ class Algorithm(DistributedOptimizer):
 
     @property
     def overlaps(self) -> bool:
-        """Whether a round begins with a forward pass, and not within a step."""
+        """Whether a round begins elsewhere than at the beginning of a step: with a forward pass, or after the local step."""
         return False
 
     def is_round_due(self) -> bool:
@@ -402,8 +403,9 @@ class Algorithm(DistributedOptimizer):
 
     def count_step(self) -> bool:
         """Counts a step and returns whether ranks are to communicate in it."""
+        is_due = self.is_round_due()
         self.steps += 1
-        return self.steps % self.local_steps == 0
+        return is_due
 
     def mix(
         self, tensors: Sequence[Tensor], mixing: Mixing | None = None, *, in_place: bool = False
@@ -415,7 +417,16 @@ class Algorithm(DistributedOptimizer):
             mixing: By default the algorithm's mixing.
             in_place: Whether the averages are written into the tensors themselves.
         """
-        return self._fog_exchange(tensors, mixing, self.this_round(), in_place)
+        return self._fog_begin(tensors, mixing, self.this_round(), in_place)()
+
+    def begin_mix(self, tensors: Sequence[Tensor], *, in_place: bool = False) -> Finish:
+        """Begins what `mix` makes; returns a function that waits for the averages and returns them.
+
+        Args:
+            tensors: As in `mix`. They must not change before the exchange has ended.
+            in_place: As in `mix`.
+        """
+        return self._fog_begin(tensors, None, self.this_round(), in_place)
 
     def step_along(self, directions: Sequence[Tensor]) -> Any:
         """Makes the optimizer's own step with `directions` in place of the gradients, which are restored afterwards.
@@ -526,11 +537,10 @@ class Algorithm(DistributedOptimizer):
             for values in self.values:
                 own = self.own_weight
                 weight = torch.tensor([own], dtype=torch.float64, device="cpu")
-                total, weight = self._fog_exchange(
-                    [values * own, weight], GlobalAverage(), last, True, participant
-                )
+                sent = [values * own, weight]
+                total, weight = self._fog_begin(sent, GlobalAverage(), last, True, participant)()
                 means.append(total.div_(float(weight)))
-            self._fog_exchange(averaged, GlobalAverage(), last, True, participant)
+            self._fog_begin(averaged, GlobalAverage(), last, True, participant)()
             self.write(means)  # not before, as the loss of a rank meanwhile may have loaded the buckets anew
             self.buckets.write_changes()
 
@@ -742,21 +752,21 @@ class Algorithm(DistributedOptimizer):
             self._counted = self.rounds, Samples(self._used_before, name)
         return self._counted[1]
 
-    def _fog_exchange(
+    def _fog_begin(
         self,
         tensors: Sequence[Tensor],
         mixing: Mixing | None,
         round: Round,
         in_place: bool,
         participant: Participant | None = None,
-    ) -> list[Tensor]:
-        """Makes the exchange of a round; see `mix`. `participant` is its place in the exchanges, if not that of rounds."""
+    ) -> Finish:
+        """Begins the exchange of a round; see `mix`. `participant` is its place in the exchanges, if not that of rounds."""
         chosen = self.mixing
         if self.is_alone:
             chosen = NoMixing()
         elif mixing is not None:
             chosen = self._fog_lasting(self.context.carried_out(mixing), participant)
-        return chosen.begin(tensors, round, in_place)()
+        return chosen.begin(tensors, round, in_place)
 
     def _fog_lasting(self, mixing: Mixing, participant: Participant | None = None) -> Mixing:
         """Returns a mixing that goes on after losses, if this object does."""

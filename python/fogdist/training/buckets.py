@@ -220,13 +220,21 @@ class FlatBuckets:
             self._is_outdated = self._may_differ = False
 
     @torch.no_grad()
-    def write_back(self, vectors: Mapping[int, Tensor] | None = None) -> None:
-        """Copies the values of the buffers, or of vectors like some of them by their indices, into the tensors."""
+    def write_back(self, vectors: Mapping[int, Tensor] | None = None, *, kept: float = 0.0) -> None:
+        """Copies the values of the buffers, or of vectors like some of them by their indices, into the tensors.
+
+        Args:
+            vectors: The vectors, or None.
+            kept: The share of the tensors' own values in their new ones: ``kept * own + (1 - kept) * given``.
+        """
         for number in range(len(self.flats)) if vectors is None else vectors:
             vector = self.flats[number] if vectors is None else vectors[number]
             is_own = vector is self.flats[number]
             views = self._views[number] if is_own else self.views(vector, number)
-            torch._foreach_copy_(self._locals(number), views)
+            if kept:
+                torch._foreach_lerp_(self._locals(number), views, 1.0 - kept)
+            else:
+                torch._foreach_copy_(self._locals(number), views)
         self._is_outdated = vectors is not None
         self._may_differ = False
 

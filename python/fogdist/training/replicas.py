@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -131,26 +131,38 @@ class ReplicaAlgorithm(Algorithm):
             pull.zero_()
 
     def follow(self, vectors: Sequence[Tensor], *, merges: bool = False) -> list[Tensor] | None:
-        """Sends the compressed differences of vectors to their replicas.
+        """Sends the compressed differences of vectors to their replicas; arguments and result of `begin_following`."""
+        return self.begin_following(vectors, range(len(vectors)), merges=merges)()
+
+    def begin_following(
+        self, vectors: Sequence[Tensor], places: Sequence[int], *, merges: bool = False
+    ) -> Callable[[], list[Tensor] | None]:
+        """Begins to send the compressed differences of vectors to their replicas.
 
         Args:
-            vectors: Like `values`.
+            vectors: Like some of `values`. They must not change before the exchange has ended.
+            places: The indices of these.
             merges: Where the weights are the exact average, each rank's replica becomes that of all, ``h = h + sum_j w_ij
                 q_j``, the same on all ranks, and pulls stay 0. The result is that without this.
 
         Returns:
-            The pulls of the replicas with the decoded differences added, which are the kept ones if nothing is merged; None
-            if the exchange was given up after a loss.
+            A function that waits, and returns the pulls of the replicas with the decoded differences added, which are the
+            kept ones if nothing is merged; None if the exchange was given up after a loss.
         """
-        replicas, pulls = self.vectors["replica"], self.vectors["replica_pull"]
+        replicas = [self.vectors["replica"][place] for place in places]
+        pulls = [self.vectors["replica_pull"][place] for place in places]
         round = self.this_round()
-        if self.numbers["replica_graph"] == _FRESH:
-            self._begin_anew(f"{round.name}.first")
+        self.compare_replicas()
+        # Of the last attempt: the number of its weights, whether these are the exact average, and whether it sent the vectors.
+        graph, is_exact, is_whole = 0, False, False
 
         # Its results are the weighted sums of what is decoded, and then what is decoded of this rank.
         def begin(context: Context) -> Finish:
+            nonlocal graph, is_exact, is_whole
             of_attempt = replace(round, context=context)
-            if self._are_stale(context):
+            is_whole = self.are_stale(context)
+            graph, is_exact = self._graph_of(context), self._averages_exactly(context)
+            if is_whole:
                 own = sent = [_as_sent(x) for x in vectors]
                 finish = self._neighbors.begin(sent, of_attempt)
             else:
@@ -161,33 +173,44 @@ class ReplicaAlgorithm(Algorithm):
                 _as_kept(each, x) for each, x in zip([*finish(), *own], [*vectors, *vectors], strict=True)
             ]
 
-        results = begin(self.context)() if self._participant is None else repeated(self._participant, begin)()
-        if results is None:
-            return None
-        is_whole = self._are_stale(self.context)
-        is_merged = merges and self._averages_exactly(self.context)
-        full = []
-        sums, decoded = results[: len(vectors)], results[len(vectors) :]
-        for x, h, p, total, own in zip(vectors, replicas, pulls, sums, decoded, strict=True):
-            if is_merged:
-                if is_whole:
-                    h.zero_()
-                h.add_(total)
-                p.zero_()
-                full.append(total.sub_(own))
-                continue
-            moved = total.sub_(own)
-            if is_whole:
-                h.copy_(x)
-                p.copy_(moved)
-            else:
-                h.add_(own)
-                p.add_(moved)
-            full.append(p)
-        self.numbers["replica_graph"] = self._graph_of(self.context)
-        return full
+        end = begin(self.context) if self._participant is None else repeated(self._participant, begin)
 
-    def _are_stale(self, context: Context) -> bool:
+        def finish() -> list[Tensor] | None:
+            results = end()
+            if results is None:
+                return None
+            is_merged = merges and is_exact
+            full = []
+            sums, decoded = results[: len(vectors)], results[len(vectors) :]
+            for x, h, p, total, own in zip(vectors, replicas, pulls, sums, decoded, strict=True):
+                if is_merged:
+                    if is_whole:
+                        h.zero_()
+                    h.add_(total)
+                    p.zero_()
+                    full.append(total.sub_(own))
+                    continue
+                moved = total.sub_(own)
+                if is_whole:
+                    h.copy_(x)
+                    p.copy_(moved)
+                else:
+                    h.add_(own)
+                    p.add_(moved)
+                full.append(p)
+            # After a part of the vectors the others are as they were: stale, or of these weights.
+            if len(places) == len(self.vectors["replica"]):
+                self.numbers["replica_graph"] = graph
+            return full
+
+        return finish
+
+    def compare_replicas(self) -> None:
+        """Compares the ranks' replicas before the first exchange, of which nothing is known. Collective then."""
+        if self.numbers["replica_graph"] == _FRESH:
+            self._begin_anew(f"{self.this_round().name}.first")
+
+    def are_stale(self, context: Context) -> bool:
         """Returns whether the kept vectors are of other weights or parameters, so that ranks send the vectors themselves."""
         return bool(self.numbers["replica_graph"] != self._graph_of(context))
 

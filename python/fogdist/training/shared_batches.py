@@ -182,7 +182,7 @@ class SharedBatches(Sampler[list[int]]):
         told[1, self._rank] = self._drawn
         name = f"{optimizer.name} batches"
         exchange = Round.of(optimizer.context, optimizer.rounds, name)
-        optimizer._fog_exchange([told], GlobalAverage(), exchange, True)
+        optimizer._fog_begin([told], GlobalAverage(), exchange, True)()
         self._used, self._seconds = 0, 0.0
         ranks = optimizer.context.size
         if int(torch.count_nonzero(told[0])) != ranks:
