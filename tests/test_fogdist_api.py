@@ -55,7 +55,7 @@ LAYERS = """
     lazy warn removed topology launch agreement nested exchange
     static_topology context machines verification arguments compression operations
     windows ops streams memory packing shards parameters consensus observe elastic
-    training algorithms decentralized_optimizer ddp checkpoint hook
+    tuning training algorithms decentralized_optimizer ddp checkpoint hook
     __init__ interactive
     bluefog
 """
