@@ -385,7 +385,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     (place,) = (number for number, line in enumerate(lines[5:]) if line.startswith("* "))
     assert rows[place][-2] == "1"
     at = lines.index(f"Recommended: {rows[place][0]}")
-    is_ddp = rows[place][0] == "DDP"  # but on a machine that is so busy that an exchange takes a part of a step
+    is_ddp = (
+        rows[place][0] == "DDP"
+    )  # but on a machine that is so busy that an exchange takes a part of a step
     assert ("model = DistributedDataParallel(model)" if is_ddp else "optimizer = fogdist.") in lines[at + 2]
     assert lines[at + 3].startswith("Why: ") and lines[at + 4].startswith("Accuracy: none")
     assert lines[at + 5].startswith("Compression: ranks of one host")

@@ -51,6 +51,7 @@ from fogdist.operations import (
 )
 from fogdist.parameters import allreduce_parameters, broadcast_optimizer_state, broadcast_parameters
 from fogdist.removed import missing as _missing
+from fogdist.tuning.tuner import Tune
 from fogdist.windows import Window
 
 try:
@@ -62,6 +63,7 @@ __all__ = [
     "DecentralizedDataParallel",
     "DecentralizedOptimizer",
     "GossipState",
+    "Tune",
     "Window",
     "algorithms",
     "allreduce_parameters",

@@ -155,12 +155,14 @@ class Round:
         number: From 0.
         name: The name of its exchange, the same on all ranks and unique among the exchanges in flight.
         weights: The user's dynamic weights.
+        watch: Is given each operation of an exchange with neighbors that has begun.
     """
 
     context: Context
     number: int
     name: str
     weights: DynamicWeights = DynamicWeights()
+    watch: Callable[[dist.Work], None] | None = None
 
     @classmethod
     def of(
@@ -312,7 +314,10 @@ class Neighbors(Mixing):
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
             given = _encoding_for(those, encoding)
             if plan is not None:
-                return context.backend.neighbor_allreduce(those, plan, output=output, name=name, **given)
+                work = context.backend.neighbor_allreduce(those, plan, output=output, name=name, **given)
+                if round.watch is not None:
+                    round.watch(work)
+                return work
             exchange = context.topology.exchanges.weighted(
                 weights.self_weight, weights.src_weights, weights.dst_weights, weights.enable_topo_check
             )

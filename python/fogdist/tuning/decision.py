@@ -32,6 +32,8 @@ EQUALLY_GOOD = 1.02
 # A codec, or another method, pays if the time that it is chosen by is at most this part of that without.
 PAYS = 0.95
 TOLERANCE = 0.05
+# A running job keeps its setting while that needs at most so many times the time of the best one to a tenth.
+KEEPS = 1.25
 LOCAL_STEPS = tuple(1 << power for power in range(11))
 BUCKETS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 # With more local steps than that DiLoCo is chosen, which is made for them.
@@ -255,6 +257,36 @@ def decide(
         return Decision(ddp, reason, loss_of(ddp), found)
     reason = f"{1e3 * choice.step:.4g} ms a step, compute {1e3 * slowest:.4g}, DDP {1e3 * ddp.step:.4g}"
     return Decision(choice, reason, loss_of(choice), found)
+
+
+def moved(
+    groups: Sequence[Sequence[Setting]],
+    now: tuple[str, int, str | None],
+    compute: float,
+    tolerance: float = TOLERANCE,
+) -> Setting | None:
+    """Returns the setting that a running job moves to by the rule; None if it keeps the one that it has.
+
+    Args:
+        groups: Settings by codec, without one first. A later group has to pay.
+        now: The name of the topology, the local steps and the codec that it has.
+        compute: Seconds of a step alone.
+        tolerance: How much longer a step may take.
+    """
+    found = [each for group in groups for each in group]
+    allowed = longest_step(min(each.step for each in found), compute, tolerance)
+    choice: Setting | None = None
+    for group in groups:
+        fast = [each for each in group if each.step <= allowed]
+        candidate = best(fast, compute, tolerance) if fast else None
+        if candidate is not None and (choice is None or pays(candidate, choice)):
+            choice = candidate
+    assert choice is not None  # the fastest one, at least
+    for each in found:
+        if (each.way.code, each.local_steps, each.codec and each.codec.code) == now:
+            if each.step <= allowed and each.agreement <= KEEPS * choice.agreement:
+                return None
+    return choice
 
 
 def sparse_code(share: float) -> str:

@@ -118,6 +118,10 @@ class Network:
         for (a, b, _), together in crossing.items():
             rate = sum(each.size for each in together) / max(each.seconds for each in together)
             trunks[a, b] = max(trunks.get((a, b), 0.0), rate)
+        # A line of which no transfer is known is like its other direction, or else like the slowest one.
+        for a, b in itertools.permutations(set(sites), 2):
+            if (a, b) not in trunks:
+                trunks[a, b] = trunks.get((b, a)) or min(trunks.values(), default=math.inf)
         return cls(
             host_of,
             sites,
