@@ -283,9 +283,9 @@ def moved(
             choice = candidate
     assert choice is not None  # the fastest one, at least
     for each in found:
-        if (each.way.code, each.local_steps, each.codec and each.codec.code) == now:
-            if each.step <= allowed and each.agreement <= KEEPS * choice.agreement:
-                return None
+        is_now = (each.way.code, each.local_steps, each.codec and each.codec.code) == now
+        if is_now and each.step <= allowed and each.agreement <= KEEPS * choice.agreement:
+            return None
     return choice
 
 
