@@ -88,7 +88,7 @@ def DecentralizedOptimizer(
         "bucket_cap_mb": bucket_cap_mb,
     }
     averages_moments = order is None and compression is None and patience is None
-    kind = DecentralizedSGD
+    kind: type[DecentralizedSGD | DecentralizedAdamW] = DecentralizedSGD
     if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):
         kind = DecentralizedAdamW
     more: dict[str, Any] = (
