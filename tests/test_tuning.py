@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import fogdist
 import pytest
 import torch
-import torch.distributed as dist
 from fogdist import algorithms, topology
 from fogdist.compression import BFloat16, Int8, TopK
 from fogdist.tuning import decision
@@ -125,8 +123,8 @@ def test_fast_links_need_no_change_of_what_is_sent() -> None:
     optimizer.close()
 
 
-def train_with_moves(kind: str, options: dict[str, Any], victim: int | None) -> tuple[list[Any], float]:
-    """Moves to another setting whenever ranks have told each other; a rank may die. Returns the history and the parameter."""
+def train_with_moves(kind: str, options: dict[str, Any]) -> tuple[list[Any], float]:
+    """Moves to another setting whenever ranks have told each other. Returns the history and the parameter."""
     os.environ["FOG_NODES_PER_MACHINE"] = (
         "1"  # so that transfers between ranks are transfers between machines
     )
@@ -143,10 +141,10 @@ def train_with_moves(kind: str, options: dict[str, Any], victim: int | None) -> 
     optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     made = optimizers[kind](model.parameters(), 1e-3 * fogdist.rank())
     bounds = fogdist.Tune(max_local_steps=2, codecs=() if kind == "adamw" else [Int8(), BFloat16()])
-    optimizer: Any = fogdist.DecentralizedOptimizer(made, model, tune=bounds, on_loss="continue", **options)
+    optimizer: Any = fogdist.DecentralizedOptimizer(made, model, tune=bounds, **options)
     for step in range(40):
-        if step == 15 and dist.get_rank() == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == 20:
+            optimizer.tuning.begin_anew()
         train(optimizer, model, 1, 0.002)
     history = told(optimizer)
     optimizer.average()
@@ -155,25 +153,22 @@ def train_with_moves(kind: str, options: dict[str, Any], victim: int | None) -> 
     return history, value
 
 
-@pytest.mark.parametrize("victim", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "options"),
     [("sgd", {}), ("sgd", {"order": "atc"}), ("sgd", {"topology": "ring"}), ("adamw", {})],
     ids=str,
 )
 def test_all_ranks_move_at_the_same_step(
-    new_world: Callable[..., World], kind: str, options: dict[str, Any], victim: int | None
+    new_world: Callable[..., World], kind: str, options: dict[str, Any]
 ) -> None:
-    """Any sequence of moves, for each algorithm that takes `tune`; and again from the start after a loss."""
-    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train_with_moves, kind, options, victim)
-    answers = [each.value for each in survivors_of(outcomes, [] if victim is None else [victim])]
+    """Any sequence of moves, for each algorithm that takes `tune`, and one from the start between them."""
+    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train_with_moves, kind, options)
+    answers = [each.value for each in survivors_of(outcomes, [])]
     histories = [[(e["topology"], e["local_steps"], e["codec"]) for e in each[0]] for each in answers]
-    ends = [each[-4:] for each in histories] if victim else histories
-    assert all(each == ends[0] for each in ends), histories
+    assert all(each == histories[0] for each in histories), histories
     assert len({setting for each in histories for setting in each}) > 3, histories
     assert all(each[1] == answers[0][1] for each in answers)
-    if victim:
-        assert all("the ranks have changed" in [e["reason"] for e in each[0]] for each in answers)
+    assert "the ranks have changed" in [each["reason"] for each in answers[0][0]]
 
 
 @on_ranks(2)
@@ -185,6 +180,7 @@ def test_wrong_bounds() -> None:
     cases: list[tuple[Any, Any, str, dict[str, Any]]] = [
         (ValueError, sgd, "local_steps must be at most max_local_steps=4 of tune, got 8", {"tune": fogdist.Tune(4), "local_steps": 8}),
         (ValueError, sgd, "compression must be None with tune", {"tune": True, "compression": Int8()}),
+        (ValueError, sgd, "on_loss must be 'raise' with tune", {"tune": True, "on_loss": "continue"}),
         (ValueError, sgd, "patience must be None with tune", {"tune": True, "patience": 5}),
         (ValueError, adamw, "tune must have no codecs for DecentralizedAdamW", {"tune": fogdist.Tune(codecs=[Int8()])}),
         (ValueError, sgd, "topology must be a topology, a graph or None with tune", {"tune": True, "topology": algorithms.GlobalAverage()}),

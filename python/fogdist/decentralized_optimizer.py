@@ -96,7 +96,7 @@ def DecentralizedOptimizer(
     )
     if tune is False:
         return kind(optimizer, model, **more, **options)
-    bounds = checked(tune, kind, compression, local_steps, patience)
+    bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None
     if given is not None and (type(given) is not Neighbors or given.topology is None or given.compression):

@@ -21,7 +21,7 @@ from fogdist.context import Context
 from fogdist.elastic.membership import members_of
 from fogdist.topology import Topology, one_peer_exponential
 from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import repeated
+from fogdist.training.continuing import OnLoss, repeated
 from fogdist.training.mixing import Finish, Mixing, Neighbors, Round
 from fogdist.tuning import decision, prediction
 from fogdist.tuning.network import Network, Transfer
@@ -363,12 +363,12 @@ class Tuner:
             return
         self._reports += 1
         of_rounds = [each[-_OF_ROUND * REPORT_ROUNDS :] for each in ranks]
-        self._learn(context, of_rounds)
+        compute = max(each[1] for each in ranks)
+        self._learn(context, of_rounds, compute)
         least = math.ceil(math.log2(max(2, context.size)) / REPORT_ROUNDS)
         hosts = {host for pair in self._known for host in pair}
         if self._reports < least or len(hosts) < max(context.machine_of) + 1:
             return
-        compute = max(each[1] for each in ranks)
         codecs = {}
         for place, (name, codec) in enumerate(self._codecs.items()):
             at = _OWN + _OF_CODEC * place
@@ -405,8 +405,11 @@ class Tuner:
             mixing,
         )
 
-    def _learn(self, context: Context, of_rounds: Sequence[Sequence[float]]) -> None:
-        """Takes the transfers of the rounds of a report, and forgets those of earlier ones that they replace."""
+    def _learn(self, context: Context, of_rounds: Sequence[Sequence[float]], compute: float) -> None:
+        """Takes the transfers of the rounds of a report, and forgets those of earlier ones that they replace.
+
+        All that take less than half of the compute count alike: faster links change nothing, and short times are uncertain.
+        """
         for place in range(REPORT_ROUNDS):
             pairs: dict[tuple[int, int], tuple[float, float]] = {}
             for rank, numbers in enumerate(of_rounds):
@@ -414,7 +417,7 @@ class Tuner:
                 if source and seconds > 0.0:
                     pair = context.machine_of[int(source) - 1], context.machine_of[rank]
                     before = pairs.get(pair, (0.0, 0.0))
-                    pairs[pair] = before[0] + size, max(before[1], seconds)
+                    pairs[pair] = before[0] + size, max(before[1], seconds, compute / 2)
             together = REPORT_ROUNDS * self._reports + place
             for (here, there), (size, seconds) in pairs.items():
                 if here != there:
@@ -507,6 +510,7 @@ def checked(
     compression: Codec | None,
     local_steps: int,
     patience: float | None,
+    on_loss: OnLoss,
 ) -> Tune:
     """Returns the bounds of an argument `tune`.
 
@@ -516,6 +520,7 @@ def checked(
         compression: As given beside it.
         local_steps: As given beside it.
         patience: As given beside it.
+        on_loss: As given beside it.
 
     Raises:
         TypeError: It is neither a bool nor a `Tune`.
@@ -530,6 +535,9 @@ def checked(
         )
     if patience is not None:
         raise ValueError(f"patience must be None with tune, got {patience}")
+    if on_loss != "raise":
+        # A rank that has moved and one that has not may have made different numbers of steps for the same round.
+        raise ValueError(f"on_loss must be 'raise' with tune, got {on_loss!r}")
     if bounds.codecs and not kind.takes_compression:
         raise ValueError(
             f"tune must have no codecs for {kind.__name__}, which takes none, got {bounds!r}; give an order"
