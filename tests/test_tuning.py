@@ -89,7 +89,9 @@ def test_slow_links(tmp_path: Path, slow: int | None) -> None:
     assert set(history[-1]["sites"]) == {0}
 
 
-@pytest.mark.xfail(strict=False, reason="ranks that wait for others look like slow links: sites are found wrongly")
+@pytest.mark.xfail(
+    strict=False, reason="ranks that wait for others look like slow links: sites are found wrongly"
+)
 def test_two_sites(tmp_path: Path) -> None:
     """The sites are found within 20 steps, and no later round sends more than one tensor over the line between them."""
     found = run_on_hosts(
