@@ -116,6 +116,16 @@ def wrapper_flags(wrapper: str, step: str) -> list[str]:
     raise AssertionError
 
 
+def check_standard_library(extension: Path) -> None:
+    """Removes an extension with a C++ library of its own, beside torch's: its import would end in a crash."""
+    if b"\0libstdc++.so" not in extension.read_bytes():  # among the names of the libraries that it needs
+        extension.unlink()
+        fail(
+            f"the compiler {get_cxx_compiler()} links libstdc++ statically, but the extension must share that of torch: "
+            "set CXX to one that links libstdc++.so, such as CXX=/usr/bin/g++, and build again"
+        )
+
+
 class BuildFog(BuildExtension):
     """Records the versions for which the extension was built, so that an import elsewhere can explain its failure."""
 
@@ -140,6 +150,7 @@ class BuildFog(BuildExtension):
             if header := self.precompile(extension.include_dirs, flags):
                 flags[:0] = ["-include", str(header)]
         super().build_extensions()
+        check_standard_library(Path(self.get_ext_fullpath(extension.name)))
 
     def precompile(self, include_dirs: list[str], flags: list[str]) -> Path | None:
         """Compiles PRECOMPILED in a separate folder; returns None if the compiler cannot do that.

@@ -485,6 +485,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Sets slot `[destination][this rank]` to weight * tensor, and increments its version.
 
@@ -494,6 +495,7 @@ class Window:
                 for mutexes that other ranks hold.
             self_weight: Factor for `tensor`, and for p if `with_p`; they are multiplied in place before the Work is
                 complete, unless the Work fails. Integers are rounded as in the sent values.
+            waits: The caller waits for the Work next, so no other thread is woken for it.
         """
 
     def accumulate(
@@ -505,6 +507,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Adds weight * tensor to slot `[destination][this rank]` without a new version. Otherwise as `put`."""
 
@@ -515,6 +518,7 @@ class Window:
         mutex: bool = False,
         skip_lost: bool = False,
         timeout: timedelta | None = None,
+        waits: bool = False,
     ) -> Work:
         """Sets slot `[this rank][source]` to weight * the source's tensor, and increments its version."""
 
@@ -647,9 +651,8 @@ def own_entry() -> str:
 def read_entry(entry: str) -> dict[str, Any]:
     """The properties of the process with this entry.
 
-    protocol, rank, pid, host_id, host_name and job; `host`, a name that only the job's ranks on its host have;
-    `addresses`, at which it listens for other hosts; and `is_visible`, whether it shares this host and its memory, so
-    that `announce` never waits.
+    `host_name`; `addresses`, at which it listens for other hosts; and `is_visible`, whether it shares this host and its
+    memory, so that `announce` never waits.
     """
 
 def announce(entry: str) -> bool:
@@ -771,6 +774,31 @@ class Liveness:
         """
 
     def suspects(self, peer: int) -> bool: ...
+
+class Growth:
+    """For tests: how many additional TCP connections data to a peer takes, with times that the caller chooses."""
+
+    used: int
+    rate: float
+
+    def begin(self) -> None:
+        """Data begins to wait."""
+
+    def look(
+        self, now: float, written: int, least_round_trip: float, round_trip: float, limited: float
+    ) -> bool:
+        """Returns whether to ask for another connection.
+
+        Args:
+            now: The time in seconds, as all others.
+            written: The bytes that all connections have written by now.
+            least_round_trip: Of the first connection.
+            round_trip: Its present one.
+            limited: For how long, by now, all that it may hold was in flight.
+        """
+
+    def on_open(self) -> None:
+        """An additional connection is open."""
 
 class Rendezvous:
     """For tests: the rendezvous of ranks in a Store, which every group uses."""

@@ -125,8 +125,8 @@ LOG_LEVEL = Variable("FOG_LOG_LEVEL", choice("debug", "info", "warning", "error"
 
 # With 0, ranks of one host reach this one as if they were on other hosts; for MPI each is a node of its own.
 LOCAL_LINKS = Variable("_FOG_LOCAL_LINKS", FLAG, True, owner="tests")
-# By so many TCP connections at most, large data goes to a rank where one does not fill the link.
-CONNECTIONS = Variable("_FOG_CONNECTIONS", whole(1, 4, "connections"), 1, owner="tests")
+# By so many TCP connections large data goes to a rank, however long the path is. By default that is measured.
+CONNECTIONS = Variable("_FOG_CONNECTIONS", whole(1, 4, "connections"), 0, owner="tests")
 # The default of `ProcessGroupFog.Options.confirm`, in place of TORCH_DISTRIBUTED_DEBUG=DETAIL.
 CONFIRM = Variable("_FOG_CONFIRM", FLAG, False, owner="tests")
 

@@ -80,7 +80,8 @@ def data_connections() -> list[socket.socket]:
                 probes = [socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT]
                 idle, interval, count = (each.getsockopt(socket.IPPROTO_TCP, probe) for probe in probes)
                 assert idle + interval * count == int(os.environ.get("FOG_HOST_TIMEOUT", "11"))
-                found.append(each.dup())
+                # socket.dup() would make the connection blocking, for fog too
+                found.append(socket.socket(fileno=os.dup(each.fileno())))
     return found
 
 

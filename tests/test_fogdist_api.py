@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import copy
+import importlib
 import itertools
 import math
+import pkgutil
+import re
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import fogdist
@@ -22,6 +26,7 @@ import torch.distributed as dist
 from fogdist import topology as topologies
 from fogdist.context import PreconditionError
 from fogdist.packing import cap_bytes, make_buckets
+from fogdist.removed import REMOVED
 from harness import init_process_group, on_ranks, sizes
 from reference import COMPLEX, FLOATS, INTEGERS, Checks, make_input, reduce
 from torch import Tensor
@@ -48,6 +53,53 @@ def test_the_public_names():
     assert fogdist.__all__ == NAMES.split()
     for name in fogdist.__all__:
         assert getattr(fogdist, name).__doc__, name
+
+
+def test_a_name_that_is_gone_says_what_to_write():
+    """An attribute and an import of it; what the text names exists."""
+    assert set(REMOVED["fogdist"]).isdisjoint(fogdist.__all__)
+    for module, names in REMOVED.items():
+        for name, instead in names.items():
+            for error, statement in (AttributeError, "module.{}"), (ImportError, "from {} import {}"):
+                words = (name,) if error is AttributeError else (module, name)
+                with pytest.raises(error, match=rf"{module}'.*'{name}' any more: ") as caught:
+                    exec(statement.format(*words), {"module": importlib.import_module(module)})
+                assert instead in str(caught.value)
+            for path in re.findall(r"fogdist[.][.\w]*\w", instead):
+                pkgutil.resolve_name(path)
+
+
+def files_of(call: Callable[[], object]) -> set[str]:
+    """Returns the files of fogdist and fog_pg in which a function runs during a call."""
+    files = set()
+
+    def notice(frame: FrameType, event: str, argument: object) -> None:
+        parts = Path(frame.f_code.co_filename).parts
+        if event == "call" and {"fogdist", "fog_pg"} & set(parts[-4:-1]):
+            files.add("/".join(parts[-3:]))
+
+    sys.setprofile(notice)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+@on_ranks(2)
+def test_the_way_to_the_backend_is_short() -> None:
+    """A reader who follows a call to the extension opens few files."""
+    fogdist.init()
+    assert len(files_of(lambda: fogdist.neighbor_allreduce(torch.ones(3)))) <= 4
+    for order in None, "awc", "atc":
+        model = torch.nn.Linear(3, 1)
+        adam = torch.optim.AdamW(model.parameters())
+        with fogdist.DecentralizedOptimizer(adam, model, order=order) as optimizer:
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 3)).sum().backward()
+                files = files_of(optimizer.step)
+                assert "fogdist/training/algorithm.py" in files and len(files) <= 10, (order, files)
 
 
 # Each module of fogdist imports only what is to its left.

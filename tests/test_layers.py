@@ -52,6 +52,9 @@ MORE = {
     "transport/mpi/notified_puts": {"transport/shared_memory", "transport/tcp"},
     # Windows on one host are memory that neighbors map.
     "windows": {"transport/shared_memory"},
+    # Windows put and get by RMA themselves, without the engine.
+    "windows/remote_leg": {"transport/mpi"},
+    "windows/window_pool": {"transport/mpi"},
     # Tensors of lists and results are in the arena.
     "backend": {"transport/shared_memory"},
     # Worlds of virtual ranks have each way between ranks that needs no MPI.

@@ -162,6 +162,27 @@ def test_a_slow_rank_holds_nobody_up(worlds):
     worlds(2).run(four_times_as_fast)
 
 
+def slow_as_the_slowest() -> None:
+    """Rank 1 sleeps before each step, and rank 0 never gets far ahead of it, where a bound of news lets it get to 10."""
+    waiting(**FOR_EVER)
+    fogdist.init(fogdist.topology.ring)
+    model = nn.Linear(3, 2)
+    optimizer = bf.DistributedWinPutOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model)
+    store, rank = dist.distributed_c10d._get_default_store(), fogdist.rank()
+    for made in range(1, 21):
+        if rank == 1:
+            time.sleep(0.02)
+            store.add("exchanges of rank 1", 1)
+        step(model, optimizer)
+        if rank == 0:
+            assert made - store.add("exchanges of rank 1", 0) <= 2
+    end(optimizer)
+
+
+def test_through_bluefogs_names_nobody_runs_ahead(worlds):
+    worlds(2).run(slow_as_the_slowest)
+
+
 def lose_one() -> None:
     waiting(**FOR_EVER)
     model, optimizer = make("win_put")

@@ -168,6 +168,26 @@ def test_version_comes_from_tags(tree: Path) -> None:
     assert run(*ask, folder=copy).strip() == "0.2.0"
 
 
+CHECK_LIBRARY = """
+import pathlib, runpy, sys, setuptools
+setuptools.setup = lambda **arguments: None
+runpy.run_path("setup.py")["check_standard_library"](pathlib.Path(sys.argv[1]))
+"""
+
+
+def test_a_build_without_the_shared_library_of_c_plus_plus_fails(tmp_path: Path) -> None:
+    """Regression: the extension that a compiler with a static libstdc++ made crashed when it was imported."""
+    source, built = tmp_path / "text.cpp", tmp_path / "text.so"
+    source.write_text("#include <iostream>\nvoid text() { std::cout << 1; }\n")
+    compiler = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", str(source), "-o", str(built)]
+    run(*compiler)
+    run(sys.executable, "-c", CHECK_LIBRARY, built)
+    run(*compiler, "-static-libstdc++")
+    with pytest.raises(AssertionError, match="set CXX"):
+        run(sys.executable, "-c", CHECK_LIBRARY, built)
+    assert not built.exists()
+
+
 @pytest.mark.style
 def test_hooks_run_the_linters_that_make_runs() -> None:
     """pre-commit has its own list of versions."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
+import math
 import os
 import re
 import resource
@@ -22,6 +24,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import fogdist
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,13 +45,15 @@ APART = {**TCP, "_FOG_LOCAL_LINKS": "0"}
 # From small data, which comes with its header, to data of many parts.
 SIZES = [4, 8 * KIB, 32 * KIB, 32 * KIB + 4, 300 * KIB, 5 * MIB]
 # An unknown process has five seconds to say who it is; the rest is for a busy machine.
+UNKNOWN_PATIENCE = 5.0
 PATIENCE = 30.0
 
 
 # At least so much of 1 MiB comes before it is asked for, where the path is long and has carried more than that before.
 EARLY = 256 * KIB
-# Of <asm-generic/socket.h>.
+# Of <asm-generic/socket.h> and <netinet/tcp.h>.
 SO_MAX_PACING_RATE = 47
+TCP_INFO = 11
 
 
 @pytest.fixture(scope="module")
@@ -188,6 +193,28 @@ def send_long_before() -> None:
     dist.barrier()
 
 
+def put_after_each_wait(rounds: int) -> None:
+    """Rank 0 puts into windows of ranks that have just waited in fog, and call it no more until the put is there."""
+    fogdist.init()
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    with fogdist.Window(torch.zeros(4)) as window:
+        _C.emulate(longest_sleep=timedelta(hours=1))
+        for number in range(rounds):
+            dist.all_reduce(torch.ones(4))
+            if rank == 0:
+                time.sleep(0.003)
+                window.put(torch.ones(4), timeout=timedelta(seconds=10))
+                store.set(f"put {number}", "")
+            store.get(f"put {number}")
+        _C.emulate()
+        dist.barrier()
+
+
+def test_a_put_after_a_wait_is_served_at_once(world: World) -> None:
+    """Regression: until the background thread's sleep ended, nothing woke it for requests of other hosts."""
+    assert world.run(put_after_each_wait, 30) == [None] * RANKS
+
+
 # --- connections --------------------------------------------------------------------------------------------
 
 
@@ -321,43 +348,36 @@ def test_strangers_are_dropped(new_world: Callable[..., World]) -> None:
 
 # --- several connections to a peer -----------------------------------------------------------------------------
 
-# Little may be in flight in a connection, so one does not fill the link, which has no limit.
-SEVERAL = {**TCP, "_FOG_CONNECTIONS": "4"}
-DELAY = 0.01
-SMALL_BUFFER = "4096 65536 262144"
+MOST = 4
+# So many from the beginning, also on one host.
+SEVERAL = {**APART, "_FOG_CONNECTIONS": str(MOST)}
+BY_SEVERAL = f"tcp: {MOST} connections"
 
 
-def grow(least: int = 2) -> list[tuple[str, int]]:
-    """Ranks 0 and 1 send each other data until it takes several connections; returns the first one's address."""
-    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)  # of this host
+def connect_by_several() -> None:
+    """Ranks 0 and 1 send each other data until it goes by all connections."""
     other = 1 - dist.get_rank()
-    dist.barrier()
-    (first,) = data_connections()
-    kept = [first.getsockname()]
-    first.close()
-    for number in range(20):
-        sent = torch.arange(3 * MIB // 2) * (number + other + 1)  # 12 MiB, and every part differs
-        received = torch.zeros_like(sent)
-        works = [dist.isend(sent, other), dist.irecv(received, other)]
-        for work in works:
-            assert work is not None
-            work.wait()
-        assert received.equal(torch.arange(3 * MIB // 2) * (number + 2 - other)), number
-        enough = torch.tensor(float(connections_used() >= least))
+    for number in range(1000):
+        send_both_ways(number)
+        enough = torch.tensor(float(way_to(other) == BY_SEVERAL and count_connections() == 2 * MOST - 1))
         dist.all_reduce(enough)
         if enough == 2:
-            return kept
-    raise AssertionError(f"data goes by {way_to(other)}")
+            return
+    raise AssertionError(f"{way_to(other)}, {count_connections()} connections")
 
 
-def connections_used() -> int:
-    """Returns by how many connections data goes to the other rank, as fogdist.transport says."""
-    way = way_to(1 - dist.get_rank())
-    if way == "tcp":
-        return 1
-    parts = re.fullmatch(r"tcp: ([2-4]) connections, round trip (\d+\.\d) ms, \d+ Mbit/s", way)
-    assert parts is not None and 2e3 * DELAY <= float(parts[2]) < 10e3 * DELAY, way
-    return int(parts[1])
+def send_both_ways(number: int, group: dist.ProcessGroup | None = None) -> None:
+    rank, other = dist.get_rank(), 1 - dist.get_rank()
+    whole = torch.arange(MIB)  # 8 MiB, and every part differs
+    received = torch.zeros_like(whole)
+    works = [
+        dist.isend(whole * (number + rank + 1), other, group=group),
+        dist.irecv(received, other, group=group),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert received.equal(whole * (number + other + 1)), "wrong data"
 
 
 def way_to(other: int) -> str:
@@ -365,74 +385,93 @@ def way_to(other: int) -> str:
     return backend.transport(other)
 
 
-def additional(first: list[tuple[str, int]]) -> list[socket.socket]:
-    return [each for each in data_connections() if each.getsockname() not in first]
+def connections_by_use() -> tuple[list[socket.socket], list[socket.socket], list[socket.socket]]:
+    """Returns the first connection, those by which this rank sends, and those by which the other one does.
+
+    Both ranks call it.
+    """
+    found: tuple[list[socket.socket], ...] = ([], [], [])
+    for number in range(50):  # until each has carried data
+        send_both_ways(number)
+    for each in data_connections():
+        acknowledged, received = struct.unpack_from(
+            "QQ", each.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 136), 120
+        )
+        words = 200  # of the handshake, at most
+        found[1 if received < words else 2 if acknowledged < words else 0].append(each)
+    assert [len(each) for each in found] == [1, MOST - 1, MOST - 1], found
+    return found  # type: ignore[return-value]
 
 
-def exchange_by_several() -> tuple[int, int, int]:
-    """Returns how many connections there are, how many data takes, and how many elements of long sums are wrong."""
-    first = grow(3)
+def close_all(*connections: list[socket.socket]) -> None:
+    for each in itertools.chain(*connections):
+        each.close()
+
+
+def exchange_by_several() -> int:
+    """Returns how many elements of long sums are wrong; fails if data of other operations is."""
+    connect_by_several()
+    ways = exchange_and_check(SIZES)
+    assert ways == [BY_SEVERAL], ways
     wrong = 0
-    for numel in [size // 8 for size in SIZES if size >= 8] + [2 * MIB + 1]:
+    for numel in (1001, 300 * KIB // 8, 2 * MIB + 1):
         whole = torch.arange(numel) * 1_000_003_000_007
         output = torch.empty_like(whole)
-        for _ in range(5):
+        for _ in range(3):
             dist.reduce_scatter(output, [whole * (dist.get_rank() + 1)] * 2)
             wrong += int((output != whole * 3).sum())
-    more = additional(first)
-    for each in more:
-        each.close()
-    return len(more), connections_used(), wrong
+    assert count_connections() == 2 * MOST - 1
+    return wrong
 
 
-@pytest.mark.long
-def test_several_connections(tmp_path: Path) -> None:
-    """Both sides make some at once, each at most three for what it sends; all data arrives in its place."""
-    found = run_on_hosts(
-        tmp_path, [0, 1], __name__, [("exchange_by_several", ())], delay=DELAY, environment=SEVERAL
+def test_several_connections(new_world: Callable[..., World]) -> None:
+    """Each rank makes three more for what it sends; all data arrives in its place."""
+    assert new_world(2, environment=SEVERAL).run(exchange_by_several, timeout=RUN_TIMEOUT) == [0, 0]
+
+
+def send_until_grown() -> tuple[int, str]:
+    """Rank 0 sends data over a long path; returns the number of connections, and how data goes."""
+    Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 65536 262144")  # of this host
+    x = torch.zeros(MIB)
+    for _ in range(100):
+        (dist.send if dist.get_rank() == 0 else dist.recv)(x, 1 - dist.get_rank())
+        grown = torch.tensor(float("connections" in way_to(1 - dist.get_rank())))
+        dist.all_reduce(grown)
+        if grown:
+            break
+    return count_connections(), way_to(1 - dist.get_rank())
+
+
+def test_a_long_path_takes_several(tmp_path: Path) -> None:
+    """By default, where little may be in flight in one; the other direction, which has no data, keeps one."""
+    ((sender,), (receiver,)) = run_on_hosts(
+        tmp_path, [0, 1], __name__, [("send_until_grown", ())], delay=0.01, environment=TCP
     )
-    for ((more, used, wrong),) in found:
-        assert 3 <= used <= 4 and used - 1 <= more <= 6 and wrong == 0, found
+    assert sender[0] == receiver[0] == 2 and receiver[1] == "tcp", (sender, receiver)
+    parts = re.fullmatch(r"tcp: 2 connections, round trip (\d+\.\d) ms, \d+ Mbit/s", sender[1])
+    assert parts is not None and 20 <= float(parts[1]) < 100, sender
 
 
-def send_much(rate: str) -> tuple[str, int]:
+def send_much() -> tuple[str, int]:
     """Rank 0 sends rank 1 long data; returns how it goes, and how many connections there are."""
-    if not rate:
-        Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
     send_long()
     return way_to(1 - dist.get_rank()), count_connections()
 
 
 def send_long() -> None:
-    x = torch.zeros(32 * MIB // 4)
-    for _ in range(2):
-        if dist.get_rank() == 0:
-            dist.send(x, 1)
-        else:
-            dist.recv(x, 0)
+    for _ in range(8):
+        (dist.send if dist.get_rank() == 0 else dist.recv)(torch.zeros(MIB), 1 - dist.get_rank())
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("setting", "rate", "delay"),
-    [(TCP, "", DELAY), (SEVERAL, "1gbit", 0.002)],
-    ids=["by default", "where one fills the link"],
-)
-def test_one_connection(tmp_path: Path, setting: dict[str, str], rate: str, delay: float) -> None:
+def test_one_connection_fills_the_link(tmp_path: Path) -> None:
     found = run_on_hosts(
-        tmp_path,
-        [0, 1],
-        __name__,
-        [("send_much", [rate])],
-        rate=rate or None,
-        delay=delay,
-        environment=setting,
+        tmp_path, [0, 1], __name__, [("send_much", ())], rate="400mbit", delay=0.002, environment=TCP
     )
     assert found == [[("tcp", 1)]] * 2
 
 
-def reach_for_few_descriptors() -> tuple[str, int]:
-    Path("/proc/sys/net/ipv4/tcp_wmem").write_text(SMALL_BUFFER)
+def send_with_few_descriptors() -> tuple[str, int]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = os.dup(0)
     os.close(free)
@@ -442,48 +481,33 @@ def reach_for_few_descriptors() -> tuple[str, int]:
     return way_to(1 - dist.get_rank()), count_connections()
 
 
-@pytest.mark.long
-def test_descriptors_are_kept_for_first_connections(tmp_path: Path) -> None:
-    found = run_on_hosts(
-        tmp_path,
-        [0, 1],
-        __name__,
-        [("reach_for_few_descriptors", ())],
-        delay=DELAY,
-        environment=SEVERAL,
-    )
-    assert found == [[("tcp", 1)]] * 2
+def test_descriptors_are_kept_for_first_connections(new_world: Callable[..., World]) -> None:
+    assert new_world(2, environment=SEVERAL).run(send_with_few_descriptors) == [("tcp", 1)] * 2
 
 
-def break_one(how: str) -> tuple[str, bool]:
-    """Ends one additional connection while data goes; returns the error, and whether any wrong data was delivered."""
-    first = grow()
+def break_one(how: str, whose: str) -> str:
+    """Ends one additional connection while data goes; returns the error."""
+    connect_by_several()
     rank = dist.get_rank()
     group = dist.new_group([0, 1], timeout=timedelta(seconds=4 * RUN_TIMEOUT))
-    wrong = False
+    found = connections_by_use()
+    victim = found[1 if whose == "own" else 2][1]
+
+    def end_one() -> None:
+        if how == "reset":
+            reset(victim)
+        else:
+            victim.shutdown(socket.SHUT_WR if how == "half-closed" else socket.SHUT_RDWR)
 
     def exchange() -> None:
-        nonlocal wrong
-        for number in range(100):
-            sent, received = torch.full((2 * MIB,), number + 1.0), torch.zeros(2 * MIB)
-            works = [dist.isend(sent, 1 - rank, group=group), dist.irecv(received, 1 - rank, group=group)]
-            if rank == 0 and number == 1:
-                time.sleep(0.05)
-                for each in additional(first):
-                    if how == "reset":
-                        reset(each)
-                    else:
-                        each.shutdown(socket.SHUT_WR if how == "half-closed" else socket.SHUT_RDWR)
-                    each.close()
-            for work in works:
-                assert work is not None
-                work.wait()
-            wrong = wrong or not bool(received.eq(number + 1).all())
+        if rank == 0:
+            threading.Timer(0.2, end_one).start()
+        for number in range(10_000):
+            send_both_ways(number, group)
 
     error = error_of(exchange)
-    for each in data_connections():
-        each.close()
-    return error, wrong
+    close_all(*found)
+    return error
 
 
 def reset(connection: socket.socket) -> None:
@@ -493,32 +517,28 @@ def reset(connection: socket.socket) -> None:
     assert libc.connect(connection.fileno(), unspecified, len(unspecified)) == 0
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("how", ["half-closed", "closed", "reset"])
-def test_an_additional_connection_that_ends(tmp_path: Path, how: str) -> None:
-    """The end of one is that of all: an error on both sides, and no wrong data."""
-    found = run_on_hosts(
-        tmp_path,
-        [0, 1],
-        __name__,
-        [("break_one", [how])],
-        delay=DELAY,
-        environment=SEVERAL,
-        finalizing=None,
-    )
-    for rank, ((error, wrong),) in enumerate(found):
-        assert f"rank {1 - rank} " in error and not wrong, found
+@pytest.mark.parametrize(
+    ("how", "whose"),
+    [("half-closed", "own"), ("closed", "own"), ("closed", "other"), ("reset", "own"), ("reset", "other")],
+)
+def test_an_additional_connection_that_ends(new_world: Callable[..., World], how: str, whose: str) -> None:
+    """The end of one that is used is that of all: an error on both sides, and no wrong data."""
+    found = new_world(2, environment=SEVERAL, finalizing=None).run(break_one, how, whose, timeout=RUN_TIMEOUT)
+    for rank, error in enumerate(found):
+        assert f"rank {1 - rank} " in error, found
         assert "the connection to it has broken" in error or "counts this rank as lost" in error, error
 
 
-def leave_after_data() -> bool:
-    """Rank 0 leaves when its data is in the system's buffers, and additional connections are slow; rank 1 gets all."""
-    first = grow()
-    x = torch.arange(MIB, dtype=torch.float32)
+def leave_after_data(slow: str) -> bool:
+    """Rank 0 leaves when its data is in the system's buffers, and some connections are slow; rank 1 gets all."""
+    connect_by_several()
+    found = connections_by_use()
+    x = torch.arange(MIB // 2, dtype=torch.float32)
     if dist.get_rank() == 0:
-        for each in additional(first):
-            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 100 * KIB)
-            each.close()
+        for each in found[0 if slow == "first" else 1]:
+            each.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, 400 * KIB)
+    close_all(*found)
+    if dist.get_rank() == 0:
         dist.send(x, 1)
         _C.shutdown()
         return True
@@ -527,40 +547,28 @@ def leave_after_data() -> bool:
     return received.equal(x)
 
 
-@pytest.mark.long
-def test_a_rank_leaves_when_its_data_is_on_the_way(tmp_path: Path) -> None:
-    """Its goodbye overtakes data on slower connections, and counts only after that."""
-    found = run_on_hosts(
-        tmp_path,
-        [0, 1],
-        __name__,
-        [("leave_after_data", ())],
-        delay=DELAY,
-        environment=SEVERAL,
-        finalizing=None,
-    )
-    assert found == [[True], [True]]
+@pytest.mark.parametrize("slow", ["first", "additional"])
+def test_a_rank_leaves_when_its_data_is_on_the_way(new_world: Callable[..., World], slow: str) -> None:
+    """Its goodbye, or the ends of other connections, overtake data, and count only after that."""
+    world = new_world(2, environment=SEVERAL, finalizing=None)
+    assert world.run(leave_after_data, slow, timeout=RUN_TIMEOUT) == [True, True]
 
 
 def lose_by_several(how: str) -> str:
     """Rank 0 dies, or is cut off, while data goes by several connections."""
-    grow()
+    connect_by_several()
     if dist.get_rank() == 0 and how == "killed":
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if dist.get_rank() == 0 and how == "cut off":
         threading.Timer(0.1, ip, ("link", "set", "eth0", "down")).start()
-    x = torch.zeros(2 * MIB)
 
     def exchange() -> None:
-        for _ in range(1000):
-            works = [dist.isend(x, 1 - dist.get_rank()), dist.irecv(torch.zeros_like(x), 1 - dist.get_rank())]
-            for work in works:
-                work.wait()  # type: ignore[union-attr]
+        for number in range(10_000):
+            send_both_ways(number)
 
     return error_of(exchange)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("how", ["killed", "cut off"])
 def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None:
     found = run_on_hosts(
@@ -568,7 +576,6 @@ def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None
         [0, 1],
         __name__,
         [("lose_by_several", [how])],
-        delay=DELAY,
         killed=[0] if how == "killed" else [],
         environment={**SEVERAL, "FOG_HOST_TIMEOUT": "4"},
         finalizing=None,
@@ -576,6 +583,152 @@ def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None
     (error,) = found[1]
     reason = "was lost: its process ended" if how == "killed" else "was lost: its host"
     assert "rank 0 " in error and reason in error, error
+
+
+def ask_for_more() -> list[bytes]:
+    """Rank 1 makes additional connections to rank 0 by hand, and does not use them.
+
+    Returns:
+        The first bytes of rank 0's answers: to four at once, to one more after the end of one, and what has come by the
+        others after longer than an unknown process has.
+    """
+    exchange_with_all()
+    told: list[Any] = [None] * 2
+    (mark,) = (line.rpartition("=")[2] for line in _C.own_entry().splitlines() if " mark=" in line)
+    dist.all_gather_object(told, (listening_ports(), int(mark, 16)))
+    answers = []
+    if dist.get_rank() == 1:
+        (port,), its_mark = told[0]
+        hello = HELLO.pack(b"fog tcp+", 1, 0, told[1][1], its_mark, b"0" * 16)
+
+        def ask() -> socket.socket:
+            connection = visit(port, hello)
+            nonce = connection.recv(16, socket.MSG_WAITALL)
+            connection.sendall(_C.hmac_sha256(_C.job_secret(), b"fog tcp connects" + hello + nonce))
+            answers.append(connection.recv(33, socket.MSG_WAITALL)[:1])
+            return connection
+
+        made = [ask() for _ in range(MOST)]
+        made[0].close()
+        deadline = time.monotonic() + PATIENCE
+        while answers[-1] == b"l" and time.monotonic() < deadline:  # until rank 0 has noticed
+            made.append(ask())
+        made[-2].close()
+        time.sleep(1.2 * UNKNOWN_PATIENCE)
+        for each in (made[1], made[2], made[-1]):
+            each.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                answers.append(each.recv(1))
+            each.close()
+    exchange_with_all()
+    return answers
+
+
+def test_additional_connections_that_are_not_used(new_world: Callable[..., World]) -> None:
+    """At most three at once, for as long as the side that has made them likes; their ends do no harm."""
+    _, answers = new_world(2, environment=APART).run(ask_for_more, timeout=RUN_TIMEOUT)
+    assert (
+        answers[:3] == [b"y"] * 3 and answers[3:-1] == [b"l"] * (len(answers) - 4) and answers[-1] == b"y"
+    ), answers
+
+
+# How many connections fill the link, with times and bytes that the tests choose.
+
+ROUND_TRIP = 0.04
+
+
+class Sender:
+    """Data over a link to which `Growth` adds connections, each of which carries so many bytes a second at most."""
+
+    def __init__(self, each: float, link: float) -> None:
+        self.each, self.link = each, link
+        self.growth = _C.Growth()
+        self.now, self.written, self.limited = 100.0, 0.0, 0.0
+        self.asked: list[float] = []
+        self.opens = True  # whether attempts to connect succeed
+        self.round_trip = ROUND_TRIP  # the present one, which data that waits in the link makes longer
+        self.starts_slowly = 0.0  # for so long a new connection carries nothing
+
+    def send(self, seconds: float, burst: float = math.inf) -> Sender:
+        """Sends for so long, with a rest of a second after each burst."""
+        self.growth.begin()
+        began = self.now
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.01
+            used = self.growth.used
+            if self.starts_slowly and self.asked and self.now < self.asked[-1] + self.starts_slowly:
+                used -= 1
+            rate = min(self.each * (1 + used), self.link)
+            self.written += 0.01 * rate
+            self.limited += 0.01 * (rate < self.link)
+            if self.growth.look(self.now, int(self.written), ROUND_TRIP, self.round_trip, self.limited):
+                self.asked.append(self.now)
+                if self.opens:
+                    self.growth.on_open()
+            if self.now >= began + burst:
+                self.now += 1.0
+                end += 1.0
+                began = self.now
+                self.growth.begin()
+        return self
+
+
+@pytest.mark.parametrize(
+    ("each", "link", "used", "asked"),
+    [
+        (200, 100, 0, 0),  # one fills it
+        (60, 125, 1, 2),  # a third one adds 4 %
+        (60, 125.5 * 1.2, 2, 2),  # and here a quarter
+        (10, 1000, 3, 3),
+    ],
+)
+def test_growth(each: float, link: float, used: int, asked: int) -> None:
+    sender = Sender(each * 1e6, link * 1e6).send(10)
+    assert (sender.growth.used, len(sender.asked)) == (used, asked), sender.asked
+    assert sender.growth.rate == pytest.approx(1e6 * min(link, each * (1 + used)), rel=0.01)
+
+
+def test_growth_takes_four_round_trips_for_a_measurement() -> None:
+    sender = Sender(10e6, 1e9).send(3)
+    first, second, third = sender.asked
+    assert first == pytest.approx(100.01 + 4 * ROUND_TRIP, abs=0.021)
+    assert second - first == pytest.approx(
+        4 * (0.01 + 4 * ROUND_TRIP), abs=0.1
+    )  # three that judge, and the next one
+    assert third - second == pytest.approx(second - first, abs=0.02)
+
+
+def test_growth_of_data_in_bursts() -> None:
+    """Each is shorter than two round trips; the time between them does not count."""
+    sender = Sender(10e6, 1e9).send(3, burst=0.07)
+    assert sender.growth.used == 3
+    assert sender.growth.rate == pytest.approx(40e6, rel=0.01)
+
+
+def test_growth_where_round_trips_become_longer() -> None:
+    """Data waits in the link then, which is full."""
+    sender = Sender(10e6, 1e9)
+    sender.round_trip = 1.6 * ROUND_TRIP
+    assert sender.send(3).asked == []
+    sender.round_trip = 1.4 * ROUND_TRIP
+    assert sender.send(3).growth.used == 3
+
+
+def test_growth_waits_for_a_connection_that_starts_slowly() -> None:
+    sender = Sender(50e6, 1e9)
+    sender.starts_slowly = 8 * ROUND_TRIP
+    assert sender.send(5).growth.used == 3
+
+
+def test_growth_where_connections_are_refused() -> None:
+    """It asks again after a second."""
+    sender = Sender(10e6, 1e9)
+    sender.opens = False
+    sender.send(5)
+    assert sender.growth.used == 0 and 4 <= len(sender.asked) <= 5, sender.asked
+    sender.opens = True
+    assert sender.send(5).growth.used == 3
 
 
 # --- broken connections, and forks -------------------------------------------------------------------------------------------------

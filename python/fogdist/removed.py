@@ -76,8 +76,7 @@ _OF_BLUEFOG = _GRAPHS | _read("""
     CommunicationType DistributedAllreduceOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="awc")
     DistributedAdaptThenCombineOptimizer: fogdist.DecentralizedOptimizer(optimizer, model, order="atc")
     DistributedGradientAllreduceOptimizer: torch.nn.parallel.DistributedDataParallel
-    DistributedWinPutOptimizer: fogdist.algorithms.WinPut
-    DistributedPullGetOptimizer: fogdist.algorithms.WinPut
+    DistributedWinPutOptimizer DistributedPullGetOptimizer DistributedBluefogOptimizer: fogdist.algorithms.WinPut
     DistributedPushSumOptimizer: fogdist.algorithms.PushSumSGD(optimizer, model, order="awc")
     timeline_context: fogdist.timeline.timeline_context
     timeline_start_activity: fogdist.timeline.timeline_start_activity
@@ -101,6 +100,7 @@ REMOVED: dict[str, dict[str, str]] = {
     },
     "fogdist.algorithms": {
         "AdaptThenCombine": 'write DecentralizedSGD(optimizer, model, order="atc"); no_sync() is for accumulated batches',
+        "AllRanks": "write fogdist.training.GlobalAverage(), the average over all ranks",
         "BEER": f"{_REPLICAS}, or GradientTracking with compression=Int8()",
         "D2": "write ExactDiffusion, which has the same fixed point, with any symmetric graph",
         "DeepSqueeze": _REPLICAS,
@@ -109,6 +109,7 @@ REMOVED: dict[str, dict[str, str]] = {
         "LEAD": f"{_REPLICAS}, or ExactDiffusion with compression=Int8()",
         "MoniquaSGD": _REPLICAS,
         "NoLoCo": "write DiLoCo, or GASLoC, which averages in random pairs",
+        "Nobody": "write fogdist.training.NoMixing(), which averages with no rank",
         "PowerGossip": "write ChocoSGD with compression=TopK(0.02), which sends few bytes too",
         "PullGet": "write WinPut(optimizer, model), in which the neighbors put what PullGet would read",
         "QuasiGlobalMomentum": _DIFFERENT_DATA,

@@ -209,14 +209,14 @@ class Window:
             RuntimeError: The window is closed; torch.distributed.DistBackendError if a neighbor was lost or
                 did not answer; the group can still be used. If it was known to be lost, nothing was sent.
         """
-        return _finished(self._write("put", tensor, **options), async_op)
+        return _finished(self._write("put", tensor, not async_op, **options), async_op)
 
     def accumulate(self, tensor: Tensor, *, async_op: bool = False, **options: Unpack[WriteOptions]) -> Any:
         """Adds weighted tensors to this rank's slots at its neighbors; versions stay. Otherwise as `put`.
 
         Every addition is in exactly one of the owner's updates with `reset`.
         """
-        return _finished(self._write("accumulate", tensor, **options), async_op)
+        return _finished(self._write("accumulate", tensor, not async_op, **options), async_op)
 
     def get(
         self,
@@ -249,7 +249,9 @@ class Window:
         sources = self._all_in
         if src_weights is not None:
             sources = self._peers(src_weights, self._in, "src_weights", "in-neighbors")
-        work = self._open().get(sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout)
+        work = self._open().get(
+            sources, mutex=require_mutex, skip_lost=skip_lost, timeout=timeout, waits=not async_op
+        )
         return _finished(work, async_op)
 
     # --- local operations ---
@@ -413,6 +415,7 @@ class Window:
         self,
         kind: str,
         tensor: Tensor,
+        waits: bool,
         self_weight: float = 1.0,
         dst_weights: Weights | None = None,
         require_mutex: bool = False,
@@ -431,7 +434,7 @@ class Window:
         if keeps != 1.0:
             writable(tensor)
         write = window.put if kind == "put" else window.accumulate
-        return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout)
+        return write(data, destinations, keeps, with_p, require_mutex, skip_lost, timeout, waits)
 
     def _update(
         self,

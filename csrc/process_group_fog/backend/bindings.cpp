@@ -72,6 +72,11 @@ std::vector<std::pair<int, double>> pairs_of(const std::vector<fog::WeightedPeer
   return pairs;
 }
 
+// A method of the group that returns what the engine knows about its ranks.
+auto ranks_by(std::vector<int> (fog::Engine::*find)(const fog::Group&)) {
+  return [find](ProcessGroupFog& self) { return (self.group()->engine.*find)(*self.group()); };
+}
+
 // Lets Python's signal handlers run in a thread that waits without the GIL, so that Ctrl-C ends the wait.
 void check_interrupt() {
   if (Py_IsInitialized() == 0) {
@@ -114,6 +119,7 @@ void without_gil(const std::function<void()>& function) {
 // Keep one argument per line.
 // clang-format off
 PYBIND11_MODULE(_C, module) {
+  const py::call_guard<py::gil_scoped_release> release_gil;
   module.doc() = "The C++ part of the fog backend.";
   fog::process_engine().serve(std::make_unique<fog::WindowService>(fog::process_engine()));
   fog::process_engine().set_interrupt_check(check_interrupt);
@@ -169,7 +175,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("options"),
           py::arg("known") = py::none(),
           py::arg("known_ranks") = std::vector<int>(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
@@ -189,7 +195,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("compression") = py::none(),
           py::arg("decoded") = py::none(),
           py::arg("conserve") = false,
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def( // without the arguments of a codec, which would take a fifth of the time of a small exchange
           "neighbor_allreduce_blocking",
           [](ProcessGroupFog& self, OneOrMore tensor, const NeighborPlan& plan, std::optional<OneOrMore> output, std::string name,
@@ -205,7 +211,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "hierarchical_neighbor_allreduce",
           [](ProcessGroupFog& self, OneOrMore tensor, std::vector<std::vector<int>> machines, const NeighborPlan& plan,
@@ -225,7 +231,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("timeout") = py::none(),
           py::arg("compression") = py::none(),
           py::arg("conserve") = false,
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "local_allreduce",
           [](ProcessGroupFog& self, at::Tensor tensor, std::vector<std::vector<int>> machines, const c10d::ReduceOp& op,
@@ -238,7 +244,7 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("name") = "",
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "neighbor_allgather",
           [](ProcessGroupFog& self, const at::Tensor& tensor, const NeighborPlan& plan, std::string name, Confirm confirm,
@@ -251,7 +257,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "allgather_concat",
           [](ProcessGroupFog& self, const at::Tensor& tensor, std::string name, Confirm confirm, Timeout timeout) -> WorkPtr {
@@ -262,7 +268,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("name") = "",
           py::arg("confirm") = py::none(),
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "agree",
           [](ProcessGroupFog& self, at::Tensor sums, std::string name) -> WorkPtr {
@@ -271,7 +277,7 @@ PYBIND11_MODULE(_C, module) {
           py::arg("sums"),
           py::kw_only(),
           py::arg("name") = "",
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "allreduce_named",
           [](ProcessGroupFog& self, at::Tensor tensor, const c10d::ReduceOp& op, std::string name, Timeout timeout) -> WorkPtr {
@@ -282,7 +288,7 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("name") = "",
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       .def(
           "broadcast_named",
           [](ProcessGroupFog& self, at::Tensor tensor, int root, std::string name, Timeout timeout) -> WorkPtr {
@@ -293,13 +299,13 @@ PYBIND11_MODULE(_C, module) {
           py::kw_only(),
           py::arg("name") = "",
           py::arg("timeout") = py::none(),
-          py::call_guard<py::gil_scoped_release>())
+          release_gil)
       // new_group calls it on ranks outside of a new group, if the backend can split and is bound to a device.
       .def(
           "perform_nocolor_split",
           [](ProcessGroupFog&, const at::Device&) {},
           py::arg("device"))
-      .def_property_readonly("sent", &ProcessGroupFog::sent)
+      .def_property_readonly("sent", [](ProcessGroupFog& self) { return self.group()->engine.sent(self.group()); })
       .def_property_readonly(
           "options",
           [](ProcessGroupFog& self) {
@@ -319,17 +325,20 @@ PYBIND11_MODULE(_C, module) {
           py::arg("number"),
           py::arg("store"),
           py::arg("options"),
-          py::call_guard<py::gil_scoped_release>())
-      .def("watch", &ProcessGroupFog::watch, py::arg("ranks"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("id", &ProcessGroupFog::id)
-      .def_property_readonly("failure", &ProcessGroupFog::failure)
+          release_gil)
+      .def("watch", &ProcessGroupFog::watch, py::arg("ranks"), release_gil)
+      .def_property_readonly("id", [](ProcessGroupFog& self) { return self.group()->id; })
+      .def_property_readonly("failure", [](ProcessGroupFog& self) { return self.group()->engine.failure(self.group()).reason; })
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
-      .def("transport", &ProcessGroupFog::transport, py::arg("rank"), py::call_guard<py::gil_scoped_release>())
-      .def("lost_ranks", &ProcessGroupFog::lost_ranks, py::call_guard<py::gil_scoped_release>())
-      .def("left_ranks", &ProcessGroupFog::left_ranks, py::call_guard<py::gil_scoped_release>())
-      .def("suspect_ranks", &ProcessGroupFog::suspect_ranks, py::call_guard<py::gil_scoped_release>())
-      .def_property("lost_after", &ProcessGroupFog::lost_after, &ProcessGroupFog::set_lost_after);
+      .def("transport", &ProcessGroupFog::transport, py::arg("rank"), release_gil)
+      .def("lost_ranks", ranks_by(&fog::Engine::lost_ranks), release_gil)
+      .def("left_ranks", ranks_by(&fog::Engine::left_ranks), release_gil)
+      .def("suspect_ranks", ranks_by(&fog::Engine::suspect_ranks), release_gil)
+      .def_property(
+          "lost_after",
+          [](ProcessGroupFog& self) { return std::chrono::duration<double>(self.group()->engine.lost_after()).count(); },
+          &ProcessGroupFog::set_lost_after);
 
   fog::bind_windows(module, group);
   fog::bind_observation(module, group);
@@ -391,7 +400,7 @@ PYBIND11_MODULE(_C, module) {
         return std::make_pair(runtime.rank(), runtime.size());
       },
       py::arg("timeout"),
-      py::call_guard<py::gil_scoped_release>());
+      release_gil);
   module.def(
       "broadcast_from_rank_zero",
       [](const std::string& text, GivenTimeout timeout) {
@@ -400,10 +409,10 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("text"),
       py::arg("timeout"),
-      py::call_guard<py::gil_scoped_release>());
+      release_gil);
   module.def(
       "suspend_detection", [](bool on) { fog::process_engine().suspend_judgement(on); }, py::arg("on"),
-      py::call_guard<py::gil_scoped_release>());
+      release_gil);
   module.def("init_logging", &c10::initLogging);
-  module.def("shutdown", [] { fog::leave_job(); }, py::call_guard<py::gil_scoped_release>());
+  module.def("shutdown", [] { fog::leave_job(); }, release_gil);
 }

@@ -8,9 +8,10 @@ namespace fog {
 namespace {
 
 template <typename C10dOptions>
-fog::Window::Options options_for(const fog::Window& window, const C10dOptions& options) {
+fog::Window::Options options_for(const fog::Window& window, const C10dOptions& options, bool async_op) {
   fog::Window::Options ours;
   ours.timeout = options.timeout > kNoTimeout ? options.timeout : window.timeout(); // kUnsetTimeout is negative
+  ours.waits = !async_op;
   return ours;
 }
 
@@ -50,7 +51,7 @@ void C10dWindow::tensor_deregister() {
 c10::intrusive_ptr<c10d::Work> C10dWindow::put(
     const at::Tensor& tensor, int64_t destination, int64_t offset, bool async_op, const c10d::PutOptions& options) {
   auto& target = window("put");
-  return returned(target.write(tensor, narrow("put", destination), offset, options_for(target, options)), async_op);
+  return returned(target.write(tensor, narrow("put", destination), offset, options_for(target, options, async_op)), async_op);
 }
 
 at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
@@ -65,12 +66,12 @@ at::Tensor C10dWindow::map_remote_tensor(int64_t rank) {
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::signal(int64_t peer, bool async_op, const c10d::SignalOptions& options) {
   auto& target = window("signal");
-  return returned(target.signal(narrow("signal", peer), options_for(target, options)), async_op);
+  return returned(target.signal(narrow("signal", peer), options_for(target, options, async_op)), async_op);
 }
 
 c10::intrusive_ptr<c10d::Work> C10dWindow::wait_signal(int64_t peer, bool async_op, const c10d::WaitSignalOptions& options) {
   auto& target = window("wait_signal");
-  return returned(target.wait_signal(narrow("wait_signal", peer), options_for(target, options)), async_op);
+  return returned(target.wait_signal(narrow("wait_signal", peer), options_for(target, options, async_op)), async_op);
 }
 
 c10d::WindowAttr C10dWindow::get_attr(int64_t peer) {

@@ -31,13 +31,7 @@ void bind_joining(py::module_& module) {
       [](const std::string& entry) {
         const auto read = read_peer_information(entry);
         py::dict result;
-        result["protocol"] = read.protocol;
-        result["rank"] = read.world_rank;
-        result["pid"] = read.pid;
-        result["host_id"] = read.host_id;
         result["host_name"] = read.host_name;
-        result["job"] = read.job;
-        result["host"] = read.host;
         std::vector<std::string> addresses;
         for (const auto& address : read_listener(read.tcp, {})) {
           addresses.push_back(address.text);

@@ -2,7 +2,6 @@
 
 #include <pybind11/stl.h>
 
-#include "core/failure.hpp"
 #include "core/timeline.hpp"
 #include "engine/flight_record.hpp"
 #include "engine/process_engine.hpp"
@@ -15,66 +14,17 @@ namespace {
 
 using Seconds = std::chrono::duration<double>;
 
-// A long name is cut, possibly within a character.
-std::string readable(const std::string& text) {
-  return text_from_peer(text.data(), text.size());
-}
-
-py::dict to_dict(const FlightRecord::Operation& operation) {
-  py::dict result;
-  result["what"] = readable(operation.what);
-  result["group"] = readable(operation.group);
-  result["rank"] = operation.rank;
-  result["number"] = operation.number;
-  result["key"] = operation.key;
-  result["state"] = operation.state;
-  result["age"] = operation.age;
-  result["seconds"] = operation.seconds;
-  std::vector<std::pair<int, int>> awaited;
-  for (const auto& [rank, pid] : operation.awaited) {
-    awaited.emplace_back(rank, pid);
-  }
-  result["awaited"] = awaited;
-  result["awaited_count"] = operation.awaited_count;
-  return result;
-}
-
 py::dict read_flight_record(int pid) {
   const auto process = FlightRecord::read(pid);
-  py::list operations;
-  for (const auto& operation : process.operations) {
-    operations.append(to_dict(operation));
-  }
-  py::dict result;
-  result["pid"] = process.pid;
-  result["rank"] = process.rank;
-  result["size"] = process.size;
-  result["host"] = readable(process.host);
-  result["job"] = process.job;
-  result["script"] = readable(process.script);
-  result["unrecorded"] = process.unrecorded;
-  result["operations"] = operations;
-  result["begun"] = process.begun;
-  result["failed"] = process.failed;
-  result["steps"] = process.steps;
-  result["step_age"] = process.step_age;
-  result["epoch"] = process.epoch;
-  py::list peers;
-  for (const auto& peer : process.peers) {
-    py::dict numbers;
-    numbers["rank"] = peer.rank;
-    numbers["waited"] = peer.waited;
-    numbers["staleness"] = peer.staleness;
-    numbers["lost"] = peer.lost;
-    peers.append(numbers);
-  }
-  result["peers"] = peers;
+  py::dict result = py::cast(process.fields);
+  result["operations"] = process.operations;
+  result["peers"] = process.peers;
   return result;
 }
 
-py::dict traffic_of(ProcessGroupFog& group) {
+py::dict traffic_of(ProcessGroupFog& self) {
   py::dict result;
-  for (const auto& [peer, traffic] : group.traffic()) {
+  for (const auto& [peer, traffic] : self.group()->engine.traffic(self.group())) {
     py::dict values;
     values["sent_messages"] = traffic.sent_messages;
     values["sent_bytes"] = traffic.sent_bytes;

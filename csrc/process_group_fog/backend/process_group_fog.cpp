@@ -140,10 +140,6 @@ void ProcessGroupFog::watch(const std::vector<int>& ranks) const {
   group_->engine.watch(*group_, ranks);
 }
 
-std::string ProcessGroupFog::failure() const {
-  return group_->engine.failure(group_).reason;
-}
-
 ProcessGroupFog::~ProcessGroupFog() {
   close();
 }
@@ -363,36 +359,12 @@ std::string ProcessGroupFog::transport(int rank) const {
   return group_->engine.way_to(group_, rank);
 }
 
-std::vector<int> ProcessGroupFog::lost_ranks() const {
-  return group_->engine.lost_ranks(*group_);
-}
-
-std::vector<int> ProcessGroupFog::left_ranks() const {
-  return group_->engine.left_ranks(*group_);
-}
-
-std::vector<int> ProcessGroupFog::suspect_ranks() const {
-  return group_->engine.suspect_ranks(*group_);
-}
-
-double ProcessGroupFog::lost_after() const {
-  return std::chrono::duration<double>(group_->engine.lost_after()).count();
-}
-
 void ProcessGroupFog::set_lost_after(double seconds) {
   constexpr double kMost = 1e6;
   TORCH_CHECK_VALUE(
       seconds == 0 || (seconds >= 1 && seconds <= kMost), "lost_after: got ", seconds,
       "; allowed are 0, for never, and seconds from 1 to 1000000");
   group_->engine.set_lost_after(std::chrono::nanoseconds(static_cast<int64_t>(seconds * 1e9)));
-}
-
-std::unordered_map<int, PeerTraffic> ProcessGroupFog::traffic() const {
-  return group_->engine.traffic(group_);
-}
-
-std::pair<uint64_t, uint64_t> ProcessGroupFog::sent() const {
-  return group_->engine.sent(group_);
 }
 
 std::vector<int> ProcessGroupFog::local_ranks() const {

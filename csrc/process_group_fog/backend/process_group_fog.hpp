@@ -283,27 +283,16 @@ class ProcessGroupFog : public c10d::Backend {
       const c10::intrusive_ptr<Options>& options) const;
   // Makes the ends of these ranks known to this one, also if it exchanges nothing with them.
   void watch(const std::vector<int>& ranks) const;
-  // The group's identity, the same on its ranks and on no other group.
-  uint64_t id() const {
-    return group_->id;
+  // For what the engine knows about the group.
+  const std::shared_ptr<Group>& group() const {
+    return group_;
   }
-  // Why the group refuses work; empty if it does not.
-  std::string failure() const;
   // Ranks of the group on this process's host, including this one, ascending.
   std::vector<int> local_ranks() const;
   // Host number of every rank, in the order of first appearance.
   std::vector<int> hosts() const;
-  // See Engine.
-  std::vector<int> lost_ranks() const;
-  std::vector<int> left_ranks() const;
-  std::vector<int> suspect_ranks() const;
-  // Seconds, for all groups of the process, see Liveness; 0: no rank that still runs is declared lost.
-  double lost_after() const;
+  // Sets it in seconds, for all groups of the process, see Liveness; 0: no rank that still runs is declared lost.
   void set_lost_after(double seconds);
-  // The messages that this rank's operations have sent, and the bytes of data in them.
-  std::pair<uint64_t, uint64_t> sent() const;
-  // The traffic with each rank while there was an observer, see Engine::observe().
-  std::unordered_map<int, PeerTraffic> traffic() const;
   // How large data travels to that rank: "shared memory", "rma" or "tcp". Throws ValueError unless it is
   // another rank.
   std::string transport(int rank) const;

@@ -32,8 +32,8 @@ void bind_windows(py::module_& module, GroupClass& group) {
     window.def(
         name,
         [method](Window& self, const at::Tensor& tensor, const Window::Peers& destinations, double self_weight, bool with_p, bool mutex,
-                 bool skip_lost, Timeout timeout) {
-          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight});
+                 bool skip_lost, Timeout timeout, bool waits) {
+          return (self.*method)(tensor, destinations, {with_p, mutex, skip_lost, checked(timeout, self), self_weight, waits});
         },
         py::arg("tensor"),
         py::arg("destinations"),
@@ -42,6 +42,7 @@ void bind_windows(py::module_& module, GroupClass& group) {
         py::arg("mutex") = false,
         py::arg("skip_lost") = false,
         py::arg("timeout") = py::none(),
+        py::arg("waits") = false,
         release_gil);
   };
   write("put", &Window::put);
@@ -49,14 +50,15 @@ void bind_windows(py::module_& module, GroupClass& group) {
   window
       .def(
           "get",
-          [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout) {
-            return self.get(sources, {false, mutex, skip_lost, checked(timeout, self)});
+          [](Window& self, const Window::Peers& sources, bool mutex, bool skip_lost, Timeout timeout, bool waits) {
+            return self.get(sources, {false, mutex, skip_lost, checked(timeout, self), 1.0, waits});
           },
           py::arg("sources"),
           py::kw_only(),
           py::arg("mutex") = false,
           py::arg("skip_lost") = false,
           py::arg("timeout") = py::none(),
+          py::arg("waits") = false,
           release_gil)
       .def(
           "update",

@@ -68,7 +68,7 @@ void Allgather::launch_direct() {
     const int from = local[(hosts().place() - distance + count) % count];
     receive(from, static_cast<uint16_t>(from), outputs_[from].data, outputs_[from].bytes);
   }
-  const auto beside = local_others();
+  const auto beside = destinations_at(others_of(local, hosts().place()));
   destinations.insert(destinations.end(), beside.begin(), beside.end());
   send(destinations, own, input_.data, input_.bytes);
 }
@@ -83,20 +83,12 @@ int Allgather::carrier(int host, int source) const {
 }
 
 std::vector<Operation::Destination> Allgather::receivers_of(int source) const {
-  auto receivers = local_others();
+  auto receivers = destinations_at(others_of(hosts().local(), hosts().place()));
   const int next = (hosts().machine() + 1) % hosts().count();
   if (in_ring() && next != hosts().machine_of(source)) {
     receivers.insert(receivers.begin(), {carrier(next, source)});
   }
   return receivers;
-}
-
-std::vector<Operation::Destination> Allgather::local_others() const {
-  std::vector<Destination> others;
-  for (const int other : others_of(hosts().local(), hosts().place())) {
-    others.push_back({other});
-  }
-  return others;
 }
 
 Operation::Action Allgather::advance() {

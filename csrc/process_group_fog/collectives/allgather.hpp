@@ -32,7 +32,6 @@ class Allgather : public Operation {
   int carrier(int host, int source) const;
   // To whom this rank passes on what has come to it from another host.
   std::vector<Destination> receivers_of(int source) const;
-  std::vector<Destination> local_others() const;
 
   const Part input_;
   const std::vector<Part> outputs_;

@@ -1,6 +1,7 @@
 #include "collectives/broadcast.hpp"
 
 #include "collectives/cutovers.hpp"
+#include "collectives/schedule.hpp"
 
 namespace fog {
 Broadcast::Broadcast(Signature signature, void* data, size_t bytes)
@@ -56,13 +57,7 @@ void Broadcast::launch_slices() {
   const int places = hosts().least();
   if (rank() == root) {
     role_ = Role::kRoot;
-    std::vector<Destination> beside;
-    for (const int local : hosts().local()) {
-      if (local != root) {
-        beside.push_back({local});
-      }
-    }
-    send(beside, kDown, data_, bytes_);
+    send(destinations_at(others_of(hosts().local(), hosts().place())), kDown, data_, bytes_);
     for (int distance = 1; distance < hosts().count(); ++distance) {
       const int host = (root_host + distance) % hosts().count();
       for (int place = 0; place < places; ++place) {
@@ -106,13 +101,7 @@ void Broadcast::advance_place() {
   }
   if (!shared_ && received(kDown) && received(kAcross)) {
     shared_ = true;
-    std::vector<Destination> local;
-    for (const int other : hosts().local()) {
-      if (other != rank()) {
-        local.push_back({other});
-      }
-    }
-    send(local, kShared, data_ + slice(own).begin, slice(own).numel);
+    send(destinations_at(others_of(hosts().local(), own)), kShared, data_ + slice(own).begin, slice(own).numel);
   }
 }
 

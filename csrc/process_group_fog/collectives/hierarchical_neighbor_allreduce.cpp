@@ -7,6 +7,7 @@
 #include "core/arithmetic.hpp"
 #include "engine/group.hpp"
 #include "collectives/neighbor_sum.hpp"
+#include "collectives/schedule.hpp"
 
 namespace fog {
 
@@ -131,11 +132,7 @@ Operation::Action HierarchicalNeighborAllreduce::advance() {
       return action;
     }
     phase_ = kGather;
-    std::vector<Destination> destinations;
-    for (const int place : other_places()) {
-      destinations.push_back({machines_.local()[place]});
-    }
-    send(destinations, kGather, out_ + own_.begin, own_.numel);
+    send(destinations_at(others_of(machines_.local(), machines_.place())), kGather, out_ + own_.begin, own_.numel);
   }
   return received(kGather) ? Action::kDone : Action::kWait;
 }

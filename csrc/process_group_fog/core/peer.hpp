@@ -7,6 +7,10 @@
 
 namespace fog {
 
+// A process of the job. It has the same number in all processes as long as it lives. Processes that started together
+// are numbered by their ranks in the job; a process that joins later gets a new number.
+using PeerId = int;
+
 struct Peer {
   enum class State : uint8_t {
     kAlive, // as far as is known; whether it can be reached is the transport's to say

@@ -13,7 +13,7 @@ struct Settings {
   std::string job_secret;
   std::string timeline; // the prefix of its files
   bool local_links = true; // false: ranks of one host reach this one as if they were on other hosts
-  int connections = 1; // at most so many carry data to a peer by TCP
+  int connections = 0; // so many carry data to a peer by TCP; 0 if that is measured
   size_t rma_bytes = 0;
   int host_timeout = 0; // seconds, like the next two
   int warn_after = 0;

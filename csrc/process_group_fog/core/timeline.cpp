@@ -236,21 +236,24 @@ Timeline::Lane Timeline::take_lane(Clock::time_point begin) noexcept {
   return {static_cast<int>(number), timelines_};
 }
 
-void Timeline::return_lane(const Lane& lane, Clock::time_point end) noexcept {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (lane.timeline == timelines_ && static_cast<size_t>(lane.number) < lanes_.size()) {
-    lanes_[static_cast<size_t>(lane.number)] = {false, end};
+void Timeline::Lane::give_back() noexcept {
+  if (const int number = std::exchange(number_, -1); number >= 0) {
+    auto& timeline = instance();
+    const std::lock_guard<std::mutex> lock(timeline.mutex_);
+    if (timeline_ == timeline.timelines_ && static_cast<size_t>(number) < timeline.lanes_.size()) {
+      timeline.lanes_[static_cast<size_t>(number)] = {false, Clock::now()};
+    }
   }
 }
 
 void Timeline::add(const Lane& lane, std::unique_ptr<Entry> entry) noexcept {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (lane.number >= 0 && lane.timeline != timelines_) {
+  if (lane && lane.timeline_ != timelines_) {
     return;
   }
   try {
     if (recorded_.size() < kMostRecorded) {
-      recorded_.push_back({lane.number, std::move(entry)});
+      recorded_.push_back({lane.number_, std::move(entry)});
       return;
     }
   } catch (const std::bad_alloc&) {

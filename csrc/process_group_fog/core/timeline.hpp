@@ -15,6 +15,7 @@
 #include <string_view>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace fog {
@@ -69,16 +70,36 @@ class Timeline {
   // Returns the path of the file; empty if there is none.
   std::string path();
 
-  // Slices that overlap are in different lanes.
-  struct Lane {
-    int number = -1; // -1: no lane
-    uint32_t timeline = 0; // the number of the timeline in this process that the lane belongs to
+  // Slices that overlap are in different lanes. A lane is given back when the object ends.
+  class Lane {
+   public:
+    Lane() = default;
+    Lane(Lane&& other) noexcept : number_(std::exchange(other.number_, -1)), timeline_(other.timeline_) {}
+    Lane& operator=(Lane&& other) noexcept {
+      give_back();
+      number_ = std::exchange(other.number_, -1);
+      timeline_ = other.timeline_;
+      return *this;
+    }
+    ~Lane() {
+      give_back();
+    }
+    explicit operator bool() const {
+      return number_ >= 0;
+    }
+    // Its last slice ends now.
+    void give_back() noexcept;
+
+   private:
+    friend class Timeline;
+    Lane(int number, uint32_t timeline) : number_(number), timeline_(timeline) {}
+
+    int number_ = -1; // -1: no lane
+    uint32_t timeline_ = 0; // the number of the timeline in this process that the lane belongs to
   };
   // Returns the lowest lane that is free from `begin` on. If there is no memory for a new lane, returns one that is not
   // free.
   Lane take_lane(Clock::time_point begin) noexcept;
-  // Gives the lane back; its last slice ended at `end`.
-  void return_lane(const Lane& lane, Clock::time_point end) noexcept;
   // Drops the entry if there is no memory for it, or if the lane belongs to an earlier timeline.
   void add(const Lane& lane, std::unique_ptr<Entry> entry) noexcept;
   // Adds a named slice to a track of its own, such as a user's activity. The slices of a track must nest.

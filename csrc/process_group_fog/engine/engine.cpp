@@ -259,6 +259,7 @@ bool Engine::make_progress(Lock& lock) {
   must_poll_ = transport_ && transport_->must_poll();
   data_moves_ = transport_ && transport_->data_moves();
   service_busy_ = service_->busy();
+  service_listens_ = service_->listening();
   if (progressed) {
     last_news_ = now;
   }
@@ -421,14 +422,16 @@ void Engine::check_open(const Group& group) const {
   }
 }
 
-void Engine::begin(Deadline deadline, const std::function<void()>& act) {
+void Engine::begin(Deadline deadline, const std::function<void()>& act, bool waits) {
   auto lock = lock_by(deadline);
   watchdog_.expect(deadline);
   act();
   service_busy_ = true;
   drive(lock);
   const auto remains = unlock_and_deliver(lock);
-  watch_in_background();
+  if (!waits) {
+    watch_in_background();
+  }
 }
 
 void Engine::tell(const std::function<void()>& act) {

@@ -165,8 +165,8 @@ class Engine final : public MessageHandler {
     return act();
   }
   // Calls act(), which starts an activity that should end by `deadline`, and makes progress. Passes on exceptions of
-  // act().
-  void begin(Deadline deadline, const std::function<void()>& act);
+  // act(). `waits`: as in submit().
+  void begin(Deadline deadline, const std::function<void()>& act, bool waits);
   // Calls act(), which sends a message that needs no further progress on this rank.
   void tell(const std::function<void()>& act);
   // Makes the background thread poll for messages to the service, which may arrive at any time from now on.
@@ -399,6 +399,8 @@ class Engine final : public MessageHandler {
   std::atomic<bool> must_poll_{false};
   std::atomic<bool> data_moves_{false};
   std::atomic<bool> service_busy_{false};
+  std::atomic<bool> service_listens_{false};
+  std::atomic<bool> dozes_{false}; // the background thread looks again soon
   std::atomic<bool> stopping_{false};
   bool unhealthy_ = false;
   std::atomic<bool> failing_{false}; // everything is to fail, but there was no memory for it yet

@@ -23,6 +23,9 @@ constexpr auto kLongestIdleSleep = std::chrono::milliseconds(100);
 constexpr int kListeningPart = 16;
 constexpr std::chrono::nanoseconds kListeningShortest = std::chrono::microseconds(100);
 constexpr std::chrono::nanoseconds kListeningLongest = std::chrono::milliseconds(5);
+// While threads of the program wait, one after the other, and ranks of other hosts may use this process's windows: a
+// request that comes between two waits is served after this time at the latest.
+constexpr auto kDoze = std::chrono::milliseconds(1);
 // Between two calls within this time, a thread does nothing but ask for completion. After this many such calls in a row
 // it sleeps before it asks again.
 constexpr auto kAskingAgain = std::chrono::microseconds(5);
@@ -120,7 +123,13 @@ void Engine::watch_in_background() {
   auto* transport = linked_.load();
   const bool needed =
       in_flight_.load() > 0 || failing_.load() || service_busy_.load() || (transport != nullptr && transport->waiting_for_space());
-  if (!needed || waiting_.load() > 0) {
+  if (waiting_.load() > 0) {
+    return;
+  }
+  if (!needed) {
+    if (service_listens_.load() && !dozes_.load()) { // it may sleep long, and has not asked the sockets to wake it
+      bell().wake(Doorbell::kBackground);
+    }
     return;
   }
   bell().listen(Doorbell::kBackground);
@@ -261,6 +270,10 @@ void Engine::background() {
       if (waiting_.load() == 0) {
         continue; // the last waiting thread has left and relies on this thread
       }
+      if (service_listens_.load()) { // requests may come once it has left
+        dozes_ = true;
+        pause = kDoze;
+      }
     } else {
       Lock lock(mutex_);
       const bool progressed = drive(lock);
@@ -301,6 +314,7 @@ void Engine::background() {
         transport->before_sleep();
       }
       bell().sleep(Doorbell::kBackground, ticket, pause);
+      dozes_ = false;
     }
   }
 }

@@ -15,6 +15,7 @@
 
 #include <c10/util/Exception.h>
 
+#include "core/failure.hpp"
 #include "transport/shared_memory/memfd.hpp"
 
 namespace fog {
@@ -31,6 +32,10 @@ int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+double seconds(int64_t nanoseconds) {
+  return static_cast<double>(nanoseconds) * 1e-9;
+}
+
 // The record of this process. Only its engine makes one, and virtual ranks have none.
 std::atomic<FlightRecord*> of_process{nullptr};
 
@@ -40,10 +45,10 @@ void add(std::atomic<Number>& to, Number number) {
   to.store(to.load(std::memory_order_relaxed) + number, std::memory_order_relaxed);
 }
 
-// Returns a text of another process, which may have damaged it: it need not end.
+// Returns a text of another process, which may have damaged it: it need not end, and may be cut within a character.
 template <size_t kSize>
 std::string text_of(const std::array<char, kSize>& from) {
-  return {from.data(), strnlen(from.data(), kSize)};
+  return text_from_peer(from.data(), strnlen(from.data(), kSize));
 }
 
 template <size_t kSize>
@@ -243,14 +248,15 @@ FlightRecord::File* FlightRecord::file_of_process() noexcept {
   return record == nullptr ? nullptr : record->file_;
 }
 
-std::vector<FlightRecord::Peer> FlightRecord::peers_of(const File& file) {
-  std::vector<Peer> peers;
+std::vector<FlightRecord::Fields> FlightRecord::peers_of(const File& file) {
+  std::vector<Fields> peers;
   for (int rank = 0; rank < kPeers; ++rank) {
     const auto& numbers = file.peers[rank];
-    const Peer peer{
-        rank, static_cast<double>(numbers.waited.load()) * 1e-9, numbers.staleness_plus_one.load() - 1, numbers.lost.load() != 0};
-    if (peer.waited > 0 || peer.staleness >= 0 || peer.lost) {
-      peers.push_back(peer);
+    const double waited = seconds(numbers.waited.load()); // in which only its message was missing
+    const int64_t staleness = numbers.staleness_plus_one.load() - 1; // exchanges; -1 if unknown
+    const bool lost = numbers.lost.load() != 0;
+    if (waited > 0 || staleness >= 0 || lost) {
+      peers.push_back({{"rank", int64_t(rank)}, {"waited", waited}, {"staleness", staleness}, {"lost", lost}});
     }
   }
   return peers;
@@ -283,26 +289,22 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       "; that process runs another version of fog");
   TORCH_CHECK_VALUE(file->pid == pid, "pid: got ", pid, ", which is a fork of process ", file->pid, " and has no group of its own");
   const auto steps = file->steps.load();
-  Process process{
-      file->pid,
-      file->rank,
-      file->size,
-      text_of(file->host),
-      file->job.load(),
-      text_of(file->script),
-      file->unrecorded.load(),
-      {},
-      file->begun.load(),
-      file->failed.load(),
-      steps,
-      steps > 0 ? static_cast<double>(now() - file->stepped.load()) * 1e-9 : -1.0,
-      file->epoch_plus_one.load() - 1,
-      peers_of(*file)};
-  struct Found {
-    uint64_t number;
-    Operation operation;
-  };
-  std::vector<Found> found;
+  Process process;
+  process.fields = {
+      {"pid", int64_t(file->pid)},
+      {"rank", int64_t(file->rank)},
+      {"size", int64_t(file->size)},
+      {"host", text_of(file->host)},
+      {"job", file->job.load()}, // the same on all ranks, and no other job's; 0 if there is none yet
+      {"script", text_of(file->script)},
+      {"unrecorded", file->unrecorded.load()}, // operations without a free slot
+      {"begun", file->begun.load()},
+      {"failed", file->failed.load()},
+      {"steps", steps},
+      {"step_age", steps > 0 ? seconds(now() - file->stepped.load()) : -1.0}, // since the last step ended
+      {"epoch", file->epoch_plus_one.load() - 1}}; // of the membership; -1 if unknown
+  process.peers = peers_of(*file);
+  std::map<uint64_t, Fields> found; // by number
   for (const auto& slot : file->slots) {
     for (int tries = 0; tries < kTries; ++tries) {
       const auto version = slot.version.load(std::memory_order_acquire);
@@ -312,34 +314,39 @@ FlightRecord::Process FlightRecord::read(pid_t pid) {
       const auto awaited = seen.awaited;
       const auto signature = seen.signature;
       const int64_t time = now();
-      Operation operation{
-          "",
-          text_of(group),
-          seen.rank,
-          seen.sequence,
-          seen.key,
-          state == State::kInFlight   ? "in flight"
-              : state == State::kDone ? "done"
-                                      : "failed",
-          static_cast<double>(time - seen.began) * 1e-9,
-          static_cast<double>((state == State::kInFlight ? time : seen.ended) - seen.began) * 1e-9,
-          std::vector<Awaited>(awaited.begin(), awaited.begin() + std::clamp<int>(seen.awaited_count, 0, kNamed)),
-          seen.awaited_count};
+      std::vector<std::pair<int, int>> first; // of those that it waits for, recorded after a second
+      for (int each = 0; each < std::clamp<int>(seen.awaited_count, 0, kNamed); ++each) {
+        first.emplace_back(awaited[each].rank, awaited[each].pid);
+      }
+      Fields operation{
+          {"group", text_of(group)},
+          {"rank", int64_t(seen.rank)}, // in the group
+          {"number", seen.sequence}, // of the operation among the group's operations on this rank
+          {"key", seen.key}, // the same on all ranks
+          {"state",
+           std::string(
+               state == State::kInFlight   ? "in flight"
+                   : state == State::kDone ? "done"
+                                           : "failed")},
+          {"age", seconds(time - seen.began)},
+          {"seconds", seconds((state == State::kInFlight ? time : seen.ended) - seen.began)}, // to its end, or until now
+          {"awaited", std::move(first)},
+          {"awaited_count", int64_t(seen.awaited_count)}};
       const uint64_t number = seen.number;
       std::atomic_thread_fence(std::memory_order_acquire);
       if (version % 2 != 0 || slot.version.load(std::memory_order_relaxed) != version) {
         continue;
       }
       if (state != State::kNone) {
-        operation.what = signature.describe();
-        found.push_back({number, std::move(operation)});
+        const auto what = signature.describe(); // "allreduce(SUM, float32[3])"
+        operation["what"] = text_from_peer(what.data(), what.size());
+        found.emplace(number, std::move(operation));
       }
       break;
     }
   }
-  std::sort(found.begin(), found.end(), [](const Found& one, const Found& other) { return one.number < other.number; });
-  for (auto& each : found) {
-    process.operations.push_back(std::move(each.operation));
+  for (auto& [number, operation] : found) {
+    process.operations.push_back(std::move(operation));
   }
   return process;
 }

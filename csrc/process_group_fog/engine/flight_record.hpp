@@ -10,7 +10,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "core/signature.hpp"
@@ -52,39 +55,13 @@ class FlightRecord {
   static void note_job(uint64_t job) noexcept; // when there is one
   static void note_staleness(int peer, int64_t exchanges) noexcept; // of a world rank's values
 
-  struct Operation {
-    std::string what; // "allreduce(SUM, float32[3])"
-    std::string group;
-    int rank; // in the group
-    uint64_t number; // of the operation among the group's operations on this rank
-    uint64_t key; // the same on all ranks
-    std::string state; // "in flight", "done", "failed"
-    double age; // seconds since it began
-    double seconds; // from its start to its end, or until now
-    std::vector<Awaited> awaited; // the first few; recorded after a second
-    int awaited_count;
-  };
-  struct Peer {
-    int rank; // in the world
-    double waited; // seconds in which only its message was missing
-    int64_t staleness; // exchanges; -1 if unknown
-    bool lost;
-  };
+  // What a record says, by the names that Python shows.
+  using Value = std::variant<int64_t, uint64_t, double, bool, std::string, std::vector<std::pair<int, int>>>;
+  using Fields = std::map<std::string, Value>;
   struct Process {
-    int pid;
-    int rank;
-    int size;
-    std::string host;
-    uint64_t job; // the same on all ranks, and no other job's; 0 if there is none yet
-    std::string script;
-    uint64_t unrecorded; // operations without a free slot
-    std::vector<Operation> operations; // oldest first
-    uint64_t begun; // operations
-    uint64_t failed; // operations
-    uint64_t steps;
-    double step_age; // seconds since the last step ended; -1 if there was none
-    int64_t epoch; // of the membership; -1 if unknown
-    std::vector<Peer> peers; // those with numbers
+    Fields fields;
+    std::vector<Fields> operations; // oldest first
+    std::vector<Fields> peers; // those with numbers
   };
   // Reads the record of another process on this host. Throws ValueError if it has no record, or one of another version
   // of fog.
@@ -96,7 +73,7 @@ class FlightRecord {
 
   Slot* slot_of(uint64_t number) const;
   static File* file_of_process() noexcept;
-  static std::vector<Peer> peers_of(const File& file);
+  static std::vector<Fields> peers_of(const File& file);
 
   File* file_ = nullptr;
   uint64_t next_ = 1;

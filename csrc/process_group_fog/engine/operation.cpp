@@ -335,6 +335,14 @@ void Operation::send(
   }
 }
 
+std::vector<Operation::Destination> Operation::destinations_at(const std::vector<int>& ranks) {
+  std::vector<Destination> destinations;
+  for (const int rank : ranks) {
+    destinations.push_back({rank});
+  }
+  return destinations;
+}
+
 size_t Operation::sent(size_t bytes) const {
   for (const auto& going : going_) {
     bytes = std::min(bytes, going.data->sent());
@@ -455,14 +463,7 @@ void Operation::check_transfers() const {
     if (!going.data->error.empty()) {
       const auto lost = std::find_if(
           going.peers.begin(), going.peers.end(), [&](int peer) { return group_->members[peer].peer_id == going.data->failed_peer; });
-      C10_THROW_ERROR(DistBackendError, c10::str("MPI failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
-    }
-  }
-  for (const auto& receive : receives_) {
-    if (receive.incoming && !receive.incoming->error.empty()) {
-      C10_THROW_ERROR(
-          DistBackendError,
-          c10::str("MPI failed to receive from ", group_->describe_member(receive.peer), ": ", receive.incoming->error));
+      C10_THROW_ERROR(DistBackendError, c10::str("failed to send to ", group_->describe_member(*lost), ": ", going.data->error));
     }
   }
 }

@@ -173,6 +173,7 @@ class Operation : public TransferOwner, public std::enable_shared_from_this<Oper
     double scale = 1.0;
     bool only_sender = false; // see Transport::Destination
   };
+  static std::vector<Destination> destinations_at(const std::vector<int>& ranks);
   using Memory = Transport::Memory;
   // Sends the same `bytes` of `data` to several group ranks as message `step`.
   void send(

@@ -76,17 +76,6 @@ class OperationTimes::Entry final : public Timeline::Entry {
   const c10::SmallVector<Run, 4> runs_;
 };
 
-OperationTimes::~OperationTimes() {
-  give_lane_back();
-}
-
-void OperationTimes::give_lane_back() noexcept {
-  if (lane_.number >= 0) {
-    Timeline::instance().return_lane(lane_, Clock::now());
-    lane_ = {};
-  }
-}
-
 std::pair<int, std::chrono::nanoseconds> OperationTimes::last() const {
   if (arrivals_.empty()) {
     return {-1, std::chrono::nanoseconds(0)};
@@ -97,10 +86,10 @@ std::pair<int, std::chrono::nanoseconds> OperationTimes::last() const {
 }
 
 void OperationTimes::end(const Operation& operation, bool failed) {
-  if (lane_.number >= 0 && Timeline::is_on()) {
+  if (lane_ && Timeline::is_on()) {
     Timeline::instance().add(lane_, std::make_unique<Entry>(*this, operation, failed));
   }
-  give_lane_back();
+  lane_.give_back();
 }
 
 } // namespace fog

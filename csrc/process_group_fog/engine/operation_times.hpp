@@ -31,9 +31,6 @@ class OperationTimes {
   using Clock = std::chrono::steady_clock;
 
   explicit OperationTimes(Clock::time_point submitted) : submitted_(submitted), started_(submitted) {}
-  ~OperationTimes();
-  OperationTimes(const OperationTimes&) = delete;
-  OperationTimes& operator=(const OperationTimes&) = delete;
 
   void start() noexcept {
     started_ = Clock::now();
@@ -61,7 +58,6 @@ class OperationTimes {
 
  private:
   class Entry;
-  void give_lane_back() noexcept;
   struct Run {
     Clock::time_point begin;
     Clock::time_point end;

@@ -20,6 +20,7 @@
 #include "job/secret.hpp"
 #include "testing/virtual_world.hpp"
 #include "transport/shared_memory/machine.hpp"
+#include "transport/tcp/growth.hpp"
 #include "windows/deferred_free.hpp"
 
 namespace py = pybind11;
@@ -81,11 +82,28 @@ void bind_liveness(py::module_& module) {
       .def("suspects", &Liveness::suspects, py::arg("peer"));
 }
 
+void bind_growth(py::module_& module) {
+  using tcp::Growth;
+  py::class_<Growth>(module, "Growth")
+      .def(py::init<>())
+      .def("begin", &Growth::begin)
+      .def(
+          "look",
+          [](Growth& self, double now, uint64_t written, double least_round_trip, double round_trip, double limited) {
+            return self.look(at(now), written, tcp::Path{least_round_trip, round_trip, 0.0, limited});
+          },
+          py::arg("now"), py::arg("written"), py::arg("least_round_trip"), py::arg("round_trip"), py::arg("limited"))
+      .def("on_open", &Growth::on_open)
+      .def_property_readonly("used", &Growth::used)
+      .def_property_readonly("rate", &Growth::rate);
+}
+
 } // namespace
 
 void bind_testing(py::module_& module) {
   const py::call_guard<py::gil_scoped_release> release_gil;
   bind_liveness(module);
+  bind_growth(module);
   module.def("protocol", &protocol);
   module.def(
       "hmac_sha256",

@@ -295,8 +295,10 @@ Transport::Sent ProcessTransport::send(
         header.delivery = Delivery::kPayload;
         header.payload_tag = wire_.next_tag(peer);
         send_header(peer, header, nullptr, 0);
-        const bool may_go_early = !links_.reaches(peer) && held_.count(peer) == 0;
-        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended, may_go_early, only_sender);
+        using Early = tcp::Messages::Early;
+        const bool by_wire = !links_.reaches(peer) && held_.count(peer) == 0;
+        const auto early = !by_wire ? Early::kNothing : only_sender ? Early::kToReceiver : Early::kOverLongPath;
+        wire_.send_data(peer, header.payload_tag, payload, header.bytes, owner, ended, early);
         break;
       }
     }

@@ -117,7 +117,7 @@ class ProcessTransport final : public Transport, private MessageHandler {
   void withdraw_group(uint64_t group) override;
   void ignore(PeerId source, const Header& header) override;
 
-  OneSided* one_sided(PeerId peer) override {
+  mpi::RemoteMemory* one_sided(PeerId peer) override {
     const bool reaches = remote_memory_ && remote_memory_->completes_alone() && remote_memory_->reaches(peer);
     return reaches && !links_.reaches(peer) ? remote_memory_.get() : nullptr;
   }

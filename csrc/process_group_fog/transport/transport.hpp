@@ -22,10 +22,13 @@
 #include "transport/block.hpp"
 #include "transport/doorbell.hpp"
 #include "transport/message.hpp"
-#include "transport/one_sided.hpp"
 #include "core/pulse.hpp"
 
 namespace fog {
+
+namespace mpi {
+class RemoteMemory;
+} // namespace mpi
 
 // The owner of memory that others read or write. It is kept alive until they are done.
 class TransferOwner {
@@ -77,8 +80,6 @@ class Incoming {
   virtual bool in_place() const {
     return false;
   }
-
-  std::string error;
 };
 
 // The receiver's process has ended. Callers know the name to use in an error.
@@ -225,7 +226,7 @@ class Transport {
 
   // --- one-sided ---
   // Returns the access to that peer's memory without its help; null if there is none.
-  virtual OneSided* one_sided(PeerId peer) {
+  virtual mpi::RemoteMemory* one_sided(PeerId peer) {
     return nullptr;
   }
 

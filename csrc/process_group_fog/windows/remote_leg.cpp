@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 
 // Bytes in flight before a flush: enough to keep a network busy, but few enough that the engine's lock is not held for
 // long.
-constexpr size_t kMostUnflushed = 4 * OneSided::kMostBytes;
+constexpr size_t kMostUnflushed = 4 * mpi::RemoteMemory::kMostBytes;
 // Copies of a neighbor's tensor that its update() may spoil before this rank requests the tensor by a message.
 constexpr int kTries = 3;
 // A reader gets this time, plus a nanosecond per byte.
@@ -78,7 +78,7 @@ class Window::RemoteLeg::Transfer {
   template <typename Move>
   void in_chunks(size_t bytes, Move&& move) {
     for (size_t done = 0; done < bytes;) {
-      const size_t count = std::min(OneSided::kMostBytes, bytes - done);
+      const size_t count = std::min(mpi::RemoteMemory::kMostBytes, bytes - done);
       with_lock([&] {
         unflushed_ += count; // even if move() fails
         move(done, count);
@@ -145,7 +145,7 @@ class Window::RemoteLeg::Transfer {
   size_t unflushed_ = 0; // bytes
 };
 
-Window::RemoteLeg::RemoteLeg(Window& window, Neighbor& neighbor, OneSided& memory, const PoolAddresses& there, Address mailbox)
+Window::RemoteLeg::RemoteLeg(Window& window, Neighbor& neighbor, mpi::RemoteMemory& memory, const PoolAddresses& there, Address mailbox)
     : DirectLeg(window, neighbor),
       memory_(memory),
       peer_(window.group_->members[neighbor.rank].peer_id),
@@ -243,10 +243,10 @@ void Window::RemoteLeg::write(Transfer& transfer, Address to, const void* data, 
     return;
   }
   const size_t item = c10::elementSize(values.dtype);
-  transfer.copy = shared_allocator().allocate(std::min(values.bytes, OneSided::kMostBytes));
+  transfer.copy = shared_allocator().allocate(std::min(values.bytes, mpi::RemoteMemory::kMostBytes));
   auto* scaled = transfer.copy.get();
   for (size_t done = 0; done < values.bytes;) {
-    const size_t count = std::min(OneSided::kMostBytes, values.bytes - done);
+    const size_t count = std::min(mpi::RemoteMemory::kMostBytes, values.bytes - done);
     SlotValues{values.dtype, count / item, count}.scale(scaled, static_cast<const char*>(data) + done, weight);
     transfer.put(to + done, scaled, count);
     transfer.flush();

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <memory>
 
-#include "transport/one_sided.hpp"
+#include "transport/mpi/remote_memory.hpp"
 #include "windows/mailbox.hpp"
 #include "windows/window_legs.hpp"
 
@@ -34,9 +34,9 @@ class Window::RemoteLeg final : public DirectLeg {
 
  private:
   class Transfer;
-  using Address = OneSided::Address;
+  using Address = mpi::RemoteMemory::Address;
 
-  RemoteLeg(Window& window, Neighbor& neighbor, OneSided& memory, const PoolAddresses& there, Address mailbox);
+  RemoteLeg(Window& window, Neighbor& neighbor, mpi::RemoteMemory& memory, const PoolAddresses& there, Address mailbox);
 
   bool execute(Part& part) override;
   // For operations by message the neighbor's engine takes the mutex; this process needs it only for its own operations.
@@ -52,7 +52,7 @@ class Window::RemoteLeg final : public DirectLeg {
   // Returns false if no consistent tensor could be read.
   bool get(const Part& part);
 
-  OneSided& memory_;
+  mpi::RemoteMemory& memory_;
   const PeerId peer_;
   const PoolAddresses there_;
   const Address mailbox_;

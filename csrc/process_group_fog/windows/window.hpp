@@ -61,6 +61,7 @@ class Window final : public std::enable_shared_from_this<Window> {
     bool skip_lost = false; // skip ranks that have gone, instead of failing the Work
     Milliseconds timeout{0};
     double self_weight = 1.0; // for put and accumulate: the factor for the origin's own tensor
+    bool waits = false; // the caller waits for the Work next
   };
   // Gathers all ranks' bytes, one after the other.
   using Gather = std::function<std::string(const std::string& mine)>;

@@ -7,8 +7,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "transport/one_sided.hpp"
-
 namespace fog {
 
 // "float32[3, 4]"
@@ -16,11 +14,11 @@ std::string layout_of(const at::Tensor& tensor);
 
 // Addresses in a rank's pool that its neighbors need for one-sided operations on its window.
 struct PoolAddresses {
-  static constexpr OneSided::Address kNowhere = ~OneSided::Address(0);
+  static constexpr uint64_t kNowhere = ~uint64_t(0);
 
-  OneSided::Address changes = kNowhere; // WindowLabel::changes
-  OneSided::Address tensor = kNowhere;
-  std::vector<OneSided::Address> mailboxes; // by in-neighbor; empty if there are none
+  uint64_t changes = kNowhere; // WindowLabel::changes
+  uint64_t tensor = kNowhere;
+  std::vector<uint64_t> mailboxes; // by in-neighbor; empty if there are none
 };
 
 struct WindowDescription {

@@ -215,6 +215,7 @@ void Window::MessageLeg::start(Part part, std::function<void()> ended) {
   request->offset = part.offset;
   request->mutex = part.mutex;
   request->puts = part.puts;
+  request->waits = part.waits;
   request->data = part.data;
   if (get) {
     request->reply_bytes = window_.bytes();
@@ -253,6 +254,7 @@ RankMutex::Other Window::MessageLeg::mutex() {
 bool Window::MessageLeg::acquire(Deadline deadline) {
   auto& service = WindowService::of(*window_.group_);
   auto request = this->request(WindowOp::kLock, c10::str(window_.describe("Window.mutex"), ", mutex of owner ", neighbor_.rank));
+  request->waits = true;
   struct Answer {
     std::atomic<bool> done{false};
     std::exception_ptr error;

@@ -28,13 +28,10 @@ class WindowSlice {
  public:
   // Begins now, if there is a timeline.
   WindowSlice();
-  ~WindowSlice();
-  WindowSlice(const WindowSlice&) = delete;
-  WindowSlice& operator=(const WindowSlice&) = delete;
 
   // Adds an exchange of `bytes` with another rank.
   void add(int rank, size_t bytes) {
-    if (lane_.number >= 0) {
+    if (lane_) {
       ranks_.push_back(rank);
       bytes_ += bytes;
     }
@@ -44,7 +41,6 @@ class WindowSlice {
 
  private:
   class Entry;
-  void give_lane_back() noexcept;
 
   Timeline::Clock::time_point begun_;
   Timeline::Lane lane_;
@@ -103,6 +99,7 @@ struct Window::Part {
   Milliseconds timeout;
   Deadline deadline;
   std::shared_ptr<Call> call;
+  bool waits; // the caller waits for the call next
   // for an accumulate by message: the number of puts that this rank has made to the neighbor's mailbox before
   uint64_t puts = 0;
 };

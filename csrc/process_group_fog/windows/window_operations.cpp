@@ -182,8 +182,8 @@ void Window::launch(
     const auto sent_p = options.with_p && shares ? std::make_optional(weight * p) : std::nullopt;
     call->expect();
     dispatch(
-        neighbor(name, "", rank, !out, out), {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call},
-        options.skip_lost);
+        neighbor(name, "", rank, !out, out),
+        {op, weight, sent_p, offset, options.mutex, data, options.timeout, call->deadline, call, options.waits}, options.skip_lost);
   }
   call->finish(nullptr);
 }
@@ -501,19 +501,8 @@ WindowSlice::WindowSlice() {
   }
 }
 
-WindowSlice::~WindowSlice() {
-  give_lane_back();
-}
-
-void WindowSlice::give_lane_back() noexcept {
-  if (lane_.number >= 0) {
-    Timeline::instance().return_lane(lane_, Timeline::Clock::now());
-    lane_ = {};
-  }
-}
-
 void WindowSlice::end(const char* name, const std::string& group, const std::string& window, bool failed) noexcept {
-  if (lane_.number >= 0 && Timeline::is_on()) {
+  if (lane_ && Timeline::is_on()) {
     try {
       const auto arguments = c10::str(
           "\"group\": ", json_string(group), ", \"window\": ", json_string(window), ", \"ranks\": [", c10::Join(", ", ranks_),
@@ -522,7 +511,7 @@ void WindowSlice::end(const char* name, const std::string& group, const std::str
     } catch (const std::bad_alloc&) { // it is missing in the timeline
     }
   }
-  give_lane_back();
+  lane_.give_back();
 }
 
 } // namespace fog

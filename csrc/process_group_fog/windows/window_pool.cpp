@@ -16,7 +16,7 @@ namespace {
 
 // A tensor's memory in the pool. Only the process's engine has a pool, so the pool lives as long as the process.
 struct Pooled {
-  OneSided& pool;
+  mpi::RemoteMemory& pool;
   void* memory;
 };
 
@@ -28,7 +28,7 @@ void free_pooled(void* context) {
 
 } // namespace
 
-OneSided* one_sided(const Group& group, int rank) {
+mpi::RemoteMemory* one_sided(const Group& group, int rank) {
   return group.engine.with_lock([&] {
     auto& transport = group.engine.transport();
     const auto peer = group.members[rank].peer_id;
@@ -47,7 +47,7 @@ void* WindowPool::take(size_t bytes) {
 
 std::unique_ptr<WindowPool> WindowPool::create(const WindowConfig& config, const at::Tensor& tensor) {
   const auto& group = *config.group;
-  OneSided* memory = nullptr;
+  mpi::RemoteMemory* memory = nullptr;
   const auto reaches = [&](int rank) {
     auto* its = one_sided(group, rank);
     memory = its != nullptr ? its : memory; // the same pool for all ranks

@@ -8,7 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "engine/group.hpp"
-#include "transport/one_sided.hpp"
+#include "transport/mpi/remote_memory.hpp"
 #include "windows/mailbox.hpp"
 #include "windows/window_descriptions.hpp"
 #include "windows/window_memory.hpp"
@@ -18,7 +18,7 @@ namespace fog {
 struct WindowConfig;
 
 // The one-sided access to that rank's memory; null if there is none, or if this process has mapped the memory.
-OneSided* one_sided(const Group& group, int rank);
+mpi::RemoteMemory* one_sided(const Group& group, int rank);
 
 // Frees its memory on destruction, except the tensor's memory, which belongs to the tensor's storage.
 class WindowPool {
@@ -43,11 +43,11 @@ class WindowPool {
   PoolAddresses addresses(const WindowLabel& label) const;
 
  private:
-  explicit WindowPool(OneSided& pool) : pool_(pool) {}
+  explicit WindowPool(mpi::RemoteMemory& pool) : pool_(pool) {}
   // Null if too little memory is left; then later calls return null too.
   void* take(size_t bytes);
 
-  OneSided& pool_;
+  mpi::RemoteMemory& pool_;
   std::vector<void*> blocks_;
   bool full_ = false;
   void* label_ = nullptr;

@@ -117,7 +117,7 @@ Header WindowService::header_for(MessageKind kind, uint64_t group, uint64_t wind
 void WindowService::request(const std::shared_ptr<WindowRequest>& request, std::chrono::milliseconds timeout) {
   request->timeout_ = timeout;
   request->deadline_ = deadline_after(timeout);
-  engine_.begin(request->deadline_, [&] { send_request(request); });
+  engine_.begin(request->deadline_, [&] { send_request(request); }, request->waits);
 }
 
 void WindowService::send_request(const std::shared_ptr<WindowRequest>& request) {
@@ -219,14 +219,8 @@ bool WindowRequest::moved() const {
 
 void WindowRequest::on_progress() {
   const auto found = service_->requests_.find(id_);
-  if (found == service_->requests_.end()) {
-    return;
-  }
-  const auto& error = outgoing_ && !outgoing_->error.empty() ? outgoing_->error : incoming_ ? incoming_->error : std::string();
-  if (error.empty()) {
+  if (found != service_->requests_.end()) {
     service_->settle(found->second);
-  } else {
-    service_->fail(found->second, ": " + error);
   }
 }
 
@@ -348,13 +342,10 @@ class WindowService::Serving final : public TransferOwner {
       : header(request), origin(std::move(its_origin)), service_(service) {}
 
   void on_progress() override {
-    if (incoming && !incoming->error.empty()) {
-      error = incoming->error;
-    }
     service_.active_.insert(origin);
   }
   bool has_come() const {
-    return !incoming || !incoming->error.empty() || incoming->available() == header.bytes;
+    return !incoming || incoming->available() == header.bytes;
   }
   WindowOp op() const {
     return header.window.op;

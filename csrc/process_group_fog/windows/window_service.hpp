@@ -49,6 +49,7 @@ class WindowRequest final : public TransferOwner {
   bool mutex = false; // the target holds the pair's mutex during the operation
   uint64_t puts = 0; // for kAccumulate: see MailboxReader
   at::Tensor data; // to send, contiguous
+  bool waits = false; // the caller waits for it next
   std::string what; // for errors: "Window.put of window 'a' of group 'default' from rank 0 to rank 1"
   // Both are called at the end, without the engine's lock: take() with the data of a get, done() in every case.
   std::function<void(const void* data)> take;

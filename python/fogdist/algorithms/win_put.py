@@ -72,6 +72,8 @@ class WinPut(OverlappingAlgorithm):
     runs_alone: ClassVar[bool] = False
     saves_state: ClassVar[bool] = False
     takes_compression: ClassVar[bool] = False
+    # Whether `max_staleness` bounds the exchanges that a rank is ahead of a neighbor, instead of those without news of it.
+    _bounds_lead: ClassVar[bool] = False
 
     force_barrier: bool
     max_staleness: int | None
@@ -314,7 +316,10 @@ class WinPut(OverlappingAlgorithm):
         for number, flat in enumerate(self.buckets.flats):
             self.windows.append(Window(flat, context, name=f"{prefix}.{number}", zero_init=True))
         sources, destinations = sorted(context.topology.in_neighbors), sorted(context.topology.out_neighbors)
-        self._pace = Pace(context, prefix, sources, destinations, gives_way=self._participant is not None)
+        gives_way = self._participant is not None
+        self._pace = Pace(
+            context, prefix, sources, destinations, gives_way=gives_way, bounds_lead=self._bounds_lead
+        )
 
     def _end(self) -> None:
         """Ends the windows; collective among neighbors, and among all ranks if they go on after losses."""

@@ -106,8 +106,10 @@ class Pace(Notes):
 
     The staleness of a neighbor is the number of exchanges that this rank has made since it saw the neighbor make one, and
     0 for a neighbor that has made as many. So a neighbor that is s times slower has a staleness of about s throughout the
-    training, and the staleness of a neighbor that gets no core grows. A rank waits only for ranks with fewer exchanges,
-    so there is always a rank that does not wait, and ranks cannot wait in a circle.
+    training, and the staleness of a neighbor that gets no core grows. With `bounds_lead` it is the number of exchanges that
+    this rank has made more than the neighbor since it last waited for it in vain, so no rank is faster than the slowest
+    one. A rank waits only for ranks with fewer exchanges, so there is always a rank that does not wait, and ranks cannot
+    wait in a circle.
 
     A rank does not wait for a neighbor that has been quiet for much longer than its longest recent exchange (at least 0.1
     s, at most 15 s): scripts do not announce that a rank ends its training, evaluates, or waits in a collective for the
@@ -123,6 +125,7 @@ class Pace(Notes):
         in_neighbors: The ranks whose exchanges this rank watches.
         out_neighbors: The ranks that watch this rank's exchanges.
         gives_way: As in `Notes`.
+        bounds_lead: As above.
 
     Attributes:
         in_neighbors: As above.
@@ -136,6 +139,7 @@ class Pace(Notes):
         out_neighbors: list[int],
         *,
         gives_way: bool = False,
+        bounds_lead: bool = False,
     ) -> None:
         super().__init__(context, f"{name}.pace", [*in_neighbors, *out_neighbors], 2, gives_way=gives_way)
         self._window.p = 0.0  # 1 while this rank is paused
@@ -145,9 +149,11 @@ class Pace(Notes):
         self._last = time.monotonic()
         self._times = deque[float](maxlen=_REMEMBERED)
         self.in_neighbors = in_neighbors
+        self._bounds_lead = bounds_lead
         self._job_ranks = dist.get_process_group_ranks(context.group)
         self._counts = dict.fromkeys(self.peers, 0)  # the neighbors' exchanges, as last seen
-        self._seen = dict.fromkeys(self.peers, 0)  # this rank's exchanges when it saw the neighbor's last one
+        # This rank's exchanges when it saw the neighbor's last one; with bounds_lead, one of them for each of the neighbor's.
+        self._seen = dict.fromkeys(self.peers, 0)
         self._longest = dict.fromkeys(self.peers, 0.0)  # seconds between two exchanges of the neighbor
         self._asked: dict[int, dist.Work] = {}  # gets that have not completed yet
         self._passed_over: set[int] = set()
@@ -242,7 +248,10 @@ class Pace(Notes):
             return
         count, longest = self.heard(rank)
         if count > self._counts[rank]:
-            self._counts[rank], self._seen[rank], self._longest[rank] = int(count), self._made, longest
+            seen = self._made
+            if self._bounds_lead and rank not in self._passed_over:
+                seen = min(seen, self._seen[rank] + int(count) - self._counts[rank])
+            self._counts[rank], self._seen[rank], self._longest[rank] = int(count), seen, longest
             self._passed_over.discard(rank)
 
     def _wait_for(self, rank: int, bound: int) -> None:

@@ -15,7 +15,7 @@ namespace {
 // The layout of slots and versions that sender and receiver of notified puts share, and the format of their words.
 
 // A slot holds a chunk.
-constexpr size_t kChunkBytes = OneSided::kMostBytes;
+constexpr size_t kChunkBytes = RemoteMemory::kMostBytes;
 
 // A peer lends at most this many.
 constexpr size_t kMostSlots = 32;
@@ -152,7 +152,7 @@ void NotifiedPuts::go_by_wire(const std::shared_ptr<OutgoingPut>& put) {
     put->done_ = true;
     ended(error);
   };
-  wire_.send_data(put->peer_, put->tag_, data, put->bytes_, put->owner_, ended, false);
+  wire_.send_data(put->peer_, put->tag_, data, put->bytes_, put->owner_, ended, tcp::Messages::Early::kNothing);
   put->ended_ = nullptr; // it holds the sender, which holds the put
   if (const auto owner = std::exchange(put->owner_, nullptr)) {
     owner->on_progress();
@@ -371,7 +371,6 @@ class PutArrivals::Arrival final : public Incoming {
   // Checks for arrived chunks. Returns true if there are new ones.
   bool look() {
     if (payload) {
-      error = payload->error;
       return false;
     }
     const size_t before = come_;

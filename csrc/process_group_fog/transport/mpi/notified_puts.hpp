@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "transport/mpi/remote_memory.hpp"
-#include "transport/one_sided.hpp"
 #include "transport/tcp/messages.hpp"
 #include "transport/transport.hpp"
 
@@ -100,7 +99,7 @@ class NotifiedPuts {
   // The slots of this process at a peer.
   struct Granted {
     enum class State { kNone, kAsked, kHas, kRefused } state = State::kNone;
-    OneSided::Address at = 0;
+    RemoteMemory::Address at = 0;
     std::vector<bool> taken; // by slot
     std::vector<std::shared_ptr<OutgoingPut>> waiting; // puts that wait for slots
   };

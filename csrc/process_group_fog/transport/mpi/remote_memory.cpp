@@ -148,7 +148,7 @@ size_t RemoteMemory::free_bytes() const {
   return free_bytes_;
 }
 
-std::optional<OneSided::Address> RemoteMemory::address_of(const void* memory, size_t bytes) const {
+std::optional<RemoteMemory::Address> RemoteMemory::address_of(const void* memory, size_t bytes) const {
   const auto* at = static_cast<const char*>(memory);
   if (at < memory_ || at + bytes > memory_ + bytes_) {
     return std::nullopt;

@@ -21,12 +21,17 @@
 #include "job/mpi_runtime.hpp"
 #include "job/mpi_watchdog.hpp"
 #include "job/rendezvous.hpp"
-#include "transport/one_sided.hpp"
+#include "core/peer.hpp"
 
 namespace fog::mpi {
 
-class RemoteMemory final : public OneSided {
+class RemoteMemory {
  public:
+  // Limit of bytes in one put or get, so that the engine's lock is free between two of them.
+  static constexpr size_t kMostBytes = size_t(1) << 20;
+  // An offset into a process's pool.
+  using Address = uint64_t;
+
   // All ranks of the world call this at their start, before any other use of MPI. Returns null if all data goes by TCP:
   // there is only one node, or the probe under kAuto has found that RMA is not possible or does not pay. Throws
   // DistBackendError on all ranks if kRma was asked for and is not possible.
@@ -43,15 +48,34 @@ class RemoteMemory final : public OneSided {
     may_reach_ = std::move(may_reach);
   }
 
-  void* allocate(size_t bytes) override;
-  void free(void* memory) override;
-  std::optional<Address> address_of(const void* memory, size_t bytes) const override;
-  bool may_reach(PeerId peer) override {
+  // --- any thread ---
+  // Allocates memory in this process's pool, aligned to cache lines, or to pages if it is at least as large as a page.
+  // Returns nullptr if too little is free.
+  void* allocate(size_t bytes);
+  void free(void* memory);
+  // Returns the address of these bytes for peers; nothing if they are not in the pool.
+  std::optional<Address> address_of(const void* memory, size_t bytes) const;
+  // Returns how much of the pool is free.
+  size_t free_bytes() const;
+
+  // --- with the engine's lock ---
+  // Returns whether the peer is known to run, which the calls below require. If not, this soon becomes known.
+  bool may_reach(PeerId peer) {
     return may_reach_(peer);
   }
-  void put(PeerId peer, Address to, const void* data, size_t bytes) override;
-  void get(PeerId peer, Address from, void* data, size_t bytes) override;
-  void flush(PeerId peer) override;
+
+  // --- with the engine's lock; these throw Unreachable if the peer has ended, or DistBackendError for errors of MPI ---
+  // Begins to write. `data` must not change before flush() has returned.
+  void put(PeerId peer, Address to, const void* data, size_t bytes);
+  // Begins to read. `data` is not valid before flush() has returned.
+  void get(PeerId peer, Address from, void* data, size_t bytes);
+  // Returns when all operations that were begun to this peer are complete, whatever the peer does meanwhile.
+  void flush(PeerId peer);
+  // Writes a number, aligned to 8 bytes, and flushes. A peer that sees the number also sees all data flushed before.
+  void notify(PeerId peer, Address to, uint64_t number) {
+    put(peer, to, &number, sizeof(number));
+    flush(peer);
+  }
 
   // Returns whether that peer is on another node. Between ranks of one node MPI works differently, which the probe has
   // not tested.
@@ -77,8 +101,6 @@ class RemoteMemory final : public OneSided {
   size_t bytes() const {
     return bytes_;
   }
-  // Returns how much of the pool is free. Any thread may call it.
-  size_t free_bytes() const;
 
  private:
   RemoteMemory(Runtime& runtime, Watchdog& watchdog, char* memory, size_t bytes);

@@ -17,7 +17,7 @@
 #include "job/network_interface.hpp"
 #include "job/peer_sockets.hpp"
 #include "job/timed_call.hpp"
-#include "transport/one_sided.hpp"
+#include "transport/mpi/remote_memory.hpp"
 
 namespace fog::mpi {
 namespace {
@@ -33,7 +33,7 @@ constexpr auto kOutsideTimeIfAsked = milliseconds(3000);
 // The time within which the put must complete once the target calls MPI.
 constexpr auto kInsideTime = milliseconds(5000);
 constexpr size_t kMeasured = size_t(16) << 20;
-constexpr size_t kWarmUp = OneSided::kMostBytes;
+constexpr size_t kWarmUp = RemoteMemory::kMostBytes;
 
 // Keys of the Store at which the origin and the target report.
 constexpr const char* kOutside = "rma-target-outside-mpi";

@@ -200,7 +200,7 @@ void Channel::put_last(Line& line) {
 
 bool Channel::wants_to_write(size_t number) const {
   const auto& line = lines_[number];
-  return !closed_ && (line.unsent() > 0 || line.part || next_for(line) != going_.end());
+  return !closed_ && !mute_ && (line.unsent() > 0 || line.part || next_for(line) != going_.end());
 }
 
 bool Channel::wants_to_write() const {
@@ -253,6 +253,7 @@ std::unique_ptr<Channel::Part> Channel::take_part(Line& line) {
   if (line.finishes) {
     put_last(line);
   }
+  --line.part->data->parts;
   return std::exchange(line.part, nullptr);
 }
 
@@ -273,7 +274,6 @@ void Channel::leave_part(Line& line) {
 void Channel::on_part_sent(Line& line) {
   const auto part = take_part(line);
   auto& data = *part->data;
-  --data.parts;
   if (data.stopped || has_left(data)) {
     end(data, !data.stopped);
   }
@@ -316,13 +316,7 @@ Channel::Result Channel::write(size_t number, int fd) {
     if (sent < 0) {
       if (!is_for_later(errno)) { // what has come before the end is still to be read
         error_ = errno;
-        going_.clear();
-        for (auto& each : lines_) {
-          each.small.clear();
-          each.small_sent = 0;
-          each.part = nullptr;
-        }
-        return Result::kNothing;
+        mute_ = true;
       }
       break;
     }

@@ -179,6 +179,10 @@ class Channel {
   size_t unsent() const {
     return lines_.front().unsent();
   }
+  // Nothing more is written to the peer, as what an additional connection had taken may be lost.
+  void mute() {
+    mute_ = true;
+  }
   // Returns whether anything waits for that connection, or for any.
   bool wants_to_write(size_t number) const;
   bool wants_to_write() const;
@@ -211,13 +215,17 @@ class Channel {
   bool sends(size_t number) const {
     return lines_[number].sender > 0;
   }
-  // Returns whether the peer has said that nothing more comes by that additional connection.
-  bool has_finished(size_t number) const {
-    return lines_[number].has_finished;
+  // An additional connection by which the peer sends has ended. It may be one that the peer has never used.
+  void on_end(size_t number) {
+    lost_ += lines_[number].has_finished ? 0 : 1;
   }
-  // Returns whether an additional connection may still bring data that the peer had sent before a message of the first one.
+  // Returns whether additional connections have not brought all that the peer had sent before a message of the first one.
   bool awaits_others() const {
     return finished_ < added_;
+  }
+  // Returns whether they never will.
+  bool awaits_lost() const {
+    return lines_.size() - 1 - senders_ - lost_ < added_;
   }
   // Returns the error with which the connection has ended; 0 if the other side has closed it.
   int error() const {
@@ -319,6 +327,7 @@ class Channel {
   const PeerId peer_;
   User& user_;
   bool closed_ = false;
+  bool mute_ = false;
   int error_ = 0;
 
   std::deque<Line> lines_{1}; // by the number of the connection
@@ -333,6 +342,7 @@ class Channel {
 
   size_t added_ = 0; // additional connections by which the peer sends, as it has said
   size_t finished_ = 0; // of them
+  size_t lost_ = 0; // connections by which the peer may send that have ended without kLast
   std::unordered_map<uint32_t, std::weak_ptr<IncomingData>> coming_;
   std::unordered_map<uint32_t, std::string> came_early_; // of announced data
   size_t bytes_came_early_ = 0; // their sum

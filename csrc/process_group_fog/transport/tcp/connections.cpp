@@ -140,7 +140,6 @@ void Connections::start(PeerId self, Doorbell& bell, std::function<void()> on_ca
   on_call_ = std::move(on_call);
   self_ = self;
   host_timeout_ = settings().host_timeout;
-  most_ = static_cast<size_t>(settings().connections);
   bell_ = &bell;
   if (listener_ >= 0 || !peers_.empty()) {
     use();
@@ -203,7 +202,7 @@ void Connections::want_additional(PeerId number) {
   auto& peer = peers_.at(number);
   PeerAddress place; // where the first connection goes to; that may have come from there, from another port
   place.length = sizeof(place.address);
-  if (peer.open == nullptr || peer.places.empty() ||
+  if (peer.open == nullptr || peer.adding != nullptr || peer.places.empty() ||
       getpeername(peer.open->fd, reinterpret_cast<sockaddr*>(&place.address), &place.length) != 0) {
     return;
   }
@@ -217,13 +216,10 @@ void Connections::want_additional(PeerId number) {
     return;
   }
   keep_alive(fd, host_timeout_);
-  auto* socket = take(fd, State::kConnecting, number);
-  socket->additional = socket->own = true;
-  socket->hello = hello(self_, mark_, number, peer.mark, true);
-  socket->limit = Clock::now() + kPatience;
-  peer.making.push_back(socket);
-  ++making_;
-  watch(*socket, EPOLLOUT);
+  peer.adding = take(fd, State::kConnecting, number);
+  peer.adding->additional = peer.adding->own = true;
+  peer.adding->hello = hello(self_, mark_, number, peer.mark, true);
+  watch(*peer.adding, EPOLLOUT);
 }
 
 bool Connections::can_spare(int fd) const {
@@ -247,8 +243,16 @@ void Connections::watch_writes(PeerId peer, size_t number, bool on) {
   }
 }
 
-void Connections::stop_watching(PeerId peer, size_t number) {
-  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd(peer, number), nullptr);
+void Connections::stop_watching(PeerId peer) {
+  epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd(peer), nullptr);
+}
+
+void Connections::drop_additional(PeerId peer, size_t number) {
+  drop(*std::exchange(peers_.at(peer).additional[number - 1], nullptr));
+}
+
+void Connections::shut(PeerId peer) {
+  shutdown(fd(peer), SHUT_WR);
 }
 
 std::optional<Path> Connections::path(PeerId number) const {
@@ -267,9 +271,11 @@ void Connections::limit_unsent(PeerId peer, size_t number, size_t bytes) {
   setsockopt(fd(peer, number), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof(most));
 }
 
-void Connections::drop_additional(Peer& peer) {
-  for (auto* sockets : {&peer.additional, &peer.making}) {
-    for (auto* socket : std::exchange(*sockets, {})) {
+void Connections::drop_all_additional(Peer& peer) {
+  auto sockets = std::exchange(peer.additional, {});
+  sockets.push_back(peer.adding);
+  for (auto* socket : sockets) {
+    if (socket != nullptr) {
       drop(*socket);
     }
   }
@@ -287,7 +293,7 @@ void Connections::close(PeerId number) {
       drop(*socket);
     }
   }
-  drop_additional(peer);
+  drop_all_additional(peer);
 }
 
 void Connections::end(const Transport::Ended& ended) {
@@ -304,7 +310,7 @@ void Connections::on_end(PeerId number, int error, bool departed, bool expelled)
   if (peer.open != nullptr) {
     drop(*peer.open);
   }
-  drop_additional(peer);
+  drop_all_additional(peer);
   peer.broken = true;
   peer.place = peer.rounds = 0;
   peer.refused.assign(peer.places.size(), false);
@@ -324,7 +330,7 @@ bool Connections::is_closed_by(PeerId number) const {
 std::vector<Transport::Ended> Connections::take_ended() {
   if (const auto now = Clock::now(); proven_ > 0 && now >= next_look_at_silence_) {
     next_look_at_silence_ = now + kSilenceInterval;
-    const auto silent = [this](const Socket* socket) { return is_silent(socket->fd, host_timeout_); };
+    const auto silent = [this](const Socket* socket) { return socket != nullptr && is_silent(socket->fd, host_timeout_); };
     for (const auto& [number, peer] : peers_) {
       if (peer.open != nullptr && (silent(peer.open) || std::any_of(peer.additional.begin(), peer.additional.end(), silent))) {
         end({number, fog::Peer::State::kSilent, kSilent});
@@ -429,16 +435,8 @@ void Connections::look_at_time() {
     }
     ++i;
   }
-  auto limited = unproven_;
-  if (making_ > 0) {
-    for (const auto& [number, peer] : peers_) {
-      limited.insert(limited.end(), peer.making.begin(), peer.making.end());
-    }
-  }
-  for (auto* socket : limited) {
-    if (now > socket->limit) {
-      drop(*socket);
-    }
+  while (!unproven_.empty() && now > unproven_.front()->limit) {
+    drop(*unproven_.front());
   }
 }
 
@@ -536,9 +534,8 @@ void Connections::drop(Socket& socket) {
     unproven_.erase(position);
   }
   if (socket.additional) {
-    auto& making = peers_.at(socket.peer).making;
-    making.erase(std::remove(making.begin(), making.end(), &socket), making.end());
-    making_ -= socket.state != State::kOpen ? 1 : 0;
+    auto& peer = peers_.at(socket.peer);
+    peer.adding = peer.adding == &socket ? nullptr : peer.adding;
   } else if (socket.peer >= 0) {
     auto& peer = peers_.at(socket.peer);
     proven_ -= peer.open == &socket || peer.accepted == &socket ? 1 : 0;
@@ -581,7 +578,7 @@ void Connections::on_event(Socket& socket, User& user) {
       on_hello(socket);
       break;
     case State::kChallenged:
-      on_proof(socket);
+      on_proof(socket, user);
       break;
     case State::kWelcomed:
       on_ready(socket, user);
@@ -664,9 +661,10 @@ void Connections::on_verdict(Socket& socket, User& user) {
   std::memcpy(&verdict, socket.received.data(), sizeof(verdict));
   const bool proven = is_proof(verdict.proof, Side::kAccepts, socket.hello, socket.nonce);
   if (socket.additional) {
-    if (proven && verdict.word == kWelcome && put(socket, &kReady, 1)) {
+    if (proven && verdict.word == kWelcome) {
+      peers_.at(socket.peer).adding = nullptr;
       open_additional(socket, user);
-    } else if (socket.state != State::kFree) {
+    } else {
       drop(socket);
     }
   } else if (proven && verdict.word == kNever) {
@@ -694,7 +692,7 @@ void Connections::on_hello(Socket& socket) {
   }
 }
 
-void Connections::on_proof(Socket& socket) {
+void Connections::on_proof(Socket& socket, User& user) {
   if (!read_word(socket, sizeof(Proof))) {
     return;
   }
@@ -719,8 +717,7 @@ void Connections::on_proof(Socket& socket) {
     return its.own != nullptr && its.own->state != State::kConnecting && self_ < from;
   };
   if (is_additional(socket.hello)) {
-    const bool welcome = found != peers_.end() && found->second.mark == mark && welcomes_additional(found->second, socket);
-    verdict.word = welcome ? kWelcome : kLater;
+    verdict.word = welcomes_additional(socket) ? kWelcome : kLater;
   } else if (from != kJoins && found != peers_.end() && is_past(found->second)) {
     verdict.word = kNever;
   } else if (from == kJoins) {
@@ -745,24 +742,19 @@ void Connections::on_proof(Socket& socket) {
     drop(socket);
     return;
   }
-  auto& peer = found->second;
+  unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
+  socket.peer = from;
   if (is_additional(socket.hello)) {
-    unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
-    socket.peer = from;
-    socket.state = State::kWelcomed;
     socket.additional = true;
-    socket.limit = Clock::now() + kPatience;
-    peer.making.push_back(&socket);
-    ++making_;
+    open_additional(socket, user);
     return;
   }
+  auto& peer = found->second;
   for (auto* other : {peer.own, peer.accepted}) { // an attempt that gives way, and one that the other side has left
     if (other != nullptr) {
       drop(*other);
     }
   }
-  unproven_.erase(std::find(unproven_.begin(), unproven_.end(), &socket));
-  socket.peer = from;
   socket.state = State::kWelcomed;
   peer.accepted = &socket;
   ++proven_;
@@ -771,11 +763,7 @@ void Connections::on_proof(Socket& socket) {
 void Connections::on_ready(Socket& socket, User& user) {
   if (read_word(socket, 1)) {
     if (socket.received[0] == kReady) {
-      if (socket.additional) {
-        open_additional(socket, user);
-      } else {
-        open(socket, user);
-      }
+      open(socket, user);
     } else {
       drop(socket);
     }
@@ -798,18 +786,18 @@ void Connections::open(Socket& socket, User& user) {
   user.on_open(socket.peer);
 }
 
-bool Connections::welcomes_additional(const Peer& peer, const Socket& socket) const {
-  size_t theirs = 0;
-  for (const auto* sockets : {&peer.additional, &peer.making}) {
-    theirs += std::count_if(sockets->begin(), sockets->end(), [](const Socket* each) { return !each->own; });
+bool Connections::welcomes_additional(const Socket& socket) const {
+  const auto found = peers_.find(socket.hello.from);
+  if (found == peers_.end() || found->second.mark != socket.hello.from_mark || found->second.open == nullptr) {
+    return false;
   }
-  return peer.open != nullptr && theirs + 1 < most_ && can_spare(socket.fd);
+  const auto& all = found->second.additional;
+  const size_t theirs = std::count_if(all.begin(), all.end(), [](const Socket* each) { return each != nullptr && !each->own; });
+  return theirs + 1 < kMostConnections && can_spare(socket.fd);
 }
 
 void Connections::open_additional(Socket& socket, User& user) {
   auto& peer = peers_.at(socket.peer);
-  peer.making.erase(std::find(peer.making.begin(), peer.making.end(), &socket));
-  --making_;
   peer.additional.push_back(&socket);
   socket.number = peer.additional.size();
   socket.state = State::kOpen;

@@ -6,8 +6,8 @@
 // that it is the one, so no message is on a connection that is left.
 //
 // An additional connection is optional: an attempt that fails, or that the other side refuses, leaves no trace. Each side
-// makes its own, for the data that it sends, so neither waits for the other. One that is open stands or falls with the
-// first one.
+// makes its own, for the data that it sends, so neither waits for the other: the side that accepts has the connection from
+// its welcome on, for as long as the other one lets it be, and may get nothing by it.
 #pragma once
 
 #include <array>
@@ -85,6 +85,9 @@ struct Path {
   }
 };
 
+// By at most so many connections data goes to a peer.
+inline constexpr size_t kMostConnections = 4;
+
 // All methods except those for any thread need the engine's lock. No method waits.
 class Connections {
  public:
@@ -124,20 +127,21 @@ class Connections {
 
   // Begins to connect, unless there is a connection or an attempt. on_open() follows, or take_ended() names the peer.
   void want(PeerId peer);
-  // Begins to make an additional connection to a peer with a first one. on_open_additional() follows if it succeeds.
+  // Begins to make an additional connection to a peer with a first one, unless there is such an attempt.
+  // on_open_additional() follows if it succeeds.
   void want_additional(PeerId peer);
   // Returns the socket of an open connection; -1 if there is none.
   int fd(PeerId peer, size_t number = 0) const;
   // on_writable() is called from now on, or no longer.
   void watch_writes(PeerId peer, size_t number, bool on);
-  // Nothing more comes by that connection, whose other side may have closed it.
-  void stop_watching(PeerId peer, size_t number);
+  // Nothing more comes by the first connection, which the other side has closed.
+  void stop_watching(PeerId peer);
+  // An additional connection has ended. Its number is not used again.
+  void drop_additional(PeerId peer, size_t number);
+  // Nothing more goes by the first connection, so the other side closes it.
+  void shut(PeerId peer);
   // The system's buffer of an open connection takes at most so many bytes that are not on their way.
   void limit_unsent(PeerId peer, size_t number, size_t bytes);
-  // Returns the most connections by which data may go to a peer.
-  size_t most() const {
-    return most_;
-  }
   // Returns what the system knows about the path of the first connection, if that is long.
   std::optional<Path> path(PeerId peer) const;
   // Closes the connection, and neither makes nor accepts another one.
@@ -158,7 +162,7 @@ class Connections {
   void poll(User& user);
   // Returns whether connections are being made.
   bool is_connecting() const {
-    return !trying_.empty() || !unproven_.empty() || making_ > 0;
+    return !trying_.empty() || !unproven_.empty();
   }
 
   // Returns whether news may come that does not ring the bell.
@@ -219,8 +223,8 @@ class Connections {
     Socket* own = nullptr; // an attempt from here
     Socket* accepted = nullptr; // one from there that is welcome
     Socket* open = nullptr;
-    std::vector<Socket*> additional; // that are open, by number
-    std::vector<Socket*> making; // additional ones that are not open yet
+    std::vector<Socket*> additional; // that were opened, by number; null if it has ended
+    Socket* adding = nullptr; // an attempt from here to make an additional one
     Clock::time_point began; // of the attempts
     Clock::time_point again; // time of the next attempt
     bool trying = false; // is in trying_
@@ -235,18 +239,18 @@ class Connections {
   void on_nonce(Socket& socket);
   void on_verdict(Socket& socket, User& user);
   void on_hello(Socket& socket);
-  void on_proof(Socket& socket);
+  void on_proof(Socket& socket, User& user);
   void on_ready(Socket& socket, User& user);
   // Reads the other side's next word. Returns whether it is complete; drops the socket if it never will be.
   bool read_word(Socket& socket, size_t bytes);
   bool put(Socket& socket, const void* data, size_t bytes);
   void open(Socket& socket, User& user);
   void open_additional(Socket& socket, User& user);
-  // Returns whether the other side may make another connection.
-  bool welcomes_additional(const Peer& peer, const Socket& socket) const;
+  // Returns whether the other side, which has that mark, may make another connection.
+  bool welcomes_additional(const Socket& socket) const;
   // Returns whether the system has descriptors enough, also for a first connection to each peer, without that one.
   bool can_spare(int fd) const;
-  void drop_additional(Peer& peer);
+  void drop_all_additional(Peer& peer);
   static Socket* socket_of(const Peer& peer, size_t number);
   void try_next(PeerId number, Peer& peer);
   void try_later(Peer& peer);
@@ -289,8 +293,6 @@ class Connections {
   Clock::time_point next_look_;
   Clock::time_point next_look_at_silence_;
   size_t proven_ = 0; // sockets that are open or welcome, without additional ones
-  size_t making_ = 0; // additional ones that are not open yet
-  size_t most_ = 1;
 };
 
 } // namespace fog::tcp

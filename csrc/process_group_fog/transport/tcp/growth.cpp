@@ -18,24 +18,19 @@ constexpr auto kPause = std::chrono::seconds(1);
 
 } // namespace
 
-bool Growth::is_limited(const Path& path, double time) const {
-  return path.limited - limited_ > time / 2 && path.round_trip < kQueue * path.least_round_trip;
-}
-
-bool Growth::look(Clock::time_point now, uint64_t written, const Path& path, size_t most) {
-  const double time = std::chrono::duration<double>(now - since_).count();
-  if (measures_ && time < kRoundTrips * path.least_round_trip) {
-    return false;
-  }
-  const bool complete = std::exchange(measures_, true);
-  const bool limited = is_limited(path, time);
+bool Growth::look(Clock::time_point now, uint64_t written, const Path& path) {
+  const double time = std::chrono::duration<double>(now - std::exchange(since_, now)).count();
   const auto bytes = static_cast<double>(written - std::exchange(written_, written));
-  since_ = now;
-  limited_ = path.limited;
-  if (!complete) {
+  const double limited = path.limited - std::exchange(limited_, path.limited);
+  if (!std::exchange(measures_, true)) {
     return false;
   }
-  rate_ = bytes / time;
+  sum_ = {sum_.time + time, sum_.bytes + bytes, sum_.limited + limited};
+  if (sum_.time < kRoundTrips * path.least_round_trip) {
+    return false;
+  }
+  const auto sum = std::exchange(sum_, {});
+  rate_ = sum.bytes / sum.time;
   if (judges_) {
     if (++measured_ == kRates) {
       judges_ = false;
@@ -44,7 +39,8 @@ bool Growth::look(Clock::time_point now, uint64_t written, const Path& path, siz
     }
     return false;
   }
-  if (is_enough_ || !limited || used_ + 1 >= most || now < asked_ + kPause) {
+  const bool fills_link = sum.limited <= sum.time / 2 || path.round_trip >= kQueue * path.least_round_trip;
+  if (is_enough_ || fills_link || used_ + 1 >= kMostConnections || now < asked_ + kPause) {
     return false;
   }
   before_ = rate_;
@@ -57,6 +53,7 @@ void Growth::on_open() {
   judges_ = true;
   measured_ = 0;
   measures_ = false;
+  sum_ = {};
   asked_ = {};
 }
 

@@ -8,6 +8,7 @@
 #include <c10/util/Exception.h>
 
 #include "core/failure.hpp"
+#include "core/settings.hpp"
 
 namespace fog::tcp {
 namespace {
@@ -22,13 +23,13 @@ constexpr size_t kMostUnsent = size_t(256) << 10;
 constexpr auto kDelay = std::chrono::milliseconds(5);
 // What goes early to a receiver that nobody else sends to. On a slow link, the receiver's question waits behind the data that
 // the receiver itself sends, at 200 Mbit/s for some 3 ms, in which its sender's link would be idle in each hop of a ring.
-constexpr size_t kEarlyOfOnlySender = size_t(256) << 10;
+constexpr size_t kEarlyOfOnlySender = size_t(512) << 10;
 constexpr auto kMeasured = std::chrono::milliseconds(10);
 
 } // namespace
 
 Messages::Messages(std::unique_ptr<Connections> connections, MessageHandler& handler, const Pulse& pulse)
-    : connections_(std::move(connections)), handler_(handler), pulse_(pulse) {}
+    : connections_(std::move(connections)), handler_(handler), pulse_(pulse), fixed_(static_cast<size_t>(settings().connections)) {}
 
 Messages::~Messages() = default;
 
@@ -65,8 +66,7 @@ void Messages::send_data(
     size_t bytes,
     const std::shared_ptr<TransferOwner>& owner,
     Sent sent,
-    bool may_go_early,
-    bool only_sender) {
+    Early early) {
   check_reachable(destination);
   auto outgoing = std::make_shared<OutgoingData>();
   outgoing->tag = tag;
@@ -75,18 +75,18 @@ void Messages::send_data(
   outgoing->owner = owner;
   outgoing->sent = std::move(sent);
   auto& its = link(destination);
-  its.channel.offer(std::move(outgoing), may_go_early ? early_room(destination, its, only_sender ? kEarlyOfOnlySender : 0) : 0);
+  its.channel.offer(std::move(outgoing), early == Early::kNothing ? 0 : early_room(destination, its, early));
   flush(destination, its);
 }
 
-size_t Messages::early_room(PeerId peer, Link& its, size_t least) {
+size_t Messages::early_room(PeerId peer, Link& its, Early early) {
   if (const auto now = Clock::now(); now >= its.looked + kMeasured) {
     its.looked = now;
     // The rate is that of the last data, which may have been little; a path that has become slower counts after a while.
     const auto path = connections_->path(peer);
     its.in_flight = std::max(path ? path->in_flight() : 0, its.in_flight - its.in_flight / 8);
   }
-  const auto most = std::clamp(its.in_flight, least, kMostEarly);
+  const auto most = std::clamp(its.in_flight, early == Early::kToReceiver ? kEarlyOfOnlySender : 0, kMostEarly);
   return most - std::min(most, its.channel.early());
 }
 
@@ -160,12 +160,18 @@ void Messages::measure(PeerId peer, Link& its) {
   its.measured += time;
   const auto bytes = static_cast<size_t>(static_cast<double>(written) * (std::chrono::duration<double>(kDelay) / time));
   limit_unsent(peer, its, std::clamp(bytes, kLeastUnsent, kMostUnsent));
-  if (const size_t most = connections_->most(); most > 1) {
-    const auto path = connections_->path(peer);
-    if (path && its.growth.look(its.measured, its.channel.written_by_all(), *path, most)) {
-      connections_->want_additional(peer);
-    }
-    its.channel.use(its.growth.used());
+  if (fixed_ > 0) {
+    return;
+  }
+  if (const auto path = connections_->path(peer); path && its.growth.look(its.measured, its.channel.written_by_all(), *path)) {
+    connections_->want_additional(peer);
+  }
+  its.channel.use(its.growth.used());
+}
+
+void Messages::grow_to_fixed(PeerId peer, const Link& its) {
+  if (its.growth.used() + 1 < fixed_) {
+    connections_->want_additional(peer);
   }
 }
 
@@ -188,6 +194,7 @@ void Messages::on_open(PeerId peer) {
     goodbye.kind = MessageKind::kGoodbye;
     its.channel.queue(goodbye, nullptr, 0);
   }
+  grow_to_fixed(peer, its);
   flush(peer, its);
 }
 
@@ -199,6 +206,7 @@ void Messages::on_open_additional(PeerId peer, size_t number, bool own) {
   if (own) {
     its.growth.on_open();
     its.channel.use(its.growth.used());
+    grow_to_fixed(peer, its);
   }
   if (departed_) {
     its.channel.finish();
@@ -233,7 +241,7 @@ void Messages::on_readable(PeerId peer, size_t number) {
     if (result == Channel::Result::kEnd) {
       on_end(peer, its, number);
     }
-    if (its.ended && !its.goodbye) {
+    if (its.goodbye ? its.channel.awaits_lost() : its.ended) {
       break_off(peer, its);
     }
     if (its.closed) {
@@ -260,16 +268,18 @@ void Messages::on_message(PeerId source, const char* record, size_t length) {
 }
 
 void Messages::on_end(PeerId peer, Link& its, size_t number) {
-  if (number > 0 && !its.channel.has_finished(number) && !its.goodbye) {
-    on_readable(peer, 0); // what the peer has said before
-    if (its.closed) {
-      return;
+  if (number > 0) {
+    connections_->drop_additional(peer, number); // its sender learns of the end
+    if (its.channel.sends(number)) {
+      // What it has taken may be lost, but the peer may have left in good order too. The end of the first connection tells.
+      its.channel.mute();
+      connections_->shut(peer);
+    } else {
+      its.channel.on_end(number);
     }
-  }
-  const bool of_peer = number > 0 && !its.channel.sends(number);
-  if (of_peer ? its.channel.has_finished(number) : its.goodbye.has_value()) {
-    connections_->stop_watching(peer, number);
-    its.ended = its.ended || number == 0;
+  } else if (its.goodbye) {
+    connections_->stop_watching(peer);
+    its.ended = true;
   } else {
     break_off(peer, its);
   }
@@ -327,16 +337,17 @@ std::vector<PeerId> Messages::expelled_by() {
 
 std::string Messages::way_to(PeerId peer) const {
   const auto found = links_.find(peer);
-  const auto path = connections_->path(peer);
-  if (found == links_.end() || found->second->growth.used() == 0 || !path) {
+  if (found == links_.end() || found->second->growth.used() == 0) {
     return "tcp";
   }
   const auto& growth = found->second->growth;
-  std::array<char, 100> text = {};
-  std::snprintf(
-      text.data(), text.size(), "tcp: %zu connections, round trip %.1f ms, %.0f Mbit/s", growth.used() + 1,
-      1e3 * path->least_round_trip, 8e-6 * growth.rate());
-  return text.data();
+  std::string text = "tcp: " + std::to_string(growth.used() + 1) + " connections";
+  if (const auto path = connections_->path(peer)) {
+    std::array<char, 100> more = {};
+    std::snprintf(more.data(), more.size(), ", round trip %.1f ms, %.0f Mbit/s", 1e3 * path->least_round_trip, 8e-6 * growth.rate());
+    text += more.data();
+  }
+  return text;
 }
 
 void Messages::forget(PeerId peer) {

@@ -31,8 +31,13 @@ class Messages final : private Connections::User, private Channel::User {
   uint32_t next_tag(PeerId destination) {
     return link(destination).channel.next_tag();
   }
-  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more. Over a long path, and
-  // to a receiver with only one sender, a part may go before the receiver asks for it, only if the header went by this wire.
+  // What goes before the receiver asks for it. The header must have gone by this wire.
+  enum class Early {
+    kNothing,
+    kOverLongPath, // as much as a long path holds
+    kToReceiver, // a part in any case, as the receiver has only one sender
+  };
+  // Sends the data of a message with that tag. `owner` is kept alive until the data is not read any more.
   void send_data(
       PeerId destination,
       uint32_t tag,
@@ -40,8 +45,7 @@ class Messages final : private Connections::User, private Channel::User {
       size_t bytes,
       const std::shared_ptr<TransferOwner>& owner,
       Sent sent,
-      bool may_go_early,
-      bool only_sender = false);
+      Early early);
   std::shared_ptr<Incoming> receive(PeerId source, const Header& header, void* place, const std::shared_ptr<TransferOwner>& owner);
   // Nobody will receive the data of that message.
   void ignore(PeerId source, const Header& header) {
@@ -89,7 +93,7 @@ class Messages final : private Connections::User, private Channel::User {
   void forget(PeerId peer);
   // Another process, which listens at `line`, has that number from now on. The one before was forgotten, if there was one.
   void renew(PeerId peer, const std::string& line);
-  // Returns how data goes there: "tcp", and more if it goes by several connections.
+  // Returns how data goes there: "tcp", with the number of connections if there are several.
   std::string way_to(PeerId peer) const;
   Connections& connections() const {
     return *connections_;
@@ -103,7 +107,7 @@ class Messages final : private Connections::User, private Channel::User {
     std::vector<bool> watches_writes = {false}; // by the number of the connection
     Growth growth;
     std::optional<Header> goodbye; // it has come, before data that the peer had sent by other connections
-    bool ended = false; // the first connection has, after that
+    bool ended = false; // the other side has closed the first connection after that
     bool closed = false;
     bool departed = false; // the peer has said goodbye
     bool expelled = false; // it has said that it counts this process as lost
@@ -145,20 +149,23 @@ class Messages final : private Connections::User, private Channel::User {
   void flush(PeerId peer, Link& link);
   // Writes by one open connection what it takes.
   void write(PeerId peer, Link& link, size_t number);
-  // A connection has ended. Without the peer's word that nothing is missing, that is the end of all.
+  // A connection has ended.
   void on_end(PeerId peer, Link& link, size_t number);
   void break_off(PeerId peer, Link& link);
   // Measures the rate of a connection whose socket is full, and limits what waits in it.
   void measure(PeerId peer, Link& link);
   void limit_unsent(PeerId peer, Link& link, size_t bytes);
-  // Returns how many bytes may go early now: what a long path holds, and at least that many in all.
-  size_t early_room(PeerId peer, Link& link, size_t least);
+  // Asks for another connection if there are fewer than fixed_.
+  void grow_to_fixed(PeerId peer, const Link& link);
+  // Returns how many bytes may go early now.
+  size_t early_room(PeerId peer, Link& link, Early early);
 
   const std::unique_ptr<Connections> connections_;
   MessageHandler& handler_;
   std::unordered_map<PeerId, std::shared_ptr<Link>> links_;
   std::vector<std::shared_ptr<TransferOwner>> released_;
   const Pulse& pulse_;
+  const size_t fixed_; // by so many connections data goes to a peer; 0 if that is measured
   std::vector<PeerId> expelled_by_;
   bool departed_ = false;
   std::unique_ptr<char[]> spare_buffer_;

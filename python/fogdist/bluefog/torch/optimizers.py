@@ -221,9 +221,11 @@ class DistributedWinPutOptimizer(_CountingPasses, WinPut):
     """Averages with the last values of its neighbors: `fogdist.algorithms.WinPut`.
 
     Its arguments are those of there, the third and fourth `num_steps_per_communication` and `window_prefix`. `max_staleness`
-    is 1 by default: BlueFog's ranks had cores of their own and stayed in pace. Ranks that share cores must wait for each
-    other.
+    is 1 by default and bounds the exchanges that a rank is ahead of an in-neighbor: BlueFog's ranks had cores of their own and
+    stayed in pace. Ranks that share cores must wait for each other.
     """
+
+    _bounds_lead: ClassVar[bool] = True
 
     def __init__(
         self,
