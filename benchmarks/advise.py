@@ -50,9 +50,10 @@ from cluster_ranks import (
     prepare,
 )
 from emulated_hosts import Unavailable, rate_text
-from fog_cli import advice
 from fog_cli.programs.advise_ranks import measure
 from fogdist import algorithms, topology
+from fogdist.tuning.decision import best, longest_step, settings
+from fogdist.tuning.network import Network
 from forked_ranks import WorldFailed
 from performance_tables import advice_table
 from report import write
@@ -121,18 +122,18 @@ def sweep(name: str, hosts: int, options: argparse.Namespace) -> dict[str, Any]:
     with world as (ranks, _):
         measured = ranks.ask("links")[1][0]
         compute = max(ranks.ask("train", None, 1, 1.0, LEAST_STEPS)[1])
-        network = advice.Network.of(measured)
+        network = Network.of(measured)
         size = FLOAT_BYTES * sum(sizes_of(MODELS[scenario.model], dilation))
-        settings = advice.settings(
+        found = settings(
             network,
             compute,
             size,
             local_steps=options.local_steps,
             buckets_mb=[dilation.cap_mb(each) for each in options.buckets],
         )
-        choice = advice.best(settings, compute, TOLERANCE)
+        choice = best(found, compute, TOLERANCE)
         points = []
-        for each in random.Random(f"{options.seed} {name}").sample(settings, len(settings)):
+        for each in random.Random(f"{options.seed} {name}").sample(found, len(found)):
             rounds = max(options.rounds, LEAST_STEPS // each.local_steps)
             cores = core_time()
             took = ranks.ask(
@@ -183,7 +184,7 @@ def judged(points: list[dict[str, Any]], compute: float) -> dict[str, Any]:
         return seconds
 
     fastest = min(points, key=lambda point: point["step_s"])
-    allowed = advice.longest_step(fastest["step_s"], compute, TOLERANCE)
+    allowed = longest_step(fastest["step_s"], compute, TOLERANCE)
     within = [point for point in points if point["step_s"] <= allowed]
     soonest = min(within, key=agreement)
     errors = [abs(point["predicted_step_s"] / point["step_s"] - 1) for point in points]

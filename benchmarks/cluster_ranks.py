@@ -18,7 +18,6 @@ from typing import Any
 
 import fogdist
 import fogdist.bluefog.torch as bf
-import networkx
 import torch
 import torch.distributed as dist
 from emulated_hosts import INTERFACE, address, emulated_hosts, missing, move_to_host
@@ -348,7 +347,7 @@ class ClusterRank(HostRank):
             "ddp_gloo": lambda: ddp(self.gloo),
             "ddp_fog": lambda: ddp(None),
             "one_peer_exp": lambda: wrapped(one_peer(size)),
-            "sites": lambda: wrapped(sites_topology(size, job.centers)),
+            "sites": lambda: wrapped(topology.by_sites([rank * job.centers // size for rank in range(size)])),
             "static_exp": lambda: wrapped(topology.by_name("exp2", size)),
             "base_k": lambda: wrapped(topology.base_graph(size, BASE_DEGREE)),
             "async_win": lambda: wrapped(one_peer(size), "async"),
@@ -377,28 +376,6 @@ class ClusterRank(HostRank):
 
         trainer.prepare = prepare
         return trainer
-
-
-def sites_topology(size: int, centers: int) -> list[networkx.DiGraph]:
-    """Rounds of one peer in the own data center, and in every fourth one a rank of each, in turn, of the next center.
-
-    The line between two centers carries one model each way in four rounds, as weights are 1/2 and the other ranks keep
-    what they have.
-    """
-    local = size // centers
-    rounds = []
-    for t in range(4 * local):
-        graph = networkx.DiGraph()
-        for rank in range(size):
-            first = rank - rank % local
-            peer = first + (rank + (1 << t % 4)) % local
-            if t % 4 == 3:
-                peer = (rank + local) % size if rank % local == t // 4 else rank
-            graph.add_edge(rank, rank, weight=1.0 if peer == rank else 0.5)
-            if peer != rank:
-                graph.add_edge(rank, peer, weight=0.5)
-        rounds.append(graph)
-    return rounds
 
 
 def prefer() -> None:

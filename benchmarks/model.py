@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import program
-from fog_cli.advice import near_first
+from fogdist.tuning.prediction import near_first
 from performance_tables import error_table
 from report import write
 from workloads import MODELS, Dilation, sizes_of

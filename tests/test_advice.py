@@ -15,19 +15,12 @@ from typing import Any
 import fog_cli
 import pytest
 import torch
-from fog_cli import advice
-from fog_cli.advice import (
-    Codec,
-    Network,
-    Setting,
-    Traffic,
-    Way,
-    best,
-    exchange_seconds,
-    settings,
-)
 from fog_cli.commands import advise as command
 from fog_cli.programs import advise_ranks
+from fogdist.tuning import decision
+from fogdist.tuning.decision import Setting, best, decide, settings
+from fogdist.tuning.network import Network
+from fogdist.tuning.prediction import Codec, Traffic, Way, exchange_seconds, ways
 from forked_programs import ForkedJob
 from hosts import emulated_hosts, run_on_hosts
 from scripts import ROOT, started
@@ -82,7 +75,7 @@ def test_step_is_compute_and_what_it_does_not_hide() -> None:
 
 def test_traffic_of_ways() -> None:
     network = Network([0, 0, 1, 1], [0, 0], 1e-3, 1e-6, [1.0] * 2, [1.0] * 2, {}, 1.0)
-    found = {way.name: way for way in advice.ways(network)}
+    found = {way.name: way for way in ways(network)}
     # 2 (H - 1) / H tensors leave each host, and its two ranks give each other what they have and get the sum.
     assert found["all-reduce"].traffic == [Traffic({(0, 1): 1.0, (1, 0): 1.0}, {0: 2.0, 1: 2.0}, 4)]
     # One tensor for both ranks; the exact average of all, as two hosts average with each other.
@@ -126,7 +119,7 @@ def test_a_slow_link_between_sites_gives_local_steps_or_few_crossings() -> None:
             each.between.get((a, b), 0) for each in way.traffic for a in range(8) for b in range(8, 16)
         )
         / len(way.traffic)
-        for way in advice.ways(network)
+        for way in ways(network)
     }
     assert crossings["inner-outer-exp2"] == 1.0 and crossings["all-reduce"] == pytest.approx(2 * 15 / 16)
 
@@ -170,7 +163,7 @@ def test_compression_pays_on_slow_links_only(rate: float, pays: bool) -> None:
     network = flat(8, rate)
     found = best(settings(network, 0.18, 1e8, codec=INT8), 0.18, 0.05)
     plain = best(settings(network, 0.18, 1e8), 0.18, 0.05)
-    assert advice.pays(found, plain) is pays and found.codec is INT8 and plain.codec is None
+    assert decision.pays(found, plain) is pays and found.codec is INT8 and plain.codec is None
     assert (found.agreement < plain.agreement) is pays
 
 
@@ -179,14 +172,111 @@ def test_a_codec_is_not_for_all_reduce() -> None:
     assert "all-reduce" not in {each.way.name for each in found}
 
 
-def test_code_of_a_setting_with_a_codec() -> None:
-    network = Network([0, 0, 1, 1], [0, 0], 1e-3, 1e-6, [1e8] * 2, [1e10] * 2, {}, 1e10)
-    found = {each.way.name: each for each in settings(network, 0.1, 1e8, local_steps=[1], codec=INT8)}
-    call = 'fogdist.DecentralizedOptimizer(optimizer, model, order="awc", topology='
-    code = command.in_code(found["ring"])
-    assert code.startswith(f'{call}"ring", local_steps=1, ') and code.endswith("compression=Int8())")
-    code = command.in_code(found["hierarchical"])
-    assert code.startswith("fogdist.set_machine_topology") and f"; {call}Machines(), " in code
+def test_code_that_can_be_pasted() -> None:
+    """The lines run; only the constructors are replaced, which need ranks."""
+    network = Network(
+        [0, 0, 1, 1], [0, 1], 1e-3, 1e-6, [1e8] * 2, [1e10] * 2, {(0, 1): 1e7, (1, 0): 1e7}, 1e10
+    )
+    sparse = Codec.of(("TopK(0.045, bits=2)", 0.1, 1e9, 1e9), 4)
+    decided = decide(network, [0.1], 1e8, {"Int8()": INT8, sparse.code: sparse})
+    assert {each.method.name for each in decided.found} == {
+        "DistributedDataParallel", "DecentralizedOptimizer", "DiLoCo", "SparseLoCo"
+    }  # fmt: skip
+    seen: list[dict[str, Any]] = []
+
+    def made(*given: Any, **options: Any) -> None:
+        assert given in (("optimizer", "model"), ("model",))
+        seen.append(options)
+
+    replaced = {"fogdist.DecentralizedOptimizer(": "made(", "fogdist.set_machine_topology(": "set("}
+    replaced |= {f"fogdist.algorithms.{name}(": "made(" for name in ("DiLoCo", "SparseLoCo")}
+    replaced |= {"= DistributedDataParallel(": "= made("}
+    codes = set()
+    for each in decided.found:
+        lines = "\n".join(command.in_code(each))
+        codes.add(each.way.code)
+        for name, instead in replaced.items():
+            lines = lines.replace(name, instead)
+        exec(lines, {"made": made, "set": lambda graph: None, "optimizer": "optimizer", "model": "model"})
+        if each.method is not decision.DDP:
+            assert seen[-1]["local_steps"] == each.local_steps
+            assert ("compression" in seen[-1]) == (each.codec is not None)
+    assert (
+        any(code.startswith("topology.by_sites([0, 0, 1, 1]") for code in codes)
+        and "GlobalAverage()" in codes
+    )
+
+
+# --- the method ---------------------------------------------------------------------------------------------
+
+
+CODECS = {
+    each.code: each
+    for each in (
+        INT8,
+        Codec.of(("TopK(0.045, bits=2)", 0.051, 3e8, 1e9), 4),
+        Codec.of(("TopK(0.1, bits=2)", 0.1, 3e8, 1e9), 4),
+        Codec.of(("TopK(0.02, bits=2)", 0.024, 3e8, 1e9), 4),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("rate", "method", "steps"),
+    [
+        # A tensor of 100 MB takes 0.01 s, 0.1 s, 0.33 s, 1 s, 10 s and 100 s, beside 0.18 s of compute.
+        (1e10, "DistributedDataParallel", 1),
+        (1e9, "DecentralizedOptimizer", 1),
+        (3e8, "DecentralizedOptimizer", 1),
+        (1e8, "SparseLoCo", 4),
+        (1e7, "SparseLoCo", 2),
+        (1e6, "SparseLoCo", 100),
+    ],
+)
+def test_method_by_rate(rate: float, method: str, steps: int) -> None:
+    decided = decide(flat(8, rate), [0.1, 0.18], 1e8, CODECS)
+    assert (decided.setting.method.name, decided.setting.local_steps) == (method, steps)
+    assert (decided.setting.codec is INT8) == (rate == 3e8)
+    assert "ms a step" in decided.reason and decided.loss and "\n" not in decided.reason + decided.loss
+    plain_method = "DecentralizedOptimizer" if method == "SparseLoCo" else method
+    # Without codecs, of which none is measured for parameters of a byte.
+    plain = decide(flat(8, rate), [0.18], 1e8, {}).setting
+    assert plain.method.name == ("DiLoCo" if rate <= 1e7 else plain_method) and plain.codec is None
+
+
+def test_ddp_is_predicted_with_its_last_bucket() -> None:
+    # All-reduce of 1e8 bytes: 0.175 s at 1e9 bytes/s, 0.12 s of it hidden; or the last bucket of 25 MiB alone.
+    for compute, late in ((0.18, 0.175 - 0.12), (1.8, 0.175 * 25 * MB / 1e8)):
+        ddp = decide(flat(8, 1e9), [compute], 1e8, {}).found[0]
+        assert ddp.method is decision.DDP
+        assert ddp.step == pytest.approx(compute + late, rel=0.05)
+
+
+def test_fragments_that_are_applied_later() -> None:
+    way = Way("one", "", 1, [Traffic({(0, 1): 1.0}, {}, 0)])
+    options = {"local_steps": [4], "buckets_mb": [1.0], "chosen": [way], "method": decision.DILOCO}
+    # 10 s for the whole, beside 2 s of compute: 10 s in 4 steps; or 5 s for each half, of which 2 or 6 s are hidden.
+    for fragments, delay, step in ((1, 0, 2 + 10 / 4), (2, 1, 2 + 2 * 3 / 4), (2, 3, 2.0)):
+        (found,) = settings(flat(2, 10.0), 2.0, 100.0, fragments=fragments, delay=delay, **options)
+        assert found.step == pytest.approx(step) and (found.fragments, found.delay) == (fragments, delay)
+
+
+def test_no_round_sends_all_tensors_of_a_site_over_its_line() -> None:
+    for hosts in (4, 8, 12):
+        network = two_sites(hosts, 1e10, 1e8)
+        found = ways(network)
+        assert {"by-sites", "all-reduce"} <= {each.name for each in found} and "exp2" not in {
+            w.name for w in found
+        }
+        for way in found:
+            for each in way.traffic:
+                crossing = sum(
+                    n for (a, b), n in each.between.items() if network.site_of[a] < network.site_of[b]
+                )
+                assert crossing <= (1.0 if way.name == "by-sites" else 2.0)
+        # Each step is that of the ranks that cross; one crossing takes 1 s.
+        decided = decide(network, [0.5], 1e8, {})
+        assert decided.setting.step < 0.6
 
 
 # --- what was measured --------------------------------------------------------------------------------------
@@ -293,9 +383,14 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert {row[0] for row in rows} >= {"all-reduce", "ring", "one-peer-exp2"}
     # A megabyte in 50 ms, from memory to memory: one round with all.
     (place,) = (number for number, line in enumerate(lines[5:]) if line.startswith("* "))
-    assert rows[place][-2] == "1" and f"Recommended: {rows[place][0]}" in lines
-    assert lines[-2].startswith("  fogdist.DecentralizedOptimizer(")
-    assert lines[-1].startswith("Compression: ranks of one host")
+    assert rows[place][-2] == "1"
+    at = lines.index(f"Recommended: {rows[place][0]}")
+    is_ddp = (
+        rows[place][0] == "DDP"
+    )  # but on a machine that is so busy that an exchange takes a part of a step
+    assert ("model = DistributedDataParallel(model)" if is_ddp else "optimizer = fogdist.") in lines[at + 2]
+    assert lines[at + 3].startswith("Why: ") and lines[at + 4].startswith("Accuracy: none")
+    assert lines[at + 5].startswith("Compression: ranks of one host")
 
 
 def test_a_script_that_fails_is_named(tmp_path: Path) -> None:
@@ -324,9 +419,8 @@ def test_text_of_two_sites() -> None:
     links = measured(4, crossing) | {"codecs": [["Int8()", 1.016, 1e9, 1e9], ["Slow()", 1.0, 1.0, 1.0]]}
     text = "\n".join(command.report(links, 1000, 10.0))
     assert "hosts' links 8e-07 Gbit/s, 1000 us a message\n  site 0 to 1  " in text
-    assert re.search(r"\n  \S+, Int8\(\) ", text)
-    assert re.search(r"\nCompression with Int8\(\) pays: fogdist.*compression=Int8\(\)\)", text)
-    assert text.endswith("\nCompression with Slow() does not pay")
+    assert re.search(r"\n[ *] \S+, Int8\(\) ", text)
+    assert text.endswith("\nAverages with Int8(): it pays\nAverages with Slow(): it does not pay")
 
 
 # --- the sweep ----------------------------------------------------------------------------------------------

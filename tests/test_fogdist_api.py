@@ -40,7 +40,7 @@ SIZES = sizes([1, 3], [2, 5])
 
 # A name that is added here needs a reason that a new user sees; names of BlueFog are in fogdist.bluefog only.
 NAMES = """
-    DecentralizedDataParallel DecentralizedOptimizer GossipState SharedBatches Window algorithms allreduce_parameters bluefog
+    DecentralizedDataParallel DecentralizedOptimizer GossipState SharedBatches Tune Window algorithms allreduce_parameters bluefog
     broadcast_optimizer_state broadcast_parameters checkpoint compression consensus_distance empty flight_record gossip_hook
     hierarchical_neighbor_allreduce in_neighbor_machine_ranks in_neighbor_ranks init is_initialized load_machine_topology
     load_topology local_rank local_size machine_rank machine_size membership metrics neighbor_allgather neighbor_allreduce
@@ -107,7 +107,7 @@ LAYERS = """
     lazy warn removed topology launch agreement nested exchange
     static_topology context machines verification arguments compression operations
     windows ops streams memory packing shards parameters consensus observe elastic
-    training algorithms decentralized_optimizer ddp checkpoint hook
+    training algorithms tuning decentralized_optimizer ddp checkpoint hook
     __init__ interactive
     bluefog
 """

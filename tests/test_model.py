@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fog_cli import advice
+from fogdist.tuning import prediction
+from fogdist.tuning.network import Network
 
 from fog_pg._C import VirtualWorld
 
@@ -40,8 +41,8 @@ def sent_by_virtual_ranks(size: int) -> dict[tuple[int, int], float]:
 @pytest.mark.parametrize("size", [2, 4, 9, 16, 31, 32, 48])
 def test_advice_and_the_model_count_what_virtual_ranks_send(size: int) -> None:
     sent = sent_by_virtual_ranks(size)
-    hosts = advice.Network(range(size), [0] * size, 1e-4, 1e-4, [1e9] * size, [1e9] * size, {}, 1e9)
-    (way,) = [each for each in advice.ways(hosts) if each.name == "all-reduce"]
+    hosts = Network(range(size), [0] * size, 1e-4, 1e-4, [1e9] * size, [1e9] * size, {}, 1e9)
+    (way,) = [each for each in prediction.ways(hosts) if each.name == "all-reduce"]
     assert way.traffic[0].between == pytest.approx(sent, rel=0.01)
     for rank in range(size):
         left = sum(tensors for (sender, _), tensors in sent.items() if sender == rank)

@@ -344,6 +344,25 @@ def test_walk_on_irregular_graphs_is_the_generators(seed: int) -> None:
     generated(7, lambda rank: topology_util.GetDynamicOnePeerSendRecvRanks(graph, rank), walk)
 
 
+@pytest.mark.parametrize(
+    "sites", [[0, 0, 0, 1, 1, 1], [2, 7, 2, 7, 7, 2, 7], [0, 0, 1, 1, 2, 2, 2, 2], [0, 1], [5] * 4]
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_rank_of_a_site_goes_outside(sites: list[int], every: int) -> None:
+    sequence = topology.by_sites(sites, every=every)
+    outside = set()
+    for t in range(sequence.period):
+        W = sequence.matrix(t)
+        np.testing.assert_allclose(W.sum(axis=1), 1.0)  # as columns: the average stays
+        crossing = [(i, j) for i, j in np.argwhere(W) if sites[i] != sites[j]]
+        lines = [(sites[i], sites[j]) for i, j in crossing]
+        assert len(set(lines)) == len(lines) and (t % every == every - 1 or not lines)
+        outside.update(int(i) for i, _ in crossing)
+        assert np.count_nonzero(W, axis=1).max() <= 2
+    assert outside == (set(range(len(sites))) if len(set(sites)) > 1 else set())
+    assert sequence.spectral_gap > 0.05
+
+
 # --- weights of a matrix ------------------------------------------------------------------------------------
 
 
@@ -371,6 +390,8 @@ WRONG = {
     TopologyError: [
         (lambda: topology.base_graph(5, 0), "degree must be an integer >= 1, got 0"),
         (lambda: topology.inner_outer_exponential(8, 2), "local_size must be at least 3"),
+        (lambda: topology.by_sites([]), "site_of must hold the site of at least one rank, got none"),
+        (lambda: topology.by_sites([0, 1], every=0), "every must be an integer >= 1, got 0"),
         (lambda: Topology("none", []), "at least one matrix"),
         (lambda: Topology("two", [np.eye(2), np.eye(3)]), "must all have one shape"),
         (
@@ -388,6 +409,7 @@ WRONG = {
     ],
     TypeError: [
         (lambda: topology.base_graph(4.0), "size must be an integer"),
+        (lambda: topology.by_sites([0, 1.5]), r"site_of\[1\] must be an integer"),
         (lambda: topology.one_peer(nx.Graph([(0, 1)])), "graph must be a networkx.DiGraph"),
         (lambda: Topology(3, [np.eye(2)]), "name must be a string"),
         (lambda: Topology("text", [[["a"]]]), r"matrices\[0\] must be a matrix of real numbers"),

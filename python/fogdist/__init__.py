@@ -52,6 +52,7 @@ from fogdist.operations import (
 from fogdist.parameters import allreduce_parameters, broadcast_optimizer_state, broadcast_parameters
 from fogdist.removed import missing as _missing
 from fogdist.training.shared_batches import SharedBatches
+from fogdist.tuning.tuner import Tune
 from fogdist.windows import Window
 
 try:
@@ -64,6 +65,7 @@ __all__ = [
     "DecentralizedOptimizer",
     "GossipState",
     "SharedBatches",
+    "Tune",
     "Window",
     "algorithms",
     "allreduce_parameters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.optim import Adam, Optimizer
@@ -10,12 +11,14 @@ from torch.optim import Adam, Optimizer
 from fogdist.algorithms.decentralized_adamw import DecentralizedAdamW, refusal_of
 from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
+from fogdist.context import current
 from fogdist.lazy import nx
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
-from fogdist.training.mixing import Mixing
+from fogdist.training.mixing import Mixing, Neighbors, as_mixing
 from fogdist.training.view import Models
+from fogdist.tuning.tuner import Tune, TunedMixing, Tuner, checked, start_of
 
 
 def DecentralizedOptimizer(
@@ -32,6 +35,7 @@ def DecentralizedOptimizer(
     group: dist.ProcessGroup | None = None,
     bucket_cap_mb: float | None = None,
     by_samples: bool = False,
+    tune: bool | Tune = False,
 ) -> DecentralizedSGD | DecentralizedAdamW:
     """Returns an optimizer whose steps also average the parameters with those of the rank's neighbors. Collective.
 
@@ -59,6 +63,9 @@ def DecentralizedOptimizer(
         bucket_cap_mb: Size of a message in MiB. None for 4 on the CPU and 25 on other devices.
         by_samples: Whether ranks weigh in an average by the samples that they have used since the last one: the script sets
             ``optimizer.samples = len(batch)`` before each step. `topology` must then be symmetric, as "ring" is.
+        tune: True, or the bounds, to move topology, local steps and codec to what links and compute allow while it trains:
+            `fogdist.Tune` and docs/slow_links.md. `local_steps` is then where it begins, and a `topology` is kept. The
+            attribute `tuning` has the setting and its history. For parameters on the CPU.
 
     Returns:
         A view of the optimizer, and an instance of its class: learning-rate schedulers, gradient scalers and `state_dict`
@@ -67,7 +74,8 @@ def DecentralizedOptimizer(
 
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
-        ValueError: As `fogdist.algorithms.Algorithm`; `order` is none of the three; `compression` is given beside a mixing.
+        ValueError: As `fogdist.algorithms.Algorithm`; `order` is none of the three; `compression` is given beside a mixing;
+            `tune` has bounds that exclude the other arguments, or codecs that the algorithm does not take.
         RuntimeError: As `fogdist.algorithms.Algorithm`.
 
     Example:
@@ -84,6 +92,24 @@ def DecentralizedOptimizer(
         "by_samples": by_samples,
     }
     averages_moments = order is None and compression is None and patience is None
+    kind: type[DecentralizedSGD | DecentralizedAdamW] = DecentralizedSGD
     if averages_moments and isinstance(optimizer, Adam) and not refusal_of(optimizer):
-        return DecentralizedAdamW(optimizer, model, **options)
-    return DecentralizedSGD(optimizer, model, order=order or "awc", patience=patience, **options)
+        kind = DecentralizedAdamW
+    more: dict[str, Any] = (
+        {} if kind is DecentralizedAdamW else {"order": order or "awc", "patience": patience}
+    )
+    if tune is False:
+        return kind(optimizer, model, **more, **options)
+    if by_samples:
+        raise ValueError("by_samples must be False with tune, which gives all ranks the same local_steps")
+    bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
+    context = current(group)
+    given = as_mixing(topology, context) if topology is not None else None
+    if given is not None and (type(given) is not Neighbors or given.topology is None or given.compression):
+        raise ValueError(f"topology must be a topology, a graph or None with tune, got {given!r}")
+    kept = None if given is None else given.topology
+    options["topology"] = mixing = TunedMixing(start_of(kept, context.size))
+    made = kind(optimizer, model, **more, **options)
+    hides = 1.0 if kind is DecentralizedSGD and more["order"] == "awc" else 0.0
+    made.tuning = Tuner(made, mixing, bounds, hides=hides, topology=kept)
+    return made

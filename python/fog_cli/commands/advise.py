@@ -8,12 +8,14 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fog_cli import UsageError, advice, count, number, table
-from fog_cli.advice import Codec, Network, Setting, pays
+from fog_cli import UsageError, count, number, table
 from fog_cli.commands import run as run_command
 from fog_cli.spawn import Ended
+
+if TYPE_CHECKING:
+    from fogdist.tuning.decision import Setting
 
 EXAMPLES = """\
 examples:
@@ -25,11 +27,11 @@ make() of the script returns a model and a function without arguments that compu
 pass). Ranks are started as by `fog run`; nothing else should use the links meanwhile. It takes about a second a host.
 
 Of the settings whose step takes at most 5 % longer than compute alone (or, if there are none, than the fastest
-setting), it recommends the one with which the ranks' disagreement falls to a tenth in the shortest time. It does so for
-exchanges without a codec and with each of some, and says whether these pay.
+setting), it recommends the one with which the ranks' disagreement falls to a tenth in the shortest time: averages of
+parameters with and without a codec, SparseLoCo, or DiLoCo, whichever comes first. Where DDP is about as fast, it says so.
+It prints what to import and to call, and what the choice costs in accuracy, as far as that was measured.
 """
 _SECONDS = 0.1
-_TOLERANCE = 0.05
 _ELEMENT_BYTES = 4  # of the parameters that --parameters counts
 _COLUMNS = "", "local steps", "bucket MiB", "exchange ms", "step ms", "over compute", "rounds", "s to a tenth"
 
@@ -108,19 +110,19 @@ def report(measured: Mapping[str, Any], parameters: int | None, step_time: float
         parameters: How many there are, if no script was measured.
         step_time: The seconds of a step, likewise.
     """
+    from fogdist.tuning.decision import AVERAGES, best, decide, pays
+    from fogdist.tuning.network import Network
+    from fogdist.tuning.prediction import Codec
+
     network = Network.of(measured)
     compute = measured.get("compute_s", step_time)
     size = measured["bytes"] if parameters is None else _ELEMENT_BYTES * parameters
     element_bytes = measured.get("element_bytes", _ELEMENT_BYTES)
-    ways = advice.ways(network)
-    plain = advice.settings(network, compute, size, chosen=ways)
-    choice = advice.best(plain, compute, _TOLERANCE)
-    compressed = []
-    if network.hosts > 1 and element_bytes > 1:  # no codec takes elements of a byte
-        for each in measured["codecs"]:
-            codec = Codec.of(each, element_bytes)
-            with_codec = advice.settings(network, compute, size, chosen=ways, codec=codec)
-            compressed.append(advice.best(with_codec, compute, _TOLERANCE))
+    codecs = {}
+    if element_bytes > 1:  # no codec takes elements of a byte
+        codecs = {each[0]: Codec.of(each, element_bytes) for each in measured["codecs"]}
+    decision = decide(network, [compute], size, codecs)
+    choice = decision.setting
     lines = [
         f"{len(network.host_of)} ranks on {network.hosts} hosts, {size / 1e6:.3g} MB of parameters",
         f"  compute      {1e3 * compute:.3g} ms a step",
@@ -134,24 +136,40 @@ def report(measured: Mapping[str, Any], parameters: int | None, step_time: float
     if network.latency_within:
         rate = min(network.local_rates)
         lines.append(f"  within hosts {rate / 1e9:.3g} GB/s, {1e6 * network.latency_within:.0f} us a message")
-    by_way = [advice.best([each for each in plain if each.way == way], compute, _TOLERANCE) for way in ways]
-    rows = [_cells(each, compute, is_choice=each.way == choice.way) for each in by_way]
-    rows = [_COLUMNS, *rows, *(_cells(each, compute, is_choice=False) for each in compressed)]
-    lines += ["", *table(rows), "", f"Recommended: {choice.way.name}", f"  {in_code(choice)}"]
+    groups: dict[tuple[str, str], list[Setting]] = {}
+    averages: dict[str, list[Setting]] = {}  # by codec
+    for each in decision.found:
+        code = each.codec.code if each.codec else ""
+        # Of averages with a codec one row for all topologies.
+        of_codec = each.method is AVERAGES and code
+        groups.setdefault((each.method.name, code if of_codec else name_of(each)), []).append(each)
+        if each.method is AVERAGES:
+            averages.setdefault(code, []).append(each)
+    rows: list[tuple[str, ...]] = [_COLUMNS]
+    for found in groups.values():
+        row = choice if choice in found else best(found, compute)
+        rows.append(_cells(row, compute, is_choice=row is choice))
+    lines += [
+        "",
+        *table(rows),
+        "",
+        f"Recommended: {name_of(choice)}",
+        *(f"  {line}" for line in in_code(choice)),
+    ]
+    lines += [f"Why: {decision.reason}", f"Accuracy: {decision.loss}"]
     if network.hosts < 2:
         lines.append("Compression: ranks of one host read each other's tensors in place, so no codec pays.")
-    for each in compressed:
-        assert each.codec is not None  # as was asked for
-        verdict = f"pays: {in_code(each)}" if pays(each, choice) else "does not pay"
-        lines.append(f"Compression with {each.codec.code} {verdict}")
+    plain = best(averages.pop(""), compute)
+    for code, found in averages.items():
+        verdict = "pays" if pays(best(found, compute), plain) else "does not pay"
+        lines.append(f"Averages with {code}: it {verdict}")
     return lines
 
 
 def _cells(setting: Setting, compute: float, *, is_choice: bool) -> tuple[str, ...]:
     """Returns a row of the table."""
-    codec = f", {setting.codec.code}" if setting.codec else ""
     return (
-        f"{'*' if is_choice else ' '} {setting.way.name}{codec}",
+        f"{'*' if is_choice else ' '} {name_of(setting)}",
         str(setting.local_steps),
         f"{setting.bucket_mb:g}",
         f"{1e3 * setting.exchange:.3g}",
@@ -162,15 +180,38 @@ def _cells(setting: Setting, compute: float, *, is_choice: bool) -> tuple[str, .
     )
 
 
-def in_code(choice: Setting) -> str:
-    """Returns the call that a script makes for a setting."""
-    topology, _, before = choice.way.code.partition(" after ")
-    options = [
-        f"topology={topology}",
-        f"local_steps={choice.local_steps}",
-        f"bucket_cap_mb={choice.bucket_mb:g}",
-    ]
+def name_of(setting: Setting) -> str:
+    """Returns a short name of a method, its topology and its codec."""
+    from fogdist.tuning.decision import AVERAGES, DDP
+
+    if setting.method is DDP:
+        return "DDP"
+    name = setting.way.name if setting.method is AVERAGES else setting.method.name
+    return f"{name}, {setting.codec.code}" if setting.codec else name
+
+
+def in_code(choice: Setting) -> list[str]:
+    """Returns the lines that a script writes: what it imports, and the call that makes a setting."""
+    from fogdist.tuning.decision import AVERAGES, DDP
+
+    if choice.method is DDP:
+        return [
+            "from torch.nn.parallel import DistributedDataParallel",
+            "model = DistributedDataParallel(model)",
+        ]
+    options = [f"local_steps={choice.local_steps}", f"bucket_cap_mb={choice.bucket_mb:g}"]
+    imports, before = ["import fogdist"], ""
+    call = f"fogdist.algorithms.{choice.method.name}"
+    if choice.method is AVERAGES:
+        call = f"fogdist.{choice.method.name}"
+        topology, _, before = choice.way.code.partition(" after ")
+        options = [choice.method.options, f"topology={topology}", *options]
+        if "topology." in choice.way.code:
+            imports.append("from fogdist import topology")
+        if topology.endswith("()"):
+            imports.append(f"from fogdist.algorithms import {topology.removesuffix('()')}")
     if choice.codec is not None:
         options.append(f"compression={choice.codec.code}")
-    call = f'fogdist.DecentralizedOptimizer(optimizer, model, order="awc", {", ".join(options)})'
-    return f"{before}; {call}" if before else call
+        imports.append(f"from fogdist.compression import {choice.codec.code.partition('(')[0]}")
+    calls = [before] if before else []
+    return ["; ".join(imports), *calls, f"optimizer = {call}(optimizer, model, {', '.join(options)})"]

@@ -19,8 +19,9 @@ from typing import Any
 import fogdist
 import torch
 import torch.distributed as dist
-from fogdist.compression import BFloat16, Int8
+from fogdist.compression import BFloat16, Codec, Int8, TopK
 from fogdist.context import current
+from fogdist.tuning.decision import SPARSE, sparse_code
 from torch import Tensor
 
 from fog_cli.programs.report import median_seconds, of_all, tell
@@ -31,8 +32,10 @@ _PINGS, _TRIALS = 20, 3
 _LONGEST, _SETTLED = 8, 0.9  # times the seconds asked for; a rate over that of the transfer before
 _SUM_ELEMENTS = 1 << 20
 _WARM_UP, _STEPS = 2, 5
-# Those for parameters that are exchanged as they are, by what a script writes.
-_CODECS = {"BFloat16()": BFloat16(), "Int8()": Int8()}
+# By what a script writes: those for parameters that are exchanged as they are, and those of SparseLoCo.
+_CODECS: dict[str, Codec] = {"BFloat16()": BFloat16(), "Int8()": Int8()} | {
+    sparse_code(share): TopK(share, bits=2) for share in SPARSE.values()
+}
 
 
 def measure(seconds: float) -> dict[str, Any]:
@@ -45,7 +48,7 @@ def measure(seconds: float) -> dict[str, Any]:
         seconds: That one transfer is to take, at least.
 
     Returns:
-        What `fog_cli.advice.Network.of` takes, and what makes each `fog_cli.advice.Codec`, the same on all ranks.
+        What `fogdist.tuning.network.Network.of` takes, and what makes each `fogdist.tuning.prediction.Codec`, the same on all ranks.
     """
     rank, host_of = dist.get_rank(), list(current(None).machine_of)
     hosts = max(host_of) + 1

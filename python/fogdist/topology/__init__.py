@@ -24,6 +24,7 @@ from fogdist.topology.graphs import (
 )
 from fogdist.topology.registry import TOPOLOGY_NAMES, by_name, named, summary
 from fogdist.topology.sequences import (
+    by_sites,
     inner_outer_exponential,
     one_peer,
     one_peer_exponential,
@@ -48,6 +49,7 @@ __all__ = [
     "TopologyError",
     "base_graph",
     "by_name",
+    "by_sites",
     "check_neighbor_ranks",
     "check_topology",
     "exponential",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import SupportsIndex
 
@@ -160,6 +160,54 @@ def inner_outer(
         ]
 
     return _of_destinations(name, size, period, destinations)
+
+
+def by_sites(site_of: Sequence[SupportsIndex], *, every: SupportsIndex = 4) -> Topology:
+    """Returns one-peer exponential graphs inside each site; in every `every`-th round one rank of each site goes outside.
+
+    The ranks of a site take turns in going outside, where they send to one of another site, at the distances 1, 2, 4, ...
+    on a circle of the sites. So a line between two sites carries at most one tensor each way in a round, and none in
+    most rounds. All other ranks exchange with one rank of their own site in each round. Weights are 1/2; the average of all
+    ranks stays.
+
+    Args:
+        site_of: The site of each rank: any integers, in any order.
+        every: At least 1.
+
+    Raises:
+        TypeError: An argument is not an integer, or `site_of` no sequence of them.
+        TopologyError: `site_of` is empty, or `every` below 1.
+    """
+    every = check_int(every, "every", minimum=1)
+    numbers = [check_int(site, f"site_of[{rank}]") for rank, site in enumerate(site_of)]
+    if not numbers:
+        raise TopologyError("site_of must hold the site of at least one rank, got none")
+    sites = [[rank for rank, site in enumerate(numbers) if site == each] for each in dict.fromkeys(numbers)]
+
+    def distances(count: int) -> int:
+        return max((count - 1).bit_length(), 1)
+
+    outside = [distances(len(sites)), *map(len, sites)] if len(sites) > 1 else []
+    inside = [distances(len(site) - gone) for site in sites for gone in (0, 1)]
+    period = math.lcm(*outside, *inside) * (every if outside else 1)
+
+    def destinations(t: int) -> list[int | None]:
+        found: list[int | None] = [None] * len(numbers)
+
+        def walk(ranks: Sequence[int], step: int) -> None:
+            hop = 1 << step % distances(len(ranks))
+            for place, rank in enumerate(ranks if len(ranks) > 1 else ()):
+                found[rank] = ranks[(place + hop) % len(ranks)]
+
+        turn = t // every
+        goes_out = bool(outside) and t % every == every - 1
+        gone = [site[turn % len(site)] for site in sites] if goes_out else []
+        walk(gone, turn)
+        for site in sites:
+            walk([rank for rank in site if rank not in gone], turn if goes_out or not outside else t - turn)
+        return found
+
+    return _of_destinations("by-sites", len(numbers), period, destinations)
 
 
 def _of_destinations(

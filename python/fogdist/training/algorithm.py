@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,22 @@ if TYPE_CHECKING:
 _NONE_GIVEN = object()
 # The weight of a rank without samples in the mean of all ranks, beside those with some.
 _LEAST_WEIGHT = 1e-30
+
+
+class Tuning(Protocol):
+    """What changes an algorithm's mixing and local steps while it trains: `fogdist.tuning.Tuner`."""
+
+    def begin_round(self) -> None:
+        """Called at the beginning of a round, before processes join in it."""
+
+    def joined(self) -> None:
+        """Called at the beginning of a round, after that."""
+
+    def begin_anew(self) -> None:
+        """Called after a change of the membership, on all ranks."""
+
+    def close(self) -> None:
+        """Ends what is in flight. Collective."""
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -191,6 +207,7 @@ class Algorithm(DistributedOptimizer):
     buckets: FlatBuckets
     is_alone: bool
     is_syncing: bool  # False in no_sync()
+    tuning: Tuning | None
     _group: dist.ProcessGroup | None
     _participant: Participant | None
     _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
@@ -249,6 +266,7 @@ class Algorithm(DistributedOptimizer):
         self.enable_topo_check = False
         self.on_loss = on_loss
         self.is_syncing = True
+        self.tuning = None
         self._participant = self._ends = None
         context = current(group)
         if isinstance(optimizer, LBFGS):
@@ -357,9 +375,13 @@ class Algorithm(DistributedOptimizer):
 
     def enter(self) -> bool:
         """Lets processes join at the beginning of a round; on one that joins, joins. Returns whether this one has."""
+        if self.tuning is not None:
+            self.tuning.begin_round()
         has_joined = self._participant is not None and self.can_be_joined and self._participant.enter()
         if has_joined:
             self._used = 0.0  # for changes of parameters that this process no longer has
+        if self.tuning is not None:
+            self.tuning.joined()
         return has_joined
 
     def await_all(self) -> None:
@@ -789,12 +811,16 @@ class Algorithm(DistributedOptimizer):
             )
 
     def _fog_on_change(self) -> None:
+        if self.tuning is not None:
+            self.tuning.begin_anew()
         with torch.no_grad():
             self.members_changed()
 
     def _fog_finish(self) -> None:
         """Completes what is in flight, before `close` releases all. Collective."""
         self.settle()
+        if self.tuning is not None:
+            self.tuning.close()
 
     def _fog_give_up(self) -> None:
         """Releases the parameters to another owner; see the class. A subclass also ends its hooks and windows."""

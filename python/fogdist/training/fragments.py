@@ -98,7 +98,9 @@ class FragmentedAlgorithm(Algorithm):
         self._in_flight = None
         self.fragment_order = check_choice(fragment_order, "fragment_order", FragmentOrder)
         self.local_share = check_factor(local_share, "local_share", below=1.0)
-        self._check_schedule(options.get("local_steps", 1), fragments, delay, options.get("by_samples", False))
+        self._check_schedule(
+            options.get("local_steps", 1), fragments, delay, options.get("by_samples", False)
+        )
         self.fragments, self.delay = fragments, delay
         super().__init__(optimizer, model, **options)
 

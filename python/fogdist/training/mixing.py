@@ -236,6 +236,7 @@ class Round:
         name: The name of its exchange, the same on all ranks and unique among the exchanges in flight.
         weights: The user's dynamic weights.
         samples: This rank's samples since the last exchange, where ranks weigh by them; None where all weigh the same.
+        watch: Is given each operation of an exchange with neighbors that has begun.
     """
 
     context: Context
@@ -243,6 +244,7 @@ class Round:
     name: str
     weights: DynamicWeights = DynamicWeights()
     samples: Samples | None = None
+    watch: Callable[[dist.Work], None] | None = None
 
     @classmethod
     def of(
@@ -406,7 +408,10 @@ class Neighbors(Mixing):
         def start(those: list[Tensor], output: list[Tensor] | None, name: str) -> dist.Work:
             given = _encoding_for(those, encoding)
             if plan is not None:
-                return context.backend.neighbor_allreduce(those, plan, output=output, name=name, **given)
+                work = context.backend.neighbor_allreduce(those, plan, output=output, name=name, **given)
+                if round.watch is not None:
+                    round.watch(work)
+                return work
             exchange = context.topology.exchanges.weighted(
                 weights.self_weight, weights.src_weights, weights.dst_weights, weights.enable_topo_check
             )
