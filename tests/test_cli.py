@@ -356,7 +356,7 @@ def test_the_rank_that_raises_is_named_and_the_others_are_brief(tmp_path: Path, 
         for line in lines:
             assert f"{tmp_path / 'script.py'}:8: DistBackendError: fog: " in line and "rank 1 " in line, line
     _, output = forked_fog(tmp_path, *words[:-1], "-x", "FOG_RUN=0", words[-1])
-    assert output.count("Traceback") > 1, output
+    assert output.count("Traceback") > (1 if WAYS[way] else 0), output  # as above
 
 
 def test_a_process_id_that_was_given_out_anew_is_left_alone() -> None:

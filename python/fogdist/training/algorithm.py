@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
 
@@ -57,8 +57,6 @@ from fogdist.training.view import (
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from fogdist.training.shared_batches import SharedBatches
-
 
 # The default of a step's closure: torch.distributed.checkpoint gives None.
 _NONE_GIVEN = object()
@@ -80,6 +78,25 @@ class Tuning(Protocol):
 
     def close(self) -> None:
         """Ends what is in flight. Collective."""
+
+
+class Batches(Protocol):
+    """The batches of which each step uses one: `fogdist.SharedBatches`."""
+
+    def size_of(self, place: int) -> int:
+        """Returns how many samples this rank has of the batch of that step."""
+
+    def stop(self) -> None:
+        """Called when a step begins, after its closure."""
+
+    def end_step(self) -> None:
+        """Called when a step has ended."""
+
+    def restart(self) -> None:
+        """Called when the steps go on from another number, on this rank."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Returns a block whose time is not that of this rank's compute: it waits for others."""
 
 
 class AlgorithmOptions(TypedDict, total=False):
@@ -194,7 +211,7 @@ class Algorithm(DistributedOptimizer):
 
     by_samples: bool
     samples: float | None
-    batches: SharedBatches | None  # those of which each step uses one
+    batches: Batches | None  # those of which each step uses one
     shares: list[list[int]]  # of the batches: from which one on, and then the share of each rank
     mixing: Mixing
     local_steps: int
@@ -363,6 +380,11 @@ class Algorithm(DistributedOptimizer):
     def is_joinable(self) -> bool:
         """Returns whether a process can join the ranks that train by it, with these arguments."""
         return self.can_be_joined
+
+    @property
+    def mixes_before_step(self) -> bool:
+        """Whether a round has the parameters from before the local step, whose samples then count in the next one."""
+        return self.overlaps
 
     @property
     def overlaps(self) -> bool:
@@ -634,14 +656,14 @@ class Algorithm(DistributedOptimizer):
                 if self.is_running:
                     self.refresh()
                     # A round that has begun with the forward pass has the values from before this step.
-                    if not self.overlaps and not self.overflowed:
+                    if not self.mixes_before_step and not self.overflowed:
                         self._used += used
                     # A process that has just joined has others' parameters now, and gradients of its own ones.
                     if not self.overlaps and self.is_round_due() and self.enter():
                         self.overflowed = True
                     result = self.advance()
                     self.buckets.write_changes()
-                    if self.overlaps and not self.overflowed:
+                    if self.mixes_before_step and not self.overflowed:
                         self._used += used
                 else:
                     result = None if self.overflowed else self._fog_own_step(**self._step_options)
@@ -728,7 +750,7 @@ class Algorithm(DistributedOptimizer):
     def own_weight(self) -> float:
         """The weight of this rank's parameters in the mean of all ranks; see `mean_weight`."""
         if self.by_samples:
-            is_between = self.overlaps or self.steps % self.local_steps != 0
+            is_between = self.mixes_before_step or self.steps % self.local_steps != 0
             # If no rank has used any, all weigh the same.
             return max(self._used if is_between else self._used_before, _LEAST_WEIGHT)
         return 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])

@@ -149,6 +149,11 @@ class FragmentedAlgorithm(Algorithm):
         """See `Algorithm.overlaps`: a round begins after the local step, when the one before has ended."""
         return True
 
+    @property
+    def mixes_before_step(self) -> bool:
+        """See `Algorithm.mixes_before_step`."""
+        return False
+
     def is_round_due(self) -> bool:
         """See `Algorithm.is_round_due`: at the end of the next step the exchange of a fragment begins."""
         before, after = (steps * self.fragments // self.local_steps for steps in (self.steps, self.steps + 1))
