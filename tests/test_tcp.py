@@ -649,6 +649,14 @@ class Sender:
         self.round_trip = ROUND_TRIP  # the present one, which data that waits in the link makes longer
         self.starts_slowly = 0.0  # for so long a new connection carries nothing
 
+    def pause(self, seconds: float) -> Sender:
+        """The receiver reads nothing for so long, while data waits."""
+        self.now += seconds
+        self.limited += seconds
+        if self.growth.look(self.now, int(self.written), ROUND_TRIP, self.round_trip, self.limited):
+            self.asked.append(self.now)
+        return self
+
     def send(self, seconds: float, burst: float = math.inf) -> Sender:
         """Sends for so long, with a rest of a second after each burst."""
         self.growth.begin()
@@ -719,6 +727,18 @@ def test_growth_waits_for_a_connection_that_starts_slowly() -> None:
     sender = Sender(50e6, 1e9)
     sender.starts_slowly = 8 * ROUND_TRIP
     assert sender.send(5).growth.used == 3
+
+
+def test_growth_and_pauses_of_the_receiver() -> None:
+    """They are no limit of the path; and where that has one, they do not hide it."""
+    sender = Sender(200e6, 100e6)
+    for _ in range(3):
+        sender.send(1).pause(0.5)
+    assert sender.send(1).asked == []
+    sender = Sender(10e6, 1e9)
+    for _ in range(20):
+        sender.send(0.25).pause(0.3)
+    assert sender.growth.used == 3
 
 
 def test_growth_where_connections_are_refused() -> None:

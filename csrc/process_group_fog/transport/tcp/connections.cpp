@@ -262,7 +262,7 @@ std::optional<Path> Connections::path(PeerId number) const {
       info.tcpi_min_rtt == UINT32_MAX) {
     return std::nullopt;
   }
-  const auto limited = static_cast<double>(info.tcpi_sndbuf_limited); // not the receiver's buffer: its program may pause
+  const auto limited = static_cast<double>(info.tcpi_sndbuf_limited + info.tcpi_rwnd_limited);
   return Path{1e-6 * info.tcpi_min_rtt, 1e-6 * info.tcpi_rtt, static_cast<double>(info.tcpi_delivery_rate), 1e-6 * limited};
 }
 

@@ -28,8 +28,13 @@ bool Growth::look(Clock::time_point now, uint64_t written, const Path& path) {
   if (!std::exchange(measures_, true)) {
     return false;
   }
+  const double least = std::max(kRoundTrips * path.least_round_trip, kLeastTime);
+  if (time > least) { // the receiver's program has paused, and its buffer was full, whatever the path
+    sum_ = {};
+    return false;
+  }
   sum_ = {sum_.time + time, sum_.bytes + bytes, sum_.limited + limited};
-  if (sum_.time < std::max(kRoundTrips * path.least_round_trip, kLeastTime)) {
+  if (sum_.time < least) {
     return false;
   }
   const auto sum = std::exchange(sum_, {});
