@@ -7,7 +7,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +18,9 @@ from torch import Tensor
 from fog_pg import _extension
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.context import Context
-from fogdist.elastic.membership import members_of
 from fogdist.topology import Topology, one_peer_exponential
 from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import OnLoss, repeated
+from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Finish, Mixing, Neighbors, Round
 from fogdist.tuning import decision, prediction
 from fogdist.tuning.network import Network, Transfer
@@ -227,10 +226,9 @@ class Tuner:
         self._codecs = {repr(each): each for each in codecs if algorithm.takes_compression}
         self._start = self._change("the start", mixing.start, algorithm.local_steps)
         self.history = [self._start]
-        group, name = algorithm._group, f"{algorithm.name} tuning"
-        self._name = name
-        self._participant = members_of(group).participant(name) if algorithm.on_loss == "continue" else None
-        self._report: Finish | Callable[[], list[Tensor] | None] | None = None
+        self._name = f"{algorithm.name} tuning"
+        # The ranks' numbers, and the operation that brings them together.
+        self._report: tuple[Tensor, dist.Work] | None = None
         self._codec_rates: list[float] | None = None
         extension = _extension.load()
         extension.observe(True)
@@ -266,14 +264,14 @@ class Tuner:
     def begin_round(self) -> None:
         """See `fogdist.training.algorithm.Tuning`: ends the report of the round before, and moves if that says so."""
         self._note_round()
-        report, self._report = self._report, None
-        if report is None:
+        pending, self._report = self._report, None
+        if pending is None:
             return
+        report, work = pending
         begin = time.perf_counter()
-        results = report()
+        work.wait()
         self._mixing.blocked += time.perf_counter() - begin
-        if results is not None:
-            self._take(results[0].tolist())
+        self._take(report.tolist())
 
     def joined(self) -> None:
         """See `fogdist.training.algorithm.Tuning`: begins a report in every second round."""
@@ -281,31 +279,18 @@ class Tuner:
         self._mixing.blocked, self._mixing.sample = 0.0, None
         self._traffic = self._algorithm.context.backend.traffic
         if self._algorithm.rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1:
-            measured_in, numbers = self._algorithm.context, self._numbers()
-
-            def begin(context: Context) -> Finish:
-                length = len(numbers)
-                report = torch.zeros(context.size * length, dtype=torch.float64, device="cpu")
-                if context is measured_in:  # if not, it is repeated after a loss, and nobody counts it
-                    own = slice(context.rank * length, (context.rank + 1) * length)
-                    report[own] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-                work = context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
-
-                def finish() -> list[Tensor]:
-                    work.wait()
-                    return [report]
-
-                return finish
-
-            self._report = (
-                begin(measured_in) if self._participant is None else repeated(self._participant, begin)
-            )
+            context, numbers = self._algorithm.context, self._numbers()
+            length = len(numbers)
+            report = torch.zeros(context.size * length, dtype=torch.float64, device="cpu")
+            own = slice(context.rank * length, (context.rank + 1) * length)
+            report[own] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+            self._report = report, context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
 
     def close(self) -> None:
         """See `fogdist.training.algorithm.Tuning`."""
-        report, self._report = self._report, None
-        if report is not None:
-            report()
+        pending, self._report = self._report, None
+        if pending is not None:
+            pending[1].wait()
 
     # --- what this rank has measured ---
 
