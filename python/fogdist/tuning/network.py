@@ -19,7 +19,7 @@ _IN_TIME, _ENDED_BEFORE = 0.1, 0.9
 _UNCLEAR_PERIODS = 4
 # Two sites become one only if the line between them carries so many times what it did when they were found: few ranks share
 # it since then, so their transfers do not show that it carries those of all.
-_GROWN = 2.0
+_GROWN = 4.0
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,15 @@ def sites_of(hosts: int, transfers: Sequence[Transfer], least: float = 0.0) -> l
     Args:
         hosts: Their number.
         transfers: Between them.
-        least: Seconds that each transfer counts for at least.
+        least: Rates at which the smallest of them takes less than so many seconds count alike.
 
     Returns:
         The sites; None if they are not clear, because of the transfers between two of them none counts.
     """
     if not transfers:
         return [0] * hosts
-    rates = [(each, each.size / max(each.seconds, least)) for each in transfers]
+    most = min(each.size for each in transfers) / least if least else math.inf
+    rates = [(each, min(each.rate, most)) for each in transfers]
     reached = [
         max((rate for each, rate in rates if host in (each.source, each.target)), default=0.0)
         for host in range(hosts)
@@ -283,7 +284,8 @@ class Links:
         self._seen: list[tuple[int, Transfer]] = []
         self._reports = self._unclear = 0
         self._candidate: list[int] | None = None
-        self._found_at = 0.0  # the rate of the slowest line between sites when they were found
+        # The rate of the slowest line between sites when they were found; None before.
+        self._found_at: float | None = None
 
     def learn(self, report: Sequence[Mapping[int, Exchanged]]) -> None:
         """Takes the exchanges of each round of a report, and forgets earlier ones that they replace."""
@@ -310,6 +312,7 @@ class Links:
         """Returns the network; None as long as too little is known.
 
         A picture of more sites than before must come twice, and sites stay where the line between them has not grown.
+        While a picture is not clear, the last one counts.
 
         Args:
             least: As in `sites_of`.
@@ -326,10 +329,12 @@ class Links:
         before, self._candidate = self._candidate, sites
         more = 0 if sites is None else max(sites) - max(self.sites)
         if sites is None or (more > 0 and sites != before):
-            return None
-        if more < 0 and self._slowest_line(self.sites) < _GROWN * self._found_at:
+            if self._found_at is None:
+                return None
             sites = self.sites
-        if sites != self.sites:
+        if more < 0 and self._slowest_line(self.sites) < _GROWN * (self._found_at or 0.0):
+            sites = self.sites
+        if sites != self.sites or self._found_at is None:
             self.sites, self._found_at = sites, self._slowest_line(sites)
         return self._between(sites, sum_rate)
 
