@@ -18,7 +18,7 @@ from torch import Tensor
 from fog_pg import _extension
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.context import Context
-from fogdist.topology import Topology, one_peer_exponential
+from fogdist.topology import Topology, named
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Finish, Mixing, Neighbors, Round
@@ -482,8 +482,9 @@ def checked(
 
 
 def start_of(topology: Topology | None, size: int) -> Neighbors:
-    """Returns the mixing that a job begins with: one peer a round, so that each exchange shows the rate of a link."""
-    return Neighbors(one_peer_exponential(size) if topology is None else topology)
+    """Returns the mixing that a job begins with: one peer a round, in pairs if possible, which show the rate of one link."""
+    name = "one-peer-exp2" if size & (size - 1) else "base-2"
+    return Neighbors(named(name, size) if topology is None else topology)
 
 
 def _exchanged(ranks: Sequence[Sequence[float]], place: int) -> dict[int, Exchanged]:
