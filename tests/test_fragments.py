@@ -41,6 +41,7 @@ from test_algorithms import (
     static,
 )
 from test_membership import TIMEOUT, survivors_of
+from test_unequal_ranks import BY_SAMPLES, count_of, weighted
 from torch import Tensor, nn
 from training_cases import start
 
@@ -95,6 +96,10 @@ class Case:
         H, P = self.local_steps, self.fragments
         offsets = {math.ceil((p + 1) * H / P): p for p in range(P)}
         return {first + k * H: p for first, p in offsets.items() for k in range(STEPS)}
+
+    @property
+    def by_samples(self) -> bool:
+        return BY_SAMPLES in self.options
 
 
 # --- the recursions -----------------------------------------------------------------------------------------
@@ -172,16 +177,22 @@ def reference(case: Case, size: int, lost: tuple[int, int] | None = None) -> Ite
     replicas = [Replicas(coded, X[:, each]) for each in columns]
     exchanges = [RECURSIONS[case.name](case, X[:, each], its) for each, its in zip(columns, replicas)]
     done, since = [0] * case.fragments, 0
+    used = np.zeros((case.fragments, size))  # samples since the last exchange of each fragment
     begins, base = case.begins(), Base("momentum")
     flights: list[tuple[int, np.ndarray, np.ndarray]] = []
     for k in range(STEPS):
         G = np.stack([(A := data(r)[0]).T @ (A @ X[r] - data(r)[1]) + noise(r, k) for r in range(size)])
         X = X + base(X, G, np.full(DIMENSION, RATE))
+        used += [count_of(rank, k) for rank in range(size)]
         if flights and flights[0][0] == k + 1:
             X, flights = arrived(case, X, flights), []
         p = begins.get(k + 1)
         if p is not None:
             W, chosen = matrix_of(case, size, done[p], None), [p]
+            if case.by_samples:
+                W = np.tile(used[p] / used[p].sum(), (size, 1)) if case.graph == "all" else weighted(W, used[p])
+                np.testing.assert_allclose(used[p] @ W, used[p], rtol=0, atol=1e-12 * used[p].sum())
+                used[p] = 0.0
             if lost and k + 1 > lost[1]:
                 W, since = matrix_of(case, size, done[p], lost[0]), since + 1
                 if case.name == "SparseLoCo" and since <= 2:
@@ -257,6 +268,8 @@ def advance(model: Layers, optimizer: Any, steps: range) -> list[np.ndarray]:
     for k in steps:
         optimizer.zero_grad()
         model(k).backward()
+        if optimizer.by_samples:
+            optimizer.samples = count_of(model.rank, k)
         optimizer.step()
         path.append(model.x().detach().numpy().copy())
     return path
@@ -288,7 +301,10 @@ def cases_of(name: str) -> list[Case]:
     neighbors = "ring" if name == "SparseLoCo" else "pairs"
     grid = itertools.product((neighbors, "all"), FRAGMENTS["interleaved"], (0, 1, 3))
     cases = [Case(name, graph, count, delay, options=OPTIONS.get(name, ())) for graph, count, delay in grid]
-    return [*cases, dataclasses.replace(cases[-1], order="in-order", share=0.2)]
+    if name != "SparseLoCo":
+        weighing = [each for each in cases if each.delay == 3 or each.fragments == 4]
+        cases += [dataclasses.replace(each, options=(*each.options, BY_SAMPLES)) for each in weighing]
+    return [*cases, dataclasses.replace(cases[17], order="in-order", share=0.2)]
 
 
 @pytest.mark.parametrize("name", RECURSIONS)
@@ -300,6 +316,40 @@ def test_trajectories(worlds: WorldPool, name: str) -> None:
         np.testing.assert_allclose(
             np.stack(got, axis=1), expected, rtol=0, atol=1e-12 * scale, err_msg=str(case)
         )
+
+
+@on_ranks(3, graph=["all", "ring"])
+def test_a_slow_rank_makes_fewer_steps(graph: str) -> None:
+    """A fragment weighs by the samples since its own last exchange, and `average` by those of the next one."""
+    rank, size = begin(graph)
+    case, local, rounds = Case("LocalSGD", graph, 2, options=(BY_SAMPLES,)), [7, 4, 6], 7
+    model, optimizer = make(case, rank, begin=rank, local_steps=local[rank])
+    made = np.array([[-(-k * H // 2) for H in local] for k in range(rounds + 1)])  # steps before a round
+    advance(model, optimizer, range(made[-1, rank]))
+    assert optimizer.rounds == rounds
+    X, bases = np.stack([start_of(r) for r in range(size)]), [Base("momentum") for _ in range(size)]
+    columns = [np.flatnonzero(np.repeat(INTERLEAVED[2], SIZES) == p) for p in range(2)]
+
+    def move(r: int, steps: range) -> float:
+        for k in steps:
+            A, b = data(r)
+            X[r] += bases[r](X[r], A.T @ (A @ X[r] - b) + noise(r, k), np.full(DIMENSION, RATE))
+        return float(sum(count_of(r, k) for k in steps))
+
+    used = np.zeros((rounds, size))
+    for number, (first, last) in enumerate(itertools.pairwise(made)):
+        used[number] = [move(r, range(first[r], last[r])) for r in range(size)]
+        n = used[max(0, number - 1) : number + 1].sum(axis=0)
+        W = np.tile(n / n.sum(), (size, 1)) if graph == "all" else weighted(mixing_matrix(graph, size, 0), n)
+        X[:, columns[number % 2]] = W @ X[:, columns[number % 2]]
+    np.testing.assert_allclose(model.x().detach().numpy(), X[rank], rtol=0, atol=1e-12)
+    more = range(made[-1, rank], made[-1, rank] + rank)  # some ranks are between two rounds
+    advance(model, optimizer, more)
+    for r in range(size):
+        after = move(r, range(made[-1, r], made[-1, r] + r))
+        n[r] = used[-1, r] + (after if r else used[-2, r])
+    optimizer.average()
+    np.testing.assert_allclose(model.x().detach().numpy(), n / n.sum() @ X, rtol=0, atol=1e-12)
 
 
 # --- the form without fragments -----------------------------------------------------------------------------
@@ -412,11 +462,50 @@ def test_the_schedule_changes_between_two_steps() -> None:
     path = advance(model, optimizer, range(3))
     optimizer.reschedule(local_steps=LOCAL_STEPS[4], fragments=4)
     np.testing.assert_array_equal(path + advance(model, optimizer, range(3, STEPS)), expected)
-    optimizer.reschedule(local_steps=1, fragments=1, delay=0)  # it settles
-    assert optimizer._in_flight is None
-    with pytest.raises(ValueError, match="delay must be .* at most 1, .* got 2"):
-        optimizer.reschedule(delay=2)
-    advance(model, optimizer, range(2))
+
+
+@on_ranks(3)
+def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
+    """As the schedule was when it began. What is not given stays, and with what is wrong nothing changes."""
+    rank, _ = begin("pairs")
+    for changed in ({"delay": 0}, {"local_steps": 13}, {"fragments": 1}, {"local_steps": 1, "fragments": 1, "delay": 0}):
+        model, optimizer = in_flight(STREAMING, rank)
+        other, settled = in_flight(STREAMING, rank)
+        settled.settle()
+        for name, value in changed.items():
+            setattr(settled, name, value)
+        before = optimizer.rounds
+        optimizer.reschedule(**changed)
+        assert optimizer._in_flight is None and optimizer.rounds == before
+        assert optimizer.schedule() == {"local_steps": 7, "fragments": 2, "delay": 3, **changed}
+        steps = range(SAVED_AFTER, STEPS)
+        np.testing.assert_array_equal(advance(model, optimizer, steps), advance(other, settled, steps))
+    model, optimizer = in_flight(STREAMING, rank)
+    with pytest.raises(ValueError, match="delay must be .* at most 3, .* got 4"):
+        optimizer.reschedule(delay=4)
+    for wrong in ({"delay": rank}, {"local_steps": 8 + rank}, {"fragments": 1 + (rank == 1)}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be the same on all ranks, got"):
+            optimizer.reschedule(**wrong)
+    if rank == 1:
+        optimizer.steps += 1
+    with pytest.raises(ValueError, match="number of steps must be the same on all ranks, got 5 to 6"):
+        optimizer.reschedule(delay=0)
+    assert optimizer.schedule() == {"local_steps": 7, "fragments": 2, "delay": 3}
+    assert optimizer._in_flight is not None
+
+
+@on_ranks(3)
+def test_an_exchange_that_is_due_ends_the_one_before() -> None:
+    """Where the user sets fewer local steps than the delay."""
+    rank, _ = begin("pairs")
+    model, optimizer = in_flight(STREAMING, rank)
+    other, settled = in_flight(STREAMING, rank)
+    optimizer.local_steps = 2
+    for parts in ((model, optimizer), (other, settled)):
+        advance(*parts, range(SAVED_AFTER, SAVED_AFTER + 1))
+    settled.settle()
+    assert (optimizer.rounds, settled.rounds) == (2, 1)
+    assert torch.equal(model.x(), other.x())
 
 
 @on_ranks(3)
