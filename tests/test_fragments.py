@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import numpy as np
@@ -25,6 +27,7 @@ from fogdist import algorithms, membership
 from fogdist import topology as topologies
 from fogdist.compression import Int8, TopK
 from fogdist.training import Algorithm, FlatBuckets, GlobalAverage
+from fogdist.training.algorithm import _State
 from fogdist.training.fragments import layer_of
 from harness import World, WorldPool, on_ranks
 from test_algorithms import (
@@ -350,6 +353,7 @@ def test_a_slow_rank_makes_fewer_steps(graph: str) -> None:
         n[r] = used[-1, r] + (after if r else used[-2, r])
     optimizer.average()
     np.testing.assert_allclose(model.x().detach().numpy(), n / n.sum() @ X, rtol=0, atol=1e-12)
+    optimizer.reschedule(local_steps=8 + rank, delay=1)  # these, and the steps, may differ
 
 
 # --- the form without fragments -----------------------------------------------------------------------------
@@ -492,6 +496,29 @@ def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
         optimizer.reschedule(delay=0)
     assert optimizer.schedule() == {"local_steps": 7, "fragments": 2, "delay": 3}
     assert optimizer._in_flight is not None
+
+
+@on_ranks(3, by_samples=[False, True])
+def test_a_process_that_joins_takes_the_schedule(by_samples: bool) -> None:
+    """It is made as the ranks were. With samples, the number of local steps is each rank's own."""
+    rank, _ = begin("pairs")
+    model, optimizer = in_flight(STREAMING, rank, by_samples=by_samples)
+    optimizer.reschedule(local_steps=9, fragments=4, delay=2)
+    other, joining = make(STREAMING, rank, by_samples=by_samples, begin=100)
+    advance(model, optimizer, range(SAVED_AFTER, 20))
+    optimizer.settle()
+    _State(joining).load(saved(_State(optimizer).save()))
+    _State(joining).set_counts(json.loads(json.dumps(_State(optimizer).counts())))
+    if by_samples:
+        assert joining.schedule() == {"fragments": 4, "delay": 2} and joining.local_steps == 7
+        assert joining.is_round_due() and joining.steps >= optimizer.steps == 20
+        assert joining.own_weight > 1.0
+        joining._participant = Mock(**{"enter.return_value": True})
+        assert joining.enter() and joining.own_weight < 1.0  # what the other rank has used is not its own
+        return
+    assert joining.schedule() == {"local_steps": 9, "fragments": 4, "delay": 2}
+    steps = range(20, STEPS)
+    np.testing.assert_array_equal(advance(other, joining, steps), advance(model, optimizer, steps))
 
 
 @on_ranks(3)
