@@ -193,8 +193,9 @@ def reference(case: Case, size: int, lost: tuple[int, int] | None = None) -> Ite
         if p is not None:
             W, chosen = matrix_of(case, size, done[p], None), [p]
             if case.by_samples:
-                W = np.tile(used[p] / used[p].sum(), (size, 1)) if case.graph == "all" else weighted(W, used[p])
-                np.testing.assert_allclose(used[p] @ W, used[p], rtol=0, atol=1e-12 * used[p].sum())
+                n = used[p]
+                W = np.tile(n / n.sum(), (size, 1)) if case.graph == "all" else weighted(W, n)
+                np.testing.assert_allclose(n @ W, n, rtol=0, atol=1e-12 * n.sum())
                 used[p] = 0.0
             if lost and k + 1 > lost[1]:
                 W, since = matrix_of(case, size, done[p], lost[0]), since + 1
@@ -454,6 +455,10 @@ def test_parameters_that_are_frozen_during_an_exchange() -> None:
         advance(model, optimizer, range(SAVED_AFTER, STEPS))
     assert all(map(torch.equal, settled[0].layers[:2], changed[0].layers[:2]))
     assert not torch.equal(settled[0].layers[2], changed[0].layers[2])
+    if rank == 1:
+        changed[0].layers[3].requires_grad_(False)
+    with pytest.raises(ValueError, match="model must be the same on all ranks"):
+        advance(*changed, range(1))
 
 
 @on_ranks(3)
@@ -472,7 +477,12 @@ def test_the_schedule_changes_between_two_steps() -> None:
 def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
     """As the schedule was when it began. What is not given stays, and with what is wrong nothing changes."""
     rank, _ = begin("pairs")
-    for changed in ({"delay": 0}, {"local_steps": 13}, {"fragments": 1}, {"local_steps": 1, "fragments": 1, "delay": 0}):
+    for changed in (
+        {"delay": 0},
+        {"local_steps": 13},
+        {"fragments": 1},
+        {"local_steps": 1, "fragments": 1, "delay": 0},
+    ):
         model, optimizer = in_flight(STREAMING, rank)
         other, settled = in_flight(STREAMING, rank)
         settled.settle()

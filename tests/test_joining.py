@@ -137,7 +137,8 @@ def train(options: Mapping[str, Any]) -> None:
         drawn = itertools.chain.from_iterable(iter(lambda: batches, None))
     known, losses, cool = -1, [], 0
     while not (folder / "end").exists():
-        if "reschedules" in words and optimizer.steps == 3:  # with an exchange in flight; a process joins before or after it
+        # With an exchange in flight; a process joins before it or after it.
+        if "reschedules" in words and optimizer.steps == 3:
             optimizer.reschedule(local_steps=7, fragments=3, delay=1)
         x = torch.randn(16, 4, dtype=dtype)
         part = next(drawn, None)

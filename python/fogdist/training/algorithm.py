@@ -414,7 +414,8 @@ class Algorithm(DistributedOptimizer):
             self.tuning.begin_round()
         has_joined = self._participant is not None and self.can_be_joined and self._participant.enter()
         if has_joined:
-            self._used, self._used_before = 0.0, []  # for changes of parameters that this process no longer has
+            # They were for changes of parameters that this process no longer has.
+            self._used, self._used_before = 0.0, []
         if self.tuning is not None:
             self.tuning.joined()
         return has_joined
