@@ -28,7 +28,7 @@ from fogdist import topology as topologies
 from fogdist.compression import Int8, TopK
 from fogdist.training import Algorithm, FlatBuckets, GlobalAverage
 from fogdist.training.algorithm import _State
-from fogdist.training.fragments import layer_of
+from fogdist.training.fragments import _divided, layer_of
 from harness import World, WorldPool, on_ranks
 from test_algorithms import (
     BASES,
@@ -308,6 +308,7 @@ def cases_of(name: str) -> list[Case]:
     if name != "SparseLoCo":
         weighing = [each for each in cases if each.delay == 3 or each.fragments == 4]
         cases += [dataclasses.replace(each, options=(*each.options, BY_SAMPLES)) for each in weighing]
+    cases.append(dataclasses.replace(cases[0], delay=4))  # one arrives in the step in which the next one begins
     return [*cases, dataclasses.replace(cases[17], order="in-order", share=0.2)]
 
 
@@ -435,6 +436,9 @@ def test_an_exchange_in_flight_that_another_optimizer_or_a_shutdown_ends() -> No
     second = algorithms.LocalSGD(torch.optim.SGD(model.parameters(), lr=RATE), model)
     with pytest.raises(RuntimeError, match="DiLoCo .* was replaced"):
         first.step()
+    kept = model.x().detach().clone()
+    first.settle()  # it is forgotten
+    assert torch.equal(model.x(), kept)
     advance(model, second, range(8))
     model, optimizer = in_flight(STREAMING, rank)
     fogdist.shutdown()
@@ -455,8 +459,7 @@ def test_parameters_that_are_frozen_during_an_exchange() -> None:
         advance(model, optimizer, range(SAVED_AFTER, STEPS))
     assert all(map(torch.equal, settled[0].layers[:2], changed[0].layers[:2]))
     assert not torch.equal(settled[0].layers[2], changed[0].layers[2])
-    if rank == 1:
-        changed[0].layers[3].requires_grad_(False)
+    changed[0].layers[2 + rank].requires_grad_(False)
     with pytest.raises(ValueError, match="model must be the same on all ranks"):
         advance(*changed, range(1))
 
@@ -491,7 +494,7 @@ def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
         before = optimizer.rounds
         optimizer.reschedule(**changed)
         assert optimizer._in_flight is None and optimizer.rounds == before
-        assert optimizer.schedule() == {"local_steps": 7, "fragments": 2, "delay": 3, **changed}
+        assert optimizer.round_schedule() == {"local_steps": 7, "fragments": 2, "delay": 3, **changed}
         steps = range(SAVED_AFTER, STEPS)
         np.testing.assert_array_equal(advance(model, optimizer, steps), advance(other, settled, steps))
     model, optimizer = in_flight(STREAMING, rank)
@@ -504,7 +507,7 @@ def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
         optimizer.steps += 1
     with pytest.raises(ValueError, match="number of steps must be the same on all ranks, got 5 to 6"):
         optimizer.reschedule(delay=0)
-    assert optimizer.schedule() == {"local_steps": 7, "fragments": 2, "delay": 3}
+    assert optimizer.round_schedule() == {"local_steps": 7, "fragments": 2, "delay": 3}
     assert optimizer._in_flight is not None
 
 
@@ -519,14 +522,15 @@ def test_a_process_that_joins_takes_the_schedule(by_samples: bool) -> None:
     optimizer.settle()
     _State(joining).load(saved(_State(optimizer).save()))
     _State(joining).set_counts(json.loads(json.dumps(_State(optimizer).counts())))
+    assert joining.buckets.group_of == optimizer.buckets.group_of  # at once, as its first exchange follows
     if by_samples:
-        assert joining.schedule() == {"fragments": 4, "delay": 2} and joining.local_steps == 7
+        assert joining.round_schedule() == {"fragments": 4, "delay": 2} and joining.local_steps == 7
         assert joining.is_round_due() and joining.steps >= optimizer.steps == 20
         assert joining.own_weight > 1.0
         joining._participant = Mock(**{"enter.return_value": True})
         assert joining.enter() and joining.own_weight < 1.0  # what the other rank has used is not its own
         return
-    assert joining.schedule() == {"local_steps": 9, "fragments": 4, "delay": 2}
+    assert joining.round_schedule() == {"local_steps": 9, "fragments": 4, "delay": 2}
     steps = range(20, STEPS)
     np.testing.assert_array_equal(advance(other, joining, steps), advance(model, optimizer, steps))
 
@@ -607,6 +611,24 @@ def test_layers_have_the_names_up_to_the_first_number() -> None:
     assert {name: layer_of(name) for name in names} == names
 
 
+def test_fragments_are_about_equally_large() -> None:
+    """And none is without a layer, whatever the sizes."""
+    rows = [
+        ([5, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]),
+        ([1, 1, 1, 5], [0, 1, 0, 1], [0, 0, 0, 1]),
+        ([3, 2, 3], [0, 1, 1], [0, 0, 1]),
+        ([4, 4, 4, 4], [0, 1, 0, 1], [0, 0, 1, 1]),
+        ([2, 2, 2, 3, 3], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1]),
+    ]
+    for sizes, interleaved, in_order in rows:
+        assert _divided(sizes, 2, "interleaved") == interleaved, sizes
+        assert _divided(sizes, 2, "in-order") == in_order, sizes
+    for *sizes, count in itertools.product([0, 1, 4], [0, 1, 4], [0, 1, 4], [0, 1, 4], [1, 2, 3, 4]):
+        assert set(_divided(sizes, count, "interleaved")) == set(range(count)), (sizes, count)
+        numbers = _divided(sizes, count, "in-order")
+        assert set(numbers) == set(range(count)) and numbers == sorted(numbers), (sizes, count)
+
+
 @on_ranks(2, order=list(FRAGMENTS))
 def test_each_layer_is_in_one_fragment(order: str) -> None:
     rank, _ = start()
@@ -658,3 +680,5 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="same on all ranks"):
         make(fragments=2, fragment_order=orders[rank])
     make(fragments=2, delay=4).close()
+    model.requires_grad_(False)
+    make().close()

@@ -396,7 +396,7 @@ class Algorithm(DistributedOptimizer):
         """The number of rounds in which all parameters are exchanged once."""
         return 1
 
-    def schedule(self) -> dict[str, int]:
+    def round_schedule(self) -> dict[str, int]:
         """Returns the attributes that may have changed since the constructor, on all ranks alike. A process that joins takes them."""
         return {}
 
@@ -946,13 +946,16 @@ class _State:
             "steps": algorithm.steps,
             "rounds": algorithm.rounds,
             "shares": len(algorithm.shares),
-            **algorithm.schedule(),
+            **algorithm.round_schedule(),
             **numbers,
         }
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """See `Joinable`."""
         algorithm = self._algorithm
+        schedule = algorithm.round_schedule()
+        for name in schedule:
+            setattr(algorithm, name, counts[name])
         algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
         # The round that begins is due on this rank too, where ranks make different numbers of local steps.
         while algorithm.by_samples and not algorithm.is_round_due():
@@ -965,10 +968,7 @@ class _State:
         if algorithm.batches is not None:
             algorithm.batches.restart()
         algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})
-        schedule = {name: counts[name] for name in algorithm.schedule()}
-        if schedule != algorithm.schedule():
-            for name, value in schedule.items():
-                setattr(algorithm, name, value)
+        if schedule != algorithm.round_schedule():
             algorithm.refresh()
 
 

@@ -174,8 +174,8 @@ class FragmentedAlgorithm(Algorithm):
         """See `Algorithm.rounds_for_all`."""
         return self.fragments
 
-    def schedule(self) -> dict[str, int]:
-        """See `Algorithm.schedule`."""
+    def round_schedule(self) -> dict[str, int]:
+        """See `Algorithm.round_schedule`."""
         shared = {"fragments": self.fragments, "delay": self.delay}
         return shared if self.by_samples else {"local_steps": self.local_steps, **shared}
 
@@ -256,7 +256,7 @@ class FragmentedAlgorithm(Algorithm):
         return sizes
 
     def _agree_on(self, buckets: FlatBuckets) -> None:
-        """See `Algorithm._agree_on`; ranks have agreed on other fragments of the same parameters in `reschedule`."""
+        """See `Algorithm._agree_on`. On other fragments of the same parameters ranks have agreed in `reschedule`."""
         held: FlatBuckets | None = getattr(self, "buckets", None)
         if held is None or not held.holds(buckets.tensors):
             super()._agree_on(buckets)
