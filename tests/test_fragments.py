@@ -306,7 +306,7 @@ def cases_of(name: str) -> list[Case]:
     grid = itertools.product((neighbors, "all"), FRAGMENTS["interleaved"], (0, 1, 3))
     cases = [Case(name, graph, count, delay, options=OPTIONS.get(name, ())) for graph, count, delay in grid]
     if name != "SparseLoCo":
-        weighing = [each for each in cases if each.delay == 3 or each.fragments == 4]
+        weighing = [each for each in cases if each.delay == 3 and each.fragments > 1]
         cases += [dataclasses.replace(each, options=(*each.options, BY_SAMPLES)) for each in weighing]
     cases.append(dataclasses.replace(cases[0], delay=4))  # one arrives in the step in which the next one begins
     return [*cases, dataclasses.replace(cases[17], order="in-order", share=0.2)]
