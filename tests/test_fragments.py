@@ -308,7 +308,8 @@ def cases_of(name: str) -> list[Case]:
     if name != "SparseLoCo":
         weighing = [each for each in cases if each.delay == 3 and each.fragments > 1]
         cases += [dataclasses.replace(each, options=(*each.options, BY_SAMPLES)) for each in weighing]
-    cases.append(dataclasses.replace(cases[0], delay=4))  # one arrives in the step in which the next one begins
+    # One arrives in the step in which the next one begins.
+    cases.append(dataclasses.replace(cases[0], delay=4))
     return [*cases, dataclasses.replace(cases[17], order="in-order", share=0.2)]
 
 
