@@ -16,11 +16,12 @@ import logging
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fog_pg import _extension
@@ -45,8 +46,7 @@ _UNITS = {"s": "seconds", "By": "bytes"}
 _Samples = dict[tuple[str, ...], float]
 
 
-@dataclass(frozen=True)
-class Metric:
+class Metric(NamedTuple):
     """One number, or one for each peer, that an exporter shows.
 
     Attributes:
@@ -73,17 +73,11 @@ METRICS = (
     Metric("fog.steps", "{step}", True, (), "Steps of fog's optimizers and wrappers."),
     Metric("fog.operations", "{operation}", True, (), "Operations begun."),
     Metric("fog.operation.failures", "{operation}", True, (), "Operations that have failed."),
-    Metric(
-        "fog.wait", "s", True, ("peer",), "Time in which an operation waited only for this peer's message."
-    ),
-    Metric(
-        "fog.link", "By", True, ("peer", "direction"), "Data of operations and windows, sent or received."
-    ),
+    Metric("fog.wait", "s", True, ("peer",), "Time in which only this peer's message was missing."),
+    Metric("fog.link", "By", True, ("peer", "direction"), "Data of operations and windows."),
     Metric("fog.staleness", "{exchange}", False, ("peer",), "How many exchanges old this peer's values are."),
     Metric("fog.peer.lost", "", False, ("peer",), "1 if this peer is lost, else 0."),
-    Metric(
-        "fog.membership.epoch", "{change}", False, (), "How often losses and joins have changed the members."
-    ),
+    Metric("fog.membership.epoch", "{change}", False, (), "How often the ranks that take part have changed."),
     Metric("fog.consensus.distance", "", False, (), "The consensus distance when it was last computed."),
 )
 
@@ -132,13 +126,12 @@ class Exporter:
         self._rank = str(flight_record.read(os.getpid()).rank)
         self._server: WSGIServer | None = None
         # The bytes by peer and direction of each group; groups that have ended stay here, as a counter never falls.
-        self._links: dict[int, _Samples] = {}
+        self._links: dict[int, dict[tuple[str, ...], int]] = {}
         # Held while numbers are read, so that none are after `close`, nor at the end of the interpreter.
         self._lock = threading.Lock()
         self._is_open = True
         if port is not None:
-            self._server = self._serve(port and port + _place_on_host(context), address)
-            self.port = self._server.server_port
+            self._serve(port and port + _place_on_host(context), address)
         elif file is not None:
             self.path = Path(f"{os.fspath(file)}{self._rank}.prom")
             try:
@@ -210,20 +203,20 @@ class Exporter:
 
     def _read_links(self) -> _Samples:
         for group, places in list(distributed_c10d._world.pg_group_ranks.items()):
-            backend = backend_of(group)
+            # Of groups without this rank, torch keeps a number.
+            backend = backend_of(group) if isinstance(group, dist.ProcessGroup) else None
             # The ranks of a group with torch's enable_reconfigure may be others by now.
             if backend is None or getattr(backend, "supports_reconfigure", False):
                 continue
             ranks = {place: str(rank) for rank, place in places.items()}
             samples = self._links[backend.id] = {}
             for place, numbers in backend.traffic.items():
-                samples[ranks[place], "transmit"] = numbers["sent_bytes"]
-                samples[ranks[place], "receive"] = numbers["received_bytes"]
-        total: _Samples = {}
+                samples[ranks[place], "transmit"] = int(numbers["sent_bytes"])
+                samples[ranks[place], "receive"] = int(numbers["received_bytes"])
+        total = Counter[tuple[str, ...]]()
         for samples in self._links.values():
-            for labels, count in samples.items():
-                total[labels] = total.get(labels, 0) + count
-        return total
+            total.update(samples)
+        return dict(total)
 
     def collect(self) -> Iterator[Family]:
         """Yields the metrics for prometheus_client, which calls it when they are scraped."""
@@ -243,15 +236,15 @@ class Exporter:
         registry.register(self)
         return registry
 
-    def _serve(self, port: int, address: str) -> WSGIServer:
+    def _serve(self, port: int, address: str) -> None:
         registry = self._registry("port")
         from prometheus_client import start_http_server
 
         try:
-            server, _ = start_http_server(port, address, registry)
+            self._server, _ = start_http_server(port, address, registry)
         except (OSError, OverflowError) as error:
             raise ValueError(f"port must be free on {address}, got {port}: {error}") from error
-        return server
+        self.port = self._server.server_port
 
     def _write(self) -> None:
         registry = self._registry("file")
