@@ -79,7 +79,7 @@ def on_a_port(first: int) -> None:
         assert now["fog_link_bytes_total", "transmit", after] == 5 * 4000
         assert now["fog_link_bytes_total", "receive", before] == 5 * 4000
         assert now["fog_operation_failures_total",] == now["fog_membership_epoch",] == 0
-        assert rank != 1 or 0.3 < grown["fog_wait_seconds_total", "0"] < 1
+        assert rank != 1 or grown["fog_wait_seconds_total", "0"] > 0.1
         assert ("fog_consensus_distance",) not in now
         fogdist.consensus_distance(torch.full((1,), float(rank)))
         assert scrape(exporter.port)["fog_consensus_distance",] == pytest.approx((2 / 3) ** 0.5)
