@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -61,6 +61,7 @@ help:
 	@echo "make test-asan   tests with AddressSanitizer and UndefinedBehaviorSanitizer, on an extension of their own"
 	@echo "make test-tsan   the same with ThreadSanitizer             (ARGS=\"-k threads\")"
 	@echo "make coverage   print the share of lines that the tests run; build/coverage/not-run.txt has the others"
+	@echo "make histories   losses and joins of many seeds, without processes   (ARGS=\"--seconds 60\"; ten minutes)"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
@@ -185,6 +186,11 @@ conformance: build
 soak: build
 	@echo "== soak: 20,000 operations"
 	@FOG_SOAK_OPERATIONS=20000 $(PYTEST) tests/test_soak.py -rP $(ARGS)
+
+# As many seeds as fit into ten minutes; a failure prints the command that replays it.
+histories: build
+	@echo "== histories of losses and joins"
+	@$(IN_VENV) PYTHONPATH=python python tests/histories.py $(ARGS)
 
 # The result is also in soak-faults.json.
 soak-faults: build

@@ -38,6 +38,7 @@ from fogdist import algorithms
 from fogdist.elastic import admission as admissions
 from fogdist.elastic import joiner as joiners
 from fogdist.elastic import tickets, transfer
+from fogdist.elastic.protocol import Action, Give, Member, Request
 from fogdist.topology import mixing_matrix
 from harness import ALL, World
 from hosts import INTERFACE, address, connections, cut_link, emulated_hosts, move_to_host
@@ -780,11 +781,13 @@ class Answering:
         return joiner._ticket
 
     def poll(self, admission: admissions.Admission | None = None) -> None:
-        def judge(request: tickets.Request) -> str:
-            self.judged.append(request.ticket)
-            return ""
+        member = Member(0, 1, 10.0, 0.0)
 
-        (admission or self.admission).poll(0, judge, lambda: {"one": {"values": torch.ones(1000)}}, [0])
+        def asked(request: Request, is_ready: bool, is_answered: bool) -> list[Action]:
+            self.judged.append(request.ticket)
+            return member.asked(0.0, request, "", runs=False, is_ready=is_ready, is_answered=is_answered)
+
+        (admission or self.admission).poll(0, asked, lambda: {"one": {"values": torch.ones(1000)}}, [0])
 
 
 @pytest.fixture
@@ -858,13 +861,13 @@ def test_wrong_types_are_refused(rank: Answering) -> None:
         text = tickets.signed("request", told | values, group=GROUP, ticket=1)
         if not values:
             right = text
-            assert tickets.Request.from_text(GROUP, 1, text).rank == 2
+            assert tickets.request_from(GROUP, 1, text).rank == 2
         else:
             with pytest.raises(ValueError, match="its request is not complete"):
-                tickets.Request.from_text(GROUP, 1, text)
+                tickets.request_from(GROUP, 1, text)
     rank.secret = "another secret of this test"
     with pytest.raises(ValueError, match="it does not know the job's secret"):
-        tickets.Request.from_text(GROUP, 1, right)
+        tickets.request_from(GROUP, 1, right)
 
 
 def test_a_proof_counts_once_and_in_one_job(rank: Answering, child: subprocess.Popen[bytes]) -> None:
@@ -959,7 +962,9 @@ def test_a_rank_that_cannot_give_its_state_trains_on(
         monkeypatch.setattr(os, "memfd_create", fail)
     if part == "thread":
         monkeypatch.setattr(threading.Thread, "start", fail)
-    rank.admission.poll(0, lambda _: "", fail if part == "state" else lambda: {"one": {}}, [3, 4])
+    rank.admission.poll(
+        0, lambda request, *_: [Give(request)], fail if part == "state" else lambda: {"one": {}}, [3, 4]
+    )
     assert b"rank 3 could not copy its state" in rank.store.get(f"fog/join/{ticket}/refused")
     assert b"no more of these" in rank.store.get(f"fog/join/{ticket}/refused")
     assert not rank.store.check([f"fog/join/{ticket}/request"])

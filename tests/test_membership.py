@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import fogdist
 import pytest
@@ -20,9 +19,10 @@ import torch
 import torch.distributed as dist
 from fogdist import algorithms, topology
 from fogdist.compression import Int8
-from fogdist.elastic import membership, tickets
-from fogdist.elastic.agreement_round import Decision, Log, Record
+from fogdist.elastic import membership
+from fogdist.elastic.agreement_round import Log
 from fogdist.elastic.membership import Membership
+from fogdist.elastic.protocol import Decision, Form, Member, Poll, Request, decide
 from harness import Outcome, World, error_of
 from torch import nn
 
@@ -345,33 +345,35 @@ def test_without_the_store_ranks_train_on_until_one_is_lost(new_world: Callable[
 
 @pytest.mark.parametrize("kind", ["tcp", "file", "hash"])
 def test_agreement_rounds_in_every_store(kind: str, tmp_path: Any) -> None:
-    """Many threads write to an agreement round and decide: none of their words is lost, and one decision holds."""
+    """Many threads write to an agreement round: none of their words is lost, and all read them in one order."""
     stores = {
         "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "file": lambda: dist.FileStore(str(tmp_path / "store"), -1),
         "hash": dist.HashStore,
     }
     store = dist.PrefixStore("group", stores[kind]())
-    decisions: list[Any] = []
+    first: list[Any] = []
 
     def take_part(rank: int) -> None:
         log = Log(store, "round")
         log.append({"came": rank, "objects": {"a": rank}})
         log.append({"gone": 100 + rank % 2, "by": rank})
-        minutes = log.read()
-        assert rank in minutes.came and 100 + rank % 2 in minutes.gone
-        decisions.append(log.decide(Decision({rank: {"a": {"completed": rank}}}, {})))
+        log.append({"decided": rank})
+        read = log.read()
+        assert {"came": rank, "objects": {"a": rank}} in read
+        first.append(next(each["decided"] for each in read if "decided" in each))
+        assert log.read() == [] or len(read) < 24
 
     threads = [threading.Thread(target=take_part, args=(rank,)) for rank in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    log = Log(store, "round")
-    record = log.read()
-    assert record.came == {rank: {"a": rank} for rank in range(8)} and record.gone == {100, 101}
-    assert log.is_decided() and len(decisions) == 8
-    assert all(decision == decisions[0] for decision in decisions)
+    told = Log(store, "round").read()
+    assert [each for each in told if "came" in each and each["objects"] != {"a": each["came"]}] == []
+    assert sorted(each["came"] for each in told if "came" in each) == list(range(8))
+    assert sorted(each["by"] for each in told if "gone" in each) == list(range(8))
+    assert first == [next(each["decided"] for each in told if "decided" in each)] * 8
 
 
 class FakeBackend:
@@ -406,21 +408,18 @@ def members_of_fake(
     return members
 
 
-def test_a_process_that_cannot_come_in_yet_is_asked_for_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_cannot_come_in_yet_is_asked_for_again_later() -> None:
     """The ranks were in exchanges of different objects. Each round costs all of them, so the next one is exchanges away."""
-    members = members_of_fake(monkeypatch, 0, 2, [])
-    members._admission = admission = Mock(**{"poll.return_value": []})
-    monkeypatch.setattr(members, "_agreed", lambda *_: Decision({0: {}, 1: {}}, {}))
-    monkeypatch.setattr(members, "_adopt", lambda *_: None)
+    member = Member(0, 2, 30.0, 0.0)
     for pauses in (2, 4):
-        admission.reset_mock()
-        members.agree(dist.DistBackendError("a process joins"), [Mock()])
-        admission.poll_again.assert_called_once()
+        member.agree(0.0, {}, "a process joins", [JOIN])
+        (form,) = member.receive({"decided": Decision({0: {}, 1: {}}, {}).to_values()})
+        assert isinstance(form, Form)
+        member.formed(form)
         for _ in range(pauses):
-            members._attend(admission, Mock())
-        admission.poll.assert_not_called()
-        members._attend(admission, Mock())
-        admission.poll.assert_called_once()
+            assert member.waits and member.exchange() == []
+        assert member.waits and member.exchange() == [Poll()]
+        assert not member.waits
 
 
 def agree_in(
@@ -432,12 +431,10 @@ def agree_in(
     participant = members.participant("a")
     participant.completed = 10 + rank
     try:
-        decision = members._agreed(members.context, dist.DistBackendError("the first error"), ())
+        decision = members._agreed(dist.DistBackendError("the first error"), ()).decision
     except dist.DistBackendError as error:
         return str(error)
-    return (
-        {} if decision is None else {r: objects["a"]["completed"] for r, objects in decision.living.items()}
-    )
+    return {r: objects["a"]["completed"] for r, objects in decision.living.items()}
 
 
 def test_a_rank_that_was_declared_lost_raises_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,26 +466,28 @@ def report(completed: int, taken: int, first: int, steps: int) -> dict[str, Any]
     return {"completed": completed, "taken": taken, "first": first, "counts": {"steps": steps}}
 
 
-JOIN = tickets.Request(1, 2, "entry", ("a",), "a", "nonce", "")
+JOIN = Request(1, 2, "entry", ("a",), "a", "nonce", "")
 
 
 def test_who_joins_begins_where_the_farthest_rank_is() -> None:
     """Within a round of three exchanges, it begins the round and gives up what a rank has completed."""
     came = {0: {"a": report(6, 6, 6, 2)}, 1: {"a": report(7, 9, 6, 2)}, 3: {"a": report(5, 6, 3, 1)}}
-    decision = Record(came, {2}, {2: JOIN}).decision([0, 1, 2, 3])
+    decision = decide([0, 1, 2, 3], came, {2}, {2: JOIN})
     assert decision is not None and decision.members == (0, 1, 2, 3) and decision.joins == {2: JOIN}
     assert decision.numbers == {"a": 7}
     assert decision.report_of("a") == came[1]["a"] and decision.report_of("b") is None
-    assert Decision.from_json(json.loads(json.dumps(decision.to_json(5)))) == decision
+    again = decide([0, 1, 2, 3], came, {2}, {2: JOIN, 3: JOIN})  # 3 has come, so nobody takes its number
+    assert again == decision
+    assert Decision.from_values(json.loads(json.dumps(decision.to_values()))) == decision
 
 
 @pytest.mark.parametrize("gone", [set(), {3}])
 def test_nobody_joins_while_a_rank_is_in_an_exchange_of_another_object(gone: set[int]) -> None:
     """It would wait there for a process that begins with the first object. The ranks go on, as a new epoch."""
     came = {rank: {"a": report(6, 6, 6, 2), "b": report(5, 5 + (rank == 1), 5, 2)} for rank in (0, 1, 3)}
-    decision = Record(came, gone, {2: JOIN}).decision([0, 1, 3])
+    decision = decide([0, 1, 3], came, gone, {2: JOIN})
     assert decision is not None and decision.joins == {} and decision.members == tuple({0, 1, 3} - gone)
-    assert Record(came, set(), {}).decision([0, 1, 3]) is None
+    assert decide([0, 1, 3], came, set(), {}) is None
 
 
 # --- arguments ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from fog_pg import _extension
-from fogdist.elastic.tickets import COUNT, FIRST, NONCE, Request, delete, key, proof_of, signed
+from fogdist.elastic.protocol import Action, Give, Refuse, Request
+from fogdist.elastic.tickets import COUNT, FIRST, NONCE, delete, key, proof_of, request_from, signed
 from fogdist.elastic.transfer import Offer
 
 _log = logging.getLogger("fogdist")
@@ -36,7 +37,6 @@ class Admission:
         extension = _extension.load()
         self._announced, self._is_there = extension.announced, extension.announce
         self._seen = self._epoch = 0
-        self._waits = False
         self._nonce = secrets.token_hex(16)
         self._over: set[int] = set()
         # Tickets without a request to this rank, and when they were first seen.
@@ -45,7 +45,7 @@ class Admission:
 
     def is_quiet(self, epoch: int) -> bool:
         """Returns whether nothing has happened since the last poll. It asks nobody, and makes no system call."""
-        return not self._waits and self._announced() == self._seen and epoch == self._epoch
+        return self._announced() == self._seen and epoch == self._epoch
 
     def publish_nonce(self) -> None:
         """Tells joiners the random number that their proofs must contain, on the rank that answers."""
@@ -53,32 +53,28 @@ class Admission:
 
     def leave_to_another(self, epoch: int) -> None:
         """Does nothing for joiners, because another rank answers in this epoch."""
-        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        self._seen, self._epoch = self._announced(), epoch
         for ticket in list(self._copies):
             self._close(ticket)
 
     def poll(
         self,
         epoch: int,
-        judge: Callable[[Request], str | None],
+        asked: Callable[[Request, bool, bool], Sequence[Action]],
         save: Callable[[], Mapping[str, Any]],
         living: Sequence[int],
-    ) -> list[Request]:
+    ) -> None:
         """Answers joiners.
 
         Args:
             epoch: The present one.
-            judge: Returns why a joiner is refused, "" if it is not, None if that is not known yet.
+            asked: Returns what is to be done for a joiner, which is ready or not, and was given a state or not.
             save: Returns the state for a joiner; its tensors may change later.
             living: The ranks that a joiner must reach; this one is the first.
-
-        Returns:
-            The requests of those that are ready, of several for one rank the first.
         """
-        self._seen, self._epoch, self._waits = self._announced(), epoch, False
+        self._seen, self._epoch = self._announced(), epoch
         if not self._store.check([NONCE]) or self._store.get(NONCE).decode(errors="replace") != self._nonce:
             self.publish_nonce()  # another rank has answered before
-        ready: dict[int, Request] = {}
         last = self._store.add(COUNT, 0)
         first = self._first()
         for ticket in range(first, last + 1):
@@ -90,7 +86,7 @@ class Admission:
                 continue
             try:
                 text = self._store.get(key(ticket, "request")).decode(errors="replace")
-                request = Request.from_text(self._group, ticket, text)
+                request = request_from(self._group, ticket, text)
             except ValueError as error:
                 self._refuse(ticket, str(error))
                 continue
@@ -106,15 +102,12 @@ class Admission:
                 self._end_if_silent(ticket)  # it asks again, with this rank's number
                 continue
             self._silent.pop(ticket, None)
-            reason = judge(request)
-            if reason is None:
-                self._waits = True
-            elif reason:
-                self._refuse(ticket, reason)
-            elif self._has(ticket, "ready"):
-                ready.setdefault(request.rank, request)
-            elif not self._has(ticket, "answer"):
-                self._give(request, save, living)
+            for action in asked(request, self._has(ticket, "ready"), self._has(ticket, "answer")):
+                match action:
+                    case Refuse(_, reason):
+                        self._refuse(ticket, reason)
+                    case Give():
+                        self._give(request, save, living)
         before = first
         while first in self._over:
             self._over.discard(first)
@@ -122,16 +115,11 @@ class Admission:
             first += 1
         if first > before:
             self._store.set(FIRST, str(first))
-        return list(ready.values())
 
-    def poll_again(self) -> None:
-        """Makes the next step poll again, although nothing has happened."""
-        self._waits = True
-
-    def admit(self, ticket: int, nonce: str, decision: Mapping[str, Any]) -> None:
+    def admit(self, request: Request, decision: Mapping[str, Any]) -> None:
         """Tells a joiner what the ranks have decided."""
-        self._tell(ticket, nonce, "admitted", decision)
-        self._end(ticket)
+        self._tell(request, "admitted", decision)
+        self._end(request.ticket)
 
     def _is_still_there(self, request: Request) -> bool:
         """Returns whether a joiner has not ended, as far as that is known."""
@@ -153,12 +141,12 @@ class Admission:
                 ticket, f"rank {living[0]} could not copy its state: {type(error).__name__}: {error}"
             )
             return
-        self._tell(ticket, request.nonce, "answer", {**copy.place, "living": list(living)})
+        self._tell(request, "answer", {**copy.place, "living": list(living)})
 
-    def _tell(self, ticket: int, nonce: str, what: str, values: Mapping[str, Any]) -> None:
+    def _tell(self, request: Request, what: str, values: Mapping[str, Any]) -> None:
         """Tells a joiner values, with the proof that they come from the job."""
-        text = signed(what, values, nonce, group=self._group, ticket=ticket)
-        self._store.set(key(ticket, what), text)
+        text = signed(what, values, request.nonce, group=self._group, ticket=request.ticket)
+        self._store.set(key(request.ticket, what), text)
 
     def _first(self) -> int:
         """Returns the first ticket that is not over."""

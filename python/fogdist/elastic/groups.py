@@ -25,8 +25,10 @@ def healed(topology: StaticTopology, survivors: Survivors, node: int, nodes: Nod
     return see_topology(left, True, node, len(living), nodes=nodes)
 
 
-def new_group(whole: Context, ranks: list[int], epoch: int) -> dist.ProcessGroup:
+def new_group(whole: Context, ranks: list[int], epoch: int, name: str) -> dist.ProcessGroup:
     """Creates torch's group of some ranks of a group, or of ranks that have come later, without a message.
+
+    Its name is that of the epoch.
 
     torch's `new_group` takes no rank that is not below the number of ranks at the start, and no two groups of one kind whose
     ranks are the same, as those of two epochs may be. What it calls does.
@@ -40,11 +42,11 @@ def new_group(whole: Context, ranks: list[int], epoch: int) -> dist.ProcessGroup
         numbers,
         distributed_c10d.Backend("fog"),
         distributed_c10d._get_default_store(),
-        f"{whole.group.group_name}, epoch {epoch}",  # type: ignore[arg-type]  # a type of its own in some versions
+        f"{whole.group.group_name}, {name}",  # type: ignore[arg-type]  # a type of its own in some versions
         backend_options=Part(whole.backend, ranks, epoch),
         timeout=whole.backend.options._timeout,
         device_id=distributed_c10d._get_default_group().bound_device_id,
-        group_desc=f"epoch {epoch}",
+        group_desc=name,
     )
     distributed_c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(numbers)}
     return group

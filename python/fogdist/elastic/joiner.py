@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from fog_pg import _extension, _joining, environment
 from fog_pg._joining import World
+from fogdist.elastic import protocol
+from fogdist.elastic.protocol import Action, Ask, Fail, TakeTicket
 from fogdist.elastic.tickets import COUNT, NONCE, delete, key, opened, proof_of, signed
 from fogdist.elastic.transfer import Source
 
@@ -41,6 +43,8 @@ class Joiner:
     def __init__(self, world: World, rank: int, timeout: float) -> None:
         self.world = world
         self._store, self._rank, self._timeout = world.store, rank, timeout
+        self._protocol = protocol.Joiner(rank, timeout, environment.HOST_TIMEOUT.get())
+        self._is_anyone_left = True
         self._extension = _extension.load()
         self._entry = self._extension.own_entry()
         self._nonce = secrets.token_hex(16)
@@ -62,26 +66,17 @@ class Joiner:
             torch.distributed.DistBackendError: It is refused; no rank is left; or the timeout.
         """
         self._objects = sorted(objects), at
-        begin = time.monotonic()
+        actions = self._protocol.start(time.monotonic())
         while True:
-            self._ticket = ticket = self._store.add(COUNT, 1)
-            self._request()
+            self._do(actions)
             place = self._opened("answer", self._await("answer"))
             state = self._read(place)
-            # Ranks may be lost meanwhile, so those that have not answered are asked for anew.
             unreached = [] if state is None else self._not_reached(place["living"])
-            if state is not None and not unreached:
+            actions = self._protocol.loaded(
+                time.monotonic(), state is not None, self._described(unreached), self._failure
+            )
+            if state is not None and not actions:
                 return state
-            self._disconnect()
-            delete(self._store, ticket, "request", "answer")
-            waited = time.monotonic() - begin
-            if unreached and waited >= environment.HOST_TIMEOUT.get():
-                entries = self.entries(unreached).items()
-                hosts = {rank: self._extension.read_entry(entry)["host_name"] for rank, entry in entries}
-                ranks = ", ".join(f"rank {rank} on host {host}" for rank, host in hosts.items())
-                raise self._error(f"it does not reach {ranks} over TCP")
-            if waited >= self._timeout:
-                raise self._error(f"no state came within {self._timeout:g} s; {self._failure}")
 
     def enter(self) -> dict[str, Any]:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
@@ -104,8 +99,21 @@ class Joiner:
         with contextlib.suppress(RuntimeError):  # of the Store
             delete(self._store, self._ticket, "request", "answer", "ready", "admitted", "refused")
 
-    def _request(self) -> bool:
-        """Asks the rank that answers, with its random number, if it has not yet; returns whether any rank is left."""
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case TakeTicket():
+                    self._disconnect()
+                    if self._ticket:
+                        delete(self._store, self._ticket, "request", "answer")
+                    self._ticket = self._store.add(COUNT, 1)
+                case Ask():
+                    self._request()
+                case Fail(reason):
+                    raise dist.DistBackendError(reason)
+
+    def _request(self) -> None:
+        """Asks the rank that answers, with its random number, if it has not yet."""
         challenge = self._store.get(NONCE).decode() if self._store.check([NONCE]) else ""
         if (self._ticket, challenge) != self._asked:
             self._asked = self._ticket, challenge
@@ -114,7 +122,7 @@ class Joiner:
             told |= {"nonce": self._nonce, "challenge": challenge}
             text = signed("request", told, group=self.world.id, ticket=self._ticket)
             self._store.set(key(self._ticket, "request"), text)
-        return self._announce()
+        self._announce()
 
     def _opened(self, purpose: str, text: str) -> dict[str, Any]:
         """Returns what a rank has told; raises DistBackendError if it does not come from one that knows the secret."""
@@ -126,10 +134,10 @@ class Joiner:
                 "the job's secret"
             ) from None
 
-    def _announce(self) -> bool:
-        """Draws the attention of all ranks; returns whether any is left."""
-        told = [self._call(entry) for entry in self._others()]
-        return any(told)
+    def _announce(self) -> None:
+        """Draws the attention of all ranks."""
+        left = [self._call(entry) for entry in self._others()]
+        self._is_anyone_left = any(left)
 
     def _call(self, entry: str) -> bool:
         """Draws the attention of a rank; returns whether that one is left, as far as is known."""
@@ -148,24 +156,14 @@ class Joiner:
         has_warned = False
         while not self._store.check([key(self._ticket, what)]):
             if self._store.check([key(self._ticket, "refused")]):
-                reason = self._store.get(key(self._ticket, "refused")).decode()
-                raise dist.DistBackendError(
-                    f"this process, which wants to join the job as rank {self._rank}, is refused: {reason}"
-                )
+                self._do(self._protocol.refused(self._store.get(key(self._ticket, "refused")).decode()))
             now = time.monotonic()
             if now >= looked + _LIFE_PAUSE:
                 looked = now
-                # It also makes a rank that has become the lowest one meanwhile read the tickets.
-                if not self._request():
-                    raise self._error("no rank of the job is left")
-                if self._is_forgotten(what):
-                    raise self._error(
-                        "the rank that answers has taken it for ended, because the connection between them broke"
+                self._do(
+                    self._protocol.sampled(
+                        now, is_anyone_left=self._is_anyone_left, is_forgotten=self._is_forgotten(what)
                     )
-            if now >= begin + self._timeout:
-                raise dist.DistBackendError(
-                    f"this process, which wants to join the job as rank {self._rank}, had no answer within "
-                    f"{self._timeout:g} s: ranks answer when they begin an exchange"
                 )
             if now >= begin + _WARN_AFTER and not has_warned:
                 has_warned = True
@@ -219,6 +217,11 @@ class Joiner:
             return True
         self._calls.call(entry)
         return False
+
+    def _described(self, ranks: Sequence[int]) -> str:
+        entries = self.entries(ranks).items()
+        hosts = {rank: self._extension.read_entry(entry)["host_name"] for rank, entry in entries}
+        return ", ".join(f"rank {rank} on host {host}" for rank, host in hosts.items())
 
     def _error(self, reason: object) -> dist.DistBackendError:
         """Returns the error of a process that cannot join."""

@@ -3,12 +3,15 @@
 A group that loses a rank has failed on all its ranks: each operation in flight raises, and so does the next one of a
 rank that has none in flight. So every living rank comes to an *agreement round* in the Store sooner or later. Each
 appends that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
-known to be gone, one rank's compare-and-set decides for all who is left: the next epoch. The living then form a group
+known to be gone, the first proposal decides for all who is left: the next epoch. The living then form a group
 over the same engine, which sends nothing and waits for nobody, so a further loss at this point is simply the next
 epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.among`).
 
 A process that joins becomes a member by such a round too (`fogdist.elastic.joiner`), with the number of
 a rank that is gone.
+
+What is told, and what follows from it, is in `fogdist.elastic.protocol`, which knows neither the Store nor torch. This module
+drives it.
 
 Objects that exchange in step with other ranks have a `Participant`. Ranks may have come to the agreement round in
 different exchanges. Each tells the number of exchanges that it has completed, and the largest number is where all go on: a rank
@@ -21,7 +24,6 @@ import logging
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -35,11 +37,25 @@ from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
 from fogdist.elastic.admission import Admission
-from fogdist.elastic.agreement_round import Decision, Log
+from fogdist.elastic.agreement_round import Log
 from fogdist.elastic.groups import healed, new_group
 from fogdist.elastic.joiner import Joiner
 from fogdist.elastic.participant import Joinable, Participant
-from fogdist.elastic.tickets import TOPOLOGY, Request, check_object, publish_object
+from fogdist.elastic.protocol import (
+    Action,
+    Decision,
+    Fail,
+    Form,
+    LeaveToAnother,
+    Meet,
+    Member,
+    Membership,
+    Poll,
+    Request,
+    Send,
+    Watch,
+)
+from fogdist.elastic.tickets import TOPOLOGY, check_object, publish_object
 from fogdist.exchange import MACHINES
 from fogdist.observe.detection import suspend_detection
 from fogdist.topology import TopologyError
@@ -60,23 +76,6 @@ _DOUBT = 2.0
 _NO_SECRET = (
     "its ranks know no secret, because their Store is a file: set FOG_JOB_SECRET, the same on all ranks"
 )
-# A round to let a process in that has to be postponed is repeated after 2, 4, 8 ... exchanges, and at most so many.
-_MOST_PAUSES = 64
-
-
-@dataclass(frozen=True)
-class Membership:
-    """The ranks of a group that take part, by their numbers in the group that they began with.
-
-    Attributes:
-        epoch: How many times the ranks have agreed on a loss, or on a process that joins.
-        living: The ranks that take part, ascending.
-        lost: The others: they were lost, or have left. A process that joins takes the number of one of them, or a new one.
-    """
-
-    epoch: int
-    living: tuple[int, ...]
-    lost: frozenset[int]
 
 
 def current(group: dist.ProcessGroup | None = None) -> Membership:
@@ -123,28 +122,29 @@ class Members:
     """The ranks of one group through all losses, on this rank.
 
     Attributes:
-        membership: The last that they agreed on.
         is_given: Whether the user has got the present group, so that it must not be destroyed here.
     """
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        self.membership = Membership(0, tuple(range(size)), frozenset())
         self.is_given = True
         self._group = weakref.ref(group)
         self._context: Context | None = None
         self._objects: weakref.WeakValueDictionary[str, Participant] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
         self._admission: Admission | None = None
-        # Agreement rounds in a row that let nobody in, and exchanges before the next one.
-        self._postponed = self._pauses = 0
         self._joiner: Joiner | None = None
-        # Tickets for ranks that may be gone, and when they were first seen.
-        self._asked: dict[int, float] = {}
         first = contexts.current(group)
+        timeout = first.backend.options._timeout.total_seconds()
+        self._protocol = Member(first.rank, size, timeout, environment.HOST_TIMEOUT.get() + _DOUBT)
         if first.is_joining:
             world = _joining.world_to_join(first.backend)
             assert world is not None  # its backend was made so
-            self._joiner = Joiner(world, first.rank, first.backend.options._timeout.total_seconds())
+            self._joiner = Joiner(world, first.rank, timeout)
+
+    @property
+    def membership(self) -> Membership:
+        """The last that they agreed on."""
+        return self._protocol.membership
 
     @property
     def context(self) -> Context:
@@ -196,7 +196,7 @@ class Members:
         if self._joiner is not None:
             self._join(self._joiner, participant)
             return True
-        if self._admission is not None and not self._admission.is_quiet(self.membership.epoch):
+        if self._admission is not None and (self._protocol.waits or not self._admission.is_quiet(self.epoch)):
             self._attend(self._admission, participant)
         return False
 
@@ -218,24 +218,16 @@ class Members:
         """
         if self._joiner is not None:  # it is none of them yet
             raise failure
-        context, before = self.context, self.membership
-        decision = self._agreed(context, failure, joins)
-        if decision is None:
-            raise failure
-        for rank, join in decision.joins.items():
+        form = self._agreed(failure, joins)
+        for rank, join in form.decision.joins.items():
             assert self._admission is not None  # all ranks have one if the lowest has let a process in
             # Before the process is admitted: from then on it is the one that has this rank.
-            self._publish(rank, join.entry, before.epoch + 1)
-            self._admission.admit(join.ticket, join.nonce, decision.to_json(before.epoch + 1))
-        if decision.joins:
-            entries = {rank: join.entry for rank, join in decision.joins.items()}
+            self._publish(rank, join.entry, form.epoch)
+            self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
+        if form.decision.joins:
+            entries = {rank: join.entry for rank, join in form.decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
-            self._postponed = 0
-        elif joins and self._admission is not None:  # the ranks were in exchanges of different objects
-            self._admission.poll_again()
-            self._postponed += 1
-            self._pauses = min(2**self._postponed, _MOST_PAUSES)
-        ended = self._adopt(decision, before.epoch + 1)
+        ended = self._adopt(form)
         objects = list(self._objects.values())
         for participant in objects:
             participant.resume = self._numbers.get(participant.name, 0)
@@ -256,43 +248,31 @@ class Members:
         return store
 
     @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
-    def _agreed(self, context: Context, failure: BaseException, joins: Sequence[Request]) -> Decision | None:
-        """Agrees with the other ranks. Returns the decision; None if no rank is gone, and none wanted to join."""
-        before = self.membership
-        numbers = before.living
-        mine = numbers[context.rank]
-        prefix = f"fog/membership/{self._whole().backend.id:x}/{before.epoch + 1}"
-        timeout = context.backend.options._timeout.total_seconds()
-        deadline, pause = time.monotonic() + timeout, _FIRST_PAUSE
+    def _agreed(self, failure: BaseException, joins: Sequence[Request]) -> Form:
+        """Agrees with the other ranks; raises `failure` if no rank is gone, and none wanted to join."""
+        protocol, pause = self._protocol, _FIRST_PAUSE
+        log = Log(
+            self._store(), f"fog/membership/{self._whole().backend.id:x}/{protocol.membership.epoch + 1}"
+        )
         try:
-            log = Log(self._store(), prefix)
-            for join in joins:
-                log.append({"joins": asdict(join)})
-            log.append(
-                {
-                    "came": mine,
-                    "objects": {name: participant.report() for name, participant in self._objects.items()},
-                }
-            )
-            told: set[int] = set()
+            objects = {name: participant.report() for name, participant in self._objects.items()}
+            protocol.lost(self._gone())
+            actions = protocol.agree(time.monotonic(), objects, str(failure), joins)
             while True:
-                gone = self._gone()
-                for rank in sorted(gone - told):
-                    log.append({"gone": rank, "by": mine})
-                told |= gone
-                record = log.read()
-                missing = [rank for rank in numbers if rank not in record.came and rank not in record.gone]
-                if not missing or log.is_decided():
-                    decided = log.decide(record.decision(numbers))
-                    break
-                if time.monotonic() >= deadline:
-                    raise dist.DistBackendError(
-                        f"the ranks {missing} of the group did not come within {timeout:g} s to agree on who is "
-                        f"left, after: {failure}"
-                    ) from failure
-                context.backend.watch([numbers.index(rank) for rank in missing])
-                time.sleep(pause)
-                pause = min(2 * pause, _LAST_PAUSE)
+                for action in (*actions, *protocol.lost(self._gone())):
+                    match action:
+                        case Send(message):
+                            log.append(message)
+                        case Form():
+                            return action
+                        case Fail(reason):
+                            raise failure if reason is None else dist.DistBackendError(reason) from failure
+                        case Watch(ranks):
+                            self._watch(ranks)
+                            time.sleep(pause)
+                            pause = min(2 * pause, _LAST_PAUSE)
+                actions = [action for message in log.read() for action in protocol.receive(message)]
+                actions += protocol.tick(time.monotonic())
         except dist.DistBackendError:
             raise
         except RuntimeError as error:  # of the Store
@@ -300,45 +280,40 @@ class Members:
                 f"the membership cannot change, because the group's Store does not answer: {error}; it had to change "
                 f"after: {failure}"
             ) from failure
-        if decided is not None and mine not in decided.living:
-            raise dist.DistBackendError(
-                f"this rank {mine} was declared lost in epoch {before.epoch + 1}, and takes no part any more"
-            ) from failure
-        return decided
 
-    def _adopt(self, decision: Decision, epoch: int) -> dist.ProcessGroup | None:
+    def _watch(self, ranks: Sequence[int]) -> None:
+        self.context.backend.watch([self.membership.living.index(rank) for rank in ranks])
+
+    def _adopt(self, form: Form) -> dist.ProcessGroup | None:
         """Makes the group of a decision the present one, without a message.
 
         Returns:
             The group that was the present one, for the caller to destroy; None if it is the first one, or the user's.
         """
-        before = self.membership
+        before, decision, epoch = self.membership, form.decision, form.epoch
         survivors = Survivors(decision.members, self._whole().size)
-        living = survivors.living
-        context = self._formed(epoch, survivors)
+        context = self._formed(form, survivors)
         contexts.adopt(context)
         old, was_given = self._context, self.is_given
         self._context, self.is_given = context, False
-        # The last rank may be gone that has had a new number.
-        numbers = {*range(survivors.numbers), *before.living, *before.lost}
-        self.membership = Membership(epoch, living, frozenset(numbers).difference(living))
+        self._protocol.formed(form)
         _extension.load().note_epoch(epoch)  # for `fog top`
         new = sorted(decision.joins)
         _log.warning(
             "epoch %d of the membership: training goes on with the ranks %s%s%s",
             epoch,
-            list(living),
+            list(survivors.living),
             f", without {gone}" if (gone := sorted(self.membership.lost - before.lost)) else "",
             f", of which {new} joined" if new else "",
         )
         self._numbers = decision.numbers
         return None if old is None or was_given else old.group
 
-    def _formed(self, epoch: int, survivors: Survivors) -> Context:
+    def _formed(self, form: Form, survivors: Survivors) -> Context:
         """Creates the group of some ranks of the first group, without a message."""
         first = self._whole()
         living = list(survivors.living)
-        group = new_group(first, living, epoch)
+        group = new_group(first, living, form.epoch, form.name)
         backend = backend_of(group)
         assert backend is not None  # it was created as such
         machines = [first.machine_of_later(rank) for rank in living]
@@ -398,33 +373,48 @@ class Members:
         _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch, host)
 
     def _attend(self, admission: Admission, participant: Participant) -> None:
-        """Answers joiners, on the rank with the lowest number, and agrees with the others if one is ready.
+        """Answers joiners, on the rank with the lowest number, and agrees with the others if one is ready."""
+        protocol = self._protocol
+        protocol.lost(self._gone())
+        for action in protocol.exchange():
+            match action:
+                case Watch(ranks):
+                    self._watch(ranks)
+                case LeaveToAnother():
+                    admission.leave_to_another(self.epoch)
+                case Poll():
+                    try:
+                        admission.poll(self.epoch, self._asked, self._saved, protocol.living)
+                    except dist.DistBackendError:
+                        raise
+                    except RuntimeError as error:  # the Store does not answer
+                        _log.warning(
+                            "processes cannot join, because the group's Store does not answer: %s", error
+                        )
+                        return
+                    for meet in protocol.polled(participant.name):
+                        assert isinstance(meet, Meet)
+                        self.context.backend.abort()
+                        ranks = tuple(sorted(request.rank for request in meet.joins))
+                        self.agree(dist.DistBackendError(f"the ranks {list(ranks)} join"), meet.joins)
 
-        Ranks that go at their own pace may not have agreed since a rank was lost, so that one does not count.
-        """
-        epoch, rank, living = self.membership.epoch, self._whole().rank, self._living()
-        if living[0] != rank:
-            # If that one is lost, this rank may be the next to answer.
-            self.context.backend.watch([self.membership.living.index(living[0])])
-            admission.leave_to_another(epoch)
-            return
-        if self._pauses:
-            self._pauses -= 1
-            return
-        try:
-            ready = admission.poll(epoch, self._judged, self._saved, living)
-        except dist.DistBackendError:
-            raise
-        except RuntimeError as error:  # the Store does not answer
-            _log.warning("processes cannot join, because the group's Store does not answer: %s", error)
-            return
-        joins = [request for request in ready if request.at == participant.name]
-        if len(joins) < len(ready):
-            admission.poll_again()
-        if joins:
-            ranks = sorted(request.rank for request in joins)
-            self.context.backend.abort()
-            self.agree(dist.DistBackendError(f"the ranks {ranks} join"), joins)
+    def _asked(self, request: Request, is_ready: bool, is_answered: bool) -> list[Action]:
+        """Returns what is to be done for a joiner."""
+        extension = _extension.load()
+        last = _joining.entry_of(self._joining_store(), request.rank)
+        is_visible = last is not None and extension.read_entry(last)["is_visible"]
+        actions = self._protocol.asked(
+            time.monotonic(),
+            request,
+            self._obstacle(request),
+            runs=is_visible and last != request.entry and extension.announce(last),
+            is_ready=is_ready,
+            is_answered=is_answered,
+        )
+        for action in actions:
+            if isinstance(action, Watch):
+                self._watch(action.ranks)
+        return actions
 
     def _saved(self) -> dict[str, Any]:
         """Returns the state for a process that joins."""
@@ -435,13 +425,8 @@ class Members:
         backend = self.context.backend
         return {self.membership.living[place] for place in (*backend.lost_ranks(), *backend.left_ranks())}
 
-    def _living(self) -> list[int]:
-        """Returns the ranks of this epoch that are not known to be gone, ascending."""
-        gone = self._gone()
-        return [rank for rank in self.membership.living if rank not in gone]
-
-    def _judged(self, request: Request) -> str | None:
-        """Returns why a joiner is refused; "" if it is not, and None if this is not known yet."""
+    def _obstacle(self, request: Request) -> str:
+        """Returns why a joiner is refused whoever is a member; "" if it is not."""
         rank, own = request.rank, sorted(self._objects)
         most = _joining.max_ranks(self._whole().size)
         if not 0 <= rank < most:
@@ -458,20 +443,7 @@ class Members:
                 name.startswith(f"{other} ") for other in own if self._objects[other].state is not None
             ):
                 return f"the job has {name}, which a process cannot join"
-        last = _joining.entry_of(self._joining_store(), rank)
-        runs = f"rank {rank} still runs; a process takes the number of a rank that is gone"
-        is_visible = last is not None and _extension.load().read_entry(last)["is_visible"]
-        if is_visible and last != request.entry and _extension.load().announce(last):
-            return runs
-        if rank not in self.membership.living:
-            return ""
-        backend, place = self.context.backend, self.membership.living.index(rank)
-        if place in backend.lost_ranks() or place in backend.left_ranks():
-            return ""
-        # It may have ended just now. Of a rank of another host, this shows when nothing comes from there.
-        backend.watch([place])
-        begin = self._asked.setdefault(request.ticket, time.monotonic())
-        return runs if time.monotonic() > begin + environment.HOST_TIMEOUT.get() + _DOUBT else None
+        return ""
 
     def _why_it_cannot_grow(self) -> str:
         """Returns why no rank can be added to those with which the job began; "" if it can."""
@@ -495,7 +467,7 @@ class Members:
         except BaseException:
             joiner.leave()
             raise
-        epoch, decision = told["epoch"], Decision.from_json(told)
+        epoch, decision = told["epoch"], Decision.from_values(told)
         extension, rank = _extension.load(), self._whole().rank
         extension.connect_with(joiner.entries(sorted(decision.living)), False, _CONNECT_TIMEOUT)
         # Those that join with this process: they are as new as this one, so nobody has to wait for the other. They come last,
@@ -505,8 +477,8 @@ class Members:
         joiner.leave()
         self._joiner, self._whole().is_joining = None, False
         _joining.note_member()
-        self.membership = Membership(epoch - 1, (), joiner.numbers())
-        self._adopt(decision, epoch)
+        self._protocol.membership = Membership(epoch - 1, (), joiner.numbers())
+        self._adopt(Form(epoch, decision))
         self._admission = Admission(self._joining_store(), self._whole().backend.id)
         for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))

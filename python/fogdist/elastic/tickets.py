@@ -20,7 +20,6 @@ import hashlib
 import hmac
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from fog_pg import _extension
 from fog_pg._joining import World
 from fogdist.agreement import some
+from fogdist.elastic.protocol import Request
 
 # Keys of the Store: how many tickets there are, the first that is not over, and the nonce of the rank that answers.
 COUNT = "fog/join/count"
@@ -117,48 +117,20 @@ def _objects(store: dist.Store) -> dict[str, list[str]]:
     return objects
 
 
-@dataclass(frozen=True)
-class Request:
-    """What a joiner tells.
+def request_from(group: int, ticket: int, text: str) -> Request:
+    """Returns the request of a ticket.
 
-    Attributes:
-        ticket: Its ticket.
-        rank: The rank that it takes.
-        entry: How to connect with it.
-        objects: The names of its objects, ascending.
-        at: The name of the object at whose next exchange it comes in.
-        nonce: The joiner's random number, for proofs that the ranks know the job's secret.
-        challenge: The random number of the rank that answered when the joiner asked.
+    Raises:
+        ValueError: Its proof or its form is wrong; the message is the reason for the joiner.
     """
-
-    ticket: int
-    rank: int
-    entry: str
-    objects: tuple[str, ...]
-    at: str
-    nonce: str
-    challenge: str
-
-    @classmethod
-    def from_values(cls, values: Mapping[str, Any]) -> Request:
-        """Returns the request with these fields, as JSON has them."""
-        return cls(**{**values, "objects": tuple(values["objects"])})
-
-    @classmethod
-    def from_text(cls, group: int, ticket: int, text: str) -> Request:
-        """Returns the request of a ticket.
-
-        Raises:
-            ValueError: Its proof or its form is wrong; the message is the reason for the joiner.
-        """
-        try:
-            told = opened(text, "request", group=group, ticket=ticket)
-            request = cls.from_values({**told, "ticket": ticket})
-        except PermissionError:
-            raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)") from None
-        except (ValueError, TypeError, KeyError, RecursionError):
-            raise ValueError("its request is not complete") from None
-        texts = (request.entry, request.at, request.nonce, request.challenge, *request.objects)
-        if type(request.rank) is not int or not all(isinstance(each, str) for each in texts):
-            raise ValueError("its request is not complete")
-        return request
+    try:
+        told = opened(text, "request", group=group, ticket=ticket)
+        request = Request.from_values({**told, "ticket": ticket})
+    except PermissionError:
+        raise ValueError("it does not know the job's secret (FOG_JOB_SECRET)") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("its request is not complete") from None
+    texts = (request.entry, request.at, request.nonce, request.challenge, *request.objects)
+    if type(request.rank) is not int or not all(isinstance(each, str) for each in texts):
+        raise ValueError("its request is not complete")
+    return request

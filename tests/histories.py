@@ -1,0 +1,946 @@
+"""Histories of jobs: many machines of `fogdist.elastic.protocol` in one process, through losses, pauses, cuts and joins.
+
+A seed gives a `History`: how many ranks, how they train, and what happens to them when. A `World` runs it: time is a number,
+delays are random, and each process does what its machine says, a few actions at a time, so that others come between
+them. The carrier is as that of real processes: a log for each round, and tickets. A `World` raises `Violation` as soon as
+a promise is broken, or if somebody has not been told what became of it in bounded time.
+
+    python tests/histories.py --seeds 100000   # reports coverage; shrinks the first history that fails
+    python tests/histories.py --replay TEXT    # one history, as a failure has printed it, with what its processes do
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import heapq
+import re
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+from fogdist.elastic import protocol as real_protocol
+
+# The times of ranks and joiners, in seconds: a group's timeout, after which silence counts as a loss, by when it is known.
+TIMEOUT = 40.0
+SILENCE = 4.0
+DOUBT = 6.0
+PATIENCE = 0.6
+# How long a joiner may take to reach all ranks, and the pause between two of its samples.
+REACH = 12.0
+LIFE_PAUSE = 1.0
+# Within this time after its last fault, everybody in a history goes on, or has been told why not.
+SETTLED = 120.0
+# More messages in one round are without end.
+MOST_MESSAGES = 400
+MOST_EPOCHS = 30
+
+
+class Violation(AssertionError):
+    """A promise of the protocol is broken."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens at a time.
+
+    Attributes:
+        at: The time.
+        kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
+            other for lost), "cut-here" (only it takes the others for lost), "join", "join-badly" (it must be refused),
+            "join-cut-off" (it does not reach a rank of another host) or "break" (a rank takes a joiner for ended).
+        rank: Whose; the last process that has this number.
+        value: For how long a pause lasts; at which object a process joins (0 or 1).
+    """
+
+    at: float
+    kind: str
+    rank: int
+    value: float = 0.0
+
+
+@dataclass(frozen=True)
+class History:
+    """What happens to a job.
+
+    Attributes:
+        seed: Of all delays.
+        size: The number of ranks at the start.
+        pace: "in-step": exchanges need all ranks. "patience": a rank goes on without late ones. "own": each rank goes at its
+            own pace, and a loss is no reason to agree.
+        one_host: Whether processes see each other's end at once.
+        faults: In the order of their times.
+    """
+
+    seed: int
+    size: int
+    pace: str
+    one_host: bool
+    faults: tuple[Fault, ...]
+
+    def __str__(self) -> str:
+        """Returns it as a word of a command."""
+        faults = [f"{each.at:g}/{each.kind}/{each.rank}/{each.value:g}" for each in self.faults]
+        return ":".join([f"{self.seed}", f"{self.size}", self.pace, f"{self.one_host:d}", *faults])
+
+    @classmethod
+    def of_text(cls, text: str) -> History:
+        """Returns what `str` has described."""
+        seed, size, pace, one_host, *words = text.split(":")
+        faults = tuple(
+            Fault(float(at), kind, int(rank), float(value))
+            for at, kind, rank, value in (word.split("/") for word in words)
+        )
+        return cls(int(seed), int(size), pace, one_host == "1", faults)
+
+    @classmethod
+    def of_seed(cls, seed: int) -> History:
+        random = Random(seed)
+        size = random.choice((2, 3, 3, 4, 4, 5, 7))
+        pace, one_host = (
+            random.choice(("in-step", "in-step", "patience", "own", "own")),
+            random.random() < 0.5,
+        )
+        kinds = random.choices(
+            ("kill", "join", "join-badly", "join-cut-off", "break", "pause", "cut", "cut-here", "hang"),
+            (40, 45, 3, 3, 3, 10, 4, 3, 1),
+            k=random.choice((1, 2, 2, 3, 3, 4, 5, 6)),
+        )
+        faults: list[Fault] = []
+        at = random.uniform(0.0, 3.0)
+        for kind in kinds:
+            rank = random.randrange(size + 1 if kind.startswith("join") and one_host else size)
+            if faults and kind.startswith("join") and random.random() < 0.5:
+                rank = random.choice(faults).rank
+            value = random.choice((1.0, 1.0, 7.0)) if kind == "pause" else float(random.random() < 0.2)
+            faults.append(Fault(round(at, 3), kind, rank, value))
+            at += random.choice((0.02, 0.3, 0.3, 3.0, 8.0)) * random.random()
+        return cls(seed, size, pace, one_host, tuple(faults))
+
+
+class Process:
+    """One process: a machine, and what its driver knows."""
+
+    def __init__(self, pid: int, rank: int) -> None:
+        self.pid, self.rank = pid, rank
+        self.member: Any = None
+        self.joiner: Any = None
+        self.phase = "computes"
+        self.is_alive, self.died, self.told = True, 0.0, ""
+        self.paused, self.hangs = 0.0, False
+        self.next, self.token = 0.0, 0
+        self.actions: deque[Any] = deque()
+        # As a member: the processes of its group, those that it takes for gone or watches, exchanges by object.
+        self.pids: dict[int, int] = {}
+        self.gone: set[int] = set()
+        self.watched: set[int] = set()
+        self.name, self.has_failed, self.is_new = "", False, False
+        self.completed = {"a": 0, "b": 0}
+        self.taken = {"a": 0, "b": 0}
+        self.exchanges = 0
+        self.log: list[Any] = []
+        self.read = self.proposals = 0
+        self.announced = self.seen = 0
+        self.polled_epoch = 0
+        self.copies: set[int] = set()
+        # As a joiner.
+        self.ticket, self.asked, self.at, self.is_bad = 0, (0, 0), "a", False
+        self.begins_at = ""
+        self.is_anyone_left = True
+        self.is_cut_off = self.is_broken = False
+        self.is_suspected = self.was_cut = False
+
+
+class World:
+    """Runs one history.
+
+    Args:
+        history: The history.
+        protocol: The module of the machines; that of a mutant, for example.
+        coverage: Counts transitions of machines: (class, state, event, next state, actions).
+        report: Called with what happens.
+    """
+
+    def __init__(
+        self, history: History, protocol: Any = real_protocol, coverage: Any = None, report: Any = None
+    ) -> None:
+        self.history, self.protocol, self.coverage, self.report = history, protocol, coverage, report
+        self.random = Random(history.seed ^ 0x5EED)
+        self.now = 0.0
+        self._events: list[tuple[float, int, Any, Any]] = []
+        self._count = 0
+        self.processes: list[Process] = []
+        self.logs: dict[int, list[Any]] = collections.defaultdict(list)
+        self.tickets: dict[int, dict[str, Any]] = {}
+        self.nonce = -1
+        self.entries: dict[int, int] = {}
+        self.failed: set[str] = set()
+        # The decision and the name of each epoch, and who has begun which exchange of each group.
+        self.forms: dict[int, Any] = {}
+        self.pids_of = {0: {rank: rank for rank in range(history.size)}}
+        self.names: dict[str, int] = {}
+        self.first: dict[str, tuple[str, int]] = {}
+        self.begun: dict[str, dict[int, tuple[str, int]]] = collections.defaultdict(dict)
+        for rank in range(history.size):
+            process = self._add(rank)
+            process.member = protocol.Member(rank, history.size, TIMEOUT, DOUBT)
+            process.pids = {each: each for each in range(history.size)}
+            process.name = "epoch 0"
+            self.entries[rank] = process.pid
+            self._wake(process, self.random.random())
+        for fault in history.faults:
+            self._at(fault.at, self._happen, fault)
+        self._quiet_since: dict[int, int] | None = None
+
+    # --- time ---
+
+    def _at(self, when: float, what: Any, argument: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._events, (when, self._count, what, argument))
+
+    def _wake(self, process: Process, delay: float) -> None:
+        """Makes a process do its next step after a delay, unless it does one earlier."""
+        when = self.now + delay
+        if process.next <= self.now or when < process.next:
+            process.next = when
+            process.token += 1
+            self._at(when, self._step, (process, process.token))
+
+    def run(self) -> None:
+        """Runs the history to its end; raises Violation."""
+        last = max((fault.at for fault in self.history.faults), default=0.0)
+        check = last + SILENCE + 1.0  # by then, all faults show
+        while True:
+            when, _, what, argument = heapq.heappop(self._events)
+            while when >= check:
+                if self._is_settled():
+                    return
+                check += 1.0
+            if when > last + SETTLED:
+                raise Violation(f"somebody is not told in bounded time: {self._described()}")
+            self.now = when
+            what(argument)
+            if not self._events:
+                if not self._is_settled() and not self._is_settled():
+                    raise Violation(f"nobody does anything any more: {self._described()}")
+                return
+
+    def _described(self) -> str:
+        return "; ".join(
+            f"rank {each.rank} (process {each.pid}) {each.phase}"
+            f" in {each.name or 'no group'}{' hangs' if each.hangs else ''}"
+            for each in self.processes
+            if each.is_alive
+        )
+
+    def _say(self, process: Process, text: object) -> None:
+        if self.report is not None:
+            self.report(f"{self.now:8.3f}  process {process.pid} rank {process.rank}: {text}")
+
+    def _call(self, process: Process, machine: Any, event: str, *arguments: Any, **options: Any) -> list[Any]:
+        """Gives an event to a machine; returns its actions."""
+        before = machine.state
+        actions = getattr(machine, event)(*arguments, **options) or []
+        if self.coverage is not None:
+            if event == "receive":
+                event = f"receive {next(iter(arguments[0]))}"
+            kinds = tuple(dict.fromkeys(type(each).__name__ for each in actions))
+            self.coverage[type(machine).__name__, before, event, machine.state, kinds] += 1
+        if self.report is not None and (actions or machine.state != before):
+            self._say(process, f"{event} {arguments[:2]} -> {machine.state} {actions}")
+        return actions  # type: ignore[no-any-return]
+
+    # --- what happens to processes ---
+
+    def _add(self, rank: int) -> Process:
+        process = Process(len(self.processes), rank)
+        self.processes.append(process)
+        return process
+
+    def _holder(self, rank: int) -> Process | None:
+        return next((each for each in reversed(self.processes) if each.rank == rank and each.is_alive), None)
+
+    def _happen(self, fault: Fault) -> None:
+        if fault.kind.startswith("join"):
+            process = self._add(fault.rank)
+            process.joiner = self.protocol.Joiner(fault.rank, TIMEOUT, REACH)
+            process.is_bad = fault.kind == "join-badly"
+            process.at = "b" if fault.value and self.history.pace != "own" else "a"
+            process.is_cut_off = fault.kind == "join-cut-off" and not self.history.one_host
+            process.phase = "asks"
+            self._say(process, fault.kind)
+            process.actions.extend(self._call(process, process.joiner, "start", self.now))
+            self._wake(process, 0.01)
+            return
+        target = self._holder(fault.rank)
+        if target is None:
+            return
+        self._say(target, fault.kind)
+        if fault.kind == "kill":
+            self._die(target)
+        elif fault.kind == "hang":
+            target.hangs = True
+            for each in self.processes:
+                self._fail_late(each)
+        elif fault.kind == "break":
+            target.is_broken = target.member is None and not self.history.one_host
+        elif fault.kind == "pause":
+            target.paused = self.now + fault.value
+            if fault.value > SILENCE:
+                self._at(self.now + SILENCE, self._suspect, (target, False))
+        else:
+            self._at(self.now + SILENCE, self._suspect, (target, True))
+            if fault.kind == "cut":
+                self._at(self.now + SILENCE, self._suspect, (target, False))
+
+    def _suspect(self, argument: tuple[Process, bool]) -> None:
+        """A process and the others take each other for lost, in one direction: it takes the others so if `here`."""
+        target, here = argument
+        target.was_cut |= here
+        target.is_suspected = True
+        for other in self.processes:
+            if other is not target and other.is_alive and target.is_alive:
+                at, whom = (target, other) if here else (other, target)
+                self._at(self.now + 0.1 * self.random.random(), self._learn, (at, whom))
+
+    def _die(self, process: Process) -> None:
+        """A process ends. Who waits for it or watches it notices that; at their own pace, ranks may not exchange with it."""
+        process.is_alive, process.died = False, self.now
+        process.phase = "ended"
+        for other in self.processes:
+            if other.is_alive and (process.pid in other.watched or self._exchanges_with(other, process)):
+                self._notice(other, process)
+
+    def _exchanges_with(self, one: Process, other: Process) -> bool:
+        """Whether a process notices the end of another one by its exchanges: they are neighbors in a ring of those left."""
+        if self.history.pace == "own" and other.pid % 2:
+            return False
+        if one.phase == "agrees" or other.pid not in one.pids.values() or one.pid not in one.pids.values():
+            return False
+        ring = [pid for _, pid in sorted(one.pids.items()) if pid not in one.gone]
+        if other.pid not in ring:
+            return False
+        distance = ring.index(one.pid) - ring.index(other.pid)
+        return distance % len(ring) in (1, len(ring) - 1)
+
+    def _notice(self, other: Process, process: Process) -> None:
+        """A process notices the end of another one, after some time."""
+        most = 0.05 if self.history.one_host or self.random.random() < 0.7 else SILENCE
+        self._at(self.now + most * self.random.random(), self._learn, (other, process))
+
+    def _learn(self, argument: tuple[Process, Process]) -> None:
+        process, lost = argument
+        if not process.is_alive or lost.pid in process.gone:
+            return
+        process.gone.add(lost.pid)
+        if lost.pid in process.pids.values():
+            if self.history.pace != "own":
+                self._fail_group(process.name, process)
+            for each in self.processes:  # they are neighbors now
+                if not each.is_alive and each.pid not in process.gone and self._exchanges_with(process, each):
+                    self._notice(process, each)
+            if not lost.is_alive:  # news of it go to all ranks of the group
+                for pid in process.pids.values():
+                    if self.processes[pid].name == process.name:
+                        when = self.now + 0.05 * self.random.random()
+                        self._at(when, self._learn, (self.processes[pid], lost))
+            if lost.is_alive:  # it is told that it takes part no more
+                self._at(self.now + 0.1, self._hear_of_failure, (lost, process.name))
+        if process.phase == "agrees":
+            self._wake(process, 0.01 * self.random.random())
+
+    def _fail_group(self, name: str, by: Process) -> None:
+        """A group has failed on one of its ranks; all its ranks hear of it."""
+        if name in self.failed:
+            return
+        self.failed.add(name)
+        for pid in by.pids.values():
+            self._at(
+                self.now + 0.05 * self.random.random(), self._hear_of_failure, (self.processes[pid], name)
+            )
+
+    def _fail_late(self, process: Process) -> None:
+        """A group with a rank that hangs fails, but nobody is known to be gone."""
+        if self.history.pace != "own" and any(self.processes[pid].hangs for pid in process.pids.values()):
+            self._at(self.now + SILENCE, lambda name: self._fail_group(name, process), process.name)
+
+    def _hear_of_failure(self, argument: tuple[Process, str]) -> None:
+        process, name = argument
+        if process.name == name and process.is_alive and process.member is not None:
+            process.has_failed = True
+            if process.phase == "exchanges":
+                self._wake(process, 0.0)
+
+    def _end(self, process: Process, reason: str) -> None:
+        """A process ends with an error; checks whether that is right."""
+        process.told = reason
+        self._say(process, f"ends: {reason}")
+        self._check_reason(process, reason)
+        self._die(process)
+
+    def _check_reason(self, process: Process, reason: str) -> None:
+        if "declared lost" in reason:
+            decided = next(told["decided"] for _, told in process.log if "decided" in told)
+            if not decided["living"]:
+                raise Violation("ranks that take each other for lost are all lost")
+            if not process.is_suspected and not self._has_cut:
+                raise Violation(f"rank {process.rank}, which is well, is expelled: {reason}")
+        elif "did not come" in reason:
+            hung = any(each.hangs for each in self.processes) or self._has_cut
+            if not hung and not process.is_suspected and not any(each.paused for each in self.processes):
+                raise Violation(f"rank {process.rank} waits in vain: {reason}")
+        elif "still runs" in reason:
+            holders = [each for each in self.processes if each.rank == process.rank and each is not process]
+            age = self.now - self.tickets[process.ticket]["at"]
+            runs = [
+                each
+                for each in holders
+                if each.is_alive or (self.now - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
+            ]
+            if not runs:
+                raise Violation(f"the number of a lost rank is refused: {reason}")
+        elif "is refused" in reason:
+            if not process.is_bad:
+                raise Violation(f"a joiner is refused: {reason}")
+        elif "no rank of the job is left" in reason:
+            if self._members():
+                raise Violation(f"a joiner believes that nobody is left: {reason}")
+        elif "has taken it for ended" in reason:
+            if not process.is_broken:
+                raise Violation(f"a joiner is forgotten: {reason}")
+        elif "does not reach" in reason and process.is_cut_off:
+            pass
+        elif (
+            "had no answer" in reason
+            and not self._members()
+            and self.now > TIMEOUT / 2 + max(each.died for each in self.processes if each.member is not None)
+        ):
+            raise Violation(f"a joiner waits although nobody is left: {reason}")
+        elif "does not reach" in reason or "no state came" in reason or "had no answer" in reason:
+            # They hold if nobody exchanges.
+            if any(not each.hangs for each in self._members()) and not any(
+                each.hangs for each in self.processes
+            ):
+                raise Violation(f"a joiner is left alone by ranks that exchange: {reason}")
+        else:
+            raise Violation(f"rank {process.rank} ends: {reason}")
+
+    @property
+    def _has_cut(self) -> bool:
+        return any(each.was_cut for each in self.processes)
+
+    def _members(self) -> list[Process]:
+        return [each for each in self.processes if each.is_alive and each.member is not None]
+
+    def _is_settled(self) -> bool:
+        """Whether all that live are members of one group and have made an exchange since the last call."""
+        members = self._members()
+        if any(each.is_alive and each.member is None and not each.hangs for each in self.processes):
+            self._quiet_since = None
+            return False
+        members = [each for each in members if not each.hangs]  # the others may wait for it, or have ended
+        before = self._quiet_since
+        self._quiet_since = {each.pid: each.exchanges for each in members}
+        if (
+            len({each.name for each in members}) > 1
+            or before is None
+            or before.keys() != self._quiet_since.keys()
+        ):
+            return False
+        return all(count > before[pid] for pid, count in self._quiet_since.items())
+
+    # --- what processes do ---
+
+    def _step(self, argument: tuple[Process, int]) -> None:
+        process, token = argument
+        if token != process.token or not process.is_alive or process.hangs:
+            return
+        if process.paused > self.now:
+            process.next = 0.0
+            self._wake(process, process.paused - self.now)
+            return
+        process.next = 0.0
+        if not process.actions:
+            getattr(self, f"_{process.phase}")(process)
+        if process.actions:  # only some of them, and then others come between
+            for _ in range(int(1 + 4 * self.random.random())):
+                if process.actions and process.is_alive:
+                    self._perform(process, process.actions.popleft())
+        if process.is_alive and (process.actions or (not process.next and process.phase != "exchanges")):
+            self._wake(process, 0.02 * self.random.random())
+
+    def _gone(self, process: Process) -> list[int]:
+        return [rank for rank, pid in process.pids.items() if pid in process.gone]
+
+    def _object(self, process: Process) -> str:
+        """Returns the object of the next exchange: they take turns, but at the ranks' own pace there is one."""
+        return "b" if self.history.pace != "own" and process.completed["a"] > process.completed["b"] else "a"
+
+    def _computes(self, process: Process) -> None:
+        """It comes to its next exchange."""
+        member = process.member
+        is_quiet = process.announced == process.seen and member.membership.epoch == process.polled_epoch
+        process.phase = "begins"
+        if is_quiet and not member.waits:
+            self._begins(process)
+            return
+        self._call(process, member, "lost", self._gone(process))
+        process.actions.extend(self._call(process, member, "exchange"))
+        self._wake(process, 0.0)
+
+    def _begins(self, process: Process) -> None:
+        name = self._object(process)
+        number = process.completed[name]
+        process.taken[name] = number + 1
+        if process.begins_at not in ("", name):
+            raise Violation(f"rank {process.rank} begins at {process.begins_at}, the others are at {name}")
+        process.begins_at = ""
+        if process.has_failed:
+            self._agree(process, ())
+            return
+        process.phase = "exchanges"
+        if self.history.pace == "own":
+            self._complete(process)
+            return
+        if process.is_new:  # all that follows has the same order on all ranks
+            process.is_new = False
+            if self.first.setdefault(process.name, (name, number)) != (name, number):
+                raise Violation(
+                    f"the ranks of {process.name} begin at {self.first[process.name]} and {(name, number)}"
+                )
+        if self.history.pace == "patience":
+            self._at(self.now + PATIENCE, self._finish, (process, process.name, name, number))
+        begun = self.begun[process.name]
+        begun[process.rank] = (name, number)
+        if len(begun) == len(process.pids):
+            if len(set(begun.values())) > 1 and self.history.pace == "in-step":
+                raise Violation(f"the ranks of {process.name} are in different exchanges: {begun}")
+            for rank, exchange in begun.items():
+                when = self.now + 0.05 * self.random.random()
+                self._at(when, self._finish, (self.processes[process.pids[rank]], process.name, *exchange))
+            begun.clear()
+
+    def _finish(self, argument: tuple[Process, str, str, int]) -> None:
+        process, group, name, number = argument
+        if (
+            process.is_alive
+            and (process.name, self._object(process), process.completed[name]) == (group, name, number)
+            and process.phase == "exchanges"
+            and not process.has_failed
+        ):
+            if process.paused > self.now:
+                self._at(process.paused, self._finish, argument)
+            elif not process.hangs:
+                self._complete(process)
+
+    def _complete(self, process: Process) -> None:
+        name = self._object(process)
+        process.completed[name] += 1
+        process.exchanges += 1
+        process.phase = "computes"
+        process.next = 0.0
+        self._wake(process, 0.05 + 0.8 * self.random.random())
+
+    def _exchanges(self, process: Process) -> None:
+        if process.has_failed:
+            self._agree(process, ())
+
+    def _agree(self, process: Process, joins: Any) -> None:
+        self._fail_group(process.name, process)
+        process.phase, process.read, process.proposals = "agrees", 0, 0
+        process.log = self.logs[process.member.membership.epoch + 1]
+        objects = {
+            name: {
+                "completed": process.completed[name],
+                "taken": process.taken[name],
+                "first": 0,
+                "counts": {},
+            }
+            for name in "ab"
+        }
+        process.actions.clear()
+        self._call(process, process.member, "lost", self._gone(process))
+        process.actions.extend(
+            self._call(process, process.member, "agree", self.now, objects, "a loss", joins)
+        )
+        self._wake(process, 0.01)
+
+    def _agrees(self, process: Process) -> None:
+        member = process.member
+        self._wake(process, 0.5 + self.random.random())
+        process.actions.extend(self._call(process, member, "lost", self._gone(process)))
+        if process.actions:
+            return
+        lag = self.random.choice((0.0, 0.03)) * self.random.random()  # messages come late, but in one order
+        new = [message for when, message in process.log[process.read :] if when <= self.now - lag]
+        process.read += len(new)
+        if process.read < len(process.log):
+            self._wake(process, lag)
+        for message in new:
+            process.actions.extend(self._call(process, member, "receive", message))
+        process.actions.extend(self._call(process, member, "tick", self.now))
+        if sum(type(each).__name__ == "Form" for each in process.actions) > 1:
+            raise Violation(f"rank {process.rank} forms two groups after one round")
+
+    def _perform(self, process: Process, action: Any) -> None:
+        getattr(self, f"_do_{type(action).__name__}")(process, action)
+
+    def _do_Send(self, process: Process, action: Any) -> None:
+        process.log.append((self.now, action.message))
+        if "decided" in action.message:
+            process.proposals += 1
+            if process.proposals > 1:
+                raise Violation(f"rank {process.rank} proposes twice in one round")
+        if len(process.log) > MOST_MESSAGES:
+            raise Violation("the messages of a round have no end")
+        for other in self.processes:
+            if other.phase == "agrees" and other.log is process.log:
+                self._wake(other, 0.02 * self.random.random())
+
+    def _do_Watch(self, process: Process, action: Any) -> None:
+        for rank in action.ranks:
+            watched = self.processes[process.pids[rank]]
+            if watched.pid not in process.watched:
+                process.watched.add(watched.pid)
+                if not watched.is_alive:
+                    self._notice(process, watched)
+
+    def _do_Fail(self, process: Process, action: Any) -> None:
+        if action.reason is None:
+            raise Violation(f"rank {process.rank} ends although the others go on, or a rank is lost")
+        self._end(process, action.reason)
+
+    def _do_Form(self, process: Process, form: Any) -> None:
+        decision, epoch = form.decision, form.epoch
+        if self.forms.setdefault(epoch, decision) != decision:
+            raise Violation(f"two decisions of epoch {epoch}: {self.forms[epoch]} and {decision}")
+        if self.names.setdefault(form.name, epoch) != epoch:
+            raise Violation(f"epochs {self.names[form.name]} and {epoch} have one name, {form.name!r}")
+        if not decision.members:
+            raise Violation("a decision without ranks")
+        if process.rank not in decision.members or (
+            process.joiner is None and process.rank not in decision.living
+        ):
+            raise Violation(f"rank {process.rank} goes on, outside of the decision {decision.members}")
+        for join in decision.joins.values():
+            joiner, last = (
+                self.processes[int(join.entry)],
+                self.processes[self.entries.get(join.rank, int(join.entry))],
+            )
+            if joiner.is_bad or joiner.is_cut_off:
+                raise Violation(f"process {joiner.pid} joins, which must not")
+            if self.history.one_host and last.is_alive and last is not joiner:
+                raise Violation(f"a process joins as rank {join.rank}, whose last process runs")
+        if epoch > MOST_EPOCHS:
+            raise Violation("the epochs have no end")
+        for rank, pid in process.pids.items():
+            old = self.processes[pid]
+            is_well = old.is_alive and not old.is_suspected and not old.hangs and not self._has_cut
+            if is_well and rank not in decision.living:
+                raise Violation(f"rank {rank}, which is well, is expelled by epoch {epoch}")
+        if both := decision.living.keys() & decision.joins.keys():
+            raise Violation(f"two processes have the numbers {sorted(both)}")
+        process.actions.clear()
+        process.actions.extend(_Admit(join, form) for join in decision.joins.values())
+        process.actions.append(_Adopt(form))
+
+    def _do__Admit(self, process: Process, action: _Admit) -> None:
+        join = action.join
+        self.entries[join.rank] = int(join.entry)
+        ticket = self.tickets[join.ticket]
+        ticket["admitted"] = action.form
+        self._end_ticket(process, join.ticket)
+
+    def _do__Adopt(self, process: Process, action: _Adopt) -> None:
+        form = action.form
+        decision = form.decision
+        for name, number in decision.numbers.items():
+            if number < process.completed[name]:
+                raise Violation(
+                    f"the number of exchanges of {name} goes back to {number} on rank {process.rank}"
+                )
+            process.completed[name] = process.taken[name] = number
+        self._call(process, process.member, "formed", form)
+        process.is_new = True
+        process.pids = {rank: process.pids[rank] for rank in decision.living} | {
+            rank: int(join.entry) for rank, join in decision.joins.items()
+        }
+        self.pids_of[form.epoch] = process.pids
+        process.name, process.has_failed = form.name, form.name in self.failed
+        process.watched &= set(process.pids.values())
+        for rank in decision.joins:
+            self._do_Watch(process, self.protocol.Watch((rank,)))
+        if self._gone(process) and self.history.pace != "own":
+            self._fail_group(form.name, process)
+        process.phase = "computes"
+        self._fail_late(process)
+        for pid in process.pids.values():
+            if not self.processes[pid].is_alive and self._exchanges_with(process, self.processes[pid]):
+                self._notice(process, self.processes[pid])
+        self._say(process, f"is in {form.name} of {process.pids}")
+        self._wake(process, 0.1 * self.random.random())
+
+    # --- answers to joiners ---
+
+    def _do_LeaveToAnother(self, process: Process, action: Any) -> None:
+        process.seen, process.polled_epoch = process.announced, process.member.membership.epoch
+        process.copies.clear()
+
+    def _do_Poll(self, process: Process, action: Any) -> None:
+        process.seen, process.polled_epoch = process.announced, process.member.membership.epoch
+        self.nonce = process.pid
+        for number, ticket in self.tickets.items():
+            request = ticket.get("request")
+            if request is None or "refused" in ticket:
+                continue
+            joiner = self.processes[int(request.entry)]
+            if "admitted" in ticket or (
+                (not joiner.is_alive or joiner.is_broken)
+                and (self.history.one_host or number in process.copies)
+            ):
+                self._end_ticket(process, number)
+                continue
+            if request.challenge != str(process.pid):
+                continue
+            runs = False
+            last = self.entries.get(request.rank)
+            if self.history.one_host and last is not None and last != joiner.pid:
+                runs = self.processes[last].is_alive
+            actions = self._call(
+                process,
+                process.member,
+                "asked",
+                self.now,
+                request,
+                "an obstacle" if joiner.is_bad else "",
+                runs=runs,
+                is_ready="ready" in ticket,
+                is_answered="answer" in ticket,
+            )
+            for each in actions:
+                self._perform(process, each)
+        process.actions.extend(self._call(process, process.member, "polled", self._object(process)))
+
+    def _do_Give(self, process: Process, action: Any) -> None:
+        ticket = self.tickets[action.request.ticket]
+        ticket["answer"] = (process.pid, [process.pids[rank] for rank in process.member.living])
+        process.copies.add(action.request.ticket)
+        self._wake(self.processes[int(action.request.entry)], 0.02)
+
+    def _do_Refuse(self, process: Process, action: Any) -> None:
+        ticket = self.tickets[action.ticket]
+        joiner = self.processes[int(ticket["request"].entry)]
+        ticket["refused"] = action.reason
+        self._end_ticket(process, action.ticket)
+        self._wake(joiner, 0.02)
+
+    def _end_ticket(self, process: Process, number: int) -> None:
+        for what in ("request", "answer", "ready"):
+            self.tickets[number].pop(what, None)
+        process.copies.discard(number)
+
+    def _do_Meet(self, process: Process, action: Any) -> None:
+        self._agree(process, action.joins)
+
+    # --- joiners ---
+
+    def _do_TakeTicket(self, process: Process, action: Any) -> None:
+        if process.ticket:
+            for what in ("request", "answer"):
+                self.tickets[process.ticket].pop(what, None)
+        process.ticket = len(self.tickets) + 1
+        self.tickets[process.ticket] = {"at": self.now}
+        process.phase = "asks"
+
+    def _do_Ask(self, process: Process, action: Any) -> None:
+        if process.asked != (process.ticket, self.nonce):
+            process.asked = process.ticket, self.nonce
+            self.tickets[process.ticket]["request"] = self.protocol.Request(
+                process.ticket,
+                process.rank,
+                str(process.pid),
+                ("a", "b"),
+                process.at,
+                "",
+                str(self.nonce),
+            )
+        self._announce(process)
+        self._wake(process, LIFE_PAUSE)
+
+    def _announce(self, process: Process) -> None:
+        others = [self.processes[pid] for rank, pid in self.entries.items() if pid != process.pid]
+        process.is_anyone_left = any(each.is_alive for each in others)
+        for other in others:
+            if self.history.one_host:
+                other.announced += 1
+            elif other.is_alive and self.random.random() < 0.9:
+                self._at(self.now + 0.2 * self.random.random(), self._hear, other)
+
+    def _hear(self, process: Process) -> None:
+        process.announced += 1
+
+    def _awaits(self, process: Process, what: str) -> bool:
+        ticket = self.tickets[process.ticket]
+        if what in ticket:
+            return True
+        if "refused" in ticket:
+            process.actions.extend(self._call(process, process.joiner, "refused", ticket["refused"]))
+        else:
+            process.actions.extend(
+                self._call(
+                    process,
+                    process.joiner,
+                    "sampled",
+                    self.now,
+                    is_anyone_left=process.is_anyone_left,
+                    is_forgotten="request" not in ticket,
+                )
+            )
+            self._wake(process, LIFE_PAUSE)
+        return False
+
+    def _asks(self, process: Process) -> None:
+        if self._awaits(process, "answer"):
+            process.phase = "loads"
+            self._wake(process, 0.02 + self.random.choice((0.1, 0.1, 1.5)) * self.random.random())
+
+    def _loads(self, process: Process) -> None:
+        ticket = self.tickets[process.ticket]
+        giver, living = ticket.get("answer", (None, []))
+        has_state = (
+            giver is not None
+            and self.processes[giver].is_alive
+            and process.ticket in self.processes[giver].copies
+        )
+        dead = [pid for pid in living if not self.processes[pid].is_alive]
+        if process.is_cut_off:
+            dead += living[:1]
+        unreached = "" if self.history.one_host else ", ".join(f"process {pid}" for pid in dead)
+        actions = self._call(
+            process,
+            process.joiner,
+            "loaded",
+            self.now,
+            has_state,
+            unreached,
+            "the rank that gave it has ended",
+        )
+        process.actions.extend(actions)
+        if not actions:
+            if not has_state:
+                raise Violation("a joiner goes on without a state")
+            ticket["ready"] = True
+            process.phase = "waits"
+            self._announce(process)
+        self._wake(process, 0.05)
+
+    def _waits(self, process: Process) -> None:
+        if not self._awaits(process, "admitted"):
+            return
+        form = self.tickets[process.ticket]["admitted"]
+        member = process.member = self.protocol.Member(process.rank, self.history.size, TIMEOUT, DOUBT)
+        member.membership = self.protocol.Membership(form.epoch - 1, (), frozenset(range(self.history.size)))
+        process.pids = {rank: self.pids_of[form.epoch - 1][rank] for rank in form.decision.living}
+        process.seen, process.polled_epoch, process.begins_at = process.announced, form.epoch, process.at
+        self._do_Form(process, form)
+        process.actions = deque(each for each in process.actions if isinstance(each, _Adopt))
+
+
+@dataclass(frozen=True)
+class _Admit:
+    join: Any
+    form: Any
+
+
+@dataclass(frozen=True)
+class _Adopt:
+    form: Any
+
+
+def violation_of(history: History, protocol: Any = real_protocol, coverage: Any = None) -> str:
+    """Runs a history; returns which promise it breaks, "" if none."""
+    try:
+        World(history, protocol, coverage).run()
+    except Violation as error:
+        return str(error)
+    except Exception as error:  # of the machine
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def shrunk(history: History, protocol: Any = real_protocol) -> History:
+    """Returns a history with as few faults and ranks as possible that breaks a promise too."""
+
+    def kind(text: str) -> str:
+        return re.sub(r"[0-9]+", "0", text).partition(":")[0]
+
+    wanted = kind(violation_of(history, protocol))
+
+    def smaller() -> Iterator[History]:
+        for number in range(len(history.faults)):
+            yield replace(history, faults=history.faults[:number] + history.faults[number + 1 :])
+        if history.size > 2:
+            yield replace(history, size=history.size - 1)
+
+    while True:
+        for candidate in smaller():
+            # With fewer faults, the delays are others.
+            seeds = (replace(candidate, seed=seed) for seed in (history.seed, *range(30)))
+            found = next((each for each in seeds if kind(violation_of(each, protocol)) == wanted), None)
+            if found is not None:
+                history = found
+                break
+        else:
+            return history
+
+
+def first_failure(
+    seeds: Iterable[int], protocol: Any = real_protocol, coverage: Any = None
+) -> History | None:
+    """Returns the first history of these seeds that breaks a promise; None if none does."""
+    histories = map(History.of_seed, seeds)
+    return next((each for each in histories if violation_of(each, protocol, coverage)), None)
+
+
+def command(history: History) -> str:
+    """Returns the command that replays a history."""
+    return f'make histories ARGS="--replay {history}"'
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, default=1_000_000, help="how many histories")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seconds", type=float, default=600.0, help="at most for so long")
+    parser.add_argument("--replay", help="one history, as a failure has printed it")
+    options = parser.parse_args()
+    if options.replay:
+        try:
+            World(History.of_text(options.replay), report=print).run()
+        except Violation as error:
+            print(f"violation: {error}")
+            return 1
+        return 0
+    coverage: Counter[Any] = Counter()
+    end, count = time.monotonic() + options.seconds, 0
+    for count in range(options.seeds):
+        if time.monotonic() >= end:
+            break
+        history = History.of_seed(options.first + count)
+        if violation_of(history, coverage=coverage):
+            small = shrunk(history)
+            print(f"seed {history.seed}: {violation_of(history)}")
+            print(f"shrunk: {violation_of(small)}\n{command(small)}")
+            return 1
+    for (machine, before, event, after, kinds), times in sorted(coverage.items()):
+        print(f"{times:10}  {machine:6} {before:10} {event:16} -> {after:10} {' '.join(kinds)}")
+    print(f"{count + 1} histories, {len(coverage)} transitions, no violation")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,210 @@
+"""Histories of losses and joins, of machines without processes: no promise is broken, and mutants of the protocol break one."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import types
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import histories
+import pytest
+from fogdist.elastic import protocol
+from harness import ALL
+from histories import History, World, command, first_failure, shrunk, violation_of
+
+HISTORIES = 10_000
+# `make test-all` runs as many as fit into this time.
+SECONDS = 600.0
+# Within so many histories, each mutant breaks a promise.
+MUTANT_HISTORIES = 4_000
+
+# Each is a defect: its name, a text of `protocol`, and what stands there instead. The first three are of earlier versions.
+MUTANTS: list[tuple[str, str, str]] = [
+    (
+        "two epochs with the same ranks have one name",
+        'return f"epoch {self.epoch}"',
+        'return f"ranks {self.decision.members}"',
+    ),
+    (
+        "nobody answers joiners after the loss of the lowest rank",
+        "lowest = self.living[0]",
+        "lowest = self.membership.living[0]",
+    ),
+    (
+        "a joiner that must be refused takes the number of a rank that is well",
+        "if rank in self.living:\n            # It may",
+        "if rank in self._gone:\n            # It may",
+    ),
+    (
+        "a rank tells that it has come before it tells who is gone",
+        '(*messages, {"came": self.rank, "objects": objects})',
+        '({"came": self.rank, "objects": objects}, *messages)',
+    ),
+    (
+        "a rank does not tell whom it knows to be gone",
+        "for rank in sorted(self._gone)]\n        m",
+        "for rank in ()]\n        m",
+    ),
+    ("a rank does not tell of a loss in the round", 'if self.state == "in a round" else []', "if 0 else []"),
+    ("one rank that is missing is not waited for", "if not missing:", "if len(missing) <= 1:"),
+    (
+        "a rank that has come and is lost is missing no more",
+        "known = self._came.keys() | self._told",
+        "known = self._came.keys()",
+    ),
+    ("nobody watches those that are missing", "return [Watch(missing)]", "return []"),
+    ("the round has no end", "if now >= self._deadline:", "if now < 0:"),
+    ("a rank proposes without end", "self._has_proposed = True", "self._has_proposed = False"),
+    (
+        "a later decision counts too",
+        'if self.state != "in a round":\n            return []',
+        "if 0:\n            return []",
+    ),
+    ("a rank outside of the decision goes on", "if self.rank not in decision.living:", "if 0:"),
+    ("those that are gone count as living", "came.items() if rank not in gone}", "came.items()}"),
+    ("ranks may be in exchanges of other objects", 'if report["taken"] > report["completed"]', "if 0"),
+    (
+        "all go on where the last rank is",
+        'max(report["completed"], numbers',
+        'min(report["completed"], numbers',
+    ),
+    (
+        "a loss without a joiner changes nothing",
+        "if len(living) == len(before) and not joins:",
+        "if not joins:",
+    ),
+    ("two that take each other for lost are both lost", 'elif message["by"] not in self._told:', "else:"),
+    ("losses of an earlier epoch count", "self._gone.clear()", "pass"),
+    (
+        "an epoch is skipped on some ranks",
+        "self.membership.epoch + 1",
+        "self.membership.epoch + 1 + bool(self._gone)",
+    ),
+    (
+        "the lowest rank is not watched",
+        "return [Watch((lowest,)), LeaveToAnother()]",
+        "return [LeaveToAnother()]",
+    ),
+    ("exchanges before the next round do not count", "self._pauses -= 1", "pass"),
+    ("joiners of before are ready for ever", "self._ready.clear()", "pass"),
+    ("the last process of a number may still run", "if runs:", "if 0:"),
+    ("an obstacle does not count", "if obstacle:", "if 0:"),
+    (
+        "a number that is in use is never refused",
+        "self._early.setdefault(ticket, now) + self._doubt",
+        "float('inf')",
+    ),
+    (
+        "a loss that is not known yet is a reason to refuse",
+        "setdefault(ticket, now) + self._doubt",
+        "setdefault(ticket, now) - 1",
+    ),
+    ("the rank whose number is wanted is not watched", "return [Watch((rank,))]", "return []"),
+    ("a joiner that is ready is not let in", "if is_ready:", "if 0:"),
+    ("a joiner is let in before it is ready", "if is_ready:", "if is_answered:"),
+    ("a joiner comes in at any object", "if request.at == at)", ")"),
+    ("a joiner does not see that nobody is left", "if not is_anyone_left:", "if 0:"),
+    ("a joiner does not see that it is forgotten", "if is_forgotten:", "if 0:"),
+    ("a joiner asks once", "return [Ask()]  # another", "return []  # another"),
+    (
+        "a joiner goes on although it does not reach a rank",
+        "if has_state and not unreached:",
+        "if has_state:",
+    ),
+    ("a joiner without a state goes on", "if has_state and not unreached:", "if not unreached:"),
+    (
+        "a joiner asks again with its old ticket",
+        "return [TakeTicket(), Ask()]\n\n    def _fail",
+        "return [Ask()]\n\n    def _fail",
+    ),
+]
+
+
+def mutant_of(old: str, new: str) -> Any:
+    """Returns the module of the protocol with another text."""
+    path = Path(protocol.__file__)
+    source = path.read_text()
+    assert source.count(old) == 1, f"{old!r} is in {path.name} {source.count(old)} times"
+    module = types.ModuleType("fogdist.elastic.mutant")
+    sys.modules[module.__name__] = module  # where dataclasses look
+    exec(compile(source.replace(old, new), str(path), "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [mutant[1:] for mutant in MUTANTS], ids=[mutant[0] for mutant in MUTANTS]
+)
+def test_mutants_are_found(old: str, new: str) -> None:
+    assert first_failure(range(MUTANT_HISTORIES), mutant_of(old, new)) is not None
+
+
+# What machines do: the machine, its state, the event, the next state, and whether there are actions.
+TRANSITIONS = """
+    Member: settled -agree-> in a round !
+    Member: settled -asked-> settled
+    Member: settled -asked-> settled !
+    Member: settled -exchange-> settled
+    Member: settled -exchange-> settled !
+    Member: settled -formed-> settled
+    Member: settled -lost-> settled
+    Member: settled -polled-> settled
+    Member: settled -polled-> settled !
+    Member: in a round -lost-> in a round
+    Member: in a round -lost-> in a round !
+    Member: in a round -receive came-> in a round
+    Member: in a round -receive gone-> in a round
+    Member: in a round -receive joins-> in a round
+    Member: in a round -receive decided-> decided !
+    Member: in a round -receive decided-> out !
+    Member: in a round -tick-> in a round
+    Member: in a round -tick-> in a round !
+    Member: in a round -tick-> settled !
+    Member: decided -formed-> settled
+    Joiner: asking -start-> asking !
+    Joiner: asking -sampled-> asking !
+    Joiner: asking -sampled-> out !
+    Joiner: asking -refused-> out !
+    Joiner: asking -loaded-> asking !
+    Joiner: asking -loaded-> ready
+    Joiner: asking -loaded-> out !
+    Joiner: ready -sampled-> ready !
+    Joiner: ready -sampled-> out !
+    Joiner: ready -refused-> out !
+"""
+
+
+def test_no_history_breaks_a_promise() -> None:
+    """And together they make all transitions of the machines."""
+    coverage: Counter[Any] = Counter()
+    end = time.monotonic() + SECONDS if ALL else float("inf")
+    seeds = itertools.takewhile(
+        lambda _: time.monotonic() < end, itertools.count() if ALL else range(HISTORIES)
+    )
+    failure = first_failure(seeds, coverage=coverage)
+    if failure is not None:
+        small = shrunk(failure)
+        pytest.fail(f"{violation_of(failure)}; {command(small)}: {violation_of(small)}")
+    made = {
+        f"{machine}: {before} -{event}-> {after}{' !' if kinds else ''}"
+        for machine, before, event, after, kinds in coverage
+    }
+    assert {line.strip() for line in TRANSITIONS.strip().splitlines()} - made == set()
+
+
+def test_a_failure_is_shrunk_and_replayed() -> None:
+    """Of a mutant that lets the farthest rank go back: one fault is enough, and the command has all of it."""
+    mutant = mutant_of('max(report["completed"], numbers', 'min(report["completed"], numbers')
+    failure = first_failure(range(100), mutant)
+    assert failure is not None
+    small = shrunk(failure, mutant)
+    assert len(small.faults) == 1 and "goes back" in violation_of(small, mutant)
+    text = command(small).partition("--replay ")[2].rstrip('"')
+    assert History.of_text(text) == small
+    lines: list[str] = []
+    with pytest.raises(histories.Violation, match="goes back"):
+        World(small, mutant, report=lines.append).run()
+    assert any("agree" in line for line in lines)
