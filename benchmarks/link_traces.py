@@ -1,25 +1,23 @@
 """Training over links whose rates change, with one slow host: `tune=True` beside fixed settings, DDP and torchft.
 
     python benchmarks/link_traces.py --json benchmarks/results/traces.json     # as root, some 40 minutes
-    python benchmarks/link_traces.py --traces 1 --ways tune "4 Int8" --seconds 20
+    python benchmarks/link_traces.py --parts traces --traces 1 --ways tune "4 Int8" --seconds 20
 
-Run it as root on Linux: hosts are network namespaces (emulated_hosts.py) with one rank each. The accelerator is a sleep, and
-the model is GPT-2 by the sizes of its layers, dilated (workloads.py).
-
-Part "traces": 8 hosts, of which one needs twice the time for a sample. All links have the rate of a trace of benchmarks/traces,
-which `make_trace` has made: between 20 Mbit/s and 1 Gbit/s, another one after 10 to 30 s. Each way trains along each trace:
+Hosts are network namespaces with one rank each, the accelerator is a sleep, and the model is GPT-2 by the sizes of its
+layers, dilated, as in cluster.py. Part "traces": 8 hosts, of which one needs twice the time for a sample. All links have the
+rate that a file of benchmarks/traces says: between 20 Mbit/s and 1 Gbit/s, another one after 10 to 30 s. Ways:
 
     none          each rank by itself, for a short time
     tune          `DecentralizedOptimizer(tune=True)`
     4 Int8        a fixed setting: one peer a round, 4 local steps, codec Int8; "4 None" is the same without a codec
     ddp_gloo      DistributedDataParallel on Gloo
-    torchft       Streaming DiLoCo of torchft where that is installed: 4 fragments, each every 16 steps, 3 steps delayed
+    torchft       its Streaming DiLoCo, where it is installed: 4 fragments, each every 16 steps, 3 steps delayed
 
-A rank gets a part of the batch by its speed: by `SharedBatches`, and for DDP and torchft, which have nothing like it, by the
-true speeds. A way is one job that sees all traces; while it stands still others have their turn. The share of compute is the
-samples that all ranks have used in the time of the trace, over those of "none".
+Each rank gets a part of the batch by its speed: from `SharedBatches`, and with DDP and torchft, which have nothing like it, by
+the true speeds. A way is one job along all traces, which stands still while others have their turn. The share of compute is
+the samples that all ranks have used during the trace, over those of "none".
 
-Part "sites": 8 hosts with equal accelerators in two sites, joined by 100 Mbit/s and then by 10 Mbit/s.
+Part "sites": 8 equal hosts in two sites, joined by 100 Mbit/s, and then by 10.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ import numpy as np
 import program
 import torch
 import torch.distributed as dist
-from cluster import LEAST_IDLE, MOST_LATE
+from cluster import LEAST_IDLE
 from cluster_ranks import (
     PORT,
     ClusterRank,
@@ -69,23 +67,23 @@ from report import write
 from torch import nn
 from workloads import DDP_CAP_MB, SCENARIOS, emulated
 
-ROOT = Path(__file__).resolve().parent
-TRACES = range(1, 6)
-HOSTS, SLOW_HOST = 8, 1
-LIGHTHOUSE_PORT = PORT + 2
+TRACES = Path(__file__).resolve().parent / "traces"
+NUMBERS = range(1, 6)
 SLOWEST, FASTEST = 20e6, 1e9
 LEAST_SECONDS, MOST_SECONDS = 10.0, 30.0
+HOSTS, SLOW_HOST = 8, 1
 FIXED = [f"{steps} {codec}" for steps in (1, 4, 16) for codec in ("None", "Int8")]
 WAYS = ["none", "tune", *FIXED, "ddp_gloo", "torchft"]
-# Samples of an equal part of the batch, and of the data set, which is long enough for one epoch.
+COMPUTE_SECONDS = 0.2
+# Samples of an equal part of the batch, and of a data set that is not used up.
 BATCH, DATA = 64, 1 << 22
-# Steps after which ranks that began with equal parts have others.
+# After so many steps ranks have other parts, and turns begin that count.
 MEASURED_STEPS = 16
 ALONE_SECONDS = 6.0
-COMPUTE_SECONDS = 0.2
 PHASE_SECONDS = 120.0
 BETWEEN = ("100mbit", "10mbit")
-# Of the picture: seconds of one value of throughput.
+LIGHTHOUSE_PORT = PORT + 2
+# Of one value of throughput in the picture.
 BIN_SECONDS = 2.0
 
 
@@ -100,7 +98,7 @@ def make_trace(seed: int, seconds: float) -> list[list[float]]:
 
 
 class PartialDevice(Device):
-    """An accelerator that computes a part of the batch for which layers have their seconds."""
+    """An accelerator that computes only a part of the batch."""
 
     part = 1.0
 
@@ -109,74 +107,66 @@ class PartialDevice(Device):
         super().compute(self.part * seconds)
 
 
-class Ending:
-    """Lets ranks end after equally many steps: the most that any of them has begun when the time is over."""
-
-    def __init__(self) -> None:
-        # The steps that each rank has begun, and the last step, or 0.
-        self._begun = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
-
-    def clear(self) -> None:
-        """Called before a turn."""
-        self._begun[:] = [0] * (HOSTS + 1)
-
-    def may_begin(self, rank: int, step: int, is_over: bool) -> bool:
-        """Returns whether a rank begins its next step, counted from 1."""
-        with self._begun.get_lock():
-            if is_over and not self._begun[HOSTS]:
-                self._begun[HOSTS] = max(self._begun)
-            last = self._begun[HOSTS]
-            if last and step > last:
-                return False
-            self._begun[rank] = step
-            return True
-
-
 class TraceRank(ClusterRank):
-    """A rank; the parent calls its methods by name."""
+    """A rank; the parent calls its methods by name.
 
-    def __init__(self, ending: Ending, rank: int, size: int, job: Job) -> None:
+    Args:
+        begun: In memory of all ranks, the steps that each has begun in a turn; then the last step, or 0.
+        rank: Its number.
+        size: How many there are.
+        job: As in `ClusterRank`.
+    """
+
+    def __init__(self, begun: Any, rank: int, size: int, job: Job) -> None:
         super().__init__(rank, size, job)
         self.device: PartialDevice = PartialDevice()
-        self.ending = ending
+        self.begun = begun
         self.parts: dict[str, Iterator[list[int]]] = {}
-        self.draw = random.Random(f"{job.seed} {rank}")
+        self.draw = random.Random(rank)
 
     def follow(self, way: str, begin: float, seconds: float) -> dict[str, Any]:
         """Trains from a time on for so many seconds.
 
         Returns:
-            The time after each step, the samples of each step, some elements of each parameter after it, and with tune
-            the moves: steps of this turn, topology, local steps, codec, reason.
+            When each step ended, its samples, and two elements of each parameter after it; with tune the settings that there
+            were: since which step of this turn, topology, local steps, codec, reason.
         """
         trainer = self.trainers[way]
-        optimizer: Any = trainer.optimizer
-        moves = len(optimizer.tuning.history) if way == "tune" else 0
-        first = trainer.steps
+        tuning: Any = getattr(trainer.optimizer, "tuning", None)
+        known, first = len(tuning.history) if tuning else 0, trainer.steps
         ends: list[float] = []
         samples: list[int] = []
-        elements: list[np.ndarray] = []
+        elements: list[Any] = []
         time.sleep(max(0.0, begin - time.perf_counter()))
-        while True:
-            is_over = time.perf_counter() - begin >= seconds
-            if is_over if way == "none" else not self.ending.may_begin(self.rank, len(ends) + 1, is_over):
-                break
+        while self._may_begin(way, len(ends) + 1, time.perf_counter() - begin >= seconds):
             samples.append(self._samples(way))
             self.device.part = samples[-1] / BATCH
-            self._change_gradients(trainer.module)
+            for layer in trainer.module.modules():
+                if isinstance(layer, EmulatedLayer) and self.draw.random() < 0.5:
+                    for gradient in layer.gradients:
+                        gradient.neg_()
             self._step(trainer)
             ends.append(time.perf_counter() - begin)
-            some = [each.detach().flatten()[:2] for each in trainer.module.parameters()]
-            elements.append(torch.cat(some).numpy())
-        answer = {"ends": ends, "samples": samples, "elements": np.stack(elements), "moves": []}
-        if way == "tune":
-            answer["moves"] = [
-                (max(0, each.step - first), each.topology, each.local_steps, str(each.compression), each.reason)
-                for each in optimizer.tuning.history[max(0, moves - 1) :]  # that of the beginning too
-            ]
-        return answer
+            elements.append(
+                torch.cat([each.detach().flatten()[:2] for each in trainer.module.parameters()]).numpy()
+            )
+        settings = [
+            (max(0, each.step - first), each.topology, each.local_steps, repr(each.compression), each.reason)
+            for each in (tuning.history[known - 1 :] if tuning else ())
+        ]
+        return {"ends": ends, "samples": samples, "elements": np.stack(elements), "settings": settings}
 
     # --- inside ---
+
+    def _may_begin(self, way: str, step: int, is_over: bool) -> bool:
+        """Returns whether the turn has another step: ranks that wait for each other end after equally many."""
+        if way == "none":
+            return not is_over
+        with self.begun.get_lock():
+            if is_over and not self.begun[-1]:
+                self.begun[-1] = max(self.begun)
+            self.begun[self.rank] = step
+            return not self.begun[-1] or step <= self.begun[-1]
 
     def _samples(self, way: str) -> int:
         if way == "none":
@@ -186,18 +176,10 @@ class TraceRank(ClusterRank):
         speeds = [1 / self.job.slow.get(host, 1.0) for host in range(self.size)]
         return round(BATCH * self.size * speeds[self.rank] / sum(speeds))
 
-    def _change_gradients(self, module: nn.Module) -> None:
-        """Gives each layer's gradients another sign at random, on each rank for itself."""
-        for layer in module.modules():
-            if isinstance(layer, EmulatedLayer) and self.draw.random() < 0.5:
-                for each in layer.gradients:
-                    each.neg_()
-
     def _trainer(self, way: str, model: nn.Sequential) -> Trainer:
-        # Otherwise all weights are 0 and all gradients alike, and ranks do not come to differ.
+        # Random, as ranks would not come to differ from each other otherwise.
         alike, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + self.rank)
         for layer in model:
-            assert isinstance(layer, EmulatedLayer)
             for weight, gradient in zip(layer.weights, layer.gradients, strict=True):
                 weight.data.normal_(0.0, 0.02, generator=alike)
                 gradient.normal_(0.0, 1e-3, generator=own)
@@ -206,26 +188,21 @@ class TraceRank(ClusterRank):
         sgd = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         if way == "torchft":
             return Trainer(model, self._streaming(model, sgd))
-        # Of accelerators that are not the CPU.
-        options: dict[str, Any] = {"bucket_cap_mb": self.job.dilation.cap_mb(DDP_CAP_MB)}
-        local_steps = 1
-        if way == "tune":
-            options["tune"] = True
-        else:
-            local_steps, codec = int(way.split()[0]), way.split()[1]
-            options |= {
-                "topology": "one-peer-exp2",
-                "local_steps": local_steps,
-                "compression": Int8() if codec == "Int8" else None,
-            }
-        optimizer = fogdist.DecentralizedOptimizer(sgd, model, **options)
-        every = max(1, MEASURED_STEPS // local_steps)
+        options: dict[str, Any] = {"tune": True}
+        if way != "tune":
+            steps, codec = way.split()
+            options = {"topology": "one-peer-exp2", "local_steps": int(steps)}
+            options["compression"] = Int8() if codec == "Int8" else None
+        # The default of accelerators.
+        cap = self.job.dilation.cap_mb(DDP_CAP_MB)
+        optimizer = fogdist.DecentralizedOptimizer(sgd, model, bucket_cap_mb=cap, **options)
+        every = MEASURED_STEPS // optimizer.local_steps
         batches = fogdist.SharedBatches(optimizer, DATA, BATCH * self.size, seed=None, every=every)
         self.parts[way] = iter(batches)
         return Trainer(model, optimizer)
 
-    def _streaming(self, model: nn.Sequential, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Returns the optimizer, of whose steps torchft's Streaming DiLoCo knows."""
+    def _streaming(self, model: nn.Sequential, sgd: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Returns the optimizer, whose steps are then those of torchft's Streaming DiLoCo."""
         from torchft import Manager, ProcessGroupGloo
         from torchft.local_sgd import DiLoCo
 
@@ -237,8 +214,6 @@ class TraceRank(ClusterRank):
             state_dict=lambda: {"nothing": torch.zeros(1)},
             min_replica_size=self.size,
             use_async_quorum=False,
-            timeout=self.timeout,
-            quorum_timeout=self.timeout,
             rank=0,
             world_size=1,
             store_addr=own,
@@ -248,20 +223,18 @@ class TraceRank(ClusterRank):
             hostname=own,
             init_sync=False,
         )
-        # The embeddings, which are a third of the parameters, and three times 8 layers.
-        fragments = [model[:1], *(model[place : place + 8] for place in (1, 9)), model[17:]]
-        outer = [
-            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments
-        ]
-        about = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5, "pin_memory": False}
-        self.streaming = DiLoCo(manager, fragments, inner, outer, sync_every=16, **about)
+        # The embeddings are a third of the parameters.
+        fragments = [model[:1], model[1:9], model[9:17], model[17:]]
+        outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
+        options = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5, "pin_memory": False}
+        self.streaming = DiLoCo(manager, fragments, sgd, outer, sync_every=16, **options)
         self.streaming.__enter__()
-        return inner
+        return sgd
 
 
 @contextlib.contextmanager
 def lighthouse(host: str) -> Iterator[None]:
-    """Runs the server by which torchft's ranks find each other on a host."""
+    """Runs torchft's server on a host."""
     words = ["torchft_lighthouse", "--bind", f"[::]:{LIGHTHOUSE_PORT}", "--min_replicas", str(HOSTS)]
     server = subprocess.Popen([*inside(host), *words])
     try:
@@ -269,13 +242,6 @@ def lighthouse(host: str) -> Iterator[None]:
     finally:
         server.kill()
         server.wait()
-
-
-def play(changes: Sequence[tuple[float, str]], change: Callable[[str], None], begin: float) -> None:
-    """Calls `change` with each rate when it begins."""
-    for at, rate in changes:
-        time.sleep(max(0.0, begin + at - time.perf_counter()))
-        change(rate)
 
 
 @dataclass
@@ -292,158 +258,135 @@ class Turn:
     seconds: float
     idle: float
 
-    def samples(self, times: Sequence[float]) -> np.ndarray:
-        """Returns how many samples all ranks had used by some times; of a step a part."""
-        return sum(
-            np.interp(times, [0.0, *each["ends"]], [0, *np.cumsum(each["samples"])]) for each in self.answers
-        )
+    def samples(self, times: Sequence[float]) -> Any:
+        """Returns how many samples all ranks had used by some times; of a step its part."""
+        return sum(np.interp(times, [0, *each["ends"]], [0, *np.cumsum(each["samples"])]) for each in self.answers)
 
-    @property
-    def rate(self) -> float:
-        """Samples per second."""
-        return float(self.samples([self.seconds])[0]) / self.seconds
+    def point(self, alone: Turn) -> dict[str, Any]:
+        """Returns the result beside that of ranks that trained alone; with tune, each setting with its share."""
+        rate = alone.samples([alone.seconds])[0] / alone.seconds
+        ends, settings = [0.0, *self.answers[0]["ends"]], self.answers[0]["settings"]
+        times = np.minimum([*(ends[step] for step, *_ in settings), self.seconds], self.seconds)
+        shares = np.diff(self.samples(times)) / np.maximum(np.diff(times), 1e-9) / rate
+        keys = ("time", "share", "step", "topology", "local_steps", "codec", "reason")
+        return {
+            "share": round(float(self.samples([self.seconds])[0]) / self.seconds / rate, 4),
+            "alone_samples_per_s": round(float(rate), 1),
+            "steps": len(ends) - 1,
+            "cpu_idle": round(self.idle, 3),
+            "cpu_bound": min(self.idle, alone.idle) < LEAST_IDLE,
+            "settings": [
+                dict(zip(keys, (round(at, 2), round(share, 4), *each), strict=True))
+                for at, share, each in zip(times.tolist(), shares.tolist(), settings, strict=False)
+            ],
+            "date": time.strftime("%Y-%m-%d"),
+        }
 
-    def moves(self, alone: float) -> list[dict[str, Any]]:
-        """Returns the settings of the turn, and the share of the compute with each."""
-        ends = [0.0, *self.answers[0]["ends"]]
-        found = [each for each in self.answers[0]["moves"] if ends[each[0]] < self.seconds]
-        times = [*(ends[step] for step, *_ in found), self.seconds]
-        rates = np.diff(self.samples(times)) / np.maximum(np.diff(times), 1e-9)
-        keys = ("step", "topology", "local_steps", "codec", "reason")
-        return [
-            dict(zip(keys, each, strict=True)) | {"time": round(at, 2), "share": round(float(rate) / alone, 4)}
-            for each, at, rate in zip(found, times, rates, strict=False)
-        ]
-
-    def distances(self) -> list[float]:
-        """Returns after each step how far ranks are from their mean, relative to it, at equal numbers of steps."""
+    def course(self, alone: Turn) -> dict[str, Any]:
+        """Returns throughput, as a share, and distance of the ranks from their mean relative to it, over the time."""
+        edges = np.arange(0.0, self.seconds + BIN_SECONDS / 2, BIN_SECONDS)
+        rate = alone.samples([alone.seconds])[0] / alone.seconds
         elements = np.stack([each["elements"] for each in self.answers])
         mean = elements.mean(0)
-        off = np.sqrt(((elements - mean) ** 2).sum(2).mean(0))
-        return list(off / np.linalg.norm(mean, axis=1))
+        off = np.sqrt(((elements - mean) ** 2).sum(2).mean(0)) / np.linalg.norm(mean, axis=1)
+        return {
+            "shares": (np.diff(self.samples(edges)) / BIN_SECONDS / rate).round(4).tolist(),
+            "ends": np.round(self.answers[0]["ends"], 2).tolist(),
+            "distances": [float(f"{each:.3g}") for each in off],
+        }
 
 
 def turn(
     ranks: ForkedWorld,
-    ending: Ending,
+    begun: Any,
     way: str,
     seconds: float,
-    changes: Sequence[tuple[float, str]] = (),
+    changes: Sequence[Sequence[float]] = (),
     change: Callable[[str], None] = str,
 ) -> Turn:
-    """Lets ranks train in a way, while rates change."""
-    ending.clear()
+    """Lets ranks train in a way, while `change` is called with each rate."""
+    begun[:] = [0] * len(begun)
     begin = time.perf_counter() + 0.2
+
+    def play() -> None:
+        for at, rate in changes:
+            time.sleep(max(0.0, begin + at - time.perf_counter()))
+            change(rate_text(1e6 * rate))
+
     cores = core_time()
     with ThreadPoolExecutor(1) as other:
-        playing = other.submit(play, changes, change, begin)
+        playing = other.submit(play)
         answers = ranks.ask("follow", way, begin, seconds, patience=seconds)[1]
-        idle = idle_since(cores)
         playing.result()
-    return Turn(answers, seconds, idle)
+    return Turn(answers, seconds, idle_since(cores))
 
 
-def measure_traces(numbers: Sequence[int], ways: Sequence[str], job: Job, seconds: float) -> dict[str, Any]:
-    """Returns a point for each way and trace, and the course of tune along the first trace."""
-    ending = Ending()
-    points: list[dict[str, Any]] = []
-    picture: dict[str, Any] = {}
-    expected = BATCH / job.compute * (HOSTS - 1 + 1 / job.slow[SLOW_HOST])
+def measure_traces(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> None:
+    """Adds a point for each way and trace to the results, and the course of tune along the first trace."""
+    begun = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
+    kind = partial(TraceRank, begun)
+    ways = [each for each in options.ways if each != "none"]
+    with emulated_world("traces", HOSTS, rate_text(FASTEST), PHASE_SECONDS, kind, job) as (ranks, hosts):
+        with lighthouse(hosts[0]) if "torchft" in ways else contextlib.nullcontext():
+            for way in ["none", *ways]:
+                ranks.ask("make", way)
+                turn(ranks, begun, way, 2.2 * MEASURED_STEPS * job.compute)  # equal parts take twice the time
+            for number in options.traces:
+                changes = json.loads((TRACES / f"{number}.json").read_text())["changes"]
+                alone = turn(ranks, begun, "none", ALONE_SECONDS)
+                for way in ways:
+                    made = turn(ranks, begun, way, options.seconds, changes, partial(change_rate, hosts))
+                    point = {"trace": number, "way": way} | made.point(alone)
+                    print(point, flush=True)
+                    same = {"trace": number, "way": way}.items()
+                    content["points"] = [each for each in content["points"] if not same <= each.items()] + [point]
+                    if (number, way) == (NUMBERS[0], "tune"):
+                        content["course"] = made.course(alone)
+
+
+def measure_sites(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> None:
+    """Sets what tune does in two sites, a point for each rate between them."""
+    begun = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
+    network = {"centers": 2, "between": BETWEEN[0]}
     world = emulated_world(
-        "traces", HOSTS, rate_text(FASTEST), PHASE_SECONDS, partial(TraceRank, ending), job
+        "sites", HOSTS, rate_text(FASTEST), PHASE_SECONDS, partial(TraceRank, begun), job, **network
     )
-    with world as (ranks, hosts), lighthouse(hosts[0]) if "torchft" in ways else contextlib.nullcontext():
-        change = partial(change_rate, hosts)
-        for way in ways:
-            ranks.ask("make", way)
-            turn(ranks, ending, way, 2.5 * MEASURED_STEPS * job.compute)  # equal parts take twice the time
-        for number in numbers:
-            kept = json.loads((ROOT / "traces" / f"{number}.json").read_text())["changes"]
-            changes = [(at, rate_text(1e6 * rate)) for at, rate in kept]
-            alone = turn(ranks, ending, "none", ALONE_SECONDS)
-            for way in ways[1:]:
-                made = turn(ranks, ending, way, seconds, changes, change)
-                is_bound = min(alone.idle, made.idle) < LEAST_IDLE or alone.rate < (1 - MOST_LATE) * expected
-                point = {
-                    "trace": number,
-                    "way": way,
-                    "share": round(made.rate / alone.rate, 4),
-                    "samples_per_s": round(made.rate, 1),
-                    "alone_samples_per_s": round(alone.rate, 1),
-                    "steps": len(made.answers[0]["ends"]),
-                    "cpu_idle": round(made.idle, 3),
-                    "cpu_bound": is_bound,
-                    "date": time.strftime("%Y-%m-%d"),
-                }
-                print(point, flush=True)
-                points.append(point)
-                if way == "tune":
-                    point["moves"] = made.moves(alone.rate)
-                    for move in point["moves"]:
-                        print("   ", move, flush=True)
-                    picture = picture or course(number, kept, made, alone.rate) | {"moves": point["moves"]}
-    return {"points": points, "picture": picture}
-
-
-def course(number: int, changes: list[list[float]], made: Turn, alone: float) -> dict[str, Any]:
-    """Returns the data of the picture."""
-    edges = np.arange(0.0, made.seconds + 1e-9, BIN_SECONDS)
-    ends, distances = made.answers[0]["ends"], made.distances()
-    return {
-        "trace": number,
-        "seconds": made.seconds,
-        "rates": changes,
-        "shares": [[float(at), round(float(n) / BIN_SECONDS / alone, 4)] for at, n in zip(edges, np.diff(made.samples(edges)), strict=False)],
-        "distances": [[round(at, 2), float(f"{off:.3g}")] for at, off in zip(ends, distances, strict=True)],
-    }
-
-
-def measure_sites(job: Job, seconds: float) -> list[dict[str, Any]]:
-    """Returns what tune does in two sites, with each rate between them."""
-    ending = Ending()
-    found = []
-    options = {"centers": 2, "between": BETWEEN[0]}
-    kind = partial(TraceRank, ending)
-    with emulated_world("sites", HOSTS, rate_text(FASTEST), PHASE_SECONDS, kind, job, **options) as (ranks, hosts):
+    content["sites"] = []
+    with world as (ranks, hosts):
         for way in ("none", "tune"):
             ranks.ask("make", way)
-        alone = turn(ranks, ending, "none", ALONE_SECONDS)
+        alone = turn(ranks, begun, "none", ALONE_SECONDS)
         for rate in BETWEEN:
             change_between(hosts, rate)
-            made = turn(ranks, ending, "tune", seconds)
-            point = {
-                "between": rate,
-                "share": round(made.rate / alone.rate, 4),
-                "cpu_idle": round(made.idle, 3),
-                "date": time.strftime("%Y-%m-%d"),
-                "moves": made.moves(alone.rate),
-            }
-            print(rate, point["share"], point["cpu_idle"], *point["moves"], sep="\n    ", flush=True)
-            found.append(point)
-    return found
+            point = {"between": rate} | turn(ranks, begun, "tune", options.seconds).point(alone)
+            print(point, flush=True)
+            content["sites"].append(point)
+
+
+PARTS = {"traces": measure_traces, "sites": measure_sites}
 
 
 def parse_arguments() -> argparse.Namespace:
     """Returns the checked command line."""
     parser = program.parser_of(__doc__)
     add = parser.add_argument
-    program.add_names(parser, "--parts", ["traces", "sites"])
-    add("--traces", type=int, nargs="+", choices=TRACES, default=TRACES, metavar="N", help="their numbers")
-    has_torchft = importlib.util.find_spec("torchft") is not None
-    program.add_names(parser, "--ways", WAYS, WAYS if has_torchft else WAYS[:-1])
-    add("--seconds", type=program.positive, default=60.0, help="of a trace")
-    add("--compute", type=program.positive, default=COMPUTE_SECONDS, metavar="SECONDS", help="of an emulated step")
-    add("--json", type=Path, help="file for the results; those of other parts, and of other traces and ways, stay")
-    add("--make", action="store_true", help="write the traces anew and end")
+    program.add_names(parser, "--parts", PARTS)
+    add("--traces", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, metavar="N", help="their numbers")
+    installed = WAYS if importlib.util.find_spec("torchft") else WAYS[:-1]
+    program.add_names(parser, "--ways", WAYS, installed)
+    add("--seconds", type=program.positive, default=40.0, help="of a trace (default: %(default)s)")
+    add("--compute", type=program.positive, default=COMPUTE_SECONDS, metavar="SECONDS", help="of a step")
+    add("--json", type=Path, help="file for the results; those of other ways, traces and parts stay")
+    add("--make", action="store_true", help="only write the traces anew")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measures, and writes the results of each part."""
+    """Measures, and writes the results after each part."""
     options = parse_arguments()
     if options.make:
-        for number in TRACES:
-            write(ROOT / "traces" / f"{number}.json", seed=number, changes=make_trace(number, options.seconds))
+        for number in NUMBERS:
+            write(TRACES / f"{number}.json", seed=number, changes=make_trace(number, options.seconds))
         return
     prepare()
     dilation = emulated(SCENARIOS["b"], options.compute)
@@ -451,20 +394,11 @@ def main() -> None:
     content: dict[str, Any] = {"points": []}
     if options.json is not None and options.json.exists():
         content = json.loads(options.json.read_text())
-    content["facts"] = program.facts() | {"seconds": options.seconds, "compute_s": options.compute, "dilation": asdict(dilation)}
+    about = {"seconds": options.seconds, "compute_s": options.compute, "dilation": asdict(dilation)}
+    content["facts"] = program.facts() | about
     try:
         for part in options.parts:
-            if part == "sites":
-                content["sites"] = measure_sites(job, options.seconds)
-            else:
-                ways = ["none", *(each for each in options.ways if each != "none")]
-                slow = replace(job, slow={SLOW_HOST: 2.0})
-                found = measure_traces(options.traces, ways, slow, options.seconds)
-                again = {(each["trace"], each["way"]) for each in found["points"]}
-                kept = [each for each in content["points"] if (each["trace"], each["way"]) not in again]
-                content["points"] = kept + found["points"]
-                if found["picture"]:
-                    content["picture"] = found["picture"]
+            PARTS[part](options, replace(job, slow={SLOW_HOST: 2.0} if part == "traces" else {}), content)
             if options.json is not None:
                 write(options.json, **content)
     except (Unavailable, WorldFailed) as error:
