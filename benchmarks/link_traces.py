@@ -23,7 +23,6 @@ Part "sites": 8 equal hosts in two sites, joined by 100 Mbit/s, and then by 10.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -47,7 +46,7 @@ import numpy as np
 import program
 import torch
 import torch.distributed as dist
-from cluster import LEAST_IDLE
+from cluster import LEAST_IDLE, MOST_LATE
 from cluster_ranks import (
     PORT,
     ClusterRank,
@@ -70,6 +69,7 @@ from workloads import DDP_CAP_MB, SCENARIOS, emulated
 TRACES = Path(__file__).resolve().parent / "traces"
 NUMBERS = range(1, 6)
 SLOWEST, FASTEST = 20e6, 1e9
+SECONDS = 40.0
 LEAST_SECONDS, MOST_SECONDS = 10.0, 30.0
 HOSTS, SLOW_HOST = 8, 1
 FIXED = [f"{steps} {codec}" for steps in (1, 4, 16) for codec in ("None", "Int8")]
@@ -83,6 +83,8 @@ ALONE_SECONDS = 6.0
 PHASE_SECONDS = 120.0
 BETWEEN = ("100mbit", "10mbit")
 LIGHTHOUSE_PORT = PORT + 2
+# In memory of all ranks: the steps that each has begun in a turn; then the last step of the turn, or 0.
+BEGUN: Any = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
 # Of one value of throughput in the picture.
 BIN_SECONDS = 2.0
 
@@ -108,19 +110,11 @@ class PartialDevice(Device):
 
 
 class TraceRank(ClusterRank):
-    """A rank; the parent calls its methods by name.
+    """A rank; the parent calls its methods by name."""
 
-    Args:
-        begun: In memory of all ranks, the steps that each has begun in a turn; then the last step, or 0.
-        rank: Its number.
-        size: How many there are.
-        job: As in `ClusterRank`.
-    """
-
-    def __init__(self, begun: Any, rank: int, size: int, job: Job) -> None:
+    def __init__(self, rank: int, size: int, job: Job) -> None:
         super().__init__(rank, size, job)
         self.device: PartialDevice = PartialDevice()
-        self.begun = begun
         self.parts: dict[str, Iterator[list[int]]] = {}
         self.draw = random.Random(rank)
 
@@ -128,8 +122,8 @@ class TraceRank(ClusterRank):
         """Trains from a time on for so many seconds.
 
         Returns:
-            When each step ended, its samples, and two elements of each parameter after it; with tune the settings that there
-            were: since which step of this turn, topology, local steps, codec, reason.
+            When each step ended, its samples, and two elements of each parameter after it; cores that the rank used; with tune
+            the settings that there were: since which step of this turn, topology, local steps, codec, reason.
         """
         trainer = self.trainers[way]
         tuning: Any = getattr(trainer.optimizer, "tuning", None)
@@ -138,6 +132,7 @@ class TraceRank(ClusterRank):
         samples: list[int] = []
         elements: list[Any] = []
         time.sleep(max(0.0, begin - time.perf_counter()))
+        cpu = time.process_time()
         while self._may_begin(way, len(ends) + 1, time.perf_counter() - begin >= seconds):
             samples.append(self._samples(way))
             self.device.part = samples[-1] / BATCH
@@ -154,7 +149,14 @@ class TraceRank(ClusterRank):
             (max(0, each.step - first), each.topology, each.local_steps, repr(each.compression), each.reason)
             for each in (tuning.history[known - 1 :] if tuning else ())
         ]
-        return {"ends": ends, "samples": samples, "elements": np.stack(elements), "settings": settings}
+        cpu = (time.process_time() - cpu) / ends[-1]
+        return {
+            "ends": ends,
+            "samples": samples,
+            "elements": np.stack(elements),
+            "settings": settings,
+            "cpu": cpu,
+        }
 
     # --- inside ---
 
@@ -162,11 +164,11 @@ class TraceRank(ClusterRank):
         """Returns whether the turn has another step: ranks that wait for each other end after equally many."""
         if way == "none":
             return not is_over
-        with self.begun.get_lock():
-            if is_over and not self.begun[-1]:
-                self.begun[-1] = max(self.begun)
-            self.begun[self.rank] = step
-            return not self.begun[-1] or step <= self.begun[-1]
+        with BEGUN.get_lock():
+            if is_over and not BEGUN[-1]:
+                BEGUN[-1] = max(BEGUN)
+            BEGUN[self.rank] = step
+            return not BEGUN[-1] or step <= BEGUN[-1]
 
     def _samples(self, way: str) -> int:
         if way == "none":
@@ -225,23 +227,13 @@ class TraceRank(ClusterRank):
         )
         # The embeddings are a third of the parameters.
         fragments = [model[:1], model[1:9], model[9:17], model[17:]]
-        outer = [torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments]
+        outer = [
+            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments
+        ]
         options = {"fragment_sync_delay": 3, "fragment_update_alpha": 0.5, "pin_memory": False}
         self.streaming = DiLoCo(manager, fragments, sgd, outer, sync_every=16, **options)
         self.streaming.__enter__()
         return sgd
-
-
-@contextlib.contextmanager
-def lighthouse(host: str) -> Iterator[None]:
-    """Runs torchft's server on a host."""
-    words = ["torchft_lighthouse", "--bind", f"[::]:{LIGHTHOUSE_PORT}", "--min_replicas", str(HOSTS)]
-    server = subprocess.Popen([*inside(host), *words])
-    try:
-        yield
-    finally:
-        server.kill()
-        server.wait()
 
 
 @dataclass
@@ -260,21 +252,31 @@ class Turn:
 
     def samples(self, times: Sequence[float]) -> Any:
         """Returns how many samples all ranks had used by some times; of a step its part."""
-        return sum(np.interp(times, [0, *each["ends"]], [0, *np.cumsum(each["samples"])]) for each in self.answers)
+        return sum(
+            np.interp(times, [0, *each["ends"]], [0, *np.cumsum(each["samples"])]) for each in self.answers
+        )
 
-    def point(self, alone: Turn) -> dict[str, Any]:
-        """Returns the result beside that of ranks that trained alone; with tune, each setting with its share."""
-        rate = alone.samples([alone.seconds])[0] / alone.seconds
+    def point(self, alone: Turn, expected: float) -> dict[str, Any]:
+        """Returns the result beside that of ranks that trained alone; with tune, each setting with its share.
+
+        Args:
+            alone: Of the way "none".
+            expected: Samples per second of that, as set.
+        """
+        rate = float(alone.samples([alone.seconds])[0]) / alone.seconds
         ends, settings = [0.0, *self.answers[0]["ends"]], self.answers[0]["settings"]
         times = np.minimum([*(ends[step] for step, *_ in settings), self.seconds], self.seconds)
         shares = np.diff(self.samples(times)) / np.maximum(np.diff(times), 1e-9) / rate
+        used = sum(each["cpu"] for each in self.answers) / (os.cpu_count() or 1)
         keys = ("time", "share", "step", "topology", "local_steps", "codec", "reason")
         return {
             "share": round(float(self.samples([self.seconds])[0]) / self.seconds / rate, 4),
             "alone_samples_per_s": round(float(rate), 1),
             "steps": len(ends) - 1,
             "cpu_idle": round(self.idle, 3),
-            "cpu_bound": min(self.idle, alone.idle) < LEAST_IDLE,
+            "cpu_used": round(used, 3),
+            # What other programs take does not count, as ranks go before them, unless steps alone are late by it.
+            "cpu_bound": used > 1 - LEAST_IDLE or rate < (1 - MOST_LATE) * expected,
             "settings": [
                 dict(zip(keys, (round(at, 2), round(share, 4), *each), strict=True))
                 for at, share, each in zip(times.tolist(), shares.tolist(), settings, strict=False)
@@ -285,7 +287,7 @@ class Turn:
     def course(self, alone: Turn) -> dict[str, Any]:
         """Returns throughput, as a share, and distance of the ranks from their mean relative to it, over the time."""
         edges = np.arange(0.0, self.seconds + BIN_SECONDS / 2, BIN_SECONDS)
-        rate = alone.samples([alone.seconds])[0] / alone.seconds
+        rate = float(alone.samples([alone.seconds])[0]) / alone.seconds
         elements = np.stack([each["elements"] for each in self.answers])
         mean = elements.mean(0)
         off = np.sqrt(((elements - mean) ** 2).sum(2).mean(0)) / np.linalg.norm(mean, axis=1)
@@ -298,18 +300,17 @@ class Turn:
 
 def turn(
     ranks: ForkedWorld,
-    begun: Any,
     way: str,
     seconds: float,
     changes: Sequence[Sequence[float]] = (),
     change: Callable[[str], None] = str,
 ) -> Turn:
     """Lets ranks train in a way, while `change` is called with each rate."""
-    begun[:] = [0] * len(begun)
+    BEGUN[:] = [0] * len(BEGUN)
     begin = time.perf_counter() + 0.2
 
     def play() -> None:
-        for at, rate in changes:
+        for at, rate in (each for each in changes if each[0] < seconds):
             time.sleep(max(0.0, begin + at - time.perf_counter()))
             change(rate_text(1e6 * rate))
 
@@ -321,46 +322,46 @@ def turn(
     return Turn(answers, seconds, idle_since(cores))
 
 
-def measure_traces(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> None:
-    """Adds a point for each way and trace to the results, and the course of tune along the first trace."""
-    begun = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
-    kind = partial(TraceRank, begun)
+def measure_traces(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> Iterator[Any]:
+    """Adds a point for each way and trace to the results and yields it; adds the course of tune along the first trace."""
     ways = [each for each in options.ways if each != "none"]
-    with emulated_world("traces", HOSTS, rate_text(FASTEST), PHASE_SECONDS, kind, job) as (ranks, hosts):
-        with lighthouse(hosts[0]) if "torchft" in ways else contextlib.nullcontext():
-            for way in ["none", *ways]:
-                ranks.ask("make", way)
-                turn(ranks, begun, way, 2.2 * MEASURED_STEPS * job.compute)  # equal parts take twice the time
-            for number in options.traces:
-                changes = json.loads((TRACES / f"{number}.json").read_text())["changes"]
-                alone = turn(ranks, begun, "none", ALONE_SECONDS)
-                for way in ways:
-                    made = turn(ranks, begun, way, options.seconds, changes, partial(change_rate, hosts))
-                    point = {"trace": number, "way": way} | made.point(alone)
-                    print(point, flush=True)
-                    same = {"trace": number, "way": way}.items()
-                    content["points"] = [each for each in content["points"] if not same <= each.items()] + [point]
-                    if (number, way) == (NUMBERS[0], "tune"):
-                        content["course"] = made.course(alone)
+    expected = BATCH / job.compute * (HOSTS - 1 + 1 / job.slow[SLOW_HOST])
+    with emulated_world("traces", HOSTS, rate_text(FASTEST), PHASE_SECONDS, TraceRank, job) as (ranks, hosts):
+        if "torchft" in ways:  # its server ends with its host
+            words = ["torchft_lighthouse", "--bind", f"[::]:{LIGHTHOUSE_PORT}", "--min_replicas", str(HOSTS)]
+            subprocess.Popen([*inside(hosts[0]), *words])
+        for way in ["none", *ways]:
+            ranks.ask("make", way)
+            turn(ranks, way, 2.2 * MEASURED_STEPS * job.compute)  # equal parts take twice the time
+        for number in options.traces:
+            changes = json.loads((TRACES / f"{number}.json").read_text())["changes"]
+            alone = turn(ranks, "none", min(ALONE_SECONDS, options.seconds))
+            for way in ways:
+                made = turn(ranks, way, options.seconds, changes, partial(change_rate, hosts))
+                same = {"trace": number, "way": way}
+                point = same | made.point(alone, expected)
+                kept = [each for each in content["points"] if not same.items() <= each.items()]
+                content["points"] = [*kept, point]
+                if (number, way) == (NUMBERS[0], "tune"):
+                    content["course"] = made.course(alone)
+                yield point
 
 
-def measure_sites(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> None:
-    """Sets what tune does in two sites, a point for each rate between them."""
-    begun = multiprocessing.get_context("fork").Array("q", HOSTS + 1)
+def measure_sites(options: argparse.Namespace, job: Job, content: dict[str, Any]) -> Iterator[Any]:
+    """Adds what tune does in two sites, a point for each rate between them, and yields it."""
     network = {"centers": 2, "between": BETWEEN[0]}
-    world = emulated_world(
-        "sites", HOSTS, rate_text(FASTEST), PHASE_SECONDS, partial(TraceRank, begun), job, **network
-    )
+    world = emulated_world("sites", HOSTS, rate_text(FASTEST), PHASE_SECONDS, TraceRank, job, **network)
     content["sites"] = []
+    expected = BATCH / job.compute * HOSTS
     with world as (ranks, hosts):
         for way in ("none", "tune"):
             ranks.ask("make", way)
-        alone = turn(ranks, begun, "none", ALONE_SECONDS)
+        alone = turn(ranks, "none", min(ALONE_SECONDS, options.seconds))
         for rate in BETWEEN:
             change_between(hosts, rate)
-            point = {"between": rate} | turn(ranks, begun, "tune", options.seconds).point(alone)
-            print(point, flush=True)
+            point = {"between": rate} | turn(ranks, "tune", options.seconds).point(alone, expected)
             content["sites"].append(point)
+            yield point
 
 
 PARTS = {"traces": measure_traces, "sites": measure_sites}
@@ -374,7 +375,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--traces", type=int, nargs="+", choices=NUMBERS, default=NUMBERS, metavar="N", help="their numbers")
     installed = WAYS if importlib.util.find_spec("torchft") else WAYS[:-1]
     program.add_names(parser, "--ways", WAYS, installed)
-    add("--seconds", type=program.positive, default=40.0, help="of a trace (default: %(default)s)")
+    add("--seconds", type=program.positive, default=SECONDS, help="of a trace (default: %(default)s)")
     add("--compute", type=program.positive, default=COMPUTE_SECONDS, metavar="SECONDS", help="of a step")
     add("--json", type=Path, help="file for the results; those of other ways, traces and parts stay")
     add("--make", action="store_true", help="only write the traces anew")
@@ -382,11 +383,11 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, and writes the results after each part."""
+    """Measures, and writes the results after each point."""
     options = parse_arguments()
     if options.make:
         for number in NUMBERS:
-            write(TRACES / f"{number}.json", seed=number, changes=make_trace(number, options.seconds))
+            write(TRACES / f"{number}.json", seed=number, changes=make_trace(number, SECONDS))
         return
     prepare()
     dilation = emulated(SCENARIOS["b"], options.compute)
@@ -398,9 +399,11 @@ def main() -> None:
     content["facts"] = program.facts() | about
     try:
         for part in options.parts:
-            PARTS[part](options, replace(job, slow={SLOW_HOST: 2.0} if part == "traces" else {}), content)
-            if options.json is not None:
-                write(options.json, **content)
+            slow = {SLOW_HOST: 2.0} if part == "traces" else {}
+            for point in PARTS[part](options, replace(job, slow=slow), content):
+                print(point, flush=True)
+                if options.json is not None:
+                    write(options.json, **content)
     except (Unavailable, WorldFailed) as error:
         sys.exit(f"emulated hosts: {error}")
 

@@ -1,4 +1,4 @@
-"""The emulated clusters of benchmarks/cluster.py and links.py: hosts, dilation, and short runs on 2 to 4 hosts."""
+"""The emulated clusters of benchmarks/cluster.py, links.py and link_traces.py: hosts, dilation, and short runs."""
 
 from __future__ import annotations
 
@@ -130,6 +130,34 @@ def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
     for way, point in points.items():
         assert 1 < point["sent"] < 1.3, (way, point)  # frames have headers, and TCP acknowledges
     assert "one peer a step / best allreduce" in printed
+
+
+def test_training_along_traces_of_link_rates(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass
+    numbers = tmp_path / "traces.json"
+    ways = ["tune", "4 Int8"]
+    options = ["--traces", "1", "--ways", *ways, "--seconds", "1.5", "--compute", "0.05"]
+    command = [BENCHMARKS / "link_traces.py", *options, "--json", numbers]
+    run_script(command, 1, tmp_path / "log", [sys.executable])
+    written = json.loads(numbers.read_text())
+    points = {point["way"]: point for point in written["points"]}
+    assert set(points) == set(ways)
+    for way, point in points.items():
+        assert 0 < point["share"] < 1.5 and point["steps"] > 0, point
+        assert bool(point["settings"]) == (way == "tune")
+    assert len(written["course"]["distances"]) == points["tune"]["steps"]
+    assert max(written["course"]["distances"]) > 0
+    assert [site["between"] for site in written["sites"]] == ["100mbit", "10mbit"]
+
+
+def test_traces_are_those_of_their_seeds() -> None:
+    program = importlib.import_module("link_traces")
+    for number in program.NUMBERS:
+        kept = json.loads((program.TRACES / f"{number}.json").read_text())
+        assert kept == {"seed": number, "changes": program.make_trace(number, program.SECONDS)}
+        rates = [rate for _, rate in kept["changes"]]
+        assert len(rates) > 1 and all(20 <= rate <= 1000 for rate in rates)
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:
