@@ -136,19 +136,14 @@ def test_training_along_traces_of_link_rates(tmp_path: Path) -> None:
     with emulated_hosts(1, "1gbit"):
         pass
     numbers = tmp_path / "traces.json"
-    ways = ["tune", "4 Int8"]
-    options = ["--traces", "1", "--ways", *ways, "--seconds", "1.5", "--compute", "0.05"]
+    options = ["--parts", "traces", "--traces", "1", "--ways", "tune", "--seconds", "1", "--compute", "0.02"]
     command = [BENCHMARKS / "link_traces.py", *options, "--json", numbers]
     run_script(command, 1, tmp_path / "log", [sys.executable])
     written = json.loads(numbers.read_text())
-    points = {point["way"]: point for point in written["points"]}
-    assert set(points) == set(ways)
-    for way, point in points.items():
-        assert 0 < point["share"] < 1.5 and point["steps"] > 0, point
-        assert bool(point["settings"]) == (way == "tune")
-    assert len(written["course"]["distances"]) == points["tune"]["steps"]
-    assert max(written["course"]["distances"]) > 0
-    assert [site["between"] for site in written["sites"]] == ["100mbit", "10mbit"]
+    (point,) = written["points"]
+    assert 0 < point["share"] < 1.5 and point["settings"][0]["time"] == 0
+    distances = written["course"]["distances"]
+    assert len(distances) == point["steps"] and max(distances) > 0
 
 
 def test_traces_are_those_of_their_seeds() -> None:
