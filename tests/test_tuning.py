@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from fogdist import algorithms, topology
 from fogdist.compression import BFloat16, Int8, TopK
 from fogdist.tuning import decision
+from fogdist.tuning.network import Exchanged, Links, Transfer, sites_of, transfers_of
+from fogdist.tuning.tuner import start_of
 from harness import World, on_ranks
 from hosts import run_on_hosts
 from reference import Checks
@@ -74,6 +77,132 @@ def tuned_here(elements: int, steps: int, slow: int | None = None) -> list[Any]:
     return [taken, history, rates]
 
 
+# --- sites, from transfers --------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """Ranks of two or more sites, one a host, whose exchanges end when both of their transfers have, as fog's do.
+
+    Args:
+        site_of: The site of each rank.
+        trunk: Bytes per second of each line between two sites, each way, which the transfers of a round share.
+        seed: Of how late ranks begin.
+    """
+
+    link, late = 125e6, 0.3  # of a host; the most seconds by which a rank is late
+
+    def __init__(self, site_of: list[int], trunk: float, seed: int = 0) -> None:
+        self.site_of, self.trunk = site_of, trunk
+        self.links = Links(range(len(site_of)), 2)
+        self.rounds = 0
+        self._begun = [0.0] * len(site_of)
+        self._random = random.Random(seed)
+
+    def exchange(self, graph: topology.Topology, size: float) -> dict[int, Exchanged]:
+        """Makes a round; returns what its ranks measure."""
+        W, sites, begun = graph.matrix(self.rounds), self.site_of, self._begun
+        self.rounds += 1
+        ranks = range(len(sites))
+        pairs = [(i, j) for i in ranks for j in ranks if i != j and W[i, j]]
+        lines = [(sites[i], sites[j]) for i, j in pairs]
+        came = {
+            (i, j): max(begun[i], begun[j])
+            + size / (self.link if sites[i] == sites[j] else self.trunk / lines.count((sites[i], sites[j])))
+            for i, j in pairs
+        }
+        ended = [max([at for pair, at in came.items() if rank in pair], default=begun[rank]) for rank in ranks]
+        told = {
+            j: Exchanged(i, size, ended[j] - max(begun[i], begun[j]), ended[j] - begun[j]) for i, j in pairs
+        }
+        self._begun = [
+            max(end, begin + COMPUTE) + self.late * self._random.random()
+            for begin, end in zip(begun, ended, strict=True)
+        ]
+        return told
+
+    def tell(self, graph: topology.Topology, size: float) -> Any:
+        """Makes the rounds of a report; returns the network that it shows."""
+        self.links.learn([self.exchange(graph, size) for _ in range(2)])
+        return self.links.network(COMPUTE / 2, 4e9)
+
+
+HALVES, TURNS = [0, 0, 0, 0, 1, 1, 1, 1], [0, 1] * 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("site_of", "graph", "reports"),
+    [
+        (HALVES, None, 4),
+        (TURNS, None, 4),
+        ([0, 0, 1, 1], None, 3),
+        ([0, 0, 0, 1, 1, 1, 1, 1], None, 4),
+        ([0, 0, 0, 0, 0, 1, 1, 1, 1, 1], None, 9),
+        (HALVES, "one-peer-exp2", 9),
+    ],
+    ids=str,
+)
+def test_sites_are_found(site_of: list[int], graph: str | None, reports: int, seed: int) -> None:
+    """Late ranks, and ranks that send over the line between sites, are not taken for slow links, at no time."""
+    emulated = Emulated(site_of, 12.5e6, seed)
+    start = start_of(graph and topology.named(graph, len(site_of)), len(site_of)).topology
+    found = [emulated.tell(start, 3.8e6) for _ in range(reports)]
+    assert all(network is None or network.site_of == site_of for network in found)
+    assert found[-1] is not None
+    assert all(11e6 < rate < 14e6 for rate in found[-1].trunks.values())
+    assert all(3e7 < rate <= 126e6 for rate in found[-1].host_rates)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("graph", ["base-2", "one-peer-exp2"])
+@pytest.mark.parametrize("link", [12.5e6, 125e6])
+def test_equal_links_are_one_site(graph: str, link: float, seed: int) -> None:
+    emulated = Emulated([0] * 8, 0.0, seed)
+    emulated.link = link
+    found = [emulated.tell(topology.named(graph, 8), 3.8e6) for _ in range(10)]
+    assert found[-1] is not None
+    assert all(network is None or network.site_of == [0] * 8 for network in found)
+
+
+def test_sites_stay_while_their_line_is_what_it_was() -> None:
+    emulated = Emulated(HALVES, 12.5e6)
+    for _ in range(4):
+        emulated.tell(topology.named("base-2", 8), 3.8e6)
+    # One small message at a time takes less than half of the compute, as all others do.
+    few = topology.by_sites(HALVES, every=1)
+    for trunk in (12.5e6, 1.25e6, 12.5e6):
+        emulated.trunk = trunk
+        for _ in range(12):
+            found = emulated.tell(few, 2e5)
+            assert found.site_of == HALVES
+        assert all(0.5 * trunk < rate < 1.1 * trunk for rate in found.trunks.values())
+    emulated.trunk = 125e6
+    assert [emulated.tell(few, 2e5) for _ in range(4)][-1].site_of == [0] * 8
+
+
+def test_a_transfer_is_sure_only_if_its_receiver_sent_in_time() -> None:
+    # Rank 1 receives from 0 and sends to 2: its exchange of 2 s ends when 2 has the message.
+    def of(second: Exchanged, first: float = 5.0) -> Transfer:
+        told = {0: Exchanged(3, 1.0, first, first), 1: Exchanged(0, 1.0, 1.5, 2.0), 2: second}
+        return next(each for each in transfers_of(0, told, range(4)) if each.target == 1)
+
+    assert not of(Exchanged(1, 1.0, 1.9, 2.5)).sure  # it ended with that
+    assert not of(Exchanged(1, 1.0, 1.0, 1.1)).sure  # rank 2 may have come late
+    assert of(Exchanged(1, 1.0, 1.0, 1.5)) == Transfer(0, 0, 1, 1.0, 1.5, True)
+    # The sender's exchange was shorter.
+    assert of(Exchanged(1, 1.0, 1.0, 1.1), first=0.5).seconds == 0.5
+
+
+def test_a_picture_is_clear_only_if_transfers_between_sites_count() -> None:
+    fast = [Transfer(0, 0, 1, 100.0, 1.0), Transfer(0, 2, 3, 100.0, 1.0)]
+    assert sites_of(4, [*fast, Transfer(0, 1, 2, 100.0, 9.0, sure=False)]) is None
+    assert sites_of(4, [*fast, Transfer(0, 1, 2, 100.0, 9.0)]) == [0, 0, 1, 1]
+    assert sites_of(4, [*fast, Transfer(0, 1, 2, 100.0, 1.5, sure=False)]) == [0] * 4
+
+
+# --- on hosts ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("slow", [None, 1])
 def test_slow_links(tmp_path: Path, slow: int | None) -> None:
     """2 MB over 40 Mbit/s take 0.4 s, eight times the compute; with Int8 0.1 s. A slow rank is no slow link."""
@@ -94,7 +223,7 @@ def test_fast_links_need_no_change_of_what_is_sent() -> None:
     """On one host nothing is compressed; the recursion stays that of decentralized SGD."""
     rank, size = start()
     ours, theirs = model_of(64), model_of(64)
-    plain = topology.one_peer_exponential(size)
+    plain = topology.named("base-2", size)
     optimizer = fogdist.DecentralizedOptimizer(
         torch.optim.SGD(ours.parameters(), 0.1 * rank), ours, tune=True
     )

@@ -106,9 +106,7 @@ def ways(network: Network) -> list[Way]:
     from fogdist import topology
 
     size = len(network.host_of)
-    names = ["exp2", "ring", "one-peer-exp2"]
-    # For powers of two, base-2 is the one-peer exponential graph's equal.
-    names += [*(["base-2"] if size & (size - 1) else []), *(["base-3"] if size > 3 else [])]
+    names = ["exp2", "ring", "one-peer-exp2", "base-2", *(["base-3"] if size > 3 else [])]
     tried = {f'"{name}"': topology.named(name, size) for name in names}
     for of_sites in (False, True):
         group = network.equal_groups(of_sites)

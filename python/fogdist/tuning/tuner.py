@@ -18,12 +18,12 @@ from torch import Tensor
 from fog_pg import _extension
 from fogdist.compression import Codec, Int8, TopK
 from fogdist.context import Context
-from fogdist.topology import Topology, one_peer_exponential
+from fogdist.topology import Topology, named
 from fogdist.training.algorithm import Algorithm, check_count
 from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Finish, Mixing, Neighbors, Round
 from fogdist.tuning import decision, prediction
-from fogdist.tuning.network import Network, Transfer
+from fogdist.tuning.network import Exchanged, Links, Network
 from fogdist.tuning.prediction import Way
 
 _log = logging.getLogger("fogdist.tuning")
@@ -38,8 +38,9 @@ _SUM_RATE = 4e9
 _COMPUTES = 3
 # Elements of which each codec is timed, once.
 _CODEC_ELEMENTS, _CODEC_TRIALS = 1 << 16, 3
-# Numbers of a rank in a report: whether they count, compute, distance; of a codec: both rates; of a round: see `_Sample`.
-_OWN, _OF_CODEC, _OF_ROUND = 3, 2, 3
+# Numbers of a rank in a report: whether they count, compute, distance; of a codec: both rates; of a round: those of
+# `Exchanged`, with 1 added to the source.
+_OWN, _OF_CODEC, _OF_ROUND = 3, 2, 4
 
 
 @dataclass(frozen=True)
@@ -242,11 +243,8 @@ class Tuner:
 
     def begin_anew(self) -> None:
         """Goes back to the start, after the ranks have changed: all ranks do without a message, wherever they are."""
-        self._known: dict[tuple[int, int], tuple[int, Transfer]] = {}
-        self._reports = 0
-        self._rounds: dict[
-            int, tuple[int, float, float]
-        ] = {}  # by number modulo REPORT_ROUNDS: source + 1, bytes, seconds
+        self._links = Links(self._algorithm.context.machine_of, REPORT_ROUNDS)
+        self._rounds: dict[int, Exchanged] = {}  # by number modulo REPORT_ROUNDS
         self._ways: dict[tuple[int, ...], list[Way]] = {}
         self._computes = deque[float](maxlen=_COMPUTES)
         self._bytes = 0.0
@@ -312,7 +310,7 @@ class Tuner:
             return
         late = self._lateness(sample.source) * len(spans)
         seconds = max(taken - late, _LEAST_PART * taken)
-        self._rounds[place] = (sample.source + 1, sample.sources * sample.bytes, seconds)
+        self._rounds[place] = Exchanged(sample.source, sample.sources * sample.bytes, seconds, taken)
 
     def _lateness(self, source: int) -> float:
         """Returns the seconds for which a rank's messages were waited for in this round, from the begin of the exchange."""
@@ -327,14 +325,14 @@ class Tuner:
         """Returns this rank's part of a report."""
         if self._codec_rates is None:
             self._codec_rates = [rate for each in self._codecs.values() for rate in _rates_of(each)]
-        rounds = [self._rounds.get(place, (0, 0.0, 0.0)) for place in range(REPORT_ROUNDS)]
+        rounds = [self._rounds.get(place, Exchanged(-1, 0.0, 0.0, 0.0)) for place in range(REPORT_ROUNDS)]
         compute = min(self._computes, default=0.0)  # as what else a machine does makes single steps longer
         return [
             float(compute > 0.0),
             compute,
             self._mixing.distance,
             *self._codec_rates,
-            *(n for each in rounds for n in each),
+            *(n for each in rounds for n in (each.source + 1, each.size, each.seconds, each.span)),
         ]
 
     # --- what all ranks have measured ---
@@ -346,13 +344,11 @@ class Tuner:
         ranks = [numbers[place : place + length] for place in range(0, len(numbers), length)]
         if len(ranks) != context.size or not all(each[0] for each in ranks):
             return
-        self._reports += 1
-        of_rounds = [each[-_OF_ROUND * REPORT_ROUNDS :] for each in ranks]
         compute = max(each[1] for each in ranks)
-        self._learn(context, of_rounds, compute)
-        least = math.ceil(math.log2(max(2, context.size)) / REPORT_ROUNDS)
-        hosts = {host for pair in self._known for host in pair}
-        if self._reports < least or len(hosts) < max(context.machine_of) + 1:
+        # Links that need less than half of the compute count alike: faster ones change nothing, and short times are uncertain.
+        self._links.learn([_exchanged(ranks, place) for place in range(REPORT_ROUNDS)])
+        network = self._links.network(compute / 2, _SUM_RATE)
+        if network is None:
             return
         codecs = {}
         for place, (name, codec) in enumerate(self._codecs.items()):
@@ -360,7 +356,6 @@ class Tuner:
             rates = (min(each[at + number] for each in ranks) for number in range(_OF_CODEC))
             share = codec.bytes(_CODEC_ELEMENTS) / (4 * _CODEC_ELEMENTS)
             codecs[name] = prediction.Codec(name, share, *rates)
-        network = self._network(context)
         groups = self._settings(network, compute, codecs)
         if not groups[0]:
             return
@@ -388,55 +383,6 @@ class Tuner:
                 distance=distance,
             ),
             mixing,
-        )
-
-    def _learn(self, context: Context, of_rounds: Sequence[Sequence[float]], compute: float) -> None:
-        """Takes the transfers of the rounds of a report, and forgets those of earlier ones that they replace.
-
-        All that take less than half of the compute count alike: faster links change nothing, and short times are uncertain.
-        """
-        for place in range(REPORT_ROUNDS):
-            pairs: dict[tuple[int, int], tuple[float, float]] = {}
-            for rank, numbers in enumerate(of_rounds):
-                source, size, seconds = numbers[_OF_ROUND * place : _OF_ROUND * (place + 1)]
-                if source and seconds > 0.0:
-                    pair = context.machine_of[int(source) - 1], context.machine_of[rank]
-                    before = pairs.get(pair, (0.0, 0.0))
-                    pairs[pair] = before[0] + size, max(before[1], seconds, compute / 2)
-            together = REPORT_ROUNDS * self._reports + place
-            for (here, there), (size, seconds) in pairs.items():
-                if here != there:
-                    self._known[here, there] = self._reports, Transfer(together, here, there, size, seconds)
-        sites = self._sites(context)
-        newest: dict[tuple[int, int], int] = {}
-        for (here, there), (report, _) in self._known.items():
-            line = sites[here], sites[there]
-            newest[line] = max(report, newest.get(line, 0))
-        # Between sites only the last report counts, as its rounds shared the line; within one the last ones of a period.
-        within = math.ceil(math.log2(max(2, context.size)) / REPORT_ROUNDS)
-        self._known = {
-            (here, there): kept
-            for (here, there), kept in self._known.items()
-            if kept[0] > newest[sites[here], sites[there]] - (within if sites[here] == sites[there] else 1)
-        }
-
-    def _sites(self, context: Context) -> Sequence[int]:
-        """Returns the site of each host, as known by the last move."""
-        sites = self.setting.sites
-        hosts = max(context.machine_of) + 1
-        if len(sites) != context.size:
-            return [0] * hosts
-        return [sites[context.machine_of.index(host)] for host in range(hosts)]
-
-    def _network(self, context: Context) -> Network:
-        hosts = max(context.machine_of) + 1
-        return Network.between(
-            context.machine_of,
-            [transfer for _, transfer in self._known.values()],
-            latency=0.0,
-            latency_within=0.0,
-            local_rates=[math.inf] * hosts,
-            sum_rate=_SUM_RATE,
         )
 
     def _settings(
@@ -536,8 +482,20 @@ def checked(
 
 
 def start_of(topology: Topology | None, size: int) -> Neighbors:
-    """Returns the mixing that a job begins with: one peer a round, so that each exchange shows the rate of a link."""
-    return Neighbors(one_peer_exponential(size) if topology is None else topology)
+    """Returns the mixing that a job begins with: one peer a round, in pairs if possible, which show the rate of one link."""
+    name = "one-peer-exp2" if size & (size - 1) else "base-2"
+    return Neighbors(named(name, size) if topology is None else topology)
+
+
+def _exchanged(ranks: Sequence[Sequence[float]], place: int) -> dict[int, Exchanged]:
+    """Returns what the ranks tell in a report of one of its rounds, by rank."""
+    begin = -_OF_ROUND * (REPORT_ROUNDS - place)
+    of_round = {rank: numbers[begin : begin + _OF_ROUND or None] for rank, numbers in enumerate(ranks)}
+    return {
+        rank: Exchanged(int(source) - 1, *measured)
+        for rank, (source, *measured) in of_round.items()
+        if source
+    }
 
 
 def _code_of(topology: Topology) -> str:
