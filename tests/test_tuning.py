@@ -63,12 +63,12 @@ def told(optimizer: Any) -> list[dict[str, Any]]:
     ]
 
 
-def tuned_here(elements: int, steps: int, slow: int | None = None) -> list[Any]:
+def tuned_here(elements: int, steps: int, slow: int | None = None, compute: float = COMPUTE) -> list[Any]:
     """Trains on each rank with ``tune=True``; one rank may need twice the time."""
     fogdist.init()
     model = model_of(elements)
     optimizer = fogdist.DecentralizedOptimizer(torch.optim.SGD(model.parameters(), 1e-3), model, tune=True)
-    seconds = COMPUTE * (2 if fogdist.rank() == slow else 1)
+    seconds = compute * (2 if fogdist.rank() == slow else 1)
     taken = train(optimizer, model, steps, seconds)
     history = told(optimizer)
     rates = [list(each.rates) for each in optimizer.tuning.history]
@@ -172,7 +172,7 @@ def test_sites_stay_while_their_line_is_what_it_was() -> None:
     few = topology.by_sites(HALVES, every=1)
     for trunk in (12.5e6, 1.25e6, 12.5e6):
         emulated.trunk = trunk
-        for _ in range(12):
+        for _ in range(4):
             found = emulated.tell(few, 2e5)
             assert found.site_of == HALVES
         assert all(0.5 * trunk < rate < 1.1 * trunk for rate in found.trunks.values())
@@ -218,6 +218,14 @@ def test_slow_links(tmp_path: Path, slow: int | None) -> None:
     assert set(history[-1]["sites"]) == {0}
 
 
+def test_two_sites(tmp_path: Path) -> None:
+    """2 MB take 40 ms within a site; the two of a round that cross take 1.6 s each, and no rank may be taken for a site."""
+    calls = [("tuned_here", [500_000, 16, None, 0.2])]
+    found = run_on_hosts(tmp_path, range(4), "test_tuning", calls, rate="400mbit", between="20mbit")
+    history = found[0][0][1]
+    assert history[1]["sites"] == (0, 0, 1, 1) and history[1]["step"] <= 12, history
+
+
 @on_ranks(4)
 def test_fast_links_need_no_change_of_what_is_sent() -> None:
     """On one host nothing is compressed; the recursion stays that of decentralized SGD."""
@@ -258,10 +266,7 @@ def train_with_moves(kind: str, options: dict[str, Any]) -> tuple[list[Any], flo
     made = optimizers[kind](model.parameters(), 1e-3 * fogdist.rank())
     bounds = fogdist.Tune(max_local_steps=2, codecs=() if kind == "adamw" else [Int8(), BFloat16()])
     optimizer: Any = fogdist.DecentralizedOptimizer(made, model, tune=bounds, **options)
-    for step in range(40):
-        if step == 20:
-            optimizer.tuning.begin_anew()
-        train(optimizer, model, 1, 0.002)
+    train(optimizer, model, 40, 0.002)
     history = told(optimizer)
     optimizer.average()
     value = float(model.weight.sum().detach())
@@ -277,14 +282,13 @@ def train_with_moves(kind: str, options: dict[str, Any]) -> tuple[list[Any], flo
 def test_all_ranks_move_at_the_same_step(
     new_world: Callable[..., World], kind: str, options: dict[str, Any]
 ) -> None:
-    """Any sequence of moves, for each algorithm that takes `tune`, and one from the start between them."""
+    """Any sequence of moves, for each algorithm that takes `tune`."""
     outcomes = new_world(4, timeout=TIMEOUT).run_raw(train_with_moves, kind, options)
     answers = [each.value for each in survivors_of(outcomes, [])]
     histories = [[(e["topology"], e["local_steps"], e["codec"]) for e in each[0]] for each in answers]
     assert all(each == histories[0] for each in histories), histories
     assert len({setting for each in histories for setting in each}) > 3, histories
     assert all(each[1] == answers[0][1] for each in answers)
-    assert "the ranks have changed" in [each["reason"] for each in answers[0][0]]
 
 
 @on_ranks(2)

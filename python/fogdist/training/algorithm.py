@@ -73,9 +73,6 @@ class Tuning(Protocol):
     def joined(self) -> None:
         """Called at the beginning of a round, after that."""
 
-    def begin_anew(self) -> None:
-        """Called after a change of the membership, on all ranks."""
-
     def close(self) -> None:
         """Ends what is in flight. Collective."""
 
@@ -833,8 +830,6 @@ class Algorithm(DistributedOptimizer):
             )
 
     def _fog_on_change(self) -> None:
-        if self.tuning is not None:
-            self.tuning.begin_anew()
         with torch.no_grad():
             self.members_changed()
 

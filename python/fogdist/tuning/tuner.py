@@ -123,7 +123,7 @@ class TunedMixing(Mixing):
     """Averages with the neighbors of a topology, which a `Tuner` changes between rounds, and measures.
 
     Args:
-        start: At first, and again after the ranks have changed.
+        start: At first.
 
     Attributes:
         current: Of the next round.
@@ -196,8 +196,6 @@ class Tuner:
     next round's beginning all have the same numbers, make the same decision of them (`fogdist.tuning.decision.moved`), and
     move.
 
-    After a loss or a join all ranks go back to the setting of the start, and measure anew.
-
     Args:
         algorithm: It trains with the mixing.
         mixing: Its mixing.
@@ -225,8 +223,7 @@ class Tuner:
         self._local_steps = [each for each in decision.LOCAL_STEPS if each <= bounds.max_local_steps]
         codecs = bounds.codecs if bounds.codecs is not None else [Int8()]
         self._codecs = {repr(each): each for each in codecs if algorithm.takes_compression}
-        self._start = self._change("the start", mixing.start, algorithm.local_steps)
-        self.history = [self._start]
+        self.history = [self._change("the start", mixing.start, algorithm.local_steps)]
         self._name = f"{algorithm.name} tuning"
         # The ranks' numbers, and the operation that brings them together.
         self._report: tuple[Tensor, dist.Work] | None = None
@@ -234,28 +231,18 @@ class Tuner:
         extension = _extension.load()
         extension.observe(True)
         weakref.finalize(self, extension.observe, False).atexit = False
-        self.begin_anew()
-
-    @property
-    def setting(self) -> Change:
-        """The present setting."""
-        return self.history[-1]
-
-    def begin_anew(self) -> None:
-        """Goes back to the start, after the ranks have changed: all ranks do without a message, wherever they are."""
-        self._links = Links(self._algorithm.context.machine_of, REPORT_ROUNDS)
+        self._links = Links(algorithm.context.machine_of, REPORT_ROUNDS)
         self._rounds: dict[int, Exchanged] = {}  # by number modulo REPORT_ROUNDS
         self._ways: dict[tuple[int, ...], list[Way]] = {}
         self._computes = deque[float](maxlen=_COMPUTES)
         self._bytes = 0.0
         self._since: tuple[float, int] | None = None
         self._traffic: dict[int, dict[str, Any]] = {}
-        self._mixing.sample = None
-        if self.setting is not self._start:
-            self._apply(
-                replace(self._start, step=self._algorithm.steps, reason="the ranks have changed"),
-                self._mixing.start,
-            )
+
+    @property
+    def setting(self) -> Change:
+        """The present setting."""
+        return self.history[-1]
 
     # --- called by the algorithm at the beginning of a round ---
 
@@ -404,10 +391,7 @@ class Tuner:
     def _ways_in(self, network: Network) -> list[Way]:
         """Returns the ways of one peer a round, whose exchanges show the rate of each link."""
         if self._fixed is not None:
-            fixed = (
-                self._fixed if self._fixed.size == len(network.host_of) else None
-            )  # others have joined or gone
-            way = None if fixed is None else prediction.along(fixed, _code_of(fixed), network.host_of)
+            way = prediction.along(self._fixed, _code_of(self._fixed), network.host_of)
             return [] if way is None else [way]
         found = [each for each in prediction.ways(network) if each.topology is not None]
         return [each for each in found if all(traffic.messages <= 1 for traffic in each.traffic)]
@@ -467,7 +451,8 @@ def checked(
     if patience is not None:
         raise ValueError(f"patience must be None with tune, got {patience}")
     if on_loss != "raise":
-        # A rank that has moved and one that has not may have made different numbers of steps for the same round.
+        # A rank may have got a report, moved, and begun the next round with other local steps, while the same report has failed
+        # on another one. These two make different numbers of steps up to the exchange at which all go on.
         raise ValueError(f"on_loss must be 'raise' with tune, got {on_loss!r}")
     if bounds.codecs and not kind.takes_compression:
         raise ValueError(
