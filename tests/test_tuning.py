@@ -110,7 +110,9 @@ class Emulated:
             + size / (self.link if sites[i] == sites[j] else self.trunk / lines.count((sites[i], sites[j])))
             for i, j in pairs
         }
-        ended = [max([at for pair, at in came.items() if rank in pair], default=begun[rank]) for rank in ranks]
+        ended = [
+            max([at for pair, at in came.items() if rank in pair], default=begun[rank]) for rank in ranks
+        ]
         told = {
             j: Exchanged(i, size, ended[j] - max(begun[i], begun[j]), ended[j] - begun[j]) for i, j in pairs
         }

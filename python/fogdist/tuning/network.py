@@ -193,7 +193,9 @@ def sites_of(hosts: int, transfers: Sequence[Transfer], least: float = 0.0) -> l
     seen = {(each.source, each.target) for each in transfers}
     sites = [[host] for host in range(hosts)]
 
-    def between(a: Sequence[int], b: Sequence[int], pairs: Collection[tuple[int, int]]) -> list[tuple[int, int]]:
+    def between(
+        a: Sequence[int], b: Sequence[int], pairs: Collection[tuple[int, int]]
+    ) -> list[tuple[int, int]]:
         both = itertools.chain(itertools.product(a, b), itertools.product(b, a))
         return [pair for pair in both if pair in pairs]
 
@@ -228,9 +230,7 @@ class Exchanged:
     span: float
 
 
-def transfers_of(
-    together: int, exchanged: Mapping[int, Exchanged], host_of: Sequence[int]
-) -> list[Transfer]:
+def transfers_of(together: int, exchanged: Mapping[int, Exchanged], host_of: Sequence[int]) -> list[Transfer]:
     """Returns the transfers between hosts of one round, in which each rank may receive from one and send to one.
 
     An exchange ends when the slower one of its two transfers does. So a transfer took no longer than the exchange of its
