@@ -493,8 +493,8 @@ def trace_table(found: Mapping[str, Any]) -> str:
     share = {(point["way"], point["trace"]): point for point in found["points"]}
     traces = sorted({point["trace"] for point in found["points"]})
     fixed = [way for way in dict.fromkeys(way for way, _ in share) if way[0].isdigit()]
-    titles = {way: f"{way.split()[0]} local steps, {way.split()[1]}" for way in fixed}
-    titles |= {"tune": "`tune=True`", "ddp_gloo": "DDP on Gloo", "torchft": "torchft, Streaming DiLoCo"}
+    titles = {"tune": "`tune=True`"} | {way: " local steps, ".join(way.split(" ")) for way in fixed}
+    titles |= {"ddp_gloo": "DDP on Gloo", "torchft": "torchft, Streaming DiLoCo"}
 
     def row(title: str, chosen: Sequence[Point]) -> list[str]:
         cells = [f"{percent(each['share'])}{MARK if each['cpu_bound'] else ''}" for each in chosen]
@@ -502,8 +502,8 @@ def trace_table(found: Mapping[str, Any]) -> str:
 
     best = [max((share[way, trace] for way in fixed), key=lambda each: each["share"]) for trace in traces]
     rows = [row(title, [share[way, trace] for trace in traces]) for way, title in titles.items()]
-    rows.insert(0, row("the best fixed setting of each trace", best))
-    return table(["way", *map(str, traces), "mean"], reversed(rows))
+    rows.insert(1, row("the best fixed setting of each trace", best))
+    return table(["way", *map(str, traces), "mean"], rows)
 
 
 def draw_trace(path: Path, found: Mapping[str, Any]) -> None:
