@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -74,6 +74,7 @@ help:
 	@echo "make benchmark-cluster    scaling on an emulated cluster      (as root; ARGS=\"--scenarios a --hosts 2 4\")"
 	@echo "make benchmark-links      exchanges where links are slow      (as root; ARGS=\"--world 8 100mbit 16x128K\")"
 	@echo "make benchmark-advise     fog advise beside a measured grid   (as root; ARGS=\"--clusters fast --hosts 2\")"
+	@echo "make benchmark-traces     training over links that change    (as root; ARGS=\"--traces 1 --ways tune\")"
 	@echo "make benchmark-performance   all for docs/measurements/scaling.md, and its tables   (as root, some three hours)"
 	@echo "make benchmark-model      a model of it, checked, up to 16,384 ranks   (after benchmark-cluster)"
 	@echo "make benchmark-compression   codecs, losses over bytes, links (as root; ARGS=\"--parts codecs\")"
@@ -236,6 +237,10 @@ benchmark-links: build
 benchmark-advise: build
 	@echo "== benchmark of the advice"
 	@$(IN_VENV) python benchmarks/advise.py $(or $(ARGS),--json benchmarks/results/advise.json)
+
+benchmark-traces: build
+	@echo "== benchmark of links that change"
+	@$(IN_VENV) python benchmarks/link_traces.py $(or $(ARGS),--json benchmarks/results/traces.json)
 
 benchmark-model: build
 	@echo "== model of the emulated cluster"

@@ -223,6 +223,21 @@ def _move_frames(ends: Sequence[int], delay: float, closing: int) -> None:
                     os.write(end, frames.popleft()[1])
 
 
+def change_rate(names: Sequence[str], rate: str) -> None:
+    """Limits the links of all hosts of `emulated_hosts` in one bridge anew."""
+    switch = f"{names[0].rsplit('-', 1)[0]}-switch0"
+    for number, name in enumerate(names):
+        limit_rate(INTERFACE, rate, namespace=name)
+        limit_rate(f"port{number}", rate, namespace=switch)
+
+
+def change_between(names: Sequence[str], rate: str) -> None:
+    """Limits the link between the two data centers of `emulated_hosts` anew."""
+    prefix = names[0].rsplit("-", 1)[0]
+    for center, end in enumerate(("next0", "last0")):
+        limit_rate(end, rate, namespace=f"{prefix}-switch{center}")
+
+
 def traffic(names: Sequence[str]) -> list[tuple[int, int]]:
     """Bytes that each host has sent and received since it was made, counted by the bridges' ports."""
     prefix = names[0].rsplit("-", 1)[0]
@@ -306,7 +321,7 @@ def rate_text(bits: float) -> str:
 
 
 def limit_rate(device: str, rate: str, *, namespace: str) -> None:
-    """Limits what a device sends, from now on.
+    """Limits what a device sends, from now on; what waits for an earlier limit is kept.
 
     Raises:
         ValueError: `rate` is no rate.
@@ -316,7 +331,7 @@ def limit_rate(device: str, rate: str, *, namespace: str) -> None:
     burst = max(LEAST_BURST, round(BURST_SECONDS * bytes_per_second))
     queue = burst + max(LEAST_QUEUE, round(QUEUE_SECONDS * bytes_per_second))
     words = ["tbf", "rate", rate, "burst", str(burst), "limit", str(queue)]
-    _output("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "handle", "1:", *words)
+    _output("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "handle", "1:", *words)
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Fills the tables of docs/measurements from the files in benchmarks/results, and draws scaling efficiency.
+"""Fills the tables of docs/measurements from the files in benchmarks/results, and draws their pictures.
 
-    python benchmarks/performance_tables.py            # writes the pages, and docs/pictures/scaling.png, anew
+    python benchmarks/performance_tables.py            # writes the pages, and their pictures in docs/pictures, anew
     python benchmarks/performance_tables.py --check    # fails if a page says anything else than the files
 
-A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. In the picture, measured points are filled
+A table stands between the comments ``<!-- table NAME -->`` and ``<!-- end -->``. In the picture of scaling, measured points are filled
 and have bars from quartile to quartile, and are small and pale if the processor was short; modelled ones are hollow, on
-dashed lines.
+dashed lines. The other picture is the course of `tune=True` along a trace of link rates.
 """
 
 from __future__ import annotations
@@ -488,6 +488,60 @@ def draw_efficiency(
     figure.savefig(path, dpi=110)
 
 
+def trace_table(found: Mapping[str, Any]) -> str:
+    """Returns the shares of compute along each trace, and their means, with the best fixed setting of each trace."""
+    share = {(point["way"], point["trace"]): point for point in found["points"]}
+    traces = sorted({point["trace"] for point in found["points"]})
+    fixed = [way for way in dict.fromkeys(way for way, _ in share) if way[0].isdigit()]
+    titles = {"tune": "`tune=True`"} | {way: " local steps, ".join(way.split(" ")) for way in fixed}
+    titles |= {"ddp_gloo": "DDP on Gloo", "torchft": "torchft, Streaming DiLoCo"}
+
+    def row(title: str, chosen: Sequence[Point]) -> list[str]:
+        cells = [f"{percent(each['share'])}{MARK if each['cpu_bound'] else ''}" for each in chosen]
+        return [title, *cells, percent(statistics.fmean(each["share"] for each in chosen))]
+
+    best = [max((share[way, trace] for way in fixed), key=lambda each: each["share"]) for trace in traces]
+    rows = [row(title, [share[way, trace] for trace in traces]) for way, title in titles.items()]
+    rows.insert(1, row("the best fixed setting of each trace", best))
+    return table(["way", *map(str, traces), "mean"], rows)
+
+
+def draw_trace(path: Path, found: Mapping[str, Any]) -> None:
+    """Draws the course of tune along the first trace: rate, setting, throughput, and distance of the ranks."""
+    from matplotlib.figure import Figure
+
+    course, seconds = found["course"], found["facts"]["seconds"]
+    (point,) = (each for each in found["points"] if each["way"] == "tune" and each["trace"] == 1)
+    changes = json.loads((RESULTS.parent / "traces" / "1.json").read_text())["changes"]
+    settings = point["settings"]
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    rate, setting, share, distance = figure.subplots(4, 1, sharex=True)
+    rate.step([*(at for at, _ in changes), seconds], [*(r for _, r in changes), changes[-1][1]], where="post")
+    rate.set(yscale="log", ylabel="rate of each link,\nMbit/s", ylim=(15, 1200))
+    times = [*(each["time"] for each in settings), seconds]
+    for codec, color in (("None", "tab:gray"), ("Int8(block=256)", "tab:green")):
+        label = "no codec" if codec == "None" else "int8"
+        setting.plot([], [], color=color, linewidth=4, label=label)
+        for each, begin, end in zip(settings, times, times[1:], strict=False):
+            if each["codec"] == codec:
+                setting.hlines(each["local_steps"], begin, end, color=color, linewidth=4)
+    setting.set(yscale="log", ylabel="local steps", ylim=(0.7, 24), yticks=[1, 2, 4, 8, 16])
+    setting.set_yticklabels(["1", "2", "4", "8", "16"])
+    setting.minorticks_off()
+    setting.legend(loc="upper right", fontsize="small")
+    width = seconds / len(course["shares"])
+    edges = [width * place for place in range(len(course["shares"]) + 1)]
+    share.stairs([100 * each for each in course["shares"]], edges, fill=True, alpha=0.6)
+    share.axhline(95, color="0.4", linewidth=0.8, linestyle=":")
+    share.set(ylabel="throughput, % of that\nwithout communication", ylim=(0, 110))
+    distance.plot(course["ends"], [100 * each for each in course["distances"]], color="tab:purple")
+    distance.set(ylabel="distance of the ranks\nfrom their mean, %", xlabel="seconds", xlim=(0, seconds))
+    distance.set_ylim(bottom=0)
+    for panel in (rate, setting, share, distance):
+        panel.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+
+
 def read(name: str) -> Any:
     """Returns what a file in benchmarks/results holds."""
     return json.loads((RESULTS / f"{name}.json").read_text())
@@ -511,6 +565,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "errors": lambda: error_table(read("model")),
         "modelled a": lambda: extrapolated_table("a", read("model")),
         "modelled c": lambda: extrapolated_table("c", read("model")),
+        "link traces": lambda: trace_table(read("traces")),
         "advice": lambda: advice_table(read("advise")),
         "loss": lambda: loss_table(read("loss")),
         "loss of long runs": lambda: loss_table(read("loss_long")),
@@ -553,7 +608,9 @@ def main() -> None:
         if not arguments.check:
             path.write_text(after)
     if not arguments.check:
-        draw_efficiency(ROOT / "docs" / "pictures" / "scaling.png", points(), read("model")["points"])
+        pictures = ROOT / "docs" / "pictures"
+        draw_efficiency(pictures / "scaling.png", points(), read("model")["points"])
+        draw_trace(pictures / "link_trace.png", read("traces"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The emulated clusters of benchmarks/cluster.py and links.py: hosts, dilation, and short runs on 2 to 4 hosts."""
+"""The emulated clusters of benchmarks/cluster.py, links.py and link_traces.py: hosts, dilation, and short runs."""
 
 from __future__ import annotations
 
@@ -130,6 +130,29 @@ def test_links_carry_what_each_way_must_send(tmp_path: Path) -> None:
     for way, point in points.items():
         assert 1 < point["sent"] < 1.3, (way, point)  # frames have headers, and TCP acknowledges
     assert "one peer a step / best allreduce" in printed
+
+
+def test_training_along_traces_of_link_rates(tmp_path: Path) -> None:
+    with emulated_hosts(1, "1gbit"):
+        pass
+    numbers = tmp_path / "traces.json"
+    options = ["--parts", "traces", "--traces", "1", "--ways", "tune", "--seconds", "1", "--compute", "0.02"]
+    command = [BENCHMARKS / "link_traces.py", *options, "--json", numbers]
+    run_script(command, 1, tmp_path / "log", [sys.executable])
+    written = json.loads(numbers.read_text())
+    (point,) = written["points"]
+    assert 0 < point["share"] < 1.5 and point["settings"][0]["time"] == 0
+    distances = written["course"]["distances"]
+    assert len(distances) == point["steps"] and max(distances) > 0
+
+
+def test_traces_are_those_of_their_seeds() -> None:
+    program = importlib.import_module("link_traces")
+    for number in program.NUMBERS:
+        kept = json.loads((program.TRACES / f"{number}.json").read_text())
+        assert kept == {"seed": number, "changes": program.make_trace(number, program.SECONDS)}
+        rates = [rate for _, rate in kept["changes"]]
+        assert len(rates) > 1 and all(20 <= rate <= 1000 for rate in rates)
 
 
 def test_two_centers_reach_each_other_and_count_bytes() -> None:
