@@ -366,6 +366,26 @@ def exchange_table(rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
+def interval(row: Mapping[str, Any]) -> str:
+    """Returns a difference in percent and its interval."""
+    return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
+
+
+def settings_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the losses of settings beside DDP's."""
+    return columns(
+        rows,
+        {
+            "task": lambda row: row["task"],
+            "way": lambda row: row["way"],
+            "seeds": lambda row: str(row["seeds"]),
+            "rate": lambda row: f"{row['rate']:g}",
+            "test loss": lambda row: f"{row['loss']:.4f}",
+            "loss, % [95 % interval]": lambda row: "" if row["way"] == "DDP" or "lower" not in row else interval(row),
+        },
+    )
+
+
 def compressed_loss_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Returns bytes and losses of compressed trainings, beside those without a codec."""
 
