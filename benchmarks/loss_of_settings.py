@@ -125,7 +125,7 @@ def small_gpt() -> Task:
 
     about = "the GPT of examples/train_gpt.py with a width of 32 and 32 bytes of context, on sources of Python; AdamW"
     return replace(
-        gpt(), model=lambda: GPT(256, 32, 32, 4, 2), steps=480, rates=(8e-3, 1.6e-2, 3.2e-2), about=about
+        gpt(), model=lambda: GPT(256, 32, 32, 4, 2), steps=480, rates=(1.6e-2, 3.2e-2, 6.4e-2), about=about
     )
 
 
@@ -213,7 +213,7 @@ def read_options() -> argparse.Namespace:
     add = parser.add_argument
     program.add_names(parser, "--tasks", TASKS)
     program.add_names(parser, "--ways", WAYS)
-    add("--seeds", type=int, nargs="+", default=[1, 2, 3], metavar="N", help="of the runs that count")
+    add("--seeds", type=int, nargs="*", default=[1, 2, 3], metavar="N", help="of the runs that count")
     add("--tuning-seeds", type=int, nargs="+", default=[101], metavar="N", help="by which rates are chosen")
     add("--steps", type=program.at_least(1), help="of a run (default: each task's own)")
     add("--json", type=Path, metavar="FILE", default=RESULTS / "loss_of_settings.json")
