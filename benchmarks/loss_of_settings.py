@@ -76,10 +76,10 @@ _diloco = partial(DiLoCo, local_steps=16)
 WAYS: dict[str, Way] = {
     REFERENCE: Way(GradientAverage),
     "one peer": Way(_tuned),
-    "one peer, 4 local steps": Way(partial(_tuned, local_steps=4)),
+    "one peer, 4 local steps": Way(partial(_tuned, local_steps=4), rate_of="one peer"),
     "one peer, int8": Way(_int8),
-    "one peer, int8, 4 local steps": Way(partial(_int8, local_steps=4)),
-    "one peer, int8, 16 local steps": Way(partial(_int8, local_steps=16)),
+    "one peer, int8, 4 local steps": Way(partial(_int8, local_steps=4), rate_of="one peer, int8"),
+    "one peer, int8, 16 local steps": Way(partial(_int8, local_steps=16), rate_of="one peer, int8"),
     "DiLoCo": Way(_diloco),
     "DiLoCo, 4 fragments, delay 2": Way(partial(_diloco, delay=2), fragments=4, rate_of="DiLoCo"),
     "random pairs": Way(_pairs, rate_of="one peer"),
@@ -125,7 +125,7 @@ def small_gpt() -> Task:
 
     about = "the GPT of examples/train_gpt.py with a width of 32 and 32 bytes of context, on sources of Python; AdamW"
     return replace(
-        gpt(), model=lambda: GPT(256, 32, 32, 4, 2), steps=480, rates=(1.6e-2, 3.2e-2, 6.4e-2), about=about
+        gpt(), model=lambda: GPT(256, 32, 32, 4, 2), steps=320, rates=(1.6e-2, 3.2e-2, 6.4e-2), about=about
     )
 
 

@@ -274,3 +274,32 @@ def test_rates_are_chosen_and_then_kept(benchmark: Any, monkeypatch: pytest.Monk
     written = json.loads(path.read_text())
     assert [(p["way"], p["rate"]) for p in written["points"]] == [("ddp_fog", 0.1), ("local_sgd", 0.1)] * 2
     assert [row["loss"] is None for row in written["tuning"]] == [False, True] * 2
+
+
+def test_settings_are_trained_once_with_as_many_samples(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """benchmarks/loss_of_settings.py."""
+    module = importlib.import_module("loss_of_settings")
+    task = module.mnist()
+    equal, unequal = (module.batches_of(task, 1, samples) for samples in ((8,) * 8, module.HALF_SPEED))
+    pairs = [(equal(step), unequal(step)) for step in range(4)]
+    for rank, size in enumerate(module.HALF_SPEED):
+        inputs, targets = (torch.cat([pair[1][part][rank, :size] for pair in pairs]) for part in (0, 1))
+        count = min(len(targets), 32)
+        assert torch.equal(inputs[:count], torch.cat([pair[0][0][rank] for pair in pairs])[:count])
+        assert (targets != module.IGNORED).all()
+    assert [sum(int((pair[part][1] != module.IGNORED).sum()) for pair in pairs) for part in (0, 1)] == [256, 256]
+
+    path = tmp_path / "settings.json"
+    ways = ["DDP", "one peer, int8", "DiLoCo, 4 fragments, delay 2", "random pairs, a rank of half speed"]
+    words = ["loss_of_settings.py", "--tasks", "MNIST", "--steps", "17", "--seeds", "1", "2", "--json", str(path)]
+    monkeypatch.setattr("sys.argv", [*words, "--ways", *ways])
+    module.main()
+    written = json.loads(path.read_text())
+    assert [(p["seed"], p["way"]) for p in written["points"]] == [(seed, way) for seed in (1, 2) for way in ways]
+    assert len(written["tuning"]) == 4 * len(task.rates)  # DiLoCo and one peer have rates for others
+    assert [row["mean"] == 0 for row in written["differences"]] == [True, False, False, False]
+    monkeypatch.setattr(module, "run", None)
+    module.main()
+    assert json.loads(path.read_text())["points"] == written["points"]
