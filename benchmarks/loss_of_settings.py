@@ -187,7 +187,9 @@ def run(name: str, task: Task, way_name: str, seed: int, rate: float, held_out: 
         samples=way.samples,
     )
     loss, seconds = result.evaluated[-1][1], time.perf_counter() - begin
-    print(f"{seconds:6.1f} s: {name}, {way_name}, seed {seed}, rate {rate}: {held_out} {loss:.4f}", flush=True)
+    print(
+        f"{seconds:6.1f} s: {name}, {way_name}, seed {seed}, rate {rate}: {held_out} {loss:.4f}", flush=True
+    )
     row = {"task": name, "way": way_name, "seed": seed, "rate": rate, "loss": finite(round(loss, 5))}
     return row | {"consensus": float(f"{float(result.consensus[-1]):.3g}"), "seconds": round(seconds, 1)}
 
@@ -230,8 +232,9 @@ def main() -> None:
     tuning, points = content["tuning"], content["points"]
     content["facts"] |= program.facts() | {"ranks": RANKS, "batch": BATCH, "half speed": HALF_SPEED}
     tasks = {name: TASKS[name]() for name in options.tasks}
+    if options.steps:
+        tasks = {name: replace(task, steps=options.steps) for name, task in tasks.items()}
     for name, task in tasks.items():
-        tasks[name] = task = replace(task, steps=options.steps or task.steps)
         content["facts"][name] = {"about": task.about, "steps": task.steps, "rates": task.rates}
     made = {key_of(row, ("task", "way", "seed", "rate")) for row in (*tuning, *points)}
 

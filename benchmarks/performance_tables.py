@@ -28,7 +28,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from soak_totals import FAILURES, next_steps, percentile, throughput
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / "measurements" / name for name in ("scaling.md", "training.md", "compression.md", "faults.md")]
+PAGES = [
+    ROOT / "docs" / "measurements" / name
+    for name in ("scaling.md", "training.md", "compression.md", "faults.md")
+]
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {
     "a": "(a) ResNet-50, 8 V100 a host, 25 Gbit/s",

@@ -289,15 +289,19 @@ def test_settings_are_trained_once_with_as_many_samples(
         count = min(len(targets), 32)
         assert torch.equal(inputs[:count], torch.cat([pair[0][0][rank] for pair in pairs])[:count])
         assert (targets != module.IGNORED).all()
-    assert [sum(int((pair[part][1] != module.IGNORED).sum()) for pair in pairs) for part in (0, 1)] == [256, 256]
+    assert [sum(int((pair[part][1] != module.IGNORED).sum()) for pair in pairs) for part in (0, 1)] == [
+        256,
+        256,
+    ]
 
     path = tmp_path / "settings.json"
     ways = ["DDP", "one peer, int8", "DiLoCo, 4 fragments, delay 2", "random pairs, a rank of half speed"]
-    words = ["loss_of_settings.py", "--tasks", "MNIST", "--steps", "17", "--seeds", "1", "2", "--json", str(path)]
-    monkeypatch.setattr("sys.argv", [*words, "--ways", *ways])
+    words = f"loss_of_settings.py --tasks MNIST --steps 17 --seeds 1 2 --json {path} --ways"
+    monkeypatch.setattr("sys.argv", [*words.split(), *ways])
     module.main()
     written = json.loads(path.read_text())
-    assert [(p["seed"], p["way"]) for p in written["points"]] == [(seed, way) for seed in (1, 2) for way in ways]
+    runs = [(point["seed"], point["way"]) for point in written["points"]]
+    assert runs == [(seed, way) for seed in (1, 2) for way in ways]
     assert len(written["tuning"]) == 4 * len(task.rates)  # DiLoCo and one peer have rates for others
     assert [row["mean"] == 0 for row in written["differences"]] == [True, False, False, False]
     monkeypatch.setattr(module, "run", None)
