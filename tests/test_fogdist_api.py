@@ -276,7 +276,7 @@ def test_topologies_set_and_loaded() -> None:
             (7, TypeError, "topology.*DiGraph"),
             (topologies.one_peer(topologies.fully_connected(4)), ValueError, "one round"),
             (topologies.ring(size).to_undirected(), TypeError, "DiGraph"),
-            (topologies.ring(size + 1), TypeError, "as many nodes as ranks"),
+            (topologies.ring(size + 1), ValueError, "topology must have as many nodes as ranks"),
             (nx.relabel_nodes(topologies.ring(size), {0: "a"}), ValueError, "node"),
         ]:
             with pytest.raises(error, match=message):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import numpy as np
@@ -25,7 +27,8 @@ from fogdist import algorithms, membership
 from fogdist import topology as topologies
 from fogdist.compression import Int8, TopK
 from fogdist.training import Algorithm, FlatBuckets, GlobalAverage
-from fogdist.training.fragments import layer_of
+from fogdist.training.algorithm import _State
+from fogdist.training.fragments import _divided, layer_of
 from harness import World, WorldPool, on_ranks
 from test_algorithms import (
     BASES,
@@ -41,6 +44,7 @@ from test_algorithms import (
     static,
 )
 from test_membership import TIMEOUT, survivors_of
+from test_unequal_ranks import BY_SAMPLES, count_of, weighted
 from torch import Tensor, nn
 from training_cases import start
 
@@ -95,6 +99,10 @@ class Case:
         H, P = self.local_steps, self.fragments
         offsets = {math.ceil((p + 1) * H / P): p for p in range(P)}
         return {first + k * H: p for first, p in offsets.items() for k in range(STEPS)}
+
+    @property
+    def by_samples(self) -> bool:
+        return BY_SAMPLES in self.options
 
 
 # --- the recursions -----------------------------------------------------------------------------------------
@@ -172,16 +180,23 @@ def reference(case: Case, size: int, lost: tuple[int, int] | None = None) -> Ite
     replicas = [Replicas(coded, X[:, each]) for each in columns]
     exchanges = [RECURSIONS[case.name](case, X[:, each], its) for each, its in zip(columns, replicas)]
     done, since = [0] * case.fragments, 0
+    used = np.zeros((case.fragments, size))  # samples since the last exchange of each fragment
     begins, base = case.begins(), Base("momentum")
     flights: list[tuple[int, np.ndarray, np.ndarray]] = []
     for k in range(STEPS):
         G = np.stack([(A := data(r)[0]).T @ (A @ X[r] - data(r)[1]) + noise(r, k) for r in range(size)])
         X = X + base(X, G, np.full(DIMENSION, RATE))
+        used += [count_of(rank, k) for rank in range(size)]
         if flights and flights[0][0] == k + 1:
             X, flights = arrived(case, X, flights), []
         p = begins.get(k + 1)
         if p is not None:
             W, chosen = matrix_of(case, size, done[p], None), [p]
+            if case.by_samples:
+                n = used[p]
+                W = np.tile(n / n.sum(), (size, 1)) if case.graph == "all" else weighted(W, n)
+                np.testing.assert_allclose(n @ W, n, rtol=0, atol=1e-12 * n.sum())
+                used[p] = 0.0
             if lost and k + 1 > lost[1]:
                 W, since = matrix_of(case, size, done[p], lost[0]), since + 1
                 if case.name == "SparseLoCo" and since <= 2:
@@ -257,6 +272,8 @@ def advance(model: Layers, optimizer: Any, steps: range) -> list[np.ndarray]:
     for k in steps:
         optimizer.zero_grad()
         model(k).backward()
+        if optimizer.by_samples:
+            optimizer.samples = count_of(model.rank, k)
         optimizer.step()
         path.append(model.x().detach().numpy().copy())
     return path
@@ -288,7 +305,12 @@ def cases_of(name: str) -> list[Case]:
     neighbors = "ring" if name == "SparseLoCo" else "pairs"
     grid = itertools.product((neighbors, "all"), FRAGMENTS["interleaved"], (0, 1, 3))
     cases = [Case(name, graph, count, delay, options=OPTIONS.get(name, ())) for graph, count, delay in grid]
-    return [*cases, dataclasses.replace(cases[-1], order="in-order", share=0.2)]
+    if name != "SparseLoCo":
+        weighing = [each for each in cases if each.delay == 3 and each.fragments > 1]
+        cases += [dataclasses.replace(each, options=(*each.options, BY_SAMPLES)) for each in weighing]
+    # One arrives in the step in which the next one begins.
+    cases.append(dataclasses.replace(cases[0], delay=4))
+    return [*cases, dataclasses.replace(cases[17], order="in-order", share=0.2)]
 
 
 @pytest.mark.parametrize("name", RECURSIONS)
@@ -300,6 +322,41 @@ def test_trajectories(worlds: WorldPool, name: str) -> None:
         np.testing.assert_allclose(
             np.stack(got, axis=1), expected, rtol=0, atol=1e-12 * scale, err_msg=str(case)
         )
+
+
+@on_ranks(3, graph=["all", "ring"])
+def test_a_slow_rank_makes_fewer_steps(graph: str) -> None:
+    """A fragment weighs by the samples since its own last exchange, and `average` by those of the next one."""
+    rank, size = begin(graph)
+    case, local, rounds = Case("LocalSGD", graph, 2, options=(BY_SAMPLES,)), [7, 4, 6], 7
+    model, optimizer = make(case, rank, begin=rank, local_steps=local[rank])
+    made = np.array([[-(-k * H // 2) for H in local] for k in range(rounds + 1)])  # steps before a round
+    advance(model, optimizer, range(made[-1, rank]))
+    assert optimizer.rounds == rounds
+    X, bases = np.stack([start_of(r) for r in range(size)]), [Base("momentum") for _ in range(size)]
+    columns = [np.flatnonzero(np.repeat(INTERLEAVED[2], SIZES) == p) for p in range(2)]
+
+    def move(r: int, steps: range) -> float:
+        for k in steps:
+            A, b = data(r)
+            X[r] += bases[r](X[r], A.T @ (A @ X[r] - b) + noise(r, k), np.full(DIMENSION, RATE))
+        return float(sum(count_of(r, k) for k in steps))
+
+    used = np.zeros((rounds, size))
+    for number, (first, last) in enumerate(itertools.pairwise(made)):
+        used[number] = [move(r, range(first[r], last[r])) for r in range(size)]
+        n = used[max(0, number - 1) : number + 1].sum(axis=0)
+        W = np.tile(n / n.sum(), (size, 1)) if graph == "all" else weighted(mixing_matrix(graph, size, 0), n)
+        X[:, columns[number % 2]] = W @ X[:, columns[number % 2]]
+    np.testing.assert_allclose(model.x().detach().numpy(), X[rank], rtol=0, atol=1e-12)
+    more = range(made[-1, rank], made[-1, rank] + rank)  # some ranks are between two rounds
+    advance(model, optimizer, more)
+    for r in range(size):
+        after = move(r, range(made[-1, r], made[-1, r] + r))
+        n[r] = used[-1, r] + (after if r else used[-2, r])
+    optimizer.average()
+    np.testing.assert_allclose(model.x().detach().numpy(), n / n.sum() @ X, rtol=0, atol=1e-12)
+    optimizer.reschedule(local_steps=8 + rank, delay=1)  # these, and the steps, may differ
 
 
 # --- the form without fragments -----------------------------------------------------------------------------
@@ -380,6 +437,9 @@ def test_an_exchange_in_flight_that_another_optimizer_or_a_shutdown_ends() -> No
     second = algorithms.LocalSGD(torch.optim.SGD(model.parameters(), lr=RATE), model)
     with pytest.raises(RuntimeError, match="DiLoCo .* was replaced"):
         first.step()
+    kept = model.x().detach().clone()
+    first.settle()  # it is forgotten
+    assert torch.equal(model.x(), kept)
     advance(model, second, range(8))
     model, optimizer = in_flight(STREAMING, rank)
     fogdist.shutdown()
@@ -400,6 +460,9 @@ def test_parameters_that_are_frozen_during_an_exchange() -> None:
         advance(model, optimizer, range(SAVED_AFTER, STEPS))
     assert all(map(torch.equal, settled[0].layers[:2], changed[0].layers[:2]))
     assert not torch.equal(settled[0].layers[2], changed[0].layers[2])
+    changed[0].layers[2 + rank].requires_grad_(False)
+    with pytest.raises(ValueError, match="model must be the same on all ranks"):
+        advance(*changed, range(1))
 
 
 @on_ranks(3)
@@ -412,11 +475,79 @@ def test_the_schedule_changes_between_two_steps() -> None:
     path = advance(model, optimizer, range(3))
     optimizer.reschedule(local_steps=LOCAL_STEPS[4], fragments=4)
     np.testing.assert_array_equal(path + advance(model, optimizer, range(3, STEPS)), expected)
-    optimizer.reschedule(local_steps=1, fragments=1, delay=0)  # it settles
-    assert optimizer._in_flight is None
-    with pytest.raises(ValueError, match="delay must be .* at most 1, .* got 2"):
-        optimizer.reschedule(delay=2)
-    advance(model, optimizer, range(2))
+
+
+@on_ranks(3)
+def test_a_change_of_the_schedule_ends_the_exchange_in_flight() -> None:
+    """As the schedule was when it began. What is not given stays, and with what is wrong nothing changes."""
+    rank, _ = begin("pairs")
+    for changed in (
+        {"delay": 0},
+        {"local_steps": 13},
+        {"fragments": 1},
+        {"local_steps": 1, "fragments": 1, "delay": 0},
+    ):
+        model, optimizer = in_flight(STREAMING, rank)
+        other, settled = in_flight(STREAMING, rank)
+        settled.settle()
+        for name, value in changed.items():
+            setattr(settled, name, value)
+        before = optimizer.rounds
+        optimizer.reschedule(**changed)
+        assert optimizer._in_flight is None and optimizer.rounds == before
+        assert optimizer.round_schedule() == {"local_steps": 7, "fragments": 2, "delay": 3, **changed}
+        steps = range(SAVED_AFTER, STEPS)
+        np.testing.assert_array_equal(advance(model, optimizer, steps), advance(other, settled, steps))
+    model, optimizer = in_flight(STREAMING, rank)
+    with pytest.raises(ValueError, match="delay must be .* at most 3, .* got 4"):
+        optimizer.reschedule(delay=4)
+    for wrong in ({"delay": rank}, {"local_steps": 8 + rank}, {"fragments": 1 + (rank == 1)}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be the same on all ranks, got"):
+            optimizer.reschedule(**wrong)
+    if rank == 1:
+        optimizer.steps += 1
+    with pytest.raises(ValueError, match="number of steps must be the same on all ranks, got 5 to 6"):
+        optimizer.reschedule(delay=0)
+    assert optimizer.round_schedule() == {"local_steps": 7, "fragments": 2, "delay": 3}
+    assert optimizer._in_flight is not None
+
+
+@on_ranks(3, by_samples=[False, True])
+def test_a_process_that_joins_takes_the_schedule(by_samples: bool) -> None:
+    """It is made as the ranks were. With samples, the number of local steps is each rank's own."""
+    rank, _ = begin("pairs")
+    model, optimizer = in_flight(STREAMING, rank, by_samples=by_samples)
+    optimizer.reschedule(local_steps=9, fragments=4, delay=2)
+    other, joining = make(STREAMING, rank, by_samples=by_samples, begin=100)
+    advance(model, optimizer, range(SAVED_AFTER, 20))
+    optimizer.settle()
+    _State(joining).load(saved(_State(optimizer).save()))
+    _State(joining).set_counts(json.loads(json.dumps(_State(optimizer).counts())))
+    assert joining.buckets.group_of == optimizer.buckets.group_of  # at once, as its first exchange follows
+    if by_samples:
+        assert joining.round_schedule() == {"fragments": 4, "delay": 2} and joining.local_steps == 7
+        assert joining.is_round_due() and joining.steps >= optimizer.steps == 20
+        assert joining.own_weight > 1.0
+        joining._participant = Mock(**{"enter.return_value": True})
+        assert joining.enter() and joining.own_weight < 1.0  # what the other rank has used is not its own
+        return
+    assert joining.round_schedule() == {"local_steps": 9, "fragments": 4, "delay": 2}
+    steps = range(20, STEPS)
+    np.testing.assert_array_equal(advance(other, joining, steps), advance(model, optimizer, steps))
+
+
+@on_ranks(3)
+def test_an_exchange_that_is_due_ends_the_one_before() -> None:
+    """Where the user sets fewer local steps than the delay."""
+    rank, _ = begin("pairs")
+    model, optimizer = in_flight(STREAMING, rank)
+    other, settled = in_flight(STREAMING, rank)
+    optimizer.local_steps = 2
+    for parts in ((model, optimizer), (other, settled)):
+        advance(*parts, range(SAVED_AFTER, SAVED_AFTER + 1))
+    settled.settle()
+    assert (optimizer.rounds, settled.rounds) == (2, 1)
+    assert torch.equal(model.x(), other.x())
 
 
 @on_ranks(3)
@@ -481,6 +612,24 @@ def test_layers_have_the_names_up_to_the_first_number() -> None:
     assert {name: layer_of(name) for name in names} == names
 
 
+def test_fragments_are_about_equally_large() -> None:
+    """And none is without a layer, whatever the sizes."""
+    rows = [
+        ([5, 1, 1, 1], [0, 1, 1, 1], [0, 1, 1, 1]),
+        ([1, 1, 1, 5], [0, 1, 0, 1], [0, 0, 0, 1]),
+        ([3, 2, 3], [0, 1, 1], [0, 0, 1]),
+        ([4, 4, 4, 4], [0, 1, 0, 1], [0, 0, 1, 1]),
+        ([2, 2, 2, 3, 3], [0, 1, 0, 1, 0], [0, 0, 0, 1, 1]),
+    ]
+    for sizes, interleaved, in_order in rows:
+        assert _divided(sizes, 2, "interleaved") == interleaved, sizes
+        assert _divided(sizes, 2, "in-order") == in_order, sizes
+    for *sizes, count in itertools.product([0, 1, 4], [0, 1, 4], [0, 1, 4], [0, 1, 4], [1, 2, 3, 4]):
+        assert set(_divided(sizes, count, "interleaved")) == set(range(count)), (sizes, count)
+        numbers = _divided(sizes, count, "in-order")
+        assert set(numbers) == set(range(count)) and numbers == sorted(numbers), (sizes, count)
+
+
 @on_ranks(2, order=list(FRAGMENTS))
 def test_each_layer_is_in_one_fragment(order: str) -> None:
     rank, _ = start()
@@ -532,3 +681,5 @@ def test_wrong_arguments() -> None:
     with pytest.raises(ValueError, match="same on all ranks"):
         make(fragments=2, fragment_order=orders[rank])
     make(fragments=2, delay=4).close()
+    model.requires_grad_(False)
+    make().close()

@@ -64,6 +64,7 @@ IN_STEP += [
     "ChocoSGD",
     "LocalSGD/streaming",
     "DiLoCo/streaming",
+    "DiLoCo/streaming/reschedules",
 ]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
 OWN_PACE += ["wrapper/async", "AsynchronousGossip"]
@@ -136,6 +137,9 @@ def train(options: Mapping[str, Any]) -> None:
         drawn = itertools.chain.from_iterable(iter(lambda: batches, None))
     known, losses, cool = -1, [], 0
     while not (folder / "end").exists():
+        # With an exchange in flight; a process joins before it or after it.
+        if "reschedules" in words and optimizer.steps == 3:
+            optimizer.reschedule(local_steps=7, fragments=3, delay=1)
         x = torch.randn(16, 4, dtype=dtype)
         part = next(drawn, None)
         optimizer.zero_grad()
@@ -414,7 +418,7 @@ def end_alike(job: Job, joined: Sequence[int], *, in_step: bool = True) -> NDArr
                 "wrapper",
                 "DecentralizedSGD",
                 "DecentralizedSGD/patience/freezes",
-                "LocalSGD/streaming",
+                "DiLoCo/streaming/reschedules",
             ]
         ),
         *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in always),

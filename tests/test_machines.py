@@ -171,7 +171,7 @@ def machine_topologies() -> str:
         for topology, error, message in [
             (None, ValueError, "topology must be .*None"),
             (7, TypeError, "topology.*DiGraph"),
-            (topologies.ring(6), TypeError, "as many nodes as machines, 3, got 6"),
+            (topologies.ring(6), ValueError, "as many nodes as machines, 3, got 6"),
             (nx.relabel_nodes(topologies.ring(3), {0: "a"}), ValueError, "node"),
         ]:
             with pytest.raises(error, match=message):

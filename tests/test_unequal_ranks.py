@@ -333,6 +333,22 @@ def test_each_sample_is_used_once_by_a_rank_as_fast_as_its_part(order: str, ahea
     assert gathered(optimizer.shares) == [optimizer.shares] * size
 
 
+@on_ranks(2)
+def test_a_loader_with_worker_processes() -> None:
+    """They draw batches ahead, with the parts that are known then."""
+    rank, _ = start()
+    model, optimizer, batches = make_batches(rank)
+    loader: Any = torch.utils.data.DataLoader(range(LENGTH), batch_sampler=batches, num_workers=2)  # type: ignore[arg-type]
+    for epoch in range(2):
+        used: list[int] = []
+        for part in loader:
+            assert optimizer._samples_of_step() == len(part)
+            step_of(model, optimizer, optimizer.steps)
+            used += part.tolist()
+        assert sorted(itertools.chain(*gathered(used))) == list(range(LENGTH)), epoch
+    assert len(optimizer.shares) > 0
+
+
 @on_ranks(3)
 def test_the_position_in_the_data_goes_with_the_optimizer() -> None:
     rank, _ = start()

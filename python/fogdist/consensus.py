@@ -15,6 +15,9 @@ from fogdist.context import PreconditionError, current
 from fogdist.packing import flatten, make_buckets
 from fogdist.shards import local_of
 
+# The last distance that this process has computed, for `fogdist.metrics.Exporter`.
+latest: float | None = None
+
 
 def consensus_distance(
     model: Module | Tensor | Sequence[Tensor], *, group: dist.ProcessGroup | None = None
@@ -41,6 +44,7 @@ def consensus_distance(
             before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
+    global latest
     context = current(group)
     if isinstance(model, Module):
         tensors: list[Tensor] = [*model.parameters()]
@@ -71,4 +75,5 @@ def consensus_distance(
             context.backend.allreduce_named(mean, dist.ReduceOp.AVG).wait()
             square += mine.sub_(mean).square_().sum().cpu()
     context.backend.allreduce_named(square, dist.ReduceOp.AVG).wait()
-    return math.sqrt(float(square))
+    latest = math.sqrt(float(square))
+    return latest

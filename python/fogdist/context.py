@@ -363,10 +363,9 @@ def set_topology(
         group: As in `rank`; `topology` is in terms of its ranks. Each group has a topology of its own.
 
     Raises:
-        TypeError: None of these, or not as many nodes as ranks. This and the
-            next are found before anything is sent: if only some ranks are given such a graph, the others wait
-            for them until the group's timeout.
-        ValueError: The nodes are not the ranks, a weight is not finite, the weights do not sum to 1 at a rank, the
+        TypeError: None of these. This and the next are found before anything is sent: if only some ranks are given such a
+            graph, the others wait for them until the group's timeout.
+        ValueError: The nodes are not the ranks, or not as many, a weight is not finite, the weights do not sum to 1 at a rank, the
             topology has several rounds, or before `init`. On all ranks alike: the ranks were given different edges or
             weights; the message names both.
         RuntimeError: The group has windows, and this is another topology than theirs: they have memory for these

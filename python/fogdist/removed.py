@@ -95,6 +95,7 @@ _OF_FOGDIST = {
 REMOVED: dict[str, dict[str, str]] = {
     "fogdist": _OF_FOGDIST
     | {
+        "optim": "write fogdist.DecentralizedOptimizer, or a class of fogdist.algorithms",
         "simulate": "write Topology.rounds_to for consensus; benchmarks/time_to_loss.py trains ranks in one process",
         "testing": "nothing takes its place: only fog's own tests inject faults, by tests/injected_faults.py",
     },

@@ -74,7 +74,7 @@ def one_graph(topology: nx.DiGraph | Topology | str | None, size: int) -> nx.DiG
     """Returns the graph of a static topology, given as an algorithm takes it.
 
     Raises:
-        TypeError: It is no topology, or it has another number of ranks.
+        TypeError: It is no topology.
         TopologyError: It has several rounds, or no topology has this name.
     """
     if topology is None:
@@ -110,14 +110,13 @@ def see_topology(
         nodes: The kind of nodes.
 
     Raises:
-        TypeError: Not a networkx.DiGraph, not `size` nodes, a weight is not a real number, or `is_weighted`
-            not a bool.
+        TypeError: Not a networkx.DiGraph, a weight is not a real number, or `is_weighted` not a bool.
         TopologyError: The nodes are not 0 ... size-1, a weight is not finite, or the weights do not sum to 1.
     """
     if is_weighted is not None:
         check_flags(is_weighted=is_weighted)
     if isinstance(graph, nx.DiGraph) and graph.number_of_nodes() != size:
-        raise TypeError(
+        raise TopologyError(
             f"topology must have as many nodes as {nodes.node}s, {size}, got {graph.number_of_nodes()}"
         )
     check_topology(graph)

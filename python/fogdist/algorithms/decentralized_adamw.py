@@ -29,7 +29,7 @@ class DecentralizedAdamW(Algorithm):
     squares of one rank's gradients, and AdamW on the mean gradient divides by less. The mean of v over the ranks is
     ``mu^2 + sigma^2``, for gradients of mean mu and variance sigma^2; the second moment of the mean of n gradients is
     ``mu^2 + sigma^2 / n``, which s, about ``mu^2``, and v give together. (Averages of the second moment, without that
-    correction: Chen, Karimi, Zhao and Li, "On the Convergence of Decentralized Adaptive Gradient Methods", ACML 2023, arXiv
+    correction: Chen, Karimi, Zhao and Li, "On the Convergence of Decentralized Adaptive Gradient Methods", ACML 2022, arXiv
     2109.03194, as decentralized AMSGrad; there was no gain by it where this was measured. The correction is this
     library's own. docs/measurements/training.md has the numbers.) With `by_samples` it is the same: a gradient of n_i samples
     has the variance ``sigma^2 / n_i``, so the weighted mean of all v has n times the variance of the weighted mean gradient.

@@ -22,8 +22,9 @@ from torch.nn import Module
 from fog_pg import _extension
 from fogdist.consensus import consensus_distance
 from fogdist.context import Context, current
+from fogdist.observe.export import Exporter
 
-__all__ = ["Metrics", "Writer"]
+__all__ = ["Exporter", "Metrics", "Writer"]
 
 
 class HasStaleness(Protocol):

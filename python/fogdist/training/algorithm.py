@@ -236,7 +236,7 @@ class Algorithm(DistributedOptimizer):
     _has_state: bool
     _loaded: dict[str, dict[Tensor, Tensor]]
     _used: float  # samples since the last round began
-    _used_before: float  # those from the round before up to then
+    _used_before: list[float]  # those from round to round before that, as many as `rounds_for_all`
     _counted: tuple[int, Samples] | None  # the number of the last round that has begun, and these
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -276,7 +276,7 @@ class Algorithm(DistributedOptimizer):
     ) -> None:
         self.by_samples = by_samples
         self.samples = self.batches = self._counted = None
-        self._used = self._used_before = 0.0
+        self._used, self._used_before = 0.0, []
         self.shares = []
         self.self_weight = self.src_weights = self.dst_weights = None
         self.src_machine_weights = self.dst_machine_weights = None
@@ -391,9 +391,22 @@ class Algorithm(DistributedOptimizer):
         """Whether a round begins elsewhere than at the beginning of a step: with a forward pass, or after the local step."""
         return False
 
+    @property
+    def rounds_for_all(self) -> int:
+        """The number of rounds in which all parameters are exchanged once."""
+        return 1
+
+    def round_schedule(self) -> dict[str, int]:
+        """Returns the attributes that may have changed since the constructor, on all ranks alike. A process that joins takes them."""
+        return {}
+
     def is_round_due(self) -> bool:
         """Returns whether a round belongs to the next step."""
-        return (self.steps + 1) % self.local_steps == 0
+        return self.has_round(self.steps + 1)
+
+    def has_round(self, step: int) -> bool:
+        """Returns whether a round belongs to a step; the first one is step 1."""
+        return step % self.local_steps == 0
 
     def enter(self) -> bool:
         """Lets processes join at the beginning of a round; on one that joins, joins. Returns whether this one has."""
@@ -401,7 +414,8 @@ class Algorithm(DistributedOptimizer):
             self.tuning.begin_round()
         has_joined = self._participant is not None and self.can_be_joined and self._participant.enter()
         if has_joined:
-            self._used = 0.0  # for changes of parameters that this process no longer has
+            # They were for changes of parameters that this process no longer has.
+            self._used, self._used_before = 0.0, []
         if self.tuning is not None:
             self.tuning.joined()
         return has_joined
@@ -716,7 +730,7 @@ class Algorithm(DistributedOptimizer):
         self._loaded = loaded if numbers.get("begun", True) else {}
         self.steps, self.rounds = int(numbers.get("steps", 0)), int(numbers.get("rounds", 0))
         self.numbers = {name: numbers.get(name, value) for name, value in self.state_numbers.items()}
-        self._used, self._used_before = (float(numbers.get(name, 0.0)) for name in ("used", "used_before"))
+        self._used, self._used_before = float(numbers.get("used", 0.0)), list(numbers.get("used_before", ()))
         self._counted = None
         self.shares = [list(each) for each in numbers.get("shares", ())]
         if self.batches is not None:
@@ -750,9 +764,10 @@ class Algorithm(DistributedOptimizer):
     def own_weight(self) -> float:
         """The weight of this rank's parameters in the mean of all ranks; see `mean_weight`."""
         if self.by_samples:
-            is_between = self.mixes_before_step or self.steps % self.local_steps != 0
+            is_between = self.mixes_before_step or not self.has_round(self.steps)
+            counts = [*self._used_before, self._used] if is_between else self._used_before
             # If no rank has used any, all weigh the same.
-            return max(self._used if is_between else self._used_before, _LEAST_WEIGHT)
+            return max(sum(counts[-self.rounds_for_all :]), _LEAST_WEIGHT)
         return 1.0 if self.mean_weight is None else float(self.numbers[self.mean_weight])
 
     def accept_changes(self) -> None:
@@ -787,13 +802,17 @@ class Algorithm(DistributedOptimizer):
         return check_factor(self.samples, "samples")
 
     def _samples_of_round(self) -> Samples | None:
-        """Returns this rank's samples since the last round, when a round begins; None where ranks do not weigh by them."""
+        """Returns this rank's samples since the last exchange of the same parameters, when a round begins.
+
+        None where ranks do not weigh by them.
+        """
         if not self.by_samples:
             return None
         if self._counted is None or self._counted[0] != self.rounds:
-            self._used, self._used_before = 0.0, self._used
+            self._used_before = [*self._used_before, self._used][-self.rounds_for_all :]
+            self._used = 0.0
             name = Round.of(self.context, self.rounds, self.name).name
-            self._counted = self.rounds, Samples(self._used_before, name)
+            self._counted = self.rounds, Samples(sum(self._used_before), name)
         return self._counted[1]
 
     def _fog_begin(
@@ -927,15 +946,20 @@ class _State:
             "steps": algorithm.steps,
             "rounds": algorithm.rounds,
             "shares": len(algorithm.shares),
+            **algorithm.round_schedule(),
             **numbers,
         }
 
     def set_counts(self, counts: dict[str, int]) -> None:
         """See `Joinable`."""
         algorithm = self._algorithm
+        schedule = algorithm.round_schedule()
+        for name in schedule:
+            setattr(algorithm, name, counts[name])
+        algorithm.steps, algorithm.rounds = counts["steps"], counts["rounds"]
         # The round that begins is due on this rank too, where ranks make different numbers of local steps.
-        ahead = -(counts["steps"] + 1) % algorithm.local_steps if algorithm.by_samples else 0
-        algorithm.steps, algorithm.rounds = counts["steps"] + ahead, counts["rounds"]
+        while algorithm.by_samples and not algorithm.is_round_due():
+            algorithm.steps += 1
         told = [
             counts[f"share {place}"] for place in range(sum(name.startswith("share ") for name in counts))
         ]
@@ -944,6 +968,8 @@ class _State:
         if algorithm.batches is not None:
             algorithm.batches.restart()
         algorithm.numbers.update({name: counts[name] for name in algorithm.rank_numbers})
+        if schedule != algorithm.round_schedule():
+            algorithm.refresh()
 
 
 def check_count(value: int, argument: str) -> None:

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from fogdist.observe.timeline import shown_as
 from fogdist.topology.validation import check_choice
 from fogdist.training.algorithm import Algorithm, AlgorithmOptions, check_count, check_factor
+from fogdist.training.buckets import FlatBuckets
+from fogdist.training.continuing import highest
 from fogdist.training.mixing import Round
 from fogdist.training.view import Models
 
@@ -98,9 +100,7 @@ class FragmentedAlgorithm(Algorithm):
         self._in_flight = None
         self.fragment_order = check_choice(fragment_order, "fragment_order", FragmentOrder)
         self.local_share = check_factor(local_share, "local_share", below=1.0)
-        self._check_schedule(
-            options.get("local_steps", 1), fragments, delay, options.get("by_samples", False)
-        )
+        self._check_schedule(options.get("local_steps", 1), fragments, delay)
         self.fragments, self.delay = fragments, delay
         super().__init__(optimizer, model, **options)
 
@@ -122,7 +122,9 @@ class FragmentedAlgorithm(Algorithm):
     def reschedule(
         self, *, local_steps: int | None = None, fragments: int | None = None, delay: int | None = None
     ) -> None:
-        """Changes when fragments are exchanged, on all ranks alike and at the same step. It ends the exchange in flight.
+        """Changes when fragments are exchanged, and ends the exchange in flight. Collective: the ranks compare what they want.
+
+        A process that joins later is made with the arguments that the ranks' constructors had, and takes the present schedule.
 
         Args:
             local_steps: As in the constructor; None for no change, also of the others.
@@ -131,14 +133,23 @@ class FragmentedAlgorithm(Algorithm):
 
         Raises:
             TypeError: An argument is of a wrong type.
-            ValueError: A number is out of its range. Nothing has changed.
+            ValueError: A number is out of its range; ranks want different ones, or call it at different steps (on all ranks
+                alike). Nothing has changed. torch.distributed.DistBackendError if a rank does not come.
         """
         wanted = (
             self.local_steps if local_steps is None else local_steps,
             self.fragments if fragments is None else fragments,
             self.delay if delay is None else delay,
         )
-        self._check_schedule(*wanted, self.by_samples)
+        self._check_schedule(*wanted)
+        told = {"fragments": wanted[1], "delay": wanted[2]}
+        if not self.by_samples:
+            told |= {"local_steps": wanted[0], "the number of steps": self.steps}
+        numbers = [*told.values(), *(-number for number in told.values())]
+        most = highest(self.context, self._ends, numbers, f"{self.name} schedule") or numbers
+        for name, largest, least in zip(told, most, most[len(told) :], strict=False):
+            if largest != -least:
+                raise ValueError(f"{name} must be the same on all ranks, got {-least} to {largest}")
         self.settle()
         self.local_steps, self.fragments, self.delay = wanted
 
@@ -154,10 +165,19 @@ class FragmentedAlgorithm(Algorithm):
         """See `Algorithm.mixes_before_step`."""
         return False
 
-    def is_round_due(self) -> bool:
-        """See `Algorithm.is_round_due`: at the end of the next step the exchange of a fragment begins."""
-        before, after = (steps * self.fragments // self.local_steps for steps in (self.steps, self.steps + 1))
-        return after > before
+    def has_round(self, step: int) -> bool:
+        """See `Algorithm.has_round`: at the end of the step the exchange of a fragment begins."""
+        return step * self.fragments // self.local_steps > (step - 1) * self.fragments // self.local_steps
+
+    @property
+    def rounds_for_all(self) -> int:
+        """See `Algorithm.rounds_for_all`."""
+        return self.fragments
+
+    def round_schedule(self) -> dict[str, int]:
+        """See `Algorithm.round_schedule`."""
+        shared = {"fragments": self.fragments, "delay": self.delay}
+        return shared if self.by_samples else {"local_steps": self.local_steps, **shared}
 
     def this_round(self) -> Round:
         """See `Algorithm.this_round`."""
@@ -235,14 +255,15 @@ class FragmentedAlgorithm(Algorithm):
             sizes[name] = sizes.get(name, 0) + parameter.numel() * parameter.element_size()
         return sizes
 
-    def _check_schedule(self, local_steps: int, fragments: int, delay: int, by_samples: bool) -> None:
+    def _agree_on(self, buckets: FlatBuckets) -> None:
+        """See `Algorithm._agree_on`. On other fragments of the same parameters ranks have agreed in `reschedule`."""
+        held: FlatBuckets | None = getattr(self, "buckets", None)
+        if held is None or not held.holds(buckets.tensors):
+            super()._agree_on(buckets)
+
+    def _check_schedule(self, local_steps: int, fragments: int, delay: int) -> None:
         check_count(local_steps, "local_steps")
         check_count(fragments, "fragments")
-        if by_samples and fragments > 1:
-            raise ValueError(
-                "by_samples must be False with fragments, as samples count since the exchange of all parameters, "
-                f"got fragments={fragments}"
-            )
         if fragments > local_steps:
             raise ValueError(f"fragments must be at most local_steps, {local_steps}, got {fragments}")
         layers = list(self._layers(super()._trained()[0]))

@@ -8,6 +8,9 @@
 namespace fog::codecs {
 namespace {
 
+// 16 bits of a message, which may lie at any address.
+typedef uint16_t Bits16 __attribute__((aligned(1), may_alias));
+
 // A float16 has 5 bits of exponent with bias 15 and 10 bits of fraction; a float has 8 with bias 127 and 23.
 constexpr int kShift = 23 - 10;
 constexpr uint32_t kRebias = uint32_t(127 - 15) << 23;
@@ -16,7 +19,7 @@ constexpr uint32_t kSmallestNormal = kRebias + (1U << 23); // bits of the float
 constexpr uint32_t kRounder = uint32_t(127 + 1 - 15 - 10 + 23) << 23;
 
 struct FromHalf {
-  static FOG_LOOP void run(const uint16_t* __restrict from, size_t numel, float* __restrict to) {
+  static FOG_LOOP void run(const Bits16* __restrict from, size_t numel, float* __restrict to) {
     for (size_t i = 0; i < numel; ++i) {
       const uint32_t magnitude = from[i] & 0x7FFF;
       const uint32_t shifted = magnitude << kShift;
@@ -31,7 +34,7 @@ struct FromHalf {
 
 // 2^16 and above become infinity; a NaN stays one.
 struct ToHalf {
-  static FOG_LOOP void run(const float* __restrict from, size_t numel, uint16_t* __restrict to) {
+  static FOG_LOOP void run(const float* __restrict from, size_t numel, Bits16* __restrict to) {
     for (size_t i = 0; i < numel; ++i) {
       const uint32_t bits = bits_of(from[i]);
       const uint32_t magnitude = bits & 0x7FFFFFFF;
@@ -48,7 +51,7 @@ struct ToHalf {
 };
 
 struct FromBFloat16 {
-  static FOG_LOOP void run(const uint16_t* __restrict from, size_t numel, float* __restrict to) {
+  static FOG_LOOP void run(const Bits16* __restrict from, size_t numel, float* __restrict to) {
     for (size_t i = 0; i < numel; ++i) {
       to[i] = float_of(uint32_t(from[i]) << 16);
     }
@@ -56,7 +59,7 @@ struct FromBFloat16 {
 };
 
 struct ToBFloat16 {
-  static FOG_LOOP void run(const float* __restrict from, size_t numel, uint16_t* __restrict to) {
+  static FOG_LOOP void run(const float* __restrict from, size_t numel, Bits16* __restrict to) {
     for (size_t i = 0; i < numel; ++i) {
       const uint32_t bits = bits_of(from[i]);
       const uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
@@ -80,9 +83,9 @@ struct Cast {
 void widen(c10::ScalarType dtype, const void* from, size_t numel, float* to) {
   switch (dtype) {
     case c10::ScalarType::Half:
-      return run<FromHalf>(static_cast<const uint16_t*>(from), numel, to);
+      return run<FromHalf>(static_cast<const Bits16*>(from), numel, to);
     case c10::ScalarType::BFloat16:
-      return run<FromBFloat16>(static_cast<const uint16_t*>(from), numel, to);
+      return run<FromBFloat16>(static_cast<const Bits16*>(from), numel, to);
     case c10::ScalarType::Double:
       return run<Cast>(static_cast<const double*>(from), numel, to);
     case c10::ScalarType::Float:
@@ -95,9 +98,9 @@ void widen(c10::ScalarType dtype, const void* from, size_t numel, float* to) {
 void narrow(c10::ScalarType dtype, const float* from, size_t numel, void* to) {
   switch (dtype) {
     case c10::ScalarType::Half:
-      return run<ToHalf>(from, numel, static_cast<uint16_t*>(to));
+      return run<ToHalf>(from, numel, static_cast<Bits16*>(to));
     case c10::ScalarType::BFloat16:
-      return run<ToBFloat16>(from, numel, static_cast<uint16_t*>(to));
+      return run<ToBFloat16>(from, numel, static_cast<Bits16*>(to));
     case c10::ScalarType::Double:
       return run<Cast>(from, numel, static_cast<double*>(to));
     case c10::ScalarType::Float:
