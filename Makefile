@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -81,6 +81,7 @@ help:
 	@echo "make benchmark-scale      many ranks: start, work, end        (ARGS=\"--ranks 64 --rounds 3\")"
 	@echo "make benchmark-loss       steps to a loss, of virtual ranks   (ARGS=\"--ranks 16 --more-ranks 64\")"
 	@echo "make benchmark-loss-long  the same, longer and with more seeds   (half an hour)"
+	@echo "make benchmark-loss-settings  fragments, tune's settings and a slow rank beside DDP   (half an hour)"
 	@echo "make test-mpi  install Intel MPI and Open MPI below build/mpi, run under every launcher"
 	@echo "make test-rma  exchanges and collectives by MPI RMA, on one host   (ARGS=\"-k neighbor\")"
 	@echo "make test-tcp  exchanges, collectives and windows by TCP, on one host   (ARGS=\"-k neighbor\")"
@@ -271,6 +272,11 @@ benchmark-loss-long: build
 	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/time_to_loss.py --steps 1600 --target 0.36 --more-ranks \
 		--seeds 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 --json benchmarks/results/loss_long.json --ways \
 		ddp_fog one_peer_exp static_exp base_k hierarchical exact_diffusion gradient_tracking $(ARGS)
+
+# The same for fragments, the settings of tune, and a slow rank. The results are kept, and runs that they have not repeated.
+benchmark-loss-settings: build
+	@echo "== loss of settings"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python benchmarks/loss_of_settings.py $(ARGS)
 
 # If something could not be installed, exits with an error after testing the rest.
 test-mpi: build

@@ -143,11 +143,16 @@ def classification(
     return Task(batches=batches, held_out={"validation": (x[kept:], y[kept:]), "test": test}, **fields)
 
 
-def mnist_by_labels() -> Task:
-    """Returns MNIST, of which each rank has two or three labels only; scikit-learn's digits where there is no MNIST."""
+def load_images() -> Any:
+    """Returns the images of MNIST; scikit-learn's digits where there is no MNIST."""
     from images import load_digits, load_mnist
 
-    images: Any = load_mnist(MNIST) if MNIST.is_dir() else load_digits()
+    return load_mnist(MNIST) if MNIST.is_dir() else load_digits()
+
+
+def mnist_by_labels() -> Task:
+    """Returns MNIST, of which each rank has two or three labels only."""
+    images = load_images()
     mean, deviation = images.train_images.mean(), images.train_images.std()
     pixels = images.train_images[0].numel()
     return classification(

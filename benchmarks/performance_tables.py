@@ -28,7 +28,10 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 from soak_totals import FAILURES, next_steps, percentile, throughput
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "docs" / "measurements" / name for name in ("scaling.md", "compression.md", "faults.md")]
+PAGES = [
+    ROOT / "docs" / "measurements" / name
+    for name in ("scaling.md", "training.md", "compression.md", "faults.md")
+]
 RESULTS = ROOT / "benchmarks" / "results"
 TITLES = {
     "a": "(a) ResNet-50, 8 V100 a host, 25 Gbit/s",
@@ -222,6 +225,13 @@ def advice_table(advice: Mapping[str, Any]) -> str:
     )
 
 
+def interval(row: Mapping[str, Any]) -> str:
+    """Returns a difference in percent and its interval; nothing for one seed."""
+    if "lower" not in row:
+        return ""
+    return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
+
+
 def loss_table(loss: Mapping[str, Any]) -> str:
     """Returns losses at equal samples relative to DDP's, and steps to the target, of the runs with several seeds."""
     found = {(row["way"], row["split"]): row for row in loss["differences"] if "lower" in row}
@@ -230,8 +240,7 @@ def loss_table(loss: Mapping[str, Any]) -> str:
     counts = median_steps(loss["points"], loss["facts"]["target"], ("way", "ranks", "split"))
 
     def cell(way: str, split: str) -> str:
-        row = found[way, split]
-        return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
+        return interval(found[way, split])
 
     def steps(way: str, split: str) -> str:
         count = counts[way, ranks, split]
@@ -244,6 +253,21 @@ def loss_table(loss: Mapping[str, Any]) -> str:
         for way in ways
     ]
     return table(["way", *(f"{s}, %" for s in splits), *(f"steps, {s}" for s in splits)], rows)
+
+
+def settings_table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the losses of settings beside DDP's."""
+    return columns(
+        rows,
+        {
+            "task": lambda row: row["task"],
+            "way": lambda row: row["way"],
+            "seeds": lambda row: str(row["seeds"]),
+            "rate": lambda row: f"{row['rate']:g}",
+            "test loss": lambda row: f"{row['loss']:.4f}",
+            "loss, % [95 % interval]": lambda row: "" if row["way"] == "DDP" else interval(row),
+        },
+    )
 
 
 def many_ranks_table(loss: Mapping[str, Any]) -> str:
@@ -368,12 +392,6 @@ def exchange_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def compressed_loss_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Returns bytes and losses of compressed trainings, beside those without a codec."""
-
-    def difference(row: Mapping[str, Any]) -> str:
-        if "lower" not in row or row["fewer bytes"] == 1:
-            return ""
-        return f"{signed(row['mean'])} [{signed(row['lower'])}, {signed(row['upper'])}]"
-
     return columns(
         rows,
         {
@@ -383,7 +401,7 @@ def compressed_loss_table(rows: Iterable[Mapping[str, Any]]) -> str:
             "times fewer": lambda row: f"{row['fewer bytes']:.1f}",
             "rate": lambda row: f"{row['rate']:g}",
             "test loss": lambda row: f"{row['loss']:.4f}",
-            "loss, % [95 % interval]": difference,
+            "loss, % [95 % interval]": lambda row: "" if row["fewer bytes"] == 1 else interval(row),
         },
     )
 
@@ -570,6 +588,7 @@ def tables() -> dict[str, Callable[[], str]]:
         "loss": lambda: loss_table(read("loss")),
         "loss of long runs": lambda: loss_table(read("loss_long")),
         "loss of many ranks": lambda: many_ranks_table(read("loss")),
+        "losses of settings": lambda: settings_table(read("loss_of_settings")["differences"]),
         "time to loss": lambda: time_table(points(), read("loss")),
         "codecs": lambda: codec_table(read("compression")["codecs"]),
         "compressed exchanges": lambda: exchange_table(read("compression")["exchanges"]),

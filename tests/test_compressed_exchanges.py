@@ -28,7 +28,6 @@ from harness import error_of, on_ranks
 from hosts import run_on_hosts
 from reference import HALVES, Checks, make_input
 from torch import Tensor
-from virtual_training import RowMixing
 
 from fog_pg._C import NeighborPlan, VirtualWorld
 
@@ -360,11 +359,6 @@ def test_ranks_compare_the_codecs_of_algorithms() -> None:
     with pytest.raises(TypeError, match="compression must be a codec"):
         Machines(compression=8)  # type: ignore[arg-type]
     assert repr(Machines(compression=Int8())) == "Machines(compression=Int8(block=256))"
-
-
-def test_virtual_ranks_refuse_codecs() -> None:
-    with pytest.raises(ValueError, match="compression must be None for virtual ranks.*Int8"):
-        RowMixing(Neighbors(topology.ring(2), compression=Int8()), 2)
 
 
 # --- between hosts --------------------------------------------------------------------------------------------

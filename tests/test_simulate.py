@@ -18,6 +18,7 @@ import torch
 import training_cases
 from fogdist import algorithms
 from fogdist import topology as topologies
+from fogdist.compression import Int8
 from harness import on_ranks
 from torch import Tensor, nn
 from training_cases import OPTIMIZERS, Net, start
@@ -27,19 +28,27 @@ STEPS = 7
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
 
-# An algorithm, its topology and local optimizer; test_algorithms.py compares every algorithm with its recursion.
-CASES: list[tuple[Callable[..., Any], Callable[[int], Any] | None, str]] = [
-    (bf.DistributedGradientAllreduceOptimizer, None, "sgd"),
-    (partial(algorithms.DecentralizedSGD, order="awc"), None, "adamw"),
-    (algorithms.DecentralizedSGD, topologies.one_peer_exponential, "sgd"),
+SAMPLES = {"samples": (2, 5, 5, 3)}
+# An algorithm, its topology and local optimizer, and fragments or the samples of each rank; test_algorithms.py compares every
+# algorithm with its recursion.
+CASES: list[tuple[Callable[..., Any], Callable[[int], Any] | None, str, dict[str, Any]]] = [
+    (bf.DistributedGradientAllreduceOptimizer, None, "sgd", {}),
+    (partial(algorithms.DecentralizedSGD, order="awc"), None, "adamw", {}),
+    (algorithms.DecentralizedSGD, topologies.one_peer_exponential, "sgd", {}),
+    (partial(algorithms.DecentralizedSGD, compression=Int8()), topologies.one_peer_exponential, "sgd", {}),
+    (algorithms.DecentralizedAdamW, topologies.random_matching, "adamw", SAMPLES),
+    (partial(algorithms.DiLoCo, local_steps=2), None, "sgd", SAMPLES),
+    # Its last exchange is in flight when the training ends.
+    (partial(algorithms.DiLoCo, local_steps=4, delay=2), None, "sgd", {"fragments": 2}),
     (
         partial(algorithms.PushSumSGD, local_steps=2),
         lambda size: topologies.Topology(
             "triangle", [np.triu(np.ones((size, size))) / np.arange(1, size + 1)]
         ).graph(),
         "adam",
+        {},
     ),
-    (partial(algorithms.DiLoCo, local_steps=2), topologies.base_graph, "sgd"),
+    (partial(algorithms.DiLoCo, local_steps=2), topologies.base_graph, "sgd", {}),
 ]
 
 
@@ -72,12 +81,14 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 @on_ranks(4, place=range(len(CASES)))
 def test_virtual_ranks_are_real_ranks(place: int) -> None:
     """Each rank compares its parameters, and its loss in each step, with those of its row."""
-    algorithm, graph, optimizer = CASES[place]
+    algorithm, graph, optimizer, more = CASES[place]
     averages_gradients = algorithm is bf.DistributedGradientAllreduceOptimizer
     rank, size = start(topologies.exponential)
     data, make = batches(size), OPTIMIZERS[optimizer]
     mixing = None if graph is None else graph(size)
-    options = {} if mixing is None else {"topology": mixing}
+    options: dict[str, Any] = {} if mixing is None else {"topology": mixing}
+    samples = more.get("samples")
+    options |= more if samples is None else {"by_samples": True}
     model = make_net()
     real = algorithm(make([p for p in model.parameters() if p.requires_grad]), model, **options)
     losses, distances = [], []
@@ -86,7 +97,11 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
         real.zero_grad()
         loss = squares(model(inputs[rank]), targets[rank])
         loss.backward()
+        if samples is not None:
+            real.samples = samples[rank]
         real.step()
+        if step == STEPS - 1:
+            real.settle()
         losses.append(float(bf.allreduce(loss.detach().reshape(1))))
         distances.append(fogdist.consensus_distance([*trained(model).values()]))
     virtual = train(
@@ -98,6 +113,7 @@ def test_virtual_ranks_are_real_ranks(place: int) -> None:
         topology=mixing,
         algorithm=GradientAverage if averages_gradients else algorithm,
         optimizer=make,
+        **more,
     )
     assert virtual.losses.isfinite().all()
     own = trained(virtual.model.model_of(rank))
@@ -258,3 +274,36 @@ def test_rates_are_chosen_and_then_kept(benchmark: Any, monkeypatch: pytest.Monk
     written = json.loads(path.read_text())
     assert [(p["way"], p["rate"]) for p in written["points"]] == [("ddp_fog", 0.1), ("local_sgd", 0.1)] * 2
     assert [row["loss"] is None for row in written["tuning"]] == [False, True] * 2
+
+
+def test_settings_are_trained_once_with_as_many_samples(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """benchmarks/loss_of_settings.py."""
+    module = importlib.import_module("loss_of_settings")
+    task = module.mnist()
+    equal, unequal = (module.batches_of(task, 1, samples) for samples in ((8,) * 8, module.HALF_SPEED))
+    pairs = [(equal(step), unequal(step)) for step in range(4)]
+    for rank, size in enumerate(module.HALF_SPEED):
+        inputs, targets = (torch.cat([pair[1][part][rank, :size] for pair in pairs]) for part in (0, 1))
+        count = min(len(targets), 32)
+        assert torch.equal(inputs[:count], torch.cat([pair[0][0][rank] for pair in pairs])[:count])
+        assert (targets != module.IGNORED).all()
+    assert [sum(int((pair[part][1] != module.IGNORED).sum()) for pair in pairs) for part in (0, 1)] == [
+        256,
+        256,
+    ]
+
+    path = tmp_path / "settings.json"
+    ways = ["DDP", "one peer, int8", "DiLoCo, 4 fragments, delay 2", "random pairs, a rank of half speed"]
+    words = f"loss_of_settings.py --tasks MNIST --steps 17 --seeds 1 2 --json {path} --ways"
+    monkeypatch.setattr("sys.argv", [*words.split(), *ways])
+    module.main()
+    written = json.loads(path.read_text())
+    runs = [(point["seed"], point["way"]) for point in written["points"]]
+    assert runs == [(seed, way) for seed in (1, 2) for way in ways]
+    assert len(written["tuning"]) == 4 * len(task.rates)  # DiLoCo and one peer have rates for others
+    assert [row["mean"] == 0 for row in written["differences"]] == [True, False, False, False]
+    monkeypatch.setattr(module, "run", None)
+    module.main()
+    assert json.loads(path.read_text())["points"] == written["points"]

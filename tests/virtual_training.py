@@ -19,6 +19,7 @@ from fogdist.context import Context
 from fogdist.static_topology import see_topology
 from fogdist.topology import Topology, exponential
 from fogdist.training.algorithm import Algorithm
+from fogdist.training.fragments import _divided, layer_of
 from fogdist.training.mixing import Finish, GlobalAverage, Mixing, Neighbors, NoMixing, Round
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -35,11 +36,17 @@ class VirtualRanks(Context):
 
     The parameters of the algorithm, and all vectors that it keeps and averages, must have one row for each rank. A mixing
     then multiplies the rows by its matrix. Algorithms with windows are refused, as is a user's own `Mixing`.
+
+    Args:
+        size: Number of ranks.
+        samples: How many each uses in a step, by which averages weigh, as those of real ranks do with ``by_samples=True``;
+            None for equal weights.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, samples: Sequence[int] | None = None) -> None:
         nobody: Any = _OneProcess()
         super().__init__(nobody, nobody, 0, size, [0] * size, see_topology(exponential(size), None, 0, size))
+        self._samples = None if samples is None else np.array(samples, dtype=float)
 
     @property
     def is_alone(self) -> bool:
@@ -50,7 +57,7 @@ class VirtualRanks(Context):
         return self.size
 
     def carried_out(self, mixing: Any) -> Any:
-        return mixing if isinstance(mixing, RowMixing) else RowMixing(mixing, self.size)
+        return mixing if isinstance(mixing, RowMixing) else RowMixing(mixing, self.size, self._samples)
 
 
 class _OneProcess:
@@ -82,18 +89,15 @@ class _Done:
 class RowMixing(Mixing):
     """What `Neighbors`, `GlobalAverage` or `NoMixing` does to ranks that are rows: in each round the product with its matrix."""
 
-    def __init__(self, mixing: Any, size: int) -> None:
+    def __init__(self, mixing: Any, size: int, samples: np.ndarray[Any, Any] | None = None) -> None:
         if type(mixing) not in (Neighbors, GlobalAverage, NoMixing):
             raise TypeError(
                 "topology must be a fogdist.topology.Topology, a networkx.DiGraph, GlobalAverage(), NoMixing() or None "
                 f"for virtual ranks, got {mixing!r}"
             )
-        if isinstance(mixing, Neighbors) and mixing.compression is not None:
-            raise ValueError(
-                f"compression must be None for virtual ranks, which send nothing, got {mixing.compression!r}"
-            )
         self._mixing = mixing
         self._size = size
+        self._samples = samples
         self._topology: Topology | None = mixing.topology if isinstance(mixing, Neighbors) else None
         if self._topology is not None and self._topology.size != size:
             raise ValueError(f"topology must have as many nodes as ranks, {size}, got {self._topology.size}")
@@ -132,22 +136,36 @@ class RowMixing(Mixing):
             return tensor.clone()
         rows = tensor.view(self._size, -1)
         if isinstance(self._mixing, GlobalAverage):
-            return rows.mean(dim=0, keepdim=True).expand_as(rows).reshape(tensor.shape)
-        return (self._operator(round, is_push, tensor) @ rows).view(tensor.shape)
+            if self._samples is None:
+                mean = rows.mean(dim=0, keepdim=True)
+            else:
+                mean = rows.new_tensor(self._samples / self._samples.sum()) @ rows
+            return mean.expand_as(rows).reshape(tensor.shape)
+        operator, codec = self._operator(round, is_push, tensor), self._mixing.compression
+        if codec is None:
+            return (operator @ rows).view(tensor.shape)
+        # As `Neighbors` has it: what a rank keeps of itself is what its message says, and the rest stays here.
+        messages = torch.stack([codec.decode(codec.encode(row), row.shape, row.dtype) for row in rows])
+        return (rows - messages + operator @ messages).view(tensor.shape)
 
     def _operator(self, round: Round, is_push: bool, like: Tensor) -> Tensor:
         """The transposed matrix of a round, as `like` needs it: a row is a receiver."""
         topology = self._topology
         if topology is None:
             # Which the user may set anew at any time.
-            return as_operator(_pushed(round.context.topology.as_topology().matrix(), is_push), like)
+            return self._made(round.context.topology.as_topology().matrix(), is_push, like)
         number = round.number % topology.period
         key = (number, is_push, like.dtype, like.device)
         if key not in self._kept:
             if len(self._kept) >= _KEPT_ROUNDS:
                 self._kept.clear()
-            self._kept[key] = as_operator(_pushed(topology.matrix(number), is_push), like)
+            self._kept[key] = self._made(topology.matrix(number), is_push, like)
         return self._kept[key]
+
+    def _made(self, matrix: np.ndarray[Any, Any], is_push: bool, like: Tensor) -> Tensor:
+        if self._samples is not None:
+            matrix = _weighted(matrix, self._samples)
+        return as_operator(_pushed(matrix, is_push), like)
 
 
 def as_operator(matrix: np.ndarray[Any, Any], like: Tensor) -> Tensor:
@@ -159,6 +177,13 @@ def as_operator(matrix: np.ndarray[Any, Any], like: Tensor) -> Tensor:
     places = torch.tensor(np.stack([receivers, senders]))
     made = torch.sparse_coo_tensor(places, weights, matrix.shape, device=like.device, check_invariants=False)
     return made.coalesce()
+
+
+def _weighted(matrix: np.ndarray[Any, Any], samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The matrix of averages that weigh by samples, of a symmetric one: a rank gives less to one that has used more."""
+    weighted = matrix * np.minimum(1.0, samples[:, None] / samples)
+    np.fill_diagonal(weighted, 0.0)
+    return weighted + np.diag(1.0 - weighted.sum(axis=0))
 
 
 def _pushed(matrix: np.ndarray[Any, Any], is_push: bool) -> np.ndarray[Any, Any]:
@@ -182,23 +207,32 @@ class GradientAverage(Algorithm):
 class StackedModel(nn.Module):
     """A model with parameters for each rank, and forward passes of all ranks by ``torch.func.vmap``.
 
-    All trained parameters are in one, `stacked`, of shape (ranks, elements): row r is rank r's. So the step of an optimizer
-    that treats each element by itself (SGD with momentum, Adam, AdamW) is the step of each rank's own optimizer. Frozen
-    parameters and buffers are the same on all ranks. Dropout differs between ranks.
+    All trained parameters are in one of shape (ranks, elements): row r is rank r's. So the step of an optimizer that treats
+    each element by itself (SGD with momentum, Adam, AdamW) is the step of each rank's own optimizer. Frozen parameters and
+    buffers are the same on all ranks. Dropout differs between ranks.
+
+    Args:
+        model: It is copied.
+        ranks: Number of ranks.
+        fragments: For an algorithm with so many: they are in so many parameters, each of the layers of a fragment.
     """
 
-    stacked: nn.Parameter
-
-    def __init__(self, model: nn.Module, ranks: int) -> None:
+    def __init__(self, model: nn.Module, ranks: int, fragments: int = 1) -> None:
         super().__init__()
         self.ranks = ranks
         # Not a module of this one: its parameters are not trained.
         self._model = (copy.deepcopy(model),)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._shapes = {name: p.shape for name, p in trained.items()}
-        row = torch.cat([p.detach().reshape(-1) for p in trained.values()])
-        self._lengths = [p.numel() for p in trained.values()]
-        self.stacked = nn.Parameter(row.repeat(ranks, 1))
+        sizes: dict[str, int] = {}
+        for name, p in trained.items():
+            sizes[layer_of(name)] = sizes.get(layer_of(name), 0) + p.numel()
+        fragment_of = dict(zip(sizes, _divided(list(sizes.values()), fragments, "interleaved"), strict=True))
+        self._shapes = [
+            {name: p.shape for name, p in trained.items() if fragment_of[layer_of(name)] == fragment}
+            for fragment in range(fragments)
+        ]
+        rows = [torch.cat([trained[name].detach().reshape(-1) for name in shapes]) for shapes in self._shapes]
+        self.stacks = nn.ParameterList(row.repeat(ranks, 1) for row in rows)
 
     def forward(self, *inputs: Tensor) -> Any:
         """Returns what each rank's model makes of its inputs, which have a leading dimension of ranks."""
@@ -211,11 +245,18 @@ class StackedModel(nn.Module):
         return torch.func.vmap(call, randomness="different")(self.parameters_of_ranks(), *inputs)
 
     def parameters_of_ranks(self) -> dict[str, Tensor]:
-        """Returns the trained parameters by name, views of `stacked` of shape (ranks, *shape) each."""
-        parts = torch.split(self.stacked, self._lengths, dim=1)
-        return {
-            name: part.reshape(self.ranks, *shape) for part, (name, shape) in zip(parts, self._shapes.items())
-        }
+        """Returns the trained parameters by name, views of `stacks` of shape (ranks, *shape) each."""
+        found = {}
+        for stack, shapes in zip(self.stacks, self._shapes, strict=True):
+            parts = torch.split(stack, [shape.numel() for shape in shapes.values()], dim=1)
+            for part, (name, shape) in zip(parts, shapes.items(), strict=True):
+                found[name] = part.reshape(self.ranks, *shape)
+        return found
+
+    @property
+    def stacked(self) -> Tensor:
+        """All ranks' parameters, of shape (ranks, elements)."""
+        return self.stacks[0] if len(self.stacks) == 1 else torch.cat(list(self.stacks), dim=1)
 
     @torch.no_grad()
     def model_of(self, rank: int | None = None) -> nn.Module:
@@ -229,7 +270,8 @@ class StackedModel(nn.Module):
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Returns how far the ranks are from their mean, as `fogdist.consensus_distance`."""
-        rows = self.stacked.double() if self.stacked.numel() < 1 << 22 else self.stacked
+        rows = self.stacked
+        rows = rows.double() if rows.numel() < 1 << 22 else rows
         return float((rows - rows.mean(dim=0)).square().sum(dim=1).mean().sqrt())
 
     def train(self, mode: bool = True) -> StackedModel:
@@ -290,6 +332,8 @@ def train(
     evaluate: Callable[[StackedModel], float] | None = None,
     every: int = 1,
     seed: int = 0,
+    fragments: int = 1,
+    samples: Sequence[int] | None = None,
 ) -> Result:
     """Trains a model on many ranks in this process, with the algorithms and topologies of real ranks.
 
@@ -308,10 +352,15 @@ def train(
         evaluate: Called before the first step and after every `every` steps, in eval mode and without gradients.
         every: Steps from one evaluation to the next.
         seed: Of torch's random numbers, which dropout takes; those of the caller stay as they were.
+        fragments: Of the algorithm, which gets them too.
+        samples: As in `VirtualRanks`; the batches and the loss are to match.
     """
-    stacked = StackedModel(model, ranks)
+    stacked = StackedModel(model, ranks, fragments)
     options = {} if topology is None else {"topology": topology}
-    view = algorithm(optimizer([stacked.stacked]), stacked, group=VirtualRanks(ranks), **options)
+    if fragments > 1:
+        options["fragments"] = fragments
+    group = VirtualRanks(ranks, samples)
+    view = algorithm(optimizer(list(stacked.stacks)), stacked, group=group, **options)
     scheduler = None if schedule is None else schedule(view)
     of_ranks = torch.func.vmap(loss, randomness="different")
     losses, distances = torch.zeros(2, steps, dtype=torch.float64)
@@ -334,6 +383,8 @@ def train(
             if scheduler is not None:
                 scheduler.step()
             losses[made] = each.detach().mean()
+            if made + 1 == steps:
+                view.settle()
             distances[made] = stacked.consensus_distance()
             look(made + 1)
     return Result(losses, distances, evaluated, stacked)
