@@ -131,6 +131,7 @@ def settings(
     method: Method = AVERAGES,
     fragments: int = 1,
     delay: int = 0,
+    margin: float = 1.0,
 ) -> list[Setting]:
     """Returns every setting of a method with its prediction.
 
@@ -145,6 +146,7 @@ def settings(
         method: The algorithm.
         fragments: As in `Setting`.
         delay: As in `Setting`.
+        margin: How many times as long as predicted an exchange may take.
     """
     found = []
     share = 1.0 if codec is None else codec.share
@@ -155,7 +157,7 @@ def settings(
             continue
         for megabytes in buckets_mb:
             rounds = [
-                exchange_seconds(each, network, part, megabytes * 2**20, codec, way.encoded)
+                margin * exchange_seconds(each, network, part, megabytes * 2**20, codec, way.encoded)
                 for each in way.traffic
             ]
             exchange = statistics.fmean(rounds)
@@ -267,6 +269,9 @@ def moved(
 ) -> Setting | None:
     """Returns the setting that a running job moves to by the rule; None if it keeps the one that it has.
 
+    A setting is moved to only if its step is within half of the tolerance, and kept within the whole: else a job whose links
+    lie just between two settings would move in every report.
+
     Args:
         groups: Settings by codec, without one first. A later group has to pay.
         now: The name of the topology, the local steps and the codec that it has.
@@ -274,10 +279,11 @@ def moved(
         tolerance: How much longer a step may take.
     """
     found = [each for group in groups for each in group]
-    allowed = longest_step(min(each.step for each in found), compute, tolerance)
+    fastest = min(each.step for each in found)
+    allowed, entered = (longest_step(fastest, compute, each) for each in (tolerance, tolerance / 2))
     choice: Setting | None = None
     for group in groups:
-        fast = [each for each in group if each.step <= allowed]
+        fast = [each for each in group if each.step <= entered]
         candidate = best(fast, compute, tolerance) if fast else None
         if candidate is not None and (choice is None or pays(candidate, choice)):
             choice = candidate
