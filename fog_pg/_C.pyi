@@ -800,9 +800,6 @@ class Growth:
     def on_open(self) -> None:
         """An additional connection is open."""
 
-    def on_end(self, place: int) -> None:
-        """The additional connection with that place among them, from 1 on, has ended."""
-
 class Rendezvous:
     """For tests: the rendezvous of ranks in a Store, which every group uses."""
 

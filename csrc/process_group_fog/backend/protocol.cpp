@@ -15,7 +15,7 @@ namespace {
 
 // Increased with each change of the messages between processes, or of their use of each other's memory, that leaves all
 // sizes unchanged.
-constexpr int kProtocol = 13;
+constexpr int kProtocol = 12;
 
 uint32_t layout() {
   using namespace shared_memory;

@@ -94,7 +94,6 @@ void bind_growth(py::module_& module) {
           },
           py::arg("now"), py::arg("written"), py::arg("least_round_trip"), py::arg("round_trip"), py::arg("limited"))
       .def("on_open", &Growth::on_open)
-      .def("on_end", &Growth::on_end, py::arg("place"))
       .def_property_readonly("used", &Growth::used)
       .def_property_readonly("rate", &Growth::rate);
 }

@@ -29,12 +29,12 @@ bool is_for_later(int error) {
 
 void Channel::append(const void* data, size_t bytes) {
   if (!closed_) {
-    connections_.front().small.append(static_cast<const char*>(data), bytes);
+    lines_.front().small.append(static_cast<const char*>(data), bytes);
   }
 }
 
 void Channel::queue(const Header& header, const void* data, size_t bytes) {
-  auto& small = connections_.front().small;
+  auto& small = lines_.front().small;
   small.reserve(small.size() + sizeof(Frame) + sizeof(header) + bytes); // a message is queued as a whole or not at all
   put({Kind::kMessage, 0, sizeof(header) + bytes});
   append(&header, sizeof(header));
@@ -87,7 +87,7 @@ void Channel::expect(uint32_t tag, const std::shared_ptr<IncomingData>& data) {
   const auto early = take_early(tag);
   coming_[tag] = data;
   data->grant_room();
-  take(tag, 0, early.data(), early.size());
+  take(tag, std::nullopt, early.data(), early.size());
 }
 
 void Channel::ignore(uint32_t tag) {
@@ -128,9 +128,9 @@ void Channel::abandon(const TransferOwner& owner) {
     put({Kind::kWithdrawn, data->tag, 0});
     forget_early(data->tag);
     going_.erase(std::remove(going_.begin(), going_.end(), data), going_.end());
-    for (auto& connection : connections_) {
-      if (connection.part && connection.part->data == data) {
-        leave_part(connection);
+    for (auto& line : lines_) {
+      if (line.part && line.part->data == data) {
+        leave_part(line);
       }
     }
     end(*data, false);
@@ -157,10 +157,10 @@ void Channel::close() {
   going_.clear();
   came_early_.clear();
   bytes_came_early_ = 0;
-  for (auto& connection : connections_) {
-    connection.small = {};
-    connection.small_sent = 0;
-    if (const auto part = std::exchange(connection.part, nullptr); part && part->data->owner) {
+  for (auto& line : lines_) {
+    line.small = {};
+    line.small_sent = 0;
+    if (const auto part = std::exchange(line.part, nullptr); part && part->data->owner) {
       user_.release(std::move(part->data->owner));
     }
   }
@@ -178,57 +178,33 @@ void Channel::close() {
 }
 
 void Channel::add(bool sends) {
-  auto& connection = connections_.emplace_back();
+  auto& line = lines_.emplace_back();
   if (sends) {
-    connection.sender = ++senders_;
+    line.sender = ++senders_;
     put({Kind::kAdded, 0, 0});
-  } else {
-    ++receivers_;
   }
-}
-
-bool Channel::on_end(size_t number, bool arrived) {
-  auto& ended = connections_[number];
-  if (ended.sender == 0) { // the peer knows whether anything is lost
-    lost_ += ended.has_finished ? 0 : 1;
-    return true;
-  }
-  if (!arrived || ended.part) {
-    return false;
-  }
-  if (!ended.finishes || ended.unsent() > 0) {
-    put({Kind::kLast, 0, 0});
-    ended.small.clear();
-    ended.small_sent = 0;
-  }
-  for (auto& each : connections_) {
-    each.sender -= each.sender > ended.sender ? 1 : 0;
-  }
-  ended.sender = 0;
-  --senders_;
-  return true;
 }
 
 void Channel::finish() {
-  for (auto& connection : connections_) {
-    if (connection.sender > 0 && !std::exchange(connection.finishes, true) && !connection.part) {
-      put_last(connection);
+  for (auto& line : lines_) {
+    if (line.sender > 0 && !std::exchange(line.finishes, true) && !line.part) {
+      put_last(line);
     }
   }
 }
 
-void Channel::put_last(Connection& connection) {
+void Channel::put_last(Line& line) {
   const Frame frame = {Kind::kLast, 0, 0};
-  connection.small.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
+  line.small.append(reinterpret_cast<const char*>(&frame), sizeof(frame));
 }
 
 bool Channel::wants_to_write(size_t number) const {
-  const auto& connection = connections_[number];
-  return !closed_ && !mute_ && (connection.unsent() > 0 || connection.part || next_for(connection) != going_.end());
+  const auto& line = lines_[number];
+  return !closed_ && !mute_ && (line.unsent() > 0 || line.part || next_for(line) != going_.end());
 }
 
 bool Channel::wants_to_write() const {
-  for (size_t number = 0; number < connections_.size(); ++number) {
+  for (size_t number = 0; number < lines_.size(); ++number) {
     if (wants_to_write(number)) {
       return true;
     }
@@ -238,15 +214,15 @@ bool Channel::wants_to_write() const {
 
 uint64_t Channel::written_by_all() const {
   uint64_t written = 0;
-  for (const auto& connection : connections_) {
-    written += connection.written;
+  for (const auto& line : lines_) {
+    written += line.written;
   }
   return written;
 }
 
-std::deque<std::shared_ptr<OutgoingData>>::const_iterator Channel::next_for(const Connection& connection) const {
-  const bool is_first = &connection == &connections_.front();
-  if (going_.empty() || (!is_first && (connection.sender == 0 || connection.sender > used_ || connection.finishes))) {
+std::deque<std::shared_ptr<OutgoingData>>::const_iterator Channel::next_for(const Line& line) const {
+  const bool is_first = &line == &lines_.front();
+  if (going_.empty() || (!is_first && (line.sender == 0 || line.sender > used_ || line.finishes))) {
     return going_.end();
   }
   // What the peer has asked for goes before what it has not. It knows the header of the former, so that may go by any.
@@ -254,15 +230,16 @@ std::deque<std::shared_ptr<OutgoingData>>::const_iterator Channel::next_for(cons
   return asked == going_.end() && is_first ? going_.begin() : asked;
 }
 
-void Channel::next_part(Connection& connection) {
-  const auto next = next_for(connection);
+void Channel::next_part(Line& line) {
+  const auto next = next_for(line);
   if (next == going_.end()) {
     return;
   }
   const auto data = *next;
   const size_t bytes = std::min(most_of_part_, data->room - data->begun);
-  const PartFrame head = {{Kind::kPart, data->tag, bytes}, data->begun};
-  connection.part = std::make_unique<Part>(Part{head, data, data->data + data->begun, 0, nullptr});
+  data->scattered = data->scattered || line.sender > 0;
+  const std::array<Frame, 2> frames = {{{Kind::kAt, data->tag, data->begun}, {Kind::kPart, data->tag, bytes}}};
+  line.part = std::make_unique<Part>(Part{frames, data->scattered ? size_t(0) : 1, data, data->data + data->begun, 0, nullptr});
   data->begun += bytes;
   ++data->parts;
   if (data->begun == data->room) {
@@ -272,30 +249,30 @@ void Channel::next_part(Connection& connection) {
 }
 
 // The connection is done with its part.
-std::unique_ptr<Channel::Part> Channel::take_part(Connection& connection) {
-  if (connection.finishes) {
-    put_last(connection);
+std::unique_ptr<Channel::Part> Channel::take_part(Line& line) {
+  if (line.finishes) {
+    put_last(line);
   }
-  --connection.part->data->parts;
-  return std::exchange(connection.part, nullptr);
+  --line.part->data->parts;
+  return std::exchange(line.part, nullptr);
 }
 
 // The memory of the part may change from now on. A part that has begun goes to its end, as the peer expects its bytes.
-void Channel::leave_part(Connection& connection) {
-  auto& part = *connection.part;
+void Channel::leave_part(Line& line) {
+  auto& part = *line.part;
   if (part.sent == 0) {
-    take_part(connection);
+    take_part(line);
     return;
   }
   const size_t bytes = part.bytes();
-  const size_t sent = part.sent - std::min(part.sent, sizeof(part.head));
+  const size_t sent = part.sent - std::min(part.sent, part.of_frames());
   part.copy = std::make_unique<char[]>(bytes);
   std::memcpy(part.copy.get() + sent, part.begin + sent, bytes - sent);
   part.begin = part.copy.get();
 }
 
-void Channel::on_part_sent(Connection& connection) {
-  const auto part = take_part(connection);
+void Channel::on_part_sent(Line& line) {
+  const auto part = take_part(line);
   auto& data = *part->data;
   if (data.stopped || has_left(data)) {
     end(data, !data.stopped);
@@ -303,11 +280,11 @@ void Channel::on_part_sent(Connection& connection) {
 }
 
 Channel::Result Channel::write(size_t number, int fd) {
-  auto& connection = connections_[number];
+  auto& line = lines_[number];
   size_t written = 0;
   while (wants_to_write(number) && written < kMostAtOnce) {
-    if (!connection.part) {
-      next_part(connection);
+    if (!line.part) {
+      next_part(line);
     }
     std::array<iovec, 3> pieces;
     size_t count = 0;
@@ -316,19 +293,19 @@ Channel::Result Channel::write(size_t number, int fd) {
         pieces[count++] = {const_cast<void*>(data), bytes};
       }
     };
-    const bool part_first = connection.part && connection.part->sent > 0;
+    const bool part_first = line.part && line.part->sent > 0;
     const auto add_part = [&] {
-      const auto& part = *connection.part;
-      const size_t of_head = std::min(part.sent, sizeof(part.head));
-      add(reinterpret_cast<const char*>(&part.head) + of_head, sizeof(part.head) - of_head);
-      const size_t of_data = part.sent - of_head;
+      const auto& part = *line.part;
+      const size_t of_frames = std::min(part.sent, part.of_frames());
+      add(reinterpret_cast<const char*>(&part.frames[part.first]) + of_frames, part.of_frames() - of_frames);
+      const size_t of_data = part.sent - of_frames;
       add(part.begin + of_data, part.bytes() - of_data);
     };
     if (part_first) {
       add_part();
     } else {
-      add(connection.small.data() + connection.small_sent, connection.unsent());
-      if (connection.part) {
+      add(line.small.data() + line.small_sent, line.unsent());
+      if (line.part) {
         add_part();
       }
     }
@@ -337,34 +314,34 @@ Channel::Result Channel::write(size_t number, int fd) {
     message.msg_iovlen = count;
     const auto sent = sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (sent < 0) {
-      if (number == 0 && !is_for_later(errno)) { // what has come before the end is still to be read
-        error_ = errno;
+      if (!is_for_later(errno)) { // what has come before the end is still to be read
+        error_ = number == 0 ? errno : error_; // the first connection tells how the peer has ended
         mute_ = true;
       }
       break;
     }
     auto left = static_cast<size_t>(sent);
     written += left;
-    connection.written += left;
+    line.written += left;
     if (!part_first) {
-      const size_t small = std::min(left, connection.unsent());
-      connection.small_sent += small;
+      const size_t small = std::min(left, line.unsent());
+      line.small_sent += small;
       left -= small;
-      if (connection.unsent() == 0) {
-        if (connection.small.capacity() > kLongQueue) {
-          connection.small = {};
+      if (line.unsent() == 0) {
+        if (line.small.capacity() > kLongQueue) {
+          line.small = {};
         }
-        connection.small.clear();
-        connection.small_sent = 0;
-      } else if (connection.small_sent > kLongQueue && connection.small_sent > connection.small.size() / 2) {
-        connection.small.erase(0, connection.small_sent);
-        connection.small_sent = 0;
+        line.small.clear();
+        line.small_sent = 0;
+      } else if (line.small_sent > kLongQueue && line.small_sent > line.small.size() / 2) {
+        line.small.erase(0, line.small_sent);
+        line.small_sent = 0;
       }
     }
-    if (connection.part) {
-      connection.part->sent += left;
-      if (connection.part->sent == sizeof(PartFrame) + connection.part->bytes()) {
-        on_part_sent(connection);
+    if (line.part) {
+      line.part->sent += left;
+      if (line.part->sent == line.part->of_frames() + line.part->bytes()) {
+        on_part_sent(line);
       }
     }
   }
@@ -372,12 +349,12 @@ Channel::Result Channel::write(size_t number, int fd) {
 }
 
 Channel::Result Channel::read(size_t number, int fd) {
-  auto& connection = connections_[number];
-  if (!connection.buffer) {
+  auto& line = lines_[number];
+  if (!line.buffer) {
     auto& spare = user_.spare_buffer();
-    connection.buffer = spare ? std::move(spare) : std::make_unique<char[]>(kBuffer);
+    line.buffer = spare ? std::move(spare) : std::make_unique<char[]>(kBuffer);
   }
-  parse(connection); // what an exception has left there
+  parse(line); // what an exception has left there
   size_t come_in = 0;
   while (!closed_ && come_in < kMostAtOnce) {
     // A part goes to its place, and what follows it to the buffer. Bytes that nobody waits for go to the buffer too.
@@ -385,27 +362,27 @@ Channel::Result Channel::read(size_t number, int fd) {
     std::array<iovec, 2> pieces;
     size_t count = 0;
     size_t direct = 0;
-    if (connection.part_left > 0 && connection.end == 0) {
-      if (const auto found = coming_.find(connection.part_tag); found != coming_.end()) {
+    if (line.part_left > 0 && line.end == 0) {
+      if (const auto found = coming_.find(line.part_tag); found != coming_.end()) {
         data = found->second.lock();
       }
       if (data) {
-        const auto room = data->room(connection.part_at);
-        direct = std::min(room.bytes, connection.part_left);
+        const auto room = data->room(line.part_at);
+        direct = std::min(room.bytes, line.part_left);
         if (direct == 0) {
-          refuse_message(peer_, connection.part_left, "there is no room for it");
+          refuse_message(peer_, line.part_left, "there is no room for it");
         }
         pieces[count++] = {room.at, direct};
       }
     }
-    if (!data || direct == connection.part_left) {
-      pieces[count++] = {connection.buffer.get() + connection.end, kBuffer - connection.end};
+    if (!data || direct == line.part_left) {
+      pieces[count++] = {line.buffer.get() + line.end, kBuffer - line.end};
     }
     const auto bytes = readv(fd, pieces.data(), static_cast<int>(count));
     if (bytes == 0 || (bytes < 0 && !is_for_later(errno))) {
-      error_ = bytes < 0 && number == 0 ? errno : error_; // the first connection tells how the peer has ended
-      if (connection.end == 0) {
-        connection.buffer = nullptr;
+      error_ = bytes < 0 && number == 0 ? errno : error_;
+      if (line.end == 0) {
+        line.buffer = nullptr;
       }
       return Result::kEnd;
     }
@@ -416,12 +393,12 @@ Channel::Result Channel::read(size_t number, int fd) {
     come_in += got;
     const size_t placed = std::min(got, direct);
     if (placed > 0) {
-      const auto at = connection.part_at;
-      connection.pass(placed);
-      come(connection.part_tag, at, *data, placed);
+      const auto at = line.part_at;
+      line.pass(placed);
+      come(line.part_tag, at, *data, placed);
     }
-    connection.end += got - placed;
-    parse(connection);
+    line.end += got - placed;
+    parse(line);
     size_t offered = 0;
     for (size_t i = 0; i < count; ++i) {
       offered += pieces[i].iov_len;
@@ -430,58 +407,47 @@ Channel::Result Channel::read(size_t number, int fd) {
       break;
     }
   }
-  if (connection.end == 0) {
-    user_.spare_buffer() = std::move(connection.buffer);
+  if (line.end == 0) {
+    user_.spare_buffer() = std::move(line.buffer);
   }
   return come_in > 0 ? Result::kProgress : Result::kNothing;
 }
 
-void Channel::parse(Connection& connection) {
-  while (!closed_ && connection.begin < connection.end) {
-    if (connection.part_left > 0) {
-      const size_t bytes = std::min(connection.part_left, connection.end - connection.begin);
-      const char* from = connection.buffer.get() + connection.begin;
-      const auto at = connection.part_at;
-      connection.begin += bytes;
-      connection.pass(bytes);
-      take(connection.part_tag, at, from, bytes);
+void Channel::parse(Line& line) {
+  while (!closed_ && line.begin < line.end) {
+    if (line.part_left > 0) {
+      const size_t bytes = std::min(line.part_left, line.end - line.begin);
+      const char* from = line.buffer.get() + line.begin;
+      const auto at = line.part_at;
+      line.begin += bytes;
+      line.pass(bytes);
+      take(line.part_tag, at, from, bytes);
       continue;
     }
     Frame frame;
-    if (connection.end - connection.begin < sizeof(frame)) {
+    if (line.end - line.begin < sizeof(frame)) {
       break;
     }
-    std::memcpy(&frame, connection.buffer.get() + connection.begin, sizeof(frame));
-    if (&connection != &connections_.front() && frame.kind != Kind::kPart && frame.kind != Kind::kLast) {
+    std::memcpy(&frame, line.buffer.get() + line.begin, sizeof(frame));
+    const bool of_data = frame.kind == Kind::kAt || frame.kind == Kind::kPart || frame.kind == Kind::kLast;
+    if (&line != &lines_.front() && !of_data) {
       refuse_message(peer_, sizeof(frame), "such a frame goes by the first connection only");
-    }
-    if (frame.kind == Kind::kPart) {
-      PartFrame part;
-      if (connection.end - connection.begin < sizeof(part)) {
-        break;
-      }
-      std::memcpy(&part, connection.buffer.get() + connection.begin, sizeof(part));
-      connection.begin += sizeof(part);
-      connection.part_tag = frame.tag;
-      connection.part_left = frame.bytes;
-      connection.part_at = part.at;
-      continue;
     }
     const bool is_message = frame.kind == Kind::kMessage;
     if (!is_message && frame.kind != Kind::kSigns) {
-      connection.begin += sizeof(frame);
-      on_frame(connection, frame);
+      line.begin += sizeof(frame);
+      on_frame(line, frame);
       continue;
     }
     const size_t least = is_message ? sizeof(Header) : sizeof(Signs);
     if (frame.bytes < least || frame.bytes > least + (is_message ? Transport::kLocalInlineBytes : 0)) {
       refuse_message(peer_, frame.bytes, "it has another length than any");
     }
-    if (connection.end - connection.begin < sizeof(frame) + frame.bytes) {
+    if (line.end - line.begin < sizeof(frame) + frame.bytes) {
       break;
     }
-    const char* record = connection.buffer.get() + connection.begin + sizeof(frame);
-    connection.begin += sizeof(frame) + frame.bytes;
+    const char* record = line.buffer.get() + line.begin + sizeof(frame);
+    line.begin += sizeof(frame) + frame.bytes;
     if (is_message) {
       user_.on_message(peer_, record, frame.bytes);
     } else {
@@ -490,25 +456,29 @@ void Channel::parse(Connection& connection) {
       user_.on_signs(peer_, signs);
     }
   }
-  if (connection.begin > 0) { // the beginning of a frame
-    std::memmove(connection.buffer.get(), connection.buffer.get() + connection.begin, connection.end - connection.begin);
-    connection.end -= connection.begin;
-    connection.begin = 0;
+  if (line.begin > 0) { // the beginning of a frame
+    std::memmove(line.buffer.get(), line.buffer.get() + line.begin, line.end - line.begin);
+    line.end -= line.begin;
+    line.begin = 0;
   }
 }
 
-void Channel::on_frame(Connection& connection, const Frame& frame) {
+void Channel::on_frame(Line& line, const Frame& frame) {
   switch (frame.kind) {
+    case Kind::kPart:
+      line.part_tag = frame.tag;
+      line.part_left = frame.bytes;
+      line.part_at = std::exchange(line.next_at, std::nullopt);
+      return;
+    case Kind::kAt:
+      line.next_at = frame.bytes;
+      return;
     case Kind::kAdded:
       ++added_;
       return;
     case Kind::kLast:
-      if (&connection == &connections_.front()) {
-        --added_;
-      } else {
-        connection.has_finished = true;
-        ++finished_;
-      }
+      line.has_finished = true;
+      ++finished_;
       return;
     case Kind::kAsk: {
       forget_early(frame.tag);
@@ -564,13 +534,12 @@ void Channel::on_frame(Connection& connection, const Frame& frame) {
       return;
     case Kind::kSigns:
     case Kind::kMessage:
-    case Kind::kPart:
       break;
   }
   refuse_message(peer_, sizeof(frame), "there is no such frame");
 }
 
-void Channel::take(uint32_t tag, size_t at, const char* from, size_t bytes) {
+void Channel::take(uint32_t tag, std::optional<size_t> at, const char* from, size_t bytes) {
   while (bytes > 0) {
     const auto found = coming_.find(tag);
     const auto data = found == coming_.end() ? nullptr : found->second.lock();
@@ -593,11 +562,13 @@ void Channel::take(uint32_t tag, size_t at, const char* from, size_t bytes) {
     from += some;
     bytes -= some;
     come(tag, at, *data, some);
-    at += some;
+    if (at) {
+      *at += some;
+    }
   }
 }
 
-void Channel::come(uint32_t tag, size_t at, IncomingData& data, size_t bytes) {
+void Channel::come(uint32_t tag, std::optional<size_t> at, IncomingData& data, size_t bytes) {
   data.come(at, bytes);
   if (data.is_complete()) {
     coming_.erase(tag);
@@ -636,20 +607,22 @@ bool IncomingData::take(size_t bytes) {
   return !withdrawn_;
 }
 
-IncomingData::Room IncomingData::room(size_t at) const {
+IncomingData::Room IncomingData::room(std::optional<size_t> at) const {
   auto* memory = place_ != nullptr ? place_ : static_cast<char*>(memory_.get());
-  const size_t position = at % capacity_;
-  const size_t granted = at < come_ || at > granted_ ? 0 : granted_ - at;
+  const size_t from = at.value_or(come_);
+  const size_t position = from % capacity_;
+  const size_t granted = from < come_ || from > granted_ ? 0 : granted_ - from;
   return {memory + position, std::min(granted, capacity_ - position)};
 }
 
-void IncomingData::come(size_t at, size_t bytes) {
-  if (at == come_) {
+void IncomingData::come(std::optional<size_t> at, size_t bytes) {
+  const size_t from = at.value_or(come_);
+  if (from == come_) {
     come_ += bytes;
-  } else if (const auto next = ahead_.upper_bound(at); next != ahead_.begin() && std::prev(next)->second == at) {
+  } else if (const auto next = ahead_.upper_bound(from); next != ahead_.begin() && std::prev(next)->second == from) {
     std::prev(next)->second += bytes;
   } else {
-    ahead_.emplace(at, at + bytes);
+    ahead_.emplace(from, from + bytes);
   }
   while (!ahead_.empty() && ahead_.begin()->first == come_) {
     come_ = ahead_.begin()->second;

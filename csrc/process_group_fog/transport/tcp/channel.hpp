@@ -5,12 +5,14 @@
 // data from the side that has opened it to the other one only.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -38,6 +40,7 @@ struct OutgoingData {
   size_t begun = 0; // the bytes up to this one are sent, or in the part that is being sent
   size_t parts = 0; // that are being sent
   bool going = false; // is in the queue of its channel
+  bool scattered = false; // a part of it has gone by an additional connection, so each further part tells its place
   bool stopped = false; // the receiver wants no more, or the owner has withdrawn it
 };
 
@@ -64,10 +67,11 @@ class IncomingData final : public Incoming {
     char* at;
     size_t bytes;
   };
-  // Returns the memory of the bytes from `at` on, as far as it is contiguous; none if the sender may not send any.
-  Room room(size_t at) const;
+  // Returns the memory of the bytes from `at` on, or of the next ones, as far as it is contiguous; none if the sender may
+  // not send any.
+  Room room(std::optional<size_t> at) const;
   // These bytes have been written there.
-  void come(size_t at, size_t bytes);
+  void come(std::optional<size_t> at, size_t bytes);
   bool is_complete() const {
     return come_ == bytes_;
   }
@@ -173,7 +177,7 @@ class Channel {
 
   // Returns the bytes that wait to be sent, without those of data.
   size_t unsent() const {
-    return connections_.front().unsent();
+    return lines_.front().unsent();
   }
   // Nothing more is written to the peer: a connection has failed, and what it had taken may be lost.
   void mute() {
@@ -191,7 +195,7 @@ class Channel {
   }
   // Returns the bytes that the socket has taken, of the first connection or of all.
   uint64_t written() const {
-    return connections_.front().written;
+    return lines_.front().written;
   }
   uint64_t written_by_all() const;
   // Writes as much as the socket takes, within limits. A failure shows in read().
@@ -210,20 +214,21 @@ class Channel {
   void ask(uint32_t tag, size_t room);
   // Reads what has come, within limits. Throws DistBackendError if that is not a message.
   Result read(size_t number, int fd);
-  // Returns the place of that connection among those that were added to send; 0 if it is none of them.
-  size_t sender(size_t number) const {
-    return connections_[number].sender;
+  // Returns whether it was added to send.
+  bool sends(size_t number) const {
+    return lines_[number].sender > 0;
   }
-  // An additional connection has ended, and all that its socket had taken has `arrived` at the peer or not. Returns whether
-  // nothing that this side has sent is lost.
-  bool on_end(size_t number, bool arrived);
+  // An additional connection by which the peer sends has ended. It may be one that the peer has never used.
+  void on_end(size_t number) {
+    lost_ += lines_[number].has_finished ? 0 : 1;
+  }
   // Returns whether additional connections have not brought all that the peer had sent before a message of the first one.
   bool awaits_others() const {
     return finished_ < added_;
   }
   // Returns whether they never will.
   bool awaits_lost() const {
-    return receivers_ - lost_ < added_;
+    return lines_.size() - 1 - senders_ - lost_ < added_;
   }
   // Returns the error with which the connection has ended; 0 if the other side has closed it.
   int error() const {
@@ -233,39 +238,40 @@ class Channel {
  private:
   enum class Kind : uint32_t {
     kMessage = 1, // a header with data
-    kPart, // bytes of the data with that tag; see PartFrame
+    kPart, // the next bytes of the data with that tag
     kAsk, // the receiver has room for the data with that tag up to byte `bytes`
     kStop, // the receiver takes no more of that data
     kWithdrawn, // the sender has withdrawn that data
     kAskForSigns, // see ask_for_signs()
     kSigns, // with Signs
     kExpelled, // the sender counts the receiver as lost
+    kAt, // the next part is of the data with that tag from byte `bytes` on; without it, a part follows what has come
     kAdded, // the sender has opened an additional connection, by which it sends
-    kLast, // nothing more comes by this additional connection; on the first one: by one that has ended
+    kLast, // nothing more comes by this additional connection
   };
   struct Frame {
     Kind kind;
     uint32_t tag;
     uint64_t bytes; // behind the frame, unless the kind says otherwise
   };
-  struct PartFrame {
-    Frame frame;
-    uint64_t at; // place of the first byte in the data
-  };
   struct Part {
-    PartFrame head;
+    std::array<Frame, 2> frames; // kAt and kPart, or kPart as the second one alone
+    size_t first; // of the frames
     std::shared_ptr<OutgoingData> data;
     const char* begin;
-    size_t sent; // with the head
+    size_t sent; // with the frames
     std::unique_ptr<char[]> copy; // what `begin` points to if the data was withdrawn
 
+    size_t of_frames() const {
+      return (frames.size() - first) * sizeof(Frame);
+    }
     size_t bytes() const {
-      return head.frame.bytes;
+      return frames[1].bytes;
     }
   };
   // What a connection is sending, and what it is receiving.
-  struct Connection {
-    size_t sender = 0; // 1 for the first additional one that sends, and so on; 0 for all others, and after its end
+  struct Line {
+    size_t sender = 0; // 1 for the first additional one that sends, and so on; 0 for all others
     std::string small; // frames in order, the first small_sent bytes of which have been sent
     size_t small_sent = 0;
     std::unique_ptr<Part> part; // that is being sent
@@ -277,7 +283,8 @@ class Channel {
     size_t end = 0;
     uint32_t part_tag = 0;
     size_t part_left = 0; // bytes of the part that is coming
-    size_t part_at = 0; // their place
+    std::optional<size_t> part_at; // their place if they do not follow what has come
+    std::optional<size_t> next_at; // that of the next part
     bool has_finished = false; // kLast has come
 
     size_t unsent() const {
@@ -286,7 +293,9 @@ class Channel {
     // So many bytes of the part have come.
     void pass(size_t bytes) {
       part_left -= bytes;
-      part_at += bytes;
+      if (part_at) {
+        *part_at += bytes;
+      }
     }
   };
   // Large enough for a message that comes with its data.
@@ -296,25 +305,25 @@ class Channel {
     append(&frame, sizeof(frame));
   }
   // Says that nothing more comes by that additional connection.
-  static void put_last(Connection& connection);
+  static void put_last(Line& line);
   void append(const void* data, size_t bytes);
   // Returns data of which a part may go by that connection; `going_.end()` if there is none.
-  std::deque<std::shared_ptr<OutgoingData>>::const_iterator next_for(const Connection& connection) const;
-  void next_part(Connection& connection);
-  static std::unique_ptr<Part> take_part(Connection& connection);
-  static void leave_part(Connection& connection);
-  void on_part_sent(Connection& connection);
+  std::deque<std::shared_ptr<OutgoingData>>::const_iterator next_for(const Line& line) const;
+  void next_part(Line& line);
+  static std::unique_ptr<Part> take_part(Line& line);
+  static void leave_part(Line& line);
+  void on_part_sent(Line& line);
   // All that was asked for has left, or the data is wanted no more.
   bool has_left(const OutgoingData& data) const {
     return data.begun == data.bytes && data.parts == 0 && sent_early_.count(data.tag) == 0;
   }
   void end(OutgoingData& data, bool sent);
   // Handles the frames that are in the buffer as a whole.
-  void parse(Connection& connection);
-  void on_frame(Connection& connection, const Frame& frame);
-  // Bytes of the data with that tag from `at` on, which lie at `from`.
-  void take(uint32_t tag, size_t at, const char* from, size_t bytes);
-  void come(uint32_t tag, size_t at, IncomingData& data, size_t bytes);
+  void parse(Line& line);
+  void on_frame(Line& line, const Frame& frame);
+  // Bytes of the data with that tag from `at` on, or the next ones, which lie at `from`.
+  void take(uint32_t tag, std::optional<size_t> at, const char* from, size_t bytes);
+  void come(uint32_t tag, std::optional<size_t> at, IncomingData& data, size_t bytes);
   void forget_early(uint32_t tag);
   std::string take_early(uint32_t tag);
 
@@ -324,9 +333,8 @@ class Channel {
   bool mute_ = false;
   int error_ = 0;
 
-  std::deque<Connection> connections_{1}; // by the number of the connection
-  size_t senders_ = 0; // additional connections that were added to send, without those that have ended
-  size_t receivers_ = 0; // all others
+  std::deque<Line> lines_{1}; // by the number of the connection
+  size_t senders_ = 0; // additional connections that were added to send
   size_t used_ = 0; // of them
   std::unordered_map<uint32_t, std::shared_ptr<OutgoingData>> offered_;
   std::deque<std::shared_ptr<OutgoingData>> going_; // data for which the peer has room

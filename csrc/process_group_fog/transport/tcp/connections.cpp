@@ -1,12 +1,10 @@
 #include "transport/tcp/connections.hpp"
 
-#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
-#include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -217,7 +215,7 @@ void Connections::want_additional(PeerId number) {
     }
     return;
   }
-  keep_alive(fd, host_timeout_); // the system ends an attempt that the host does not answer for so long
+  keep_alive(fd, host_timeout_);
   peer.adding = take(fd, State::kConnecting, number);
   peer.adding->additional = peer.adding->own = true;
   peer.adding->hello = hello(self_, mark_, number, peer.mark, true);
@@ -249,11 +247,8 @@ void Connections::stop_watching(PeerId peer) {
   epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, fd(peer), nullptr);
 }
 
-bool Connections::drop_additional(PeerId peer, size_t number) {
-  int on_the_way = 0;
-  const bool arrived = ioctl(fd(peer, number), SIOCOUTQ, &on_the_way) == 0 && on_the_way == 0;
+void Connections::drop_additional(PeerId peer, size_t number) {
   drop(*std::exchange(peers_.at(peer).additional[number - 1], nullptr));
-  return arrived;
 }
 
 void Connections::shut(PeerId peer) {
@@ -626,28 +621,31 @@ void Connections::on_connected(Socket& socket) {
   const int error = error_of_socket(socket.fd);
   const bool connected = error == 0;
   const bool sent = connected && ::send(socket.fd, &socket.hello, sizeof(socket.hello), MSG_NOSIGNAL) == sizeof(socket.hello);
-  if (!sent && connected && is_for_later(errno)) {
-    return; // the event was that of an earlier socket
-  }
-  auto& peer = peers_.at(socket.peer);
-  if (!sent) {
-    if (!connected && !socket.additional) {
-      on_failed(socket.peer, peer, error);
-    }
-    if (socket.state == State::kConnecting) { // the peer has not ended by that
+  if (socket.additional) {
+    if (sent) {
+      socket.state = State::kGreeting;
+      watch(socket, EPOLLIN);
+    } else {
       drop(socket);
     }
-    return;
-  }
-  if (!socket.additional) {
+  } else if (sent) {
+    auto& peer = peers_.at(socket.peer);
     peer.answered = peer.place;
     peer.refused[peer.place] = false;
     if (!peer.broken) {
       peer.began = Clock::now(); // if the host falls silent before the connection is open, that counts from here
     }
+    socket.state = State::kGreeting;
+    watch(socket, EPOLLIN);
+  } else if (!connected || !is_for_later(errno)) { // otherwise the event was that of an earlier socket
+    auto& peer = peers_.at(socket.peer);
+    if (!connected) {
+      on_failed(socket.peer, peer, error);
+    }
+    if (peer.own == &socket) { // the peer has not ended by that
+      drop(socket);
+    }
   }
-  socket.state = State::kGreeting;
-  watch(socket, EPOLLIN);
 }
 
 void Connections::on_nonce(Socket& socket) {

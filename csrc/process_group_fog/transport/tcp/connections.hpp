@@ -136,9 +136,8 @@ class Connections {
   void watch_writes(PeerId peer, size_t number, bool on);
   // Nothing more comes by the first connection, which the other side has closed.
   void stop_watching(PeerId peer);
-  // An additional connection has ended. Its number is not used again. Returns whether the other side's system has got all
-  // that was written to it.
-  bool drop_additional(PeerId peer, size_t number);
+  // An additional connection has ended. Its number is not used again.
+  void drop_additional(PeerId peer, size_t number);
   // Nothing more goes by the first connection, so the other side closes it.
   void shut(PeerId peer);
   // The system's buffer of an open connection takes at most so many bytes that are not on their way.

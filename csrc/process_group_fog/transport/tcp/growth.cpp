@@ -62,17 +62,9 @@ void Growth::on_open() {
   judges_ = true;
   measured_ = 0;
   best_ = 0.0;
+  measures_ = false;
   sum_ = {};
   asked_ = {};
-}
-
-void Growth::on_end(size_t place) {
-  if (place <= used_) { // so what was measured with it does not hold any more
-    --used_;
-    judges_ = false;
-    is_enough_ = false;
-    sum_ = {};
-  }
 }
 
 } // namespace fog::tcp

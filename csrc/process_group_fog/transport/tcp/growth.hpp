@@ -27,8 +27,6 @@ class Growth {
   bool look(Clock::time_point now, uint64_t written, const Path& path);
   // An additional connection is open.
   void on_open();
-  // An additional connection has ended, which was number `place` of them, from 1 on.
-  void on_end(size_t place);
 
   // Returns how many additional connections to use.
   size_t used() const {

@@ -163,11 +163,19 @@ void Messages::measure(PeerId peer, Link& its) {
   its.measured += time;
   const auto bytes = static_cast<size_t>(static_cast<double>(written) * (std::chrono::duration<double>(kDelay) / time));
   limit_unsent(peer, its, std::clamp(bytes, kLeastUnsent, kMostUnsent));
-  const auto path = fixed_ > 0 ? std::nullopt : connections_->path(peer);
-  if (its.growth.used() + 1 < fixed_ || (path && its.growth.look(its.measured, its.channel.written_by_all(), *path))) {
+  if (fixed_ > 0) {
+    return;
+  }
+  if (const auto path = connections_->path(peer); path && its.growth.look(its.measured, its.channel.written_by_all(), *path)) {
     connections_->want_additional(peer);
   }
   its.channel.use(its.growth.used());
+}
+
+void Messages::grow_to_fixed(PeerId peer, const Link& its) {
+  if (its.growth.used() + 1 < fixed_) {
+    connections_->want_additional(peer);
+  }
 }
 
 void Messages::limit_unsent(PeerId peer, Link& its, size_t bytes) {
@@ -189,6 +197,7 @@ void Messages::on_open(PeerId peer) {
     goodbye.kind = MessageKind::kGoodbye;
     its.channel.queue(goodbye, nullptr, 0);
   }
+  grow_to_fixed(peer, its);
   flush(peer, its);
 }
 
@@ -200,6 +209,7 @@ void Messages::on_open_additional(PeerId peer, size_t number, bool own) {
   if (own) {
     its.growth.on_open();
     its.channel.use(its.growth.used());
+    grow_to_fixed(peer, its);
   }
   if (departed_) {
     its.channel.finish();
@@ -262,14 +272,13 @@ void Messages::on_message(PeerId source, const char* record, size_t length) {
 
 void Messages::on_end(PeerId peer, Link& its, size_t number) {
   if (number > 0) {
-    const size_t sender = its.channel.sender(number);
-    if (!its.channel.on_end(number, connections_->drop_additional(peer, number))) { // its sender learns of the end
+    connections_->drop_additional(peer, number); // its sender learns of the end
+    if (its.channel.sends(number)) {
       // What it has taken may be lost, but the peer may have left in good order too. The end of the first connection tells.
       its.channel.mute();
       connections_->shut(peer);
-    } else if (sender > 0) {
-      its.growth.on_end(sender);
-      its.channel.use(its.growth.used());
+    } else {
+      its.channel.on_end(number);
     }
   } else if (its.goodbye) {
     connections_->stop_watching(peer);

@@ -155,6 +155,8 @@ class Messages final : private Connections::User, private Channel::User {
   // Measures the rate of a connection whose socket is full, and limits what waits in it.
   void measure(PeerId peer, Link& link);
   void limit_unsent(PeerId peer, Link& link, size_t bytes);
+  // Asks for another connection if there are fewer than fixed_.
+  void grow_to_fixed(PeerId peer, const Link& link);
   // Returns how many bytes may go early now.
   size_t early_room(PeerId peer, Link& link, Early early);
 
