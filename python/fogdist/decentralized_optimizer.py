@@ -13,6 +13,7 @@ from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
 from fogdist.context import current
 from fogdist.lazy import nx
+from fogdist.shards import is_sharded
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
@@ -102,6 +103,8 @@ def DecentralizedOptimizer(
         return kind(optimizer, model, **more, **options)
     if by_samples:
         raise ValueError("by_samples must be False with tune, which gives all ranks the same local_steps")
+    if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("tune must be False for DTensors: the ranks of each shard would choose for themselves")
     bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None

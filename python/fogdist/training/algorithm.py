@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.compression import Codec
+from fogdist.compression import BFloat16, Codec, Float16
 from fogdist.context import Context, current
 from fogdist.elastic.membership import members_of
 from fogdist.elastic.participant import Participant
@@ -25,7 +25,7 @@ from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
 from fogdist.packing import cap_bytes
 from fogdist.parameters import broadcast_module
-from fogdist.shards import local_of, sharded_as
+from fogdist.shards import check_apart, copies_of, local_of, sharded_as
 from fogdist.topology.validation import check_choice
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
@@ -223,6 +223,7 @@ class Algorithm(DistributedOptimizer):
     is_syncing: bool  # False in no_sync()
     tuning: Tuning | None
     _group: dist.ProcessGroup | None
+    _codec: Codec | None
     _participant: Participant | None
     _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
     _number: int
@@ -296,7 +297,7 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        codec = getattr(topology, "compression", None) if compression is None else compression
+        self._codec = codec = getattr(topology, "compression", None) if compression is None else compression
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         given = as_mixing(topology, context, compression)
@@ -423,6 +424,13 @@ class Algorithm(DistributedOptimizer):
             self.context.group.barrier().wait()
         else:
             self._fog_highest(0, "barrier")
+
+    def keeps_copies(self) -> bool:
+        """Returns whether ranks with copies of a tensor, whose neighbors have copies too, get the same averages of it.
+
+        A message has several buckets, of which some may be no copies, so its codec must take each element by itself.
+        """
+        return self._codec is None or isinstance(self._codec, (BFloat16, Float16))
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -880,10 +888,12 @@ class Algorithm(DistributedOptimizer):
     def _hold(self) -> None:
         """Makes buckets for the parameters. Collective: ranks compare their layout, and all that describes the algorithm."""
         parameters, numbers = self._trained()
+        names = [self._fog_names[parameter] for parameter in parameters]
+        self._check_shards(parameters, names)
         buckets = FlatBuckets(
             parameters,
             self._bucket_bytes,
-            names=[self._fog_names[parameter] for parameter in parameters],
+            names=names,
             groups=numbers,
             owner=self._fog_view(),
         )
@@ -892,6 +902,19 @@ class Algorithm(DistributedOptimizer):
         buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
+
+    def _check_shards(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Raises ValueError for DTensors over ranks that mix, and for copies that averages would make different."""
+        for parameter, name in zip(parameters, names, strict=True):
+            check_apart(parameter, repr(name), self.context.group)
+        copies = {copies_of(parameter): name for parameter, name in zip(parameters, names, strict=True)}
+        whole = copies.pop((), None)
+        if not self.keeps_copies() and copies and (whole or copies.keys() != {None}):
+            how = "these arguments" if self._codec is None else f"compression={self._codec!r}"
+            raise ValueError(
+                f"model must be sharded in all of its parameters for {self.algorithm_name} with {how}, got "
+                f"{next(iter(copies.values()))!r}, of which other ranks have copies: they would become different"
+            )
 
     def _agree_on(self, buckets: FlatBuckets) -> None:
         """Compares all that describes the algorithm among the ranks, and tells it to processes that join. Collective."""
