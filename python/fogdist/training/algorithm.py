@@ -325,6 +325,7 @@ class Algorithm(DistributedOptimizer):
         self._step_options = {}
         self._has_state = False
         self._loaded = {}
+        self._check_shards()
         # Taken only after all local checks: if one rank alone raised after taking a number, ranks would count
         # differently.
         self._number = context.next_number()
@@ -756,6 +757,7 @@ class Algorithm(DistributedOptimizer):
                 return
         else:
             known = known or self._pieces()
+            self._check_shards()
             self._hold()
         for name in self.state_vectors:
             self.vectors[name] = self.initial(name)
@@ -888,12 +890,10 @@ class Algorithm(DistributedOptimizer):
     def _hold(self) -> None:
         """Makes buckets for the parameters. Collective: ranks compare their layout, and all that describes the algorithm."""
         parameters, numbers = self._trained()
-        names = [self._fog_names[parameter] for parameter in parameters]
-        self._check_shards(parameters, names)
         buckets = FlatBuckets(
             parameters,
             self._bucket_bytes,
-            names=names,
+            names=[self._fog_names[parameter] for parameter in parameters],
             groups=numbers,
             owner=self._fog_view(),
         )
@@ -903,13 +903,15 @@ class Algorithm(DistributedOptimizer):
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
 
-    def _check_shards(self, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def _check_shards(self) -> None:
         """Raises ValueError for DTensors over ranks that mix, and for copies that averages would make different."""
-        for parameter, name in zip(parameters, names, strict=True):
+        names = {parameter: self._fog_names[parameter] for parameter in self._trained()[0]}
+        for parameter, name in names.items():
             check_apart(parameter, repr(name), self.context.group)
-        copies = {copies_of(parameter): name for parameter, name in zip(parameters, names, strict=True)}
-        whole = copies.pop((), None)
-        if not self.keeps_copies() and copies and (whole or copies.keys() != {None}):
+        copies = {copies_of(parameter): name for parameter, name in names.items()}
+        has_shards = copies.keys() != {None}
+        copies.pop((), None)
+        if has_shards and copies and not self.keeps_copies():
             how = "these arguments" if self._codec is None else f"compression={self._codec!r}"
             raise ValueError(
                 f"model must be sharded in all of its parameters for {self.algorithm_name} with {how}, got "
