@@ -60,13 +60,14 @@ def DecentralizedOptimizer(
             takes. An Adam then averages parameters alone.
         on_loss: What a step does if a rank is lost: "raise", or "continue" with the ranks that are left.
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
-        group: The group of ranks; by default that of `init`.
+        group: The group of ranks; by default that of `init`. For a sharded model that of the mesh's dimension over which
+            replicas gossip: docs/howto/sharded_models.md.
         bucket_cap_mb: Size of a message in MiB. None for 4 on the CPU and 25 on other devices.
         by_samples: Whether ranks weigh in an average by the samples that they have used since the last one: the script sets
             ``optimizer.samples = len(batch)`` before each step. `topology` must then be symmetric, as "ring" is.
         tune: True, or the bounds, to move topology, local steps and codec to what links and compute allow while it trains:
             `fogdist.Tune` and docs/slow_links.md. `local_steps` is then where it begins, and a `topology` is kept. The
-            attribute `tuning` has the setting and its history. For parameters on the CPU.
+            attribute `tuning` has the setting and its history. For parameters on the CPU that are no DTensors.
 
     Returns:
         A view of the optimizer, and an instance of its class: learning-rate schedulers, gradient scalers and `state_dict`
