@@ -168,9 +168,7 @@ class Llama(nn.Module):
         layers: Blocks.
     """
 
-    def __init__(
-        self, symbols: int, context: int, width: int, heads: int, groups: int, layers: int
-    ) -> None:
+    def __init__(self, symbols: int, context: int, width: int, heads: int, groups: int, layers: int) -> None:
         super().__init__()
         self.symbols = nn.Embedding(symbols, width)
         self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups) for _ in range(layers))

@@ -55,8 +55,12 @@ def read_flags() -> argparse.Namespace:
     add("--width", type=int, default=64, help="a multiple of 8 (default: %(default)s)")
     add("--layers", type=int, default=2)
     add("--text-bytes", type=int, default=4 << 20, help="how much text is read at most")
-    add("--checkpoints", type=Path, metavar="FOLDER", help="where states are saved, and the last one is found")
-    add("--every", type=int, default=50, help="steps between lines, and between states (default: %(default)s)")
+    add(
+        "--checkpoints", type=Path, metavar="FOLDER", help="where states are saved, and the last one is found"
+    )
+    add(
+        "--every", type=int, default=50, help="steps between lines, and between states (default: %(default)s)"
+    )
     args = parser.parse_args()
     for name in ("shards", "steps", "batch_size", "every"):
         if getattr(args, name) < 1:
@@ -127,7 +131,9 @@ def run(args: argparse.Namespace) -> None:
     rank, size = fogdist.rank(), fogdist.size()
     if size % args.shards:
         raise SystemExit(f"error: --shards must divide {size}, the number of ranks, got {args.shards}")
-    mesh = init_device_mesh(args.device, (size // args.shards, args.shards), mesh_dim_names=("gossip", "shard"))
+    mesh = init_device_mesh(
+        args.device, (size // args.shards, args.shards), mesh_dim_names=("gossip", "shard")
+    )
     model = make_model(args, mesh)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = HOW[args.how](adamw, model, group=mesh["gossip"].get_group())

@@ -55,7 +55,18 @@ def diloco(optimizer: Optimizer, model: nn.Module, **options: Any) -> Optimizer:
     return algorithms.DiLoCo(optimizer, model, fragments=2, delay=1, **options)
 
 
-MORE_KINDS: dict[str, Any] = {"AdamW": averages_moments, "BFloat16": sends_bfloat16, "DiLoCo": diloco}
+def by_samples(optimizer: Optimizer, model: nn.Module, **options: Any) -> Optimizer:
+    made: Any = fogdist.DecentralizedOptimizer(optimizer, model, topology="ring", by_samples=True, **options)
+    made.samples = 1 + dist.get_rank(options["group"])
+    return made
+
+
+MORE_KINDS: dict[str, Any] = {
+    "AdamW": averages_moments,
+    "BFloat16": sends_bfloat16,
+    "DiLoCo": diloco,
+    "by samples": by_samples,
+}
 
 
 class Layout(NamedTuple):
@@ -101,9 +112,7 @@ def share(model: nn.Sequential, mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if "tensor" in names:
         last = ColwiseParallel(output_layouts=Replicate())
-        parallelize_module(
-            model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": last}
-        )
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel(), "4": last})
     if "shard" in names:
         for part in (model[0], model[2], model[4], model):
             fully_shard(part, mesh=mesh["copy", "shard"] if "copy" in names else mesh["shard"])
@@ -125,13 +134,14 @@ def vector_of(model: nn.Module) -> Tensor:
     parts = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     return torch.cat([part.detach().reshape(-1) for part in parts]).cpu()
 
+
 STEPS, PASSES = 5, 2
 
 
 def train(kind: str, layout: str, is_sharded: bool, device: str = "cpu") -> list[Tensor]:
     """Trains a model that the ranks of a replica share, or the whole model on one rank with the data of all of them."""
     fogdist.init()
-    rank, (_, sizes, readers, hidden) = dist.get_rank(), LAYOUTS[layout]
+    rank, (dimensions, sizes, readers, hidden) = dist.get_rank(), LAYOUTS[layout]
     ranks = dist.get_world_size() // sizes[0]  # of a replica
     replica, group = rank // ranks, None
     readers_here = [rank % ranks * readers // ranks] if is_sharded else range(readers)
@@ -151,7 +161,8 @@ def train(kind: str, layout: str, is_sharded: bool, device: str = "cpu") -> list
                 model.set_requires_gradient_sync(is_last)
             with nullcontext() if is_last else optimizer.no_sync():
                 losses = [
-                    loss_of(model, readers * replica + reader, PASSES * step + each) for reader in readers_here
+                    loss_of(model, readers * replica + reader, PASSES * step + each)
+                    for reader in readers_here
                 ]
                 (sum(losses) / len(losses)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -159,10 +170,18 @@ def train(kind: str, layout: str, is_sharded: bool, device: str = "cpu") -> list
         trajectory.append(vector_of(model))
     if sizes[0] == 2 and kind in KINDS:
         assert (fogdist.consensus_distance(model, group=group) > 0) == (kind == "awc")
+    if dimensions == ("shard",):
+        square = torch.tensor(fogdist.consensus_distance(model, group=group) ** 2, dtype=torch.float64)
+        if is_sharded:
+            dist.all_reduce(square, group=mesh["shard"].get_group())
+        trajectory.append(square)
     optimizer.average()
     assert fogdist.consensus_distance(model, group=group) < 1e-12
     trajectory.append(vector_of(model))
-    for make_equal in (fogdist.allreduce_parameters, functools.partial(fogdist.broadcast_parameters, root_rank=0)):
+    for make_equal in (
+        fogdist.allreduce_parameters,
+        functools.partial(fogdist.broadcast_parameters, root_rank=0),
+    ):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(replica + 1)
@@ -175,8 +194,11 @@ def train(kind: str, layout: str, is_sharded: bool, device: str = "cpu") -> list
     return trajectory
 
 
-CASES = [(kind, "2 x 2") for kind in KINDS] + [("awc", "2 x 4"), ("BFloat16", "2 x 4")]
-CASES += [("BFloat16", "FSDP and tensor"), *((kind, layout) for kind in ("AdamW", "DiLoCo") for layout in LAYOUTS)]
+CASES = [(kind, "2 x 2") for kind in (*KINDS, "by samples")] + [("awc", "2 x 4"), ("BFloat16", "2 x 4")]
+CASES += [
+    ("BFloat16", "FSDP and tensor"),
+    *((kind, layout) for kind in ("AdamW", "DiLoCo") for layout in LAYOUTS),
+]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -276,10 +298,15 @@ def refuse() -> None:
         return kind(sgd(model), model, group=group, **options)
 
     sharded = models["shard"]
-    spread = r"Shard\(dim=0\) over mesh dimension '{}' of ranks \[0, {}\]; give the group of another dimension"
+    spread = (
+        r"Shard\(dim=0\) over mesh dimension '{}' of ranks \[0, {}\]; give the group of another dimension"
+    )
     mistakes: list[tuple[str, Callable[[], Any]]] = [
         ("'0.weight' must not be .*" + spread.format("shard", 1), lambda: make(sharded)),
-        ("'0.weight' must not be .*" + spread.format("gossip", 2), lambda: make(models["gossip"], group=group)),
+        (
+            "'0.weight' must not be .*" + spread.format("gossip", 2),
+            lambda: make(models["gossip"], group=group),
+        ),
         (
             r"'0.weight' must not be .* Replicate\(\) over mesh dimension 'gossip'",
             lambda: make(models["HSDP"], group=group),
@@ -317,7 +344,9 @@ def add_a_mistake() -> None:
     fully_shard(model[0], mesh=mesh["shard"])
     fully_shard(model[1], mesh=mesh["gossip"])
     model[1].requires_grad_(False)
-    optimizer = fogdist.DecentralizedOptimizer(sgd(model), model, group=mesh["gossip"].get_group(), broadcast=False)
+    optimizer = fogdist.DecentralizedOptimizer(
+        sgd(model), model, group=mesh["gossip"].get_group(), broadcast=False
+    )
     model[1].requires_grad_(True)
     with pytest.raises(ValueError, match="'1.weight' must not be spread .* 'gossip'"):
         optimizer.step()

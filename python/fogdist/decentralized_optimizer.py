@@ -105,7 +105,9 @@ def DecentralizedOptimizer(
     if by_samples:
         raise ValueError("by_samples must be False with tune, which gives all ranks the same local_steps")
     if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("tune must be False for DTensors: the ranks of each shard would choose for themselves")
+        raise ValueError(
+            "tune must be False for DTensors: the ranks of each shard would choose for themselves"
+        )
     bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None

@@ -55,9 +55,7 @@ def copies_of(tensor: Tensor) -> Hashable:
     return (like.device_mesh, *copied) if copied else ()
 
 
-def check_apart(
-    tensor: Tensor, label: str, group: dist.ProcessGroup, *, may_be_copied: bool = False
-) -> None:
+def check_apart(tensor: Tensor, label: str, group: dist.ProcessGroup, *, may_be_copied: bool = False) -> None:
     """Raises ValueError for a DTensor that is spread over ranks of a group, which are to have different values of it.
 
     Args:

@@ -166,8 +166,8 @@ class Algorithm(DistributedOptimizer):
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
             parameter that is not in the model; two parameters have the same name; a parameter is a DTensor over ranks of the
-            group, or a copy that would not stay one; a number is out of its range; a topology of another number of ranks; ranks disagree on the algorithm, its options or the parameters' shapes (on all ranks
-            alike); before `init`.
+            group, or a copy that would not stay one; a number is out of its range; a topology of another number of ranks;
+            ranks disagree on the algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 
