@@ -313,7 +313,9 @@ def test_all_ranks_move_at_the_same_step(
 def test_a_rank_is_lost(new_world: Callable[..., World], seed: int) -> None:
     """At any moment, also where some ranks have had the report of a move and others not: all that are left go on alike."""
     draw = random.Random(seed)
-    kind, options = draw.choice([("sgd", {}), ("sgd", {"order": "atc"}), ("sgd", {"topology": "ring"}), ("adamw", {})])
+    kind, options = draw.choice(
+        [("sgd", {}), ("sgd", {"order": "atc"}), ("sgd", {"topology": "ring"}), ("adamw", {})]
+    )
     arguments = kind, {**options, "on_loss": "continue"}, draw.uniform(0.01, 0.1)
     outcomes = new_world(4, timeout=TIMEOUT).run_raw(train_with_moves, *arguments)
     answers = [each.value for each in survivors_of(outcomes, [2])]
@@ -330,9 +332,17 @@ def test_a_rank_is_lost(new_world: Callable[..., World], seed: int) -> None:
 
 def test_a_move_that_only_some_ranks_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a loss all have the local steps and the codec of the rank that has moved most, whatever they had."""
-    algorithm = Mock(steps=8, rounds=3, local_steps=1, on_loss="continue", takes_compression=True, _bucket_bytes=None)
-    algorithm.algorithm_name, algorithm.context.size, algorithm.context.machine_of = "DecentralizedSGD", 3, [0, 1, 2]
-    tuner = Tuner(algorithm, TunedMixing(start_of(None, 4)), fogdist.Tune(codecs=[BFloat16(), Int8()]), hides=1.0)
+    algorithm = Mock(
+        steps=8, rounds=3, local_steps=1, on_loss="continue", takes_compression=True, _bucket_bytes=None
+    )
+    algorithm.algorithm_name, algorithm.context.size, algorithm.context.machine_of = (
+        "DecentralizedSGD",
+        3,
+        [0, 1, 2],
+    )
+    tuner = Tuner(
+        algorithm, TunedMixing(start_of(None, 4)), fogdist.Tune(codecs=[BFloat16(), Int8()]), hides=1.0
+    )
     assert tuner.schedule() == {"moves": 0, "tuned local steps": 1, "tuned codec": -1}
     told = [
         {"rounds": 3, "moves": moves, "tuned local steps": local_steps, "tuned codec": codec}

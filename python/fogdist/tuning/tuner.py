@@ -288,7 +288,9 @@ class Tuner:
         """See `fogdist.training.algorithm.Tuning`."""
         pending, self._report = self._report, None
         if pending is not None:
-            with contextlib.suppress(*([] if self._algorithm.on_loss == "raise" else [dist.DistBackendError])):
+            with contextlib.suppress(
+                *([] if self._algorithm.on_loss == "raise" else [dist.DistBackendError])
+            ):
                 pending[1].wait()
 
     def schedule(self) -> dict[str, int]:
