@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -251,7 +251,10 @@ def train_copies(layout: str, codec: Codec, order: str) -> list[Tensor]:
     fogdist.init()
     mesh, rank = mesh_of(layout), dist.get_rank()
     model = make_net(0, 8)
-    share(model, mesh)
+    if layout == "tensor":  # the last layer's parameters are ordinary tensors
+        parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    else:
+        share(model, mesh)
     group = mesh["gossip"].get_group()
     optimizer = fogdist.DecentralizedOptimizer(sgd(model), model, order=order, compression=codec, group=group)
     for step in range(3):
@@ -259,9 +262,15 @@ def train_copies(layout: str, codec: Codec, order: str) -> list[Tensor]:
         loss_of(model, rank // 2, step).backward()
         optimizer.step()
     optimizer.settle()
-    copied = [p for p in model.parameters() if any(each.is_replicate() for each in p.placements)]
-    assert len(copied) == 1 and fogdist.consensus_distance(model, group=group) > 0
-    return [each.to_local().detach() for each in copied]
+    assert fogdist.consensus_distance(model, group=group) > 0
+    copied = []
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            copied.append(parameter.detach())
+        elif any(each.is_replicate() for each in parameter.placements):
+            copied.append(parameter.to_local().detach())
+    assert len(copied) == (3 if layout == "tensor" else 1)
+    return copied
 
 
 @pytest.mark.filterwarnings("ignore")

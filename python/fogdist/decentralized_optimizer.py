@@ -108,7 +108,7 @@ def DecentralizedOptimizer(
         raise ValueError(
             "tune must be False for DTensors: the ranks of each shard would choose for themselves"
         )
-    bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
+    bounds = checked(tune, kind, compression, local_steps, patience)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None
     if given is not None and (type(given) is not Neighbors or given.topology is None or given.compression):
