@@ -329,6 +329,7 @@ std::optional<bool> Engine::shutdown() {
     return std::nullopt;
   }
   stopping_ = true;
+  mail_came_.notify_all();
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     if (!group->operations.empty()) {

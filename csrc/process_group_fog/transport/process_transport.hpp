@@ -63,6 +63,9 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool waits_for_space(PeerId peer) const override {
     return links_.unsent(peer) > 0;
   }
+  size_t unsent(PeerId peer) const override {
+    return links_.unsent(peer) + wire_.unsent(peer);
+  }
   void depart() override {
     links_.depart();
     wire_.depart();

@@ -125,6 +125,10 @@ class Transport {
   virtual bool waits_for_space(PeerId peer) const {
     return false;
   }
+  // Returns the bytes of messages to that process that have not left this one.
+  virtual size_t unsent(PeerId peer) const {
+    return 0;
+  }
   // Announces that this process ends in good order to those without any message from it.
   virtual void depart() {}
   struct Ended {
