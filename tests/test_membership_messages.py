@@ -174,8 +174,6 @@ def survive(pids: list[int], stops: bool) -> None:
     other = 1 - me
     assert _C.send_membership(other, 0, b"goes on")
     assert sorted(take(2)) == sorted([(VICTIM, b"last"), (other, b"goes on")])
-    assert _C.send_membership(other, 0, b"seen")
-    assert take(1) == [(other, b"seen")]
     if stops:  # its end is reported now, and this rank may still hear of it
         if me == 0:
             os.kill(pids[VICTIM], signal.SIGKILL)
