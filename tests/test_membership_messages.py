@@ -141,10 +141,12 @@ def exchange_without_groups() -> None:
         while True:
             dist.barrier()
     exchange()
-    _C.answer_membership(EPOCH, b"answer")
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
-        _C.send_membership(1, EPOCH + 1, b"never taken")
+        store.wait(["exchanged"])
+        assert _C.send_membership(1, 0, b"never taken")
     elif dist.get_rank() == 1:
+        store.set("exchanged", "")
         assert _C.wait_membership(SECONDS)
         dist.destroy_process_group()
         assert _C.take_membership() == []
