@@ -311,7 +311,7 @@ def test_a_message_wakes_a_rank_that_sleeps(new_ranks: Callable[..., World], way
     for _ in range(5):
         sent, came = world.run(wait_in_a_thread)
         delays.append(came - sent)
-    assert min(delays) < 0.02, delays
+    assert sorted(delays)[len(delays) // 2] < 0.02, delays
 
 
 # --- a process that joins -----------------------------------------------------------------------------------
