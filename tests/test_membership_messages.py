@@ -135,13 +135,16 @@ def exchange_without_groups() -> None:
     second = dist.new_group()
     dist.barrier()
     dist.destroy_process_group(second)
+    store = dist.distributed_c10d._get_default_store()
+    store.add("passed the barrier", 1)
     if dist.get_rank() == 0:
+        while store.add("passed the barrier", 0) < dist.get_world_size():
+            time.sleep(0.002)
         backend().abort()
     with pytest.raises(dist.DistBackendError):
         while True:
             dist.barrier()
     exchange()
-    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         store.wait(["exchanged"])
         assert _C.send_membership(1, 0, b"never taken")
