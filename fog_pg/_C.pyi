@@ -433,6 +433,9 @@ class ProcessGroupFog(Backend):
         longer silent, when that is reported later.
         """
 
+    def expelling_ranks(self) -> list[int]:
+        """The ranks that count this one as lost, in ascending order."""
+
     def left_ranks(self) -> list[int]:
         """The ranks that have closed the group, or whose process has ended in good order, in ascending order."""
 

@@ -533,6 +533,7 @@ class World:
         elif "does not reach" in reason or "no state came" in reason or "had no answer" in reason:
             # They hold if nobody exchanges.
             if any(not each.hangs for each in self._members()) and not any(
+                each.is_suspected or
                 each.hangs for each in self.processes
             ):
                 raise Violation(f"a joiner is left alone by ranks that exchange: {reason}")
@@ -696,10 +697,9 @@ class World:
     def _agrees(self, process: Process) -> None:
         member = process.member
         self._wake(process, 0.1 + 0.2 * self.random.random())
-        if by := process.ranks_of(process.expelled_by):
-            process.actions.extend(self._call(process, member, "expelled", by[0]))
-            return
         process.actions.extend(self._tell_losses(process))
+        for by in process.ranks_of(process.expelled_by):
+            process.actions.extend(self._call(process, member, "expelled", by))
         mailbox, process.mailbox = process.mailbox, []
         for sender, message in mailbox:
             process.actions.extend(self._call(process, member, "receive", sender, message))

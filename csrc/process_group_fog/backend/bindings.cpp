@@ -334,6 +334,7 @@ PYBIND11_MODULE(_C, module) {
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), release_gil)
       .def("lost_ranks", ranks_by(&fog::Engine::lost_ranks), release_gil)
       .def("silent_ranks", ranks_by(&fog::Engine::silent_ranks), release_gil)
+      .def("expelling_ranks", ranks_by(&fog::Engine::expelling_ranks), release_gil)
       .def("left_ranks", ranks_by(&fog::Engine::left_ranks), release_gil)
       .def("suspect_ranks", ranks_by(&fog::Engine::suspect_ranks), release_gil)
       .def_property(
