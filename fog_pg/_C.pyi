@@ -409,6 +409,10 @@ class ProcessGroupFog(Backend):
     def hosts(self) -> list[int]:
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
+    @property
+    def world_ranks(self) -> list[int]:
+        """The rank of every rank in this process's first group."""
+
     def transport(self, rank: int) -> str:
         """How large data travels to another rank: "shared memory", "rma", "rma, exchanges only" or "tcp".
 

@@ -36,6 +36,7 @@ from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
+from fogdist.elastic import protocol
 from fogdist.elastic.admission import Admission
 from fogdist.elastic.agreement_round import Carrier
 from fogdist.elastic.groups import healed, new_group
@@ -254,7 +255,7 @@ class Members:
 
     def _carrier(self) -> Carrier:
         first = self._whole()
-        return Carrier(first.backend.id, dist.get_process_group_ranks(first.group))
+        return Carrier(first.backend.id, first.backend.world_ranks)
 
     def _answer(self, form: Form) -> None:
         """Tells the engine what to answer to ranks that have missed a decision."""
@@ -500,19 +501,35 @@ class Members:
         # because one that stands still would keep this process away from the ranks, which wait no longer.
         beside = {other: join.entry for other, join in decision.joins.items() if other != rank}
         extension.connect_with(beside, True, _CONNECT_TIMEOUT)
-        form = Form(epoch, decision)
-        self._await_all(joiner, form)
         joiner.leave()
         self._joiner, self._whole().is_joining = None, False
         _joining.note_member()
         self._protocol.membership = Membership(epoch - 1, (), joiner.numbers())
+        form = Form(epoch, decision)
         self._adopt(form)
+        self._await_all(joiner.protocol, form)
         self._answer(form)
         self._admission = Admission(self._joining_store(), self._whole().backend.id)
         for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
         for each in list(self._objects.values()):
             each.tell_of_change()
+
+    def _await_all(self, joiner: protocol.Joiner, form: Form) -> None:
+        """Waits until all ranks know that this process has joined; see `fogdist.elastic.protocol.Joiner.admitted`."""
+        carrier = self._carrier()
+        actions = joiner.admitted(time.monotonic(), form.epoch, form.decision)
+        while joiner.state != "in":
+            for action in actions:
+                match action:
+                    case Send(rank, message):
+                        carrier.send(rank, message)
+                    case Fail(reason):
+                        raise dist.DistBackendError(reason)
+            actions = joiner.lost(self._lost()[0])
+            for rank, message in carrier.receive(_LAST_PAUSE):
+                actions += joiner.receive(rank, message)
+            actions += joiner.tick(time.monotonic())
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()
