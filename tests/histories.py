@@ -127,8 +127,12 @@ class History:
         if not one_host and random.random() < 0.3:
             size = random.choice((size, 8))
             kind, edge = random.choice(("split", "split", "split-up", "split-down")), random.randrange(1, size)
-            split = Fault(round(random.uniform(0.0, at), 3), kind, edge, random.choice((2.0, 5.0, 10.0, 60.0)))
-            faults = sorted([*faults[: random.randrange(len(faults) + 1)], split], key=lambda fault: fault.at)
+            begin, lasts = round(random.uniform(0.0, at), 3), random.choice((2.0, 4.2, 4.5, 10.0, 60.0))
+            faults = [*faults[: random.randrange(len(faults) + 1)], Fault(begin, kind, edge, lasts)]
+            for _ in range(random.choice((0, 0, 1, 3, 5))):  # while the ranks notice it
+                kind, noticed = random.choice(("kill", "kill", "join")), begin + SILENCE + random.random()
+                faults.append(Fault(round(noticed, 3), kind, random.randrange(size)))
+            faults.sort(key=lambda fault: fault.at)
         return cls(seed, size, pace, one_host, tuple(faults))
 
 
@@ -200,7 +204,7 @@ class World:
         self._count = 0
         self.processes: list[Process] = []
         self.loss = self.random.choice((0.0, 0.0, 0.05, 0.3))
-        self.lag = self.random.choice((0.02, 0.1, 1.0))
+        self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), (3.0,)))
         # Who does not hear whom: for a time, and for ever.
         self.walls: list[tuple[float, set[int], str]] = []
         self.cuts: set[tuple[int, int]] = set()
@@ -302,7 +306,7 @@ class World:
     def _send(self, source: Process, target: Process, message: Any, is_answer: bool = False) -> None:
         if not self._is_blocked(source, target) and self.random.random() >= self.loss:
             for _ in range(1 + (self.random.random() < 0.1)):
-                delay = 0.001 + self.random.choice((0.01, 0.01, 0.01, self.lag)) * self.random.random()
+                delay = 0.001 + self.random.choice(self.delays) * self.random.random()
                 self._at(self.now + delay, self._deliver, (source, target, message, is_answer))
 
     def _deliver(self, argument: tuple[Process, Process, Any, bool]) -> None:

@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fog_pg import _extension, _joining, environment
 from fog_pg._known import backend_of
@@ -134,8 +133,8 @@ class Members:
         self._numbers: dict[str, int] = {}  # of the last decision
         self._admission: Admission | None = None
         self._joiner: Joiner | None = None
-        # Lost processes of the last epoch that have not heard that they joined.
-        self._unconnected: frozenset[int] = frozenset()
+        # Processes that joined with the last epoch and have ended before this rank could tell them.
+        self._unconnected: Collection[int] = ()
         first = contexts.current(group)
         timeout = first.backend.options._timeout.total_seconds()
         self._protocol = Member(first.rank, size, timeout, environment.HOST_TIMEOUT.get() + _DOUBT)
@@ -233,6 +232,7 @@ class Members:
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
         ended = self._adopt(form)
         # Those with which this rank has no connection cannot have heard from it that they joined, so they do not go on.
+        self._unconnected = ()
         self._unconnected = self._lost()[1] & form.decision.joins.keys()
         objects = list(self._objects.values())
         for participant in objects:
@@ -248,10 +248,6 @@ class Members:
 
     def _whole(self) -> Context:
         return contexts.current(self._group())
-
-    def _store(self) -> dist.Store:
-        store: dist.Store = distributed_c10d._get_process_group_store(self._whole().group)
-        return store
 
     def _carrier(self) -> Carrier:
         first = self._whole()
@@ -302,7 +298,7 @@ class Members:
         lost = self._ranks_at((*backend.lost_ranks(), *backend.left_ranks()))
         # A rank of this host that is declared lost learns that in memory before it does anything else.
         silent = {*backend.silent_ranks()}.union(backend.expelling_ranks())
-        silent = self._ranks_at(silent) - self._on_this_host(silent) - self._unconnected
+        silent = self._ranks_at(silent).difference(self._on_this_host(silent), self._unconnected)
         return lost - silent, silent
 
     def _ranks_at(self, places: Collection[int]) -> set[int]:

@@ -33,6 +33,8 @@ _NO_BALLOT = (0, -1)
 # Messages are repeated after this time, in seconds. A rank proposes when nothing was decided for a multiple of the second.
 _REPEAT = 0.25
 _TURN = 0.5
+# Where messages go in one direction only, ranks notice it one by one: the first proposal waits so long for the last of them.
+_SETTLE = 2.0
 # A round to let a process in that has to be postponed is repeated after 2, 4, 8 ... exchanges, and at most so many.
 _MOST_PAUSES = 64
 
@@ -293,6 +295,7 @@ class Member:
         # When this rank looked at the time last, repeats its messages, and proposes: None before all have come.
         self._looked = self._repeat = 0.0
         self._turn: float | None = None
+        self._left_out: set[int] = set()  # as of the turn
         self._stood_still = False
         # Joiners that are ready, of several for one rank the first, and when those that may be too early were first seen.
         self._ready: dict[int, Request] = {}
@@ -411,8 +414,9 @@ class Member:
             )
         if missing:
             self._turn = None
-        elif self._turn is None:
-            self._turn = now + _TURN * self._place()
+        elif self._turn is None or silent != self._left_out:
+            self._left_out = silent
+            self._turn = now + _TURN * self._place() + (_SETTLE if silent & self._views.keys() else 0.0)
         actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
         if self._turn is not None and now >= self._turn:
             number = max(view.promised[0] for view in self._views.values()) + 1
@@ -457,6 +461,8 @@ class Member:
 
     def _is_cut_off(self) -> bool:
         """Returns whether there is no quorum, whatever comes: all that this rank hears have come."""
+        if self._is_majority(self.living):
+            return False
         own, reach = self._own, self._reach()
         is_complete = all(rank in self._views for rank in self.living)
         may_all = reach | own.ended >= {*self.membership.living} and not (self._stood_still and len(reach) == 1)
