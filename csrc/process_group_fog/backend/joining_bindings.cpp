@@ -37,9 +37,10 @@ std::string_view checked_message(int64_t epoch, const py::bytes& payload) {
 bool send_membership(int rank, int64_t epoch, const py::bytes& payload) {
   const auto text = checked_message(epoch, payload);
   const auto& runtime = Runtime::instance();
-  const bool is_other = rank >= 0 && (!runtime.joined() || (rank < runtime.max_ranks() && rank != runtime.rank()));
+  const int end = std::max(runtime.size(), runtime.max_ranks());
   TORCH_CHECK_VALUE(
-      is_other, "rank: got ", rank, "; allowed are the job's ranks other than this one, from 0 to below ", runtime.max_ranks());
+      rank >= 0 && (!runtime.joined() || (rank < end && rank != runtime.rank())), "rank: got ", rank,
+      "; allowed are the job's ranks other than this one, from 0 to below ", end);
   const py::gil_scoped_release no_gil;
   return process_engine().send_membership(rank, static_cast<uint64_t>(epoch), text);
 }
