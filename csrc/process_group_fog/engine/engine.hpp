@@ -392,8 +392,6 @@ class Engine final : public MessageHandler {
   std::unordered_set<int> expelled_by_; // processes that count this one as lost
   std::unique_ptr<Service> service_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
-  MembershipMail mail_; // empty without a group
-  std::condition_variable mail_came_;
   EarlyLoad early_load_;
   // messages of groups that do not exist here yet; `source` is a world rank
   std::unordered_map<uint64_t, std::vector<EarlyMessage>> early_;
@@ -437,6 +435,8 @@ class Engine final : public MessageHandler {
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
+  MembershipMail mail_; // empty without a group
+  std::condition_variable mail_came_;
 };
 
 } // namespace fog

@@ -1,8 +1,9 @@
-#include "engine/membership_mail.hpp"
-
+// Messages about who is a member: the mail of a process, and how the engine sends and receives it.
 #include <algorithm>
+#include <iterator>
 
 #include "engine/engine.hpp"
+#include "engine/membership_mail.hpp"
 
 namespace fog {
 namespace {
