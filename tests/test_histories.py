@@ -155,8 +155,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "an epoch is skipped on some ranks",
-        "decision, epoch = Decision.from_values(values), self.membership.epoch + 1",
-        "decision, epoch = Decision.from_values(values), self.membership.epoch + 1 + bool(self._own.ended)",
+        "epoch = self.membership.epoch + 1\n        # Before",
+        "epoch = self.membership.epoch + 1 + bool(self._own.ended)\n        # Before",
     ),
     (
         "processes join in the epoch that leaves silent ranks out",

@@ -394,7 +394,7 @@ def members_of_fake(
     monkeypatch.setattr(membership.contexts, "current", lambda group: whole)
     members = membership.Members(group, size)
     members.group_of_test = group  # which it keeps alive
-    members._context, members._carrier = whole, lambda: FakeCarrier(rank)
+    members._context, members._carrier = whole, FakeCarrier(rank)
     return members
 
 
@@ -404,7 +404,7 @@ def test_a_process_that_cannot_come_in_yet_is_asked_for_again_later() -> None:
     for epoch, pauses in ((1, 2), (2, 4)):
         member.agree(0.0, {}, "a process joins", [JOIN])
         decision = Decision({0: {}, 1: {}}, {})
-        (form,) = member.receive(1, {"epoch": epoch, "decided": decision.to_values()})
+        *_, form = member.receive(1, {"epoch": epoch, "decided": decision.to_values()})
         assert isinstance(form, Form)
         member.formed(0.0, form)
         for _ in range(pauses):
@@ -417,7 +417,7 @@ def test_nobody_joins_until_silent_ranks_have_noticed_that_they_are_left_out() -
     member = Member(0, 3, 30.0, 13.0)
     member.agree(0.0, {}, "a loss")
     decision = Decision({0: {}, 1: {}}, {}, (2,))
-    (form,) = member.receive(1, {"epoch": 1, "decided": decision.to_values()})
+    *_, form = member.receive(1, {"epoch": 1, "decided": decision.to_values()})
     assert isinstance(form, Form)
     member.formed(10.0, form)
     assert member.exchange(22.0) == [] and member.waits

@@ -7,6 +7,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import ClassVar
+from weakref import WeakKeyDictionary
 
 from fog_pg import _extension
 from fogdist.elastic.protocol import Message
@@ -28,7 +29,7 @@ class Carrier:
 
     _lock = threading.Lock()
     _arrived: ClassVar[dict[str, deque[tuple[int, Message]]]] = defaultdict(lambda: deque(maxlen=_MOST))
-    _answers: ClassVar[dict[str, Message]] = {}
+    _answers: ClassVar[WeakKeyDictionary[Carrier, Message]] = WeakKeyDictionary()
 
     def __init__(self, group: int, ranks: Sequence[int]) -> None:
         self._extension = _extension.load()
@@ -44,9 +45,10 @@ class Carrier:
     def answer(self, message: Message) -> None:
         """Sets what the engine sends to each rank whose message is of this epoch or an earlier one."""
         with self._lock:
-            self._answers[self._group] = message
+            self._answers[self] = message
             epoch = max(each["epoch"] for each in self._answers.values())
-            self._extension.answer_membership(epoch, json.dumps(self._answers).encode())
+            answers = {carrier._group: each for carrier, each in self._answers.items()}
+            self._extension.answer_membership(epoch, json.dumps(answers).encode())
 
     def receive(self, timeout: float = 0.0) -> list[tuple[int, Message]]:
         """Returns the messages that have come, with the ranks of their senders; waits for one."""

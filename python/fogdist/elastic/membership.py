@@ -20,6 +20,7 @@ that has made fewer gives up those between, and keeps its own values in them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -249,18 +250,19 @@ class Members:
     def _whole(self) -> Context:
         return contexts.current(self._group())
 
+    @functools.cached_property
     def _carrier(self) -> Carrier:
         first = self._whole()
         return Carrier(first.backend.id, first.backend.world_ranks)
 
     def _answer(self, form: Form) -> None:
         """Tells the engine what to answer to ranks that have missed a decision."""
-        self._carrier().answer({"epoch": form.epoch, "decided": form.decision.to_values()})
+        self._carrier.answer({"epoch": form.epoch, "decided": form.decision.to_values()})
 
     @suspend_detection()  # ranks wait for each other's messages, where they make no calls of fogdist
     def _agreed(self, failure: BaseException, joins: Sequence[Request]) -> Form:
         """Agrees with the other ranks; raises `failure` if no rank is gone, and none wanted to join."""
-        protocol, carrier, pause = self._protocol, self._carrier(), _FIRST_PAUSE
+        protocol, carrier, pause = self._protocol, self._carrier, _FIRST_PAUSE
         objects = {name: participant.report() for name, participant in self._objects.items()}
         protocol.lost(*self._lost())
         actions = protocol.agree(time.monotonic(), objects, str(failure), joins)
@@ -278,19 +280,15 @@ class Members:
                         raise dist.DistBackendError(reason) from failure
                     case Watch(ranks):
                         self._watch(ranks)
-            actions = self._losses()
-            for rank, message in carrier.receive(pause):
-                actions += protocol.receive(rank, message)
-                pause = _FIRST_PAUSE
-            pause = min(2 * pause, _LAST_PAUSE)
+            # A rank that has left the group may have gone on: then its decision was there before.
+            ended, silent = self._lost()
+            messages = carrier.receive(pause)
+            actions = [action for message in messages for action in protocol.receive(*message)]
+            actions += protocol.lost(ended, silent)
+            for rank in self._on_this_host(self.context.backend.expelling_ranks()):
+                actions += protocol.expelled(rank)
             actions += protocol.tick(time.monotonic())
-
-    def _losses(self) -> list[Action]:
-        """Tells the protocol who is gone; returns what is to be done."""
-        actions = self._protocol.lost(*self._lost())
-        for rank in self._on_this_host(self.context.backend.expelling_ranks()):
-            actions += self._protocol.expelled(rank)
-        return actions
+            pause = _FIRST_PAUSE if messages else min(2 * pause, _LAST_PAUSE)
 
     def _lost(self) -> tuple[set[int], set[int]]:
         """Returns the ranks of this epoch that have ended, or have left, and those that may go on and are silent."""
@@ -513,7 +511,7 @@ class Members:
 
     def _await_all(self, joiner: protocol.Joiner, form: Form) -> None:
         """Waits until all ranks know that this process has joined; see `fogdist.elastic.protocol.Joiner.admitted`."""
-        carrier = self._carrier()
+        carrier = self._carrier
         actions = joiner.admitted(time.monotonic(), form.epoch, form.decision)
         while joiner.state != "in":
             for action in actions:

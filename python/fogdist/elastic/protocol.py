@@ -502,8 +502,6 @@ class Member:
                 actions += self._tell(self.living)
         accepted = {rank for rank, view in views.items() if view.accepted == own.accepted > _NO_BALLOT}
         if self._is_quorum(accepted):
-            message = {"epoch": self.membership.epoch + 1, "decided": own.value}
-            actions += [Send(rank, message) for rank in self.living if rank != self.rank]
             actions += self._decided(own.value)
         return actions
 
@@ -516,12 +514,16 @@ class Member:
         return None if decision is None else decision.to_values()
 
     def _decided(self, values: Mapping[str, Any] | None) -> list[Action]:
+        epoch = self.membership.epoch + 1
+        # Before this rank leaves the group of the epoch, which others might take for its end.
+        told = {"epoch": epoch, "decided": values}
+        actions: list[Action] = [Send(rank, told) for rank in self.living if rank != self.rank]
         if values is None:
             self.state, self._has_no_change = "settled", True
-            return [Fail(None)]
-        decision, epoch = Decision.from_values(values), self.membership.epoch + 1
+            return [*actions, Fail(None)]
+        decision = Decision.from_values(values)
         if self.rank not in decision.living:
-            return self._is_out(epoch)
+            return actions + self._is_out(epoch)
         if decision.joins:
             self._postponed = 0
         elif self._has_called:  # the ranks were in exchanges of different objects
@@ -529,7 +531,7 @@ class Member:
             self._postponed += 1
             self._pauses = min(2**self._postponed, _MOST_PAUSES)
         self.state = "decided"
-        return [Form(epoch, decision)]
+        return [*actions, Form(epoch, decision)]
 
     def _is_out(self, epoch: int) -> list[Action]:
         self.state = "out"
