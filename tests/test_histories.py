@@ -155,8 +155,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "an epoch is skipped on some ranks",
-        "epoch = self.membership.epoch + 1\n        # Before",
-        "epoch = self.membership.epoch + 1 + bool(self._own.ended)\n        # Before",
+        "epoch = self.membership.epoch + 1\n        told",
+        "epoch = self.membership.epoch + 1 + bool(self._own.ended)\n        told",
     ),
     (
         "processes join in the epoch that leaves silent ranks out",

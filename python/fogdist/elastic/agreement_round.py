@@ -42,6 +42,10 @@ class Carrier:
         text = json.dumps({self._group: message}).encode()
         self._extension.send_membership(self._numbers.get(rank, rank), message["epoch"], text)
 
+    def reaches(self, rank: int) -> bool:
+        """Returns whether the process of a rank runs, and can be reached."""
+        return bool(self._extension.send_membership(self._numbers.get(rank, rank), 0, b"{}"))
+
     def answer(self, message: Message) -> None:
         """Sets what the engine sends to each rank whose message is of this epoch or an earlier one."""
         with self._lock:

@@ -136,6 +136,8 @@ class Members:
         self._joiner: Joiner | None = None
         # Processes that joined with the last epoch and have ended before this rank could tell them.
         self._unconnected: Collection[int] = ()
+        # The numbers whose processes are not those with which the group began.
+        self._joined: set[int] = set()
         first = contexts.current(group)
         timeout = first.backend.options._timeout.total_seconds()
         self._protocol = Member(first.rank, size, timeout, environment.HOST_TIMEOUT.get() + _DOUBT)
@@ -280,11 +282,9 @@ class Members:
                         raise dist.DistBackendError(reason) from failure
                     case Watch(ranks):
                         self._watch(ranks)
-            # A rank that has left the group may have gone on: then its decision was there before.
-            ended, silent = self._lost()
+            actions = protocol.lost(*self._lost())
             messages = carrier.receive(pause)
-            actions = [action for message in messages for action in protocol.receive(*message)]
-            actions += protocol.lost(ended, silent)
+            actions += [action for message in messages for action in protocol.receive(*message)]
             for rank in self._on_this_host(self.context.backend.expelling_ranks()):
                 actions += protocol.expelled(rank)
             actions += protocol.tick(time.monotonic())
@@ -293,7 +293,10 @@ class Members:
     def _lost(self) -> tuple[set[int], set[int]]:
         """Returns the ranks of this epoch that have ended, or have left, and those that may go on and are silent."""
         backend = self.context.backend
-        lost = self._ranks_at((*backend.lost_ranks(), *backend.left_ranks()))
+        lost = self._ranks_at(backend.lost_ranks())
+        if left := self._ranks_at(backend.left_ranks()):  # a rank that has gone on leaves this group, but not the first one
+            left_first = {*self._whole().backend.left_ranks()} - self._joined
+            lost |= {rank for rank in left if rank in left_first or not self._carrier.reaches(rank)}
         # A rank of this host that is declared lost learns that in memory before it does anything else.
         silent = {*backend.silent_ranks()}.union(backend.expelling_ranks())
         silent = self._ranks_at(silent).difference(self._on_this_host(silent), self._unconnected)
@@ -324,6 +327,7 @@ class Members:
         self._context, self.is_given = context, False
         self._protocol.formed(time.monotonic(), form)
         _extension.load().note_epoch(epoch)  # for `fog top`
+        self._joined.update(decision.joins if before.living else self.membership.lost.union(decision.members))
         new = sorted(decision.joins)
         _log.warning(
             "epoch %d of the membership: training goes on with the ranks %s%s%s",

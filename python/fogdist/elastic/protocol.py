@@ -515,7 +515,6 @@ class Member:
 
     def _decided(self, values: Mapping[str, Any] | None) -> list[Action]:
         epoch = self.membership.epoch + 1
-        # Before this rank leaves the group of the epoch, which others might take for its end.
         told = {"epoch": epoch, "decided": values}
         actions: list[Action] = [Send(rank, told) for rank in self.living if rank != self.rank]
         if values is None:
