@@ -1008,6 +1008,89 @@ class _Adopt:
     form: Any
 
 
+class Round:
+    """One agreement round in an order without any sense of time: each message may come after any other one, or never.
+
+    Ranks end, and fall silent for each other, while they agree; who lives hears of it late. No two that live at the end may have
+    decided otherwise. A `World` has few such orders, because its ranks wait for each other.
+
+    Args:
+        seed: Of the order.
+        protocol: The module of the machines.
+    """
+
+    def __init__(self, seed: int, protocol: Any = real_protocol) -> None:
+        self.random, self.now = Random(seed), 0.0
+        size = self.random.choice((2, 3, 3, 4, 4, 5, 5))
+        self.members = {rank: protocol.Member(rank, size, 1e9, DOUBT) for rank in range(size)}
+        self.mail: list[tuple[int, int, Any]] = []
+        self.reports: list[tuple[int, int, bool]] = []  # who is told of whom, and whether that one is silent
+        self.ended: set[int] = set()
+        self.cuts: set[tuple[int, int]] = set()
+        self.decided: dict[int, Any] = {}
+        self.is_calm = self.random.random() < 0.5
+        for rank, member in self.members.items():
+            report = {"completed": rank, "taken": rank, "first": 0, "counts": {}}
+            self._do(rank, member.agree(self.now, {"a": report}, "a loss"))
+
+    def run(self) -> None:
+        """Runs it to its end; raises Violation."""
+        for _ in range(self.random.choice((60, 120, 250))):
+            chance, living = self.random.random(), sorted(self.members.keys() - self.ended)
+            if not living:
+                return
+            rank = self.random.choice(living)
+            if chance < 0.6 and self.mail:
+                self._deliver(self.random.randrange(len(self.mail)), keeps=self.random.random() < 0.2)
+            elif chance < 0.85:
+                self.now += 0.5 * self.random.random()
+                self._do(rank, self.members[rank].tick(self.now))
+            elif chance < 0.93 and self.reports:
+                self._report(self.random.randrange(len(self.reports)))
+            elif chance < 0.96 and len(self.ended) + 1 < len(self.members):
+                self.ended.add(rank)
+                self.reports += [(other, rank, False) for other in self.members.keys() - self.ended]
+            elif chance < 0.97 and not self.is_calm:
+                other = self.random.choice(sorted(self.members.keys() - {rank}))
+                self.cuts |= {(rank, other), (other, rank)}
+                self.reports += [(rank, other, True), (other, rank, True)]
+
+    def _report(self, number: int) -> None:
+        rank, other, is_silent = self.reports.pop(number)
+        if rank not in self.ended:
+            self._do(rank, self.members[rank].lost(*(([], [other]) if is_silent else ([other], []))))
+
+    def _deliver(self, number: int, keeps: bool) -> None:
+        sender, rank, message = self.mail[number] if keeps else self.mail.pop(number)
+        if rank not in self.ended and (sender, rank) not in self.cuts:
+            self._do(rank, self.members[rank].receive(sender, message))
+
+    def _do(self, rank: int, actions: list[Any]) -> None:
+        for action in actions:
+            kind = type(action).__name__
+            if kind == "Send" and self.random.random() < 0.9:
+                self.mail.append((rank, action.to, action.message))
+            elif kind == "Form":
+                self.decided[rank] = action.decision
+                others = [each for each in self.decided if each not in self.ended]
+                if any(self.decided[each] != action.decision for each in others):
+                    raise Violation(f"two decisions: {[(each, self.decided[each].members) for each in others]}")
+            elif kind == "Fail":
+                self.ended.add(rank)
+                self.reports += [(other, rank, False) for other in self.members.keys() - self.ended]
+
+
+def violation_of_round(seed: int, protocol: Any = real_protocol) -> str:
+    """Runs a round; returns which promise it breaks, "" if none."""
+    try:
+        Round(seed, protocol).run()
+    except Violation as error:
+        return str(error)
+    except Exception as error:  # of the machine
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def violation_of(history: History, protocol: Any = real_protocol, coverage: Any = None) -> str:
     """Runs a history; returns which promise it breaks, "" if none."""
     try:
