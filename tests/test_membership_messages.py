@@ -258,7 +258,11 @@ def answer(fifo: str) -> None:
     _C.answer_membership(EPOCH, b"goes to nobody, as nobody asks")
     dist.barrier()
     time.sleep(0.2)  # rank 1 is in the call
-    for epoch, question, answers in [(EPOCH - 1, b"before", 1), (EPOCH, b"in it", 1), (EPOCH + 1, b"after it", 0)]:
+    for epoch, question, answers in [
+        (EPOCH - 1, b"before", 1),
+        (EPOCH, b"in it", 1),
+        (EPOCH + 1, b"after it", 0),
+    ]:
         begin = time.monotonic()
         assert _C.send_membership(1, epoch, question)
         if answers:
