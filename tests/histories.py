@@ -1194,7 +1194,11 @@ def main() -> int:
     for count in range(options.seeds):
         if time.monotonic() >= end:
             break
-        history = History.of_seed(options.first + count)
+        seed = options.first + count
+        if violation := violation_of_round(seed):
+            print(f'round {seed}: {violation}\nmake histories ARGS="--first {seed} --seeds 1"')
+            return 1
+        history = History.of_seed(seed)
         if violation_of(history, coverage=coverage):
             small = shrunk(history)
             print(f"seed {history.seed}: {violation_of(history)}")
@@ -1202,7 +1206,7 @@ def main() -> int:
             return 1
     for (machine, before, event, after, kinds), times in sorted(coverage.items()):
         print(f"{times:10}  {machine:6} {before:10} {event:16} -> {after:10} {' '.join(kinds)}")
-    print(f"{count + 1} histories, {len(coverage)} transitions, no violation")
+    print(f"{count + 1} histories and rounds, {len(coverage)} transitions, no violation")
     return 0
 
 

@@ -365,9 +365,7 @@ def test_of_two_hosts_the_one_with_rank_0_goes_on_if_the_other_one_is_silent(
 ) -> None:
     settings = {"FOG_LOST_AFTER": "2", "FOG_BETWEEN_HOSTS": "tcp"}
     calls = [("join_fogdist", []), ("fall_silent", [stopped])]
-    found = run_on_hosts(
-        tmp_path, [0, 1], "test_membership", calls, timeout=TIMEOUT, environment=settings
-    )
+    found = run_on_hosts(tmp_path, [0, 1], "test_membership", calls, timeout=TIMEOUT, environment=settings)
     first, second = (results[-1] for results in found)
     assert first == "", first  # also after it was stopped itself
     assert "does not hear the ranks [0]" in second and "too few to go on" in second, second
@@ -392,6 +390,41 @@ class FakeCarrier:
         time.sleep(timeout)
         messages, self.arrived[self._rank] = self.arrived[self._rank], []
         return [(sender, json.loads(message)) for sender, message in messages]
+
+
+def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:
+    """A majority decides and ends before the others hear of that. These decide anew, and then the first decision comes."""
+    members = {rank: Member(rank, 5, 30.0, 13.0) for rank in range(5)}
+
+    def told(rank: int, actions: Any, others: set[int]) -> list[tuple[int, int, Any]]:
+        return [
+            (rank, each.to, each.message) for each in actions if hasattr(each, "to") and each.to in others
+        ]
+
+    def exchange(ranks: set[int], mail: list[tuple[int, int, Any]]) -> dict[int, Any]:
+        formed: dict[int, Any] = {}
+        while mail:
+            sender, rank, message = mail.pop(0)
+            actions = members[rank].receive(sender, message)
+            mail += told(rank, actions, ranks)
+            for each in actions:
+                if isinstance(each, Form):
+                    formed[rank] = each
+        return formed
+
+    mail = [
+        each for rank in members for each in told(rank, members[rank].agree(0.0, {}, "", [JOIN]), {*range(5)})
+    ]
+    exchange({*range(5)}, mail)
+    first = exchange({0, 1, 2}, told(0, members[0].tick(0.1), {0, 1, 2}))
+    assert first.keys() == {0, 1, 2}
+    late = {"epoch": 1, "decided": first[0].decision.to_values()}
+    for rank in (3, 4):
+        members[rank].lost([0, 1, 2])
+        assert members[rank].receive(0, late) == []
+    members[3].tick(0.2)
+    second = exchange({3, 4}, told(3, members[3].tick(5.0), {3, 4}))
+    assert {rank: form.decision.members for rank, form in second.items()} == {3: (2, 3, 4), 4: (2, 3, 4)}
 
 
 class FakeBackend:
