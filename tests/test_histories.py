@@ -102,11 +102,6 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("messages are not repeated", "elif now >= self._repeat:", "elif 0:"),
     ("one rank only proposes", "_TURN * self._place()", "1e9 * self._place()"),
     (
-        "of two that do not hear each other both are left out",
-        "for teller, view in views.items() if teller not in silent for",
-        "for teller, view in views.items() for",
-    ),
-    (
         "a rank that this host's others count as lost goes on",
         'self.state = "out"\n        return [Fail(f"this rank {self.rank} was declared lost by',
         'return []\n        return [Fail(f"this rank {self.rank} was declared lost by',
@@ -127,21 +122,6 @@ MUTANTS: list[tuple[str, str, str]] = [
         "an epoch is skipped on some ranks",
         "epoch = self.membership.epoch + 1\n        told",
         "epoch = self.membership.epoch + 1 + bool(self._own.ended)\n        told",
-    ),
-    (
-        "processes join in the epoch that leaves silent ranks out",
-        "can_join = not silent and busy",
-        "can_join = busy",
-    ),
-    (
-        "processes join before silent ranks have noticed that",
-        "self._closed_until = now + self._doubt",
-        "pass",
-    ),
-    (
-        "a joiner goes on before all ranks know that",
-        "if not self._unsure:",
-        "if 1:",
     ),
     ("a joiner waits for those that have ended", "self._unsure -= set(ended)", "pass"),
     (
