@@ -409,6 +409,10 @@ class ProcessGroupFog(Backend):
     def hosts(self) -> list[int]:
         """Host index of every rank; hosts are numbered in the order of their first ranks."""
 
+    @property
+    def world_ranks(self) -> list[int]:
+        """The rank of every rank in this process's first group."""
+
     def transport(self, rank: int) -> str:
         """How large data travels to another rank: "shared memory", "rma", "rma, exchanges only" or "tcp".
 
@@ -432,6 +436,9 @@ class ProcessGroupFog(Backend):
         processes have ended. The system has reported the end of the other lost ranks. A silent rank is still lost, but no
         longer silent, when that is reported later.
         """
+
+    def expelling_ranks(self) -> list[int]:
+        """The ranks that count this one as lost, in ascending order."""
 
     def left_ranks(self) -> list[int]:
         """The ranks that have closed the group, or whose process has ended in good order, in ascending order."""

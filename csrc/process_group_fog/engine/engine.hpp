@@ -154,6 +154,8 @@ class Engine final : public MessageHandler {
   std::vector<int> lost_ranks(const Group& group);
   // Those of them whose processes may still run: they were declared lost, or nothing comes from their hosts.
   std::vector<int> silent_ranks(const Group& group);
+  // The ranks that count this one as lost.
+  std::vector<int> expelling_ranks(const Group& group);
   // The ranks that have closed the group, or whose processes have ended in good order.
   std::vector<int> left_ranks(const Group& group);
   // The ranks that may be declared lost soon, or would be if that was allowed.
@@ -387,6 +389,7 @@ class Engine final : public MessageHandler {
   Liveness liveness_;
   std::chrono::steady_clock::time_point next_judgement_{};
   std::atomic<uint32_t> lost_by_seen_{0};
+  std::unordered_set<int> expelled_by_; // processes that count this one as lost
   std::unique_ptr<Service> service_;
   std::unordered_map<uint64_t, std::shared_ptr<Group>> groups_;
   EarlyLoad early_load_;

@@ -108,6 +108,7 @@ void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
     peers_.become(peer_id, Peer::State::kAlive);
     released_by_.erase(peer_id);
     mail_.forget(peer_id);
+    expelled_by_.erase(peer_id);
     liveness_.forget(peer_id);
     FlightRecord::note_lost(peer_id, false);
   }
