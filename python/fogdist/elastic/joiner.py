@@ -86,7 +86,12 @@ class Joiner:
 
     def entries(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns how to connect with these ranks of the job, as they are now."""
-        now = self._entries()
+        end = time.monotonic() + _REACH_TIMEOUT
+        while not (now := self._entries()).keys() >= set(ranks):  # they tell a new Store one after the other
+            if time.monotonic() >= end:
+                missing = sorted(set(ranks) - now.keys())
+                raise self._error(f"the job's Store does not know how to reach the ranks {missing}")
+            time.sleep(_PAUSE)
         return {rank: now[rank] for rank in ranks}
 
     def numbers(self) -> frozenset[int]:

@@ -1,0 +1,174 @@
+"""The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
+
+`FOG_STORES` lists the servers. The first one that answers is in use, and a rank never goes back to an earlier one. What a
+job has told a server is lost with it: who follows the job's Store tells the next one anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import hashlib
+import hmac
+import logging
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fog_pg import _store, environment
+
+_log = logging.getLogger("fog_pg")
+
+# Above all keys, so that they have the same names in each of the servers.
+_PREFIX = "fog/job"
+# The key with the name of the job that a server belongs to, and that with what rank 0 has found at the start.
+_OWNER, _FOUND = "owner", "found/{owner}"
+# The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
+# start its process may still import torch.
+_REACH_TIMEOUT = 3.0
+_ANSWER_TIMEOUT, _START_TIMEOUT = 5.0, 60.0
+# The pause between two requests that show whether the Store in use still answers, in seconds.
+_PERIOD = 0.5
+
+
+class Standby:
+    """The Store of this process's job, and those that may take its place.
+
+    Args:
+        addresses: Of all servers, in the order of their use.
+        at: The place of the one in use.
+        store: Its Store.
+
+    Attributes:
+        store: That which is in use now.
+    """
+
+    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
+        self._addresses, self._at, self.store = addresses, at, store
+
+    def follow(self, moved: Callable[[], object]) -> None:
+        """Calls a function whenever another Store is in use, from a thread that watches the Store until this object ends."""
+        end = threading.Event()
+        watcher = threading.Thread(target=_watch, args=(weakref.ref(self), moved, end), daemon=True)
+        watcher.start()
+        # A thread that the end of the interpreter interrupts in a request would abort the process.
+        atexit.register(lambda: (end.set(), watcher.join()))
+
+    def moves(self) -> bool:
+        """Returns whether another Store is in use from now on, because the one in use does not answer.
+
+        Raises:
+            RuntimeError: None of the servers that are left answers.
+        """
+        try:
+            self.store.check([_OWNER])
+            return False
+        except RuntimeError as error:
+            before = self._addresses[self._at]
+            for at in range(self._at, len(self._addresses)):  # only the connection may be lost
+                if (store := connected(self._addresses[at])) is not None:
+                    self._at, self.store = at, store
+                    _log.warning(
+                        "the job's Store is now that of %s: that of %s does not answer: %s",
+                        self._addresses[at],
+                        before,
+                        str(error).partition("\n")[0],
+                    )
+                    return True
+            raise RuntimeError(
+                f"none of the job's Stores from {before} on answers ({environment.STORES.name}): {error}"
+            ) from None
+
+
+def addresses() -> list[str]:
+    """Returns the addresses of the servers of this process's job; none if there is no standby."""
+    return [each for each in environment.STORES.get().split(",") if each]
+
+
+def begin(store: dist.Store, rank: int) -> Standby | None:
+    """Returns the Stores of a job that begins; None if there is no standby.
+
+    Args:
+        store: That of the first group, in the first server.
+        rank: This process's.
+
+    Raises:
+        RuntimeError: A server does not answer, or belongs to another job.
+    """
+    if not (listed := addresses()):
+        return None
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    own = dist.PrefixStore(_PREFIX, store)
+    # The secret tells jobs of one name apart.
+    secret = hmac.new(environment.JOB_SECRET.get().encode(), b"fog owner", hashlib.sha256).hexdigest()
+    owner = f"{environment.TORCHELASTIC_RUN_ID.get()} {secret[:16]}"
+    key = _FOUND.format(owner=owner)
+    if rank == 0:
+        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
+            found = pool.map(lambda address: _claimed(address, owner), listed)
+            own.set(key, "; ".join(filter(None, found)))
+    if problem := own.get(key).decode():
+        raise RuntimeError(f"{environment.STORES.name}: {problem}")
+    return Standby(listed, 0, own)
+
+
+def find(mark: str) -> Standby | None:
+    """Returns the Stores of the job that this process joins; None if there is no standby.
+
+    Args:
+        mark: The key that the job sets in each Store that it uses; the last one with it is in use.
+
+    Raises:
+        RuntimeError: No server answers.
+    """
+    if not (listed := addresses()):
+        return None
+    with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
+        stores = list(pool.map(connected, listed))
+    found = [(at, store) for at, store in enumerate(stores) if store is not None]
+    if not found:
+        raise RuntimeError(f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}")
+    marked = [(at, store) for at, store in found if store.check([mark])]
+    return Standby(listed, *(marked[-1] if marked else found[0]))
+
+
+def _claimed(address: str, owner: str) -> str:
+    """Takes a server for the job; returns why that is not possible, "" if it is."""
+    if (store := connected(address, _START_TIMEOUT)) is None:
+        return f"the Store at {address} cannot be reached; is it started?"
+    before = store.compare_set(_OWNER, "", owner).decode()
+    if before == owner:
+        return ""
+    name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
+    which = "the same name" if other == name else f"the name '{other}'"
+    return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
+
+
+def connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:
+    """Returns the Store at an address; None if it does not answer."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with contextlib.suppress(OSError, RuntimeError):
+        socket.create_connection((host, int(port)), _REACH_TIMEOUT).close()
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        _store.limit_silence(store, environment.HOST_TIMEOUT.get())
+        return dist.PrefixStore(_PREFIX, store)
+    return None
+
+
+def _watch(standby: weakref.ref[Standby], moved: Callable[[], object], end: threading.Event) -> None:
+    while not end.wait(_PERIOD) and (present := standby()) is not None:
+        try:
+            if present.moves():
+                moved()
+        except RuntimeError as error:
+            _log.warning("processes cannot join any more: %s", error)
+            return
+        del present
