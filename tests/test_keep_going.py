@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -20,8 +22,8 @@ from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
 from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts
-from scripts import STUBBORN, WAITING, Job, started
+from hosts import address, emulated_hosts, move_to_host
+from scripts import MARK, STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -417,3 +419,147 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
     reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
     assert reason in running.output and f"[{1 - lost}] goes on\n" in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
+
+
+# --- the first host is lost, with the Store and with `fog run` --------------------------------------------------
+
+# Output is lost with `fog run`, so each process has a file. Ranks end together once all mix again.
+GOES_ON = """
+import os, sys, time
+import torch, torch.distributed as dist
+import fogdist
+folder = sys.argv[1]
+rank = int(os.environ["RANK"])
+log = open(f"{folder}/rank-{rank}", "a", buffering=1)
+os.dup2(log.fileno(), 2)
+dist.init_process_group("fog")
+fogdist.init()
+model = torch.nn.Linear(4, 1)
+fogdist.broadcast_parameters(model.state_dict(), 0)
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = fogdist.algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
+epoch, end, group = None, 10**6, dist.group.WORLD
+while optimizer.steps < end:
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    now = fogdist.membership.current()
+    if now.epoch != epoch:
+        epoch = now.epoch
+        print("mixes", *now.living, file=log)
+        if epoch > 0 and not now.lost:
+            end = optimizer.steps + 20
+    if epoch == 1 and 0 not in now.living and group is not None:
+        time.sleep(2)  # until torch has another Store
+        group, x = dist.new_group(now.living, use_local_synchronization=True), torch.ones(1)
+        dist.all_reduce(x, group=group)
+        print("sum", int(x), file=log)
+        group = None
+dist.all_reduce(torch.ones(1), group=fogdist.reconfigure())
+print("ends", file=log)
+"""
+
+
+def processes_of(running: ForkedJob, host: str) -> list[int]:
+    """Returns the processes of a job on an emulated host."""
+    network = os.stat(f"/run/netns/{host}").st_ino
+    found = []
+    for pid in running.processes():
+        with contextlib.suppress(OSError):  # it has just ended
+            if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                found.append(pid)
+    return found
+
+
+def lose_host(running: ForkedJob, host: str) -> None:
+    """Kills all that runs on a host, the agents before the ranks."""
+    found = processes_of(running, host)
+    agents = set(running.named("agent"))
+    for pid in sorted(found, key=lambda pid: pid not in agents):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.02)
+
+
+class Watched:
+    """A job on emulated hosts whose ranks tell what they do in files.
+
+    Args:
+        folder: Theirs.
+        names: Of the hosts.
+        variables, words: Of the job.
+    """
+
+    def __init__(self, folder: Path, names: list[str], variables: Mapping[str, str], *words: str) -> None:
+        self.folder, self.names = folder, names
+        placed = ",".join(f"{address(host)}:1" for host in range(len(names)))
+        words = ("-np", str(len(names)), "-H", placed, "-p", "22", *words)
+        self.job = job(folder, GOES_ON, words, folder, **variables)
+
+    def told(self, rank: int) -> list[str]:
+        path = self.folder / f"rank-{rank}"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, line: str, *ranks: int, times: int = 1) -> None:
+        """Waits until each of these ranks has told something, so often."""
+        deadline = time.monotonic() + TIMEOUT
+        while not all(self.told(rank).count(line) >= times for rank in ranks):
+            told = {rank: self.told(rank) for rank in range(len(self.names))}
+            assert time.monotonic() < deadline, (line, told, self.job.output)
+            time.sleep(0.02)
+
+    def processes_of(self, host: int) -> list[int]:
+        network = os.stat(f"/run/netns/{self.names[host]}").st_ino
+        found = []
+        for pid in self.job.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found.append(pid)
+        return found
+
+    def lose(self, host: int) -> None:
+        """Kills all that runs on a host, the agent before the ranks."""
+        agents = set(self.job.named("agent"))
+        found = self.processes_of(host)
+        for group in ([pid for pid in found if pid in agents], [pid for pid in found if pid not in agents]):
+            for pid in group:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.3)
+
+    def lose_fog_run(self) -> None:
+        os.kill(self.job.pid, signal.SIGKILL)
+
+    def join(self, rank: int, other: int) -> ForkedJob:
+        """Starts a process on the host of a lost rank, as by hand; it begins at the Store of another host."""
+        (pid,) = self.job.named(f"rank-{other}")
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        known = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        del known[MARK]
+        store, _, port = known["FOG_STORES"].split(",")[other].rpartition(":")
+        known |= {"RANK": str(rank), "MASTER_ADDR": store, "MASTER_PORT": port, "FOG_JOIN": "1"}
+        first = partial(move_to_host, self.names[rank])
+        return ForkedJob([self.folder / "script.py", self.folder], self.folder / "by_hand.txt", known, first)
+
+
+def test_the_job_outlives_the_host_of_fog_run_and_of_the_store(tmp_path: Path) -> None:
+    """A rank that is lost later starts again, and joins by the Store of another host; no process is left at the end."""
+    with hosts(tmp_path, 3) as (names, variables):
+        watched = Watched(tmp_path, names, variables, "--max-restarts", "1")
+        with started([watched.job]):
+            watched.wait_for("mixes 0 1 2", 0, 1, 2)
+            watched.lose_fog_run()
+            watched.lose(0)
+            watched.wait_for("sum 2", 1, 2)  # torch makes groups over the next Store
+            os.kill(watched.job.named("rank-2")[0], signal.SIGKILL)
+            watched.wait_for("mixes 1", 1)
+            watched.wait_for("mixes 1 2", 2, times=2)
+            with started([watched.join(0, 1)]) as (by_hand,):
+                assert by_hand.wait(TIMEOUT) == 0, by_hand.output
+            watched.wait_for("ends", 0, 1, 2)
