@@ -94,22 +94,26 @@ def note_member() -> None:
 def follow_store(moved: Callable[[], object]) -> None:
     """Calls a function from a thread of its own whenever the job's Store has become another one, which knows nothing yet.
 
-    From then on, torch makes its groups over the new Store.
+    From now on, torch makes its groups over the job's Store. A process that joins began at the Store of its own host.
     """
+    if (standby := _standby) is None:
+        return
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def use() -> None:
+        global _first
+        assert _first is not None
+        _first = _first[0], standby.store
+        groups, first = distributed_c10d._world.pg_map, distributed_c10d._get_default_group()
+        groups[first] = groups[first][0], dist.PrefixStore("torch", standby.store)
 
     def move() -> None:
-        global _first
-        assert _first is not None and standby is not None
-        _first = _first[0], standby.store
-        world, group = distributed_c10d._world, distributed_c10d._get_default_group()
-        world.pg_map[group] = world.pg_map[group][0], dist.PrefixStore("torch", standby.store)
+        use()
         moved()
 
-    if (standby := _standby) is not None:
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d
-
-        standby.follow(move)
+    use()
+    standby.follow(move)
 
 
 def has_standby() -> bool:

@@ -425,13 +425,15 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
 
 # Output is lost with `fog run`, so each process has a file. Ranks end together once all mix again.
 GOES_ON = """
-import os, sys, time
+import json, os, sys, time
 import torch, torch.distributed as dist
 import fogdist
 folder = sys.argv[1]
 rank = int(os.environ["RANK"])
 log = open(f"{folder}/rank-{rank}", "a", buffering=1)
 os.dup2(log.fileno(), 2)
+with open(f"{folder}/variables-{rank}", "w") as file:
+    json.dump(dict(os.environ), file)
 dist.init_process_group("fog")
 fogdist.init()
 model = torch.nn.Linear(4, 1)
@@ -538,9 +540,7 @@ class Watched:
 
     def join(self, rank: int, other: int) -> ForkedJob:
         """Starts a process on the host of a lost rank, as by hand; it begins at the Store of another host."""
-        (pid,) = self.job.named(f"rank-{other}")
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        known = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+        known = json.loads((self.folder / f"variables-{other}").read_text())
         del known[MARK]
         store, _, port = known["FOG_STORES"].split(",")[other].rpartition(":")
         known |= {"RANK": str(rank), "MASTER_ADDR": store, "MASTER_PORT": port, "FOG_JOIN": "1"}
