@@ -77,6 +77,8 @@ def world_to_join(backend: ProcessGroupFog) -> World | None:
 def note_first(backend: ProcessGroupFog, store: Store, standby: Standby | None) -> None:
     """Remembers the process's first group."""
     global _first, _standby
+    if _standby is not None:  # of a group that was destroyed
+        _standby.end()
     _first, _standby = (backend.id, store if standby is None else standby.store), standby
     if _world is None:
         note_member()
@@ -103,14 +105,15 @@ def follow_store(moved: Callable[[], object]) -> None:
 
     def use() -> None:
         global _first
-        assert _first is not None
+        assert _first is not None  # it is a group of several ranks
         _first = _first[0], standby.store
         groups, first = distributed_c10d._world.pg_map, distributed_c10d._get_default_group()
         groups[first] = groups[first][0], dist.PrefixStore("torch", standby.store)
 
     def move() -> None:
-        use()
-        moved()
+        if dist.is_initialized():
+            use()
+            moved()
 
     use()
     standby.follow(move)

@@ -14,7 +14,6 @@ import hmac
 import logging
 import socket
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -50,14 +49,29 @@ class Standby:
 
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
         self._addresses, self._at, self.store = addresses, at, store
+        self._end = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def follow(self, moved: Callable[[], object]) -> None:
-        """Calls a function whenever another Store is in use, from a thread that watches the Store until this object ends."""
-        end = threading.Event()
-        watcher = threading.Thread(target=_watch, args=(weakref.ref(self), moved, end), daemon=True)
-        watcher.start()
-        # A thread that the end of the interpreter interrupts in a request would abort the process.
-        atexit.register(lambda: (end.set(), watcher.join()))
+        """Calls a function whenever another Store is in use, from a thread that watches the Store until `end`."""
+        self._watcher = threading.Thread(target=self._watch, args=(moved,), daemon=True)
+        self._watcher.start()
+        atexit.register(self.end)  # the end of the interpreter in a request of the thread would abort the process
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._end.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self, moved: Callable[[], object]) -> None:
+        while not self._end.wait(_PERIOD):
+            try:
+                if self.moves():
+                    moved()
+            except RuntimeError as error:
+                _log.warning("processes cannot join any more: %s", error)
+                return
 
     def moves(self) -> bool:
         """Returns whether another Store is in use from now on, because the one in use does not answer.
@@ -161,14 +175,3 @@ def connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | No
         _store.limit_silence(store, environment.HOST_TIMEOUT.get())
         return dist.PrefixStore(_PREFIX, store)
     return None
-
-
-def _watch(standby: weakref.ref[Standby], moved: Callable[[], object], end: threading.Event) -> None:
-    while not end.wait(_PERIOD) and (present := standby()) is not None:
-        try:
-            if present.moves():
-                moved()
-        except RuntimeError as error:
-            _log.warning("processes cannot join any more: %s", error)
-            return
-        del present

@@ -489,6 +489,13 @@ def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> N
         time.sleep(0.02)
 
 
+def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.02)
+
+
 class Watched:
     """A job on emulated hosts whose ranks tell what they do in files.
 
@@ -563,3 +570,30 @@ def test_the_job_outlives_the_host_of_fog_run_and_of_the_store(tmp_path: Path) -
             with started([watched.join(0, 1)]) as (by_hand,):
                 assert by_hand.wait(TIMEOUT) == 0, by_hand.output
             watched.wait_for("ends", 0, 1, 2)
+
+
+def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
+    """Each host starts its own part of the job, in any order; that of the first host comes back as a new one."""
+    (tmp_path / "script.py").write_text(GOES_ON)
+    with hosts(tmp_path, 2) as (names, variables):
+        placed = f"{address(0)}:1,{address(1)}:1"
+        variables = {**variables, "MASTER_PORT": "29600", "FOG_JOB_SECRET": "a secret of this job", "TORCHELASTIC_RUN_ID": "one"}
+
+        def part(host: int, name: str) -> ForkedJob:
+            words = [*FOG, "-np", "2", "-H", placed, "--only-host", str(host), tmp_path / "script.py", tmp_path]
+            return ForkedJob(words, tmp_path / name, variables, partial(move_to_host, names[host]))
+
+        def wait_for(line: str, *ranks: int) -> None:
+            told = [tmp_path / f"rank-{rank}" for rank in ranks]
+            wait_until(lambda: all(each.exists() and line in each.read_text() for each in told), lambda: [path.read_text() for path in tmp_path.glob("*")])
+
+        second = part(1, "second.txt")
+        first = part(0, "first.txt")
+        with started([first, second]):
+            wait_for("mixes 0 1\n", 0, 1)
+            os.kill(first.pid, signal.SIGKILL)
+            wait_for("mixes 1\n", 1)
+            with started([part(0, "third.txt")]) as (third,):
+                assert third.wait(TIMEOUT) == 0, third.output
+                assert second.wait(TIMEOUT) == 0, second.output
+    assert third.output == second.output == ""
