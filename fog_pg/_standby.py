@@ -14,6 +14,7 @@ import hmac
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -85,7 +86,7 @@ class Standby:
         except RuntimeError as error:
             before = self._addresses[self._at]
             for at in range(self._at, len(self._addresses)):  # only the connection may be lost
-                if (store := connected(self._addresses[at])) is not None:
+                if (store := _connected(self._addresses[at])) is not None:
                     self._at, self.store = at, store
                     _log.warning(
                         "the job's Store is now that of %s: that of %s does not answer: %s",
@@ -143,18 +144,32 @@ def find(mark: str) -> Standby | None:
     """
     if not (listed := addresses()):
         return None
-    with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
-        stores = list(pool.map(connected, listed))
-    found = [(at, store) for at, store in enumerate(stores) if store is not None]
-    if not found:
-        raise RuntimeError(f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}")
-    marked = [(at, store) for at, store in found if store.check([mark])]
-    return Standby(listed, *(marked[-1] if marked else found[0]))
+    # The ranks may not know yet that the Store in use is lost.
+    deadline = time.monotonic() + environment.HOST_TIMEOUT.get() + _ANSWER_TIMEOUT
+    while True:
+        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
+            stores = list(pool.map(_connected, listed))
+        found = [(at, store) for at, store in enumerate(stores) if store is not None]
+        if not found:
+            raise RuntimeError(
+                f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
+            )
+        if marked := [(at, store) for at, store in found if store.check([mark])]:
+            return Standby(listed, *marked[-1])
+        if time.monotonic() >= deadline:
+            return Standby(listed, *found[0])
+        time.sleep(_PERIOD)
+
+
+def is_of_a_job(address: str) -> bool | None:
+    """Returns whether a job has taken the server at an address; None if it does not answer."""
+    store = _connected(address)
+    return None if store is None else bool(store.check([_OWNER]))
 
 
 def _claimed(address: str, owner: str) -> str:
     """Takes a server for the job; returns why that is not possible, "" if it is."""
-    if (store := connected(address, _START_TIMEOUT)) is None:
+    if (store := _connected(address, _START_TIMEOUT)) is None:
         return f"the Store at {address} cannot be reached; is it started?"
     before = store.compare_set(_OWNER, "", owner).decode()
     if before == owner:
@@ -164,7 +179,7 @@ def _claimed(address: str, owner: str) -> str:
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
 
 
-def connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:
+def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:
     """Returns the Store at an address; None if it does not answer."""
     host, _, port = address.rpartition(":")
     host = host.strip("[]")

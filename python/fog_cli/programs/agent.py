@@ -172,17 +172,17 @@ class Agent:
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
     def _find_job(self, stores: list[str]) -> None:
-        """Waits until the Stores of all hosts are there, or one says that the job runs already: the ranks then join."""
-        from fog_pg import _joining, _standby
+        """Waits until the Stores of all hosts are there, or one is that of a job that runs already: the ranks then join."""
+        from fog_pg._standby import is_of_a_job
 
         deadline = time.monotonic() + _START_TIMEOUT
         named = time.monotonic() + _NAME_AFTER
         missing, runs = set(stores), False
         while missing and not runs:
             for address in sorted(missing):
-                if (store := _standby.connected(address)) is not None:
+                if (is_taken := is_of_a_job(address)) is not None:
                     missing.discard(address)
-                    runs = runs or store.check([_joining.MARK])
+                    runs = runs or is_taken
             if missing and time.monotonic() >= named:
                 self._tell(event="waits", stores=sorted(missing))
                 named = deadline
