@@ -22,7 +22,7 @@ from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
 from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts, move_to_host
+from hosts import INTERFACE, address, cut_link, emulated_hosts, move_to_host
 from scripts import MARK, STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -482,68 +482,33 @@ def lose_host(running: ForkedJob, host: str) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.02)
-
-
-def wait_until(condition: Callable[[], object], what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.02)
-
-
 class Watched:
-    """A job on emulated hosts whose ranks tell what they do in files.
+    """A job with a rank on each of some emulated hosts, whose ranks tell what they do in files.
 
     Args:
         folder: Theirs.
         names: Of the hosts.
-        variables, words: Of the job.
+        variables: Of the job.
     """
 
-    def __init__(self, folder: Path, names: list[str], variables: Mapping[str, str], *words: str) -> None:
-        self.folder, self.names = folder, names
+    def __init__(self, folder: Path, names: list[str], variables: Mapping[str, str]) -> None:
+        self.folder, self.names, self.variables = folder, names, variables
         placed = ",".join(f"{address(host)}:1" for host in range(len(names)))
-        words = ("-np", str(len(names)), "-H", placed, "-p", "22", *words)
-        self.job = job(folder, GOES_ON, words, folder, **variables)
+        self._words = [*FOG, "-np", str(len(names)), "-H", placed]
+        self._script = [str(folder / "script.py"), str(folder)]
+        (folder / "script.py").write_text(GOES_ON)
 
-    def told(self, rank: int) -> list[str]:
-        path = self.folder / f"rank-{rank}"
-        return path.read_text().splitlines() if path.exists() else []
+    def start(self, *words: str) -> ForkedJob:
+        """Starts all ranks from this host."""
+        return ForkedJob(
+            [*self._words, "-p", "22", *words, *self._script], self.folder / "log.txt", self.variables
+        )
 
-    def wait_for(self, line: str, *ranks: int, times: int = 1) -> None:
-        """Waits until each of these ranks has told something, so often."""
-        deadline = time.monotonic() + TIMEOUT
-        while not all(self.told(rank).count(line) >= times for rank in ranks):
-            told = {rank: self.told(rank) for rank in range(len(self.names))}
-            assert time.monotonic() < deadline, (line, told, self.job.output)
-            time.sleep(0.02)
-
-    def processes_of(self, host: int) -> list[int]:
-        network = os.stat(f"/run/netns/{self.names[host]}").st_ino
-        found = []
-        for pid in self.job.processes():
-            with contextlib.suppress(OSError):  # it has just ended
-                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                    found.append(pid)
-        return found
-
-    def lose(self, host: int) -> None:
-        """Kills all that runs on a host, the agent before the ranks."""
-        agents = set(self.job.named("agent"))
-        found = self.processes_of(host)
-        for group in ([pid for pid in found if pid in agents], [pid for pid in found if pid not in agents]):
-            for pid in group:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.3)
-
-    def lose_fog_run(self) -> None:
-        os.kill(self.job.pid, signal.SIGKILL)
+    def start_part(self, host: int, log: str) -> ForkedJob:
+        """Starts the rank of a host there."""
+        words = [*self._words, "--only-host", str(host), *self._script]
+        first = partial(move_to_host, self.names[host])
+        return ForkedJob(words, self.folder / log, self.variables, first)
 
     def join(self, rank: int, other: int) -> ForkedJob:
         """Starts a process on the host of a lost rank, as by hand; it begins at the Store of another host."""
@@ -552,19 +517,44 @@ class Watched:
         store, _, port = known["FOG_STORES"].split(",")[other].rpartition(":")
         known |= {"RANK": str(rank), "MASTER_ADDR": store, "MASTER_PORT": port, "FOG_JOIN": "1"}
         first = partial(move_to_host, self.names[rank])
-        return ForkedJob([self.folder / "script.py", self.folder], self.folder / "by_hand.txt", known, first)
+        return ForkedJob(self._script, self.folder / "by_hand.txt", known, first)
+
+    def told(self) -> dict[int, list[str]]:
+        """Returns the lines of each rank."""
+        found = {rank: self.folder / f"rank-{rank}" for rank in range(len(self.names))}
+        return {rank: path.read_text().splitlines() if path.exists() else [] for rank, path in found.items()}
+
+    def wait_for(self, line: str, *ranks: int, times: int = 1) -> None:
+        """Waits until each of these ranks has told something, so often."""
+        deadline = time.monotonic() + TIMEOUT
+        while not all(self.told()[rank].count(line) >= times for rank in ranks):
+            assert time.monotonic() < deadline, (line, self.told())
+            time.sleep(0.02)
+
+    def lose(self, running: ForkedJob, host: int) -> None:
+        """Kills all that runs on a host, the agent before the ranks."""
+        network = os.stat(f"/run/netns/{self.names[host]}").st_ino
+        found = []
+        for pid in running.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found.append(pid)
+        agents = set(running.named("agent"))
+        for pid in sorted(found, key=lambda pid: pid not in agents):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_the_job_outlives_the_host_of_fog_run_and_of_the_store(tmp_path: Path) -> None:
     """A rank that is lost later starts again, and joins by the Store of another host; no process is left at the end."""
     with hosts(tmp_path, 3) as (names, variables):
-        watched = Watched(tmp_path, names, variables, "--max-restarts", "1")
-        with started([watched.job]):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "1")]) as (running,):
             watched.wait_for("mixes 0 1 2", 0, 1, 2)
-            watched.lose_fog_run()
-            watched.lose(0)
+            os.kill(running.pid, signal.SIGKILL)
+            watched.lose(running, 0)
             watched.wait_for("sum 2", 1, 2)  # torch makes groups over the next Store
-            os.kill(watched.job.named("rank-2")[0], signal.SIGKILL)
+            os.kill(running.named("rank-2")[0], signal.SIGKILL)
             watched.wait_for("mixes 1", 1)
             watched.wait_for("mixes 1 2", 2, times=2)
             with started([watched.join(0, 1)]) as (by_hand,):
@@ -572,28 +562,45 @@ def test_the_job_outlives_the_host_of_fog_run_and_of_the_store(tmp_path: Path) -
             watched.wait_for("ends", 0, 1, 2)
 
 
+def test_the_job_outlives_a_first_host_that_says_no_more(tmp_path: Path) -> None:
+    """Nothing tells the others of its end; `fog run` may be on it, or on another one, and then knows of no end either."""
+    with hosts(tmp_path, 3) as (names, variables):
+        watched = Watched(tmp_path, names, {**variables, "FOG_HOST_TIMEOUT": "4"})
+        with started([watched.start()]) as (running,):
+            watched.wait_for("mixes 0 1 2", 0, 1, 2)
+            with cut_link(INTERFACE, namespace=names[0]):
+                watched.wait_for("sum 2", 1, 2)
+                watched.lose(running, 0)
+            with started([watched.join(0, 2)]) as (by_hand,):
+                assert by_hand.wait(TIMEOUT) == 0, by_hand.output
+            watched.wait_for("ends", 0, 1, 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_order_to_end_ends_the_ranks_of_all_hosts(tmp_path: Path, number: int) -> None:
+    with hosts(tmp_path, 2) as (names, variables):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "9")]) as (running,):
+            watched.wait_for("mixes 0 1", 0, 1)
+            os.kill(running.pid, number)
+            assert running.wait(TIMEOUT) == 128 + number
+
+
 def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
     """Each host starts its own part of the job, in any order; that of the first host comes back as a new one."""
-    (tmp_path / "script.py").write_text(GOES_ON)
+    own = {"MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job", "TORCHELASTIC_RUN_ID": "one"}
     with hosts(tmp_path, 2) as (names, variables):
-        placed = f"{address(0)}:1,{address(1)}:1"
-        variables = {**variables, "MASTER_PORT": "29600", "FOG_JOB_SECRET": "a secret of this job", "TORCHELASTIC_RUN_ID": "one"}
-
-        def part(host: int, name: str) -> ForkedJob:
-            words = [*FOG, "-np", "2", "-H", placed, "--only-host", str(host), tmp_path / "script.py", tmp_path]
-            return ForkedJob(words, tmp_path / name, variables, partial(move_to_host, names[host]))
-
-        def wait_for(line: str, *ranks: int) -> None:
-            told = [tmp_path / f"rank-{rank}" for rank in ranks]
-            wait_until(lambda: all(each.exists() and line in each.read_text() for each in told), lambda: [path.read_text() for path in tmp_path.glob("*")])
-
-        second = part(1, "second.txt")
-        first = part(0, "first.txt")
-        with started([first, second]):
-            wait_for("mixes 0 1\n", 0, 1)
-            os.kill(first.pid, signal.SIGKILL)
-            wait_for("mixes 1\n", 1)
-            with started([part(0, "third.txt")]) as (third,):
-                assert third.wait(TIMEOUT) == 0, third.output
+        watched = Watched(tmp_path, names, {**variables, **own})
+        with started([watched.start_part(1, "1.txt")]) as (second,):
+            second.wait_for(lambda output: f"waits for the Stores at {address(0)}:29600\n" in output, 10.0)
+            with started([watched.start_part(0, "0.txt")]) as (first,):
+                watched.wait_for("mixes 0 1", 0, 1)
+                with started([watched.start_part(1, "other.txt")]) as (other,):
+                    assert other.wait(10.0) == 1
+                assert "port 29600 of the job's Store: Address already in use; another job may" in other.output
+                os.kill(first.pid, signal.SIGKILL)
+                watched.wait_for("mixes 1", 1)
+            with started([watched.start_part(0, "again.txt")]) as (again,):
+                assert again.wait(TIMEOUT) == 0, again.output
                 assert second.wait(TIMEOUT) == 0, second.output
-    assert "fog run" not in second.output + third.output
+    assert "fog run" not in again.output

@@ -376,7 +376,7 @@ def _listen(port: int, *, only_here: bool) -> socket.socket:
         return socket.create_server(("", port), backlog=1024)
     except OSError as error:
         other = "; another job may have the same MASTER_PORT" if port else ""
-        raise OSError(f"port {port} of the job's Store: {error.strerror}{other}") from error
+        raise OSError(f"port {port} of the job's Store: {os.strerror(error.errno)}{other}") from error
 
 
 def _read_line(descriptor: int) -> bytes:
