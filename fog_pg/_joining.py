@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 # Keys of the job's Store. Each rank's entry, with the group's id; the secret, if rank 0 has made it.
 _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
-# The hosts of the ranks at the start, which the rank that answers joiners tells last: the job uses this Store.
-MARK = "fog/world/hosts"
+# The hosts of the ranks at the start.
+_HOSTS = "fog/world/hosts"
+# The rank that answers joiners says last that the job uses this Store, since when.
+MARK = "fog/world/since"
 # No job has as many ranks: a reader of the Store asks for each of them.
 _MOST = dict.fromkeys(("size", "max_ranks"), 1 << 16)
 # Why nobody can join, if that is so.
@@ -119,6 +121,18 @@ def follow_store(moved: Callable[[], object]) -> None:
     standby.follow(move)
 
 
+def tell_stores() -> None:
+    """Tells the ranks of the job that this process joins where its Stores are: its host may be a new one."""
+    if _standby is not None:
+        _standby.tell_list()
+
+
+def renew_stores() -> None:
+    """Takes what `tell_stores` of a process that joins has told."""
+    if _standby is not None:
+        _standby.renew_list()
+
+
 def has_standby() -> bool:
     """Returns whether another Store takes the place of the job's when its host is lost."""
     return _standby is not None
@@ -168,9 +182,14 @@ def publish_secret(store: Store, secret: str) -> None:
     store.set(_SECRET, secret)
 
 
-def publish_hosts(store: Store, hosts: Sequence[int]) -> None:
-    """Tells on which hosts the job's first ranks are or were; all else that processes need to join is told before."""
-    store.set(MARK, json.dumps(list(hosts)))
+def publish_hosts(store: Store, hosts: Sequence[int], epoch: int) -> None:
+    """Tells on which hosts the job's first ranks are or were, and that the job uses this Store from an epoch on.
+
+    All else that processes need to join is told before.
+    """
+    store.set(_HOSTS, json.dumps(list(hosts)))
+    moves = 0 if _standby is None else _standby.moves
+    store.set(MARK, f"{epoch:012d} {moves:012d}")
 
 
 def entry_of(store: Store, rank: int) -> str | None:
@@ -199,7 +218,7 @@ def read_world(store: Store, size: int) -> World:
             entries[rank] = told["entry"]
             group, its_size, most = told["id"], told["size"], told["max_ranks"]
         rank += 1
-    hosts = json.loads(store.get(MARK)) if store.check([MARK]) else [0] * its_size
+    hosts = json.loads(store.get(_HOSTS)) if store.check([_HOSTS]) else [0] * its_size
     if len(hosts) != its_size or not all(type(host) is int and 0 <= host < _MOST["size"] for host in hosts):
         raise RuntimeError(f"the job tells {hosts!r} as the hosts of its {its_size} ranks")
     return World(store, group, its_size, entries, hosts, most)

@@ -1,7 +1,7 @@
 """The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
 
-`FOG_STORES` lists the servers. The first one that answers is in use, and a rank never goes back to an earlier one. What a
-job has told a server is lost with it: who follows the job's Store tells the next one anew.
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place, for all
+ranks alike. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _log = logging.getLogger("fog_pg")
 
 # Above all keys, so that they have the same names in each of the servers.
 _PREFIX = "fog/job"
-# The key with the name of the job that a server belongs to, and that with what rank 0 has found at the start.
-_OWNER, _FOUND = "owner", "found/{owner}"
+# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, and with the list
+# of a process that has joined, whose host may be a new one.
+_OWNER, _FOUND, _LIST = "owner", "found/{owner}", "list"
 # The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
 # start its process may still import torch.
 _REACH_TIMEOUT = 3.0
@@ -46,10 +47,12 @@ class Standby:
 
     Attributes:
         store: That which is in use now.
+        moves: How often it has become another one.
     """
 
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
         self._addresses, self._at, self.store = addresses, at, store
+        self.moves = 0
         self._end = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -68,36 +71,46 @@ class Standby:
     def _watch(self, moved: Callable[[], object]) -> None:
         while not self._end.wait(_PERIOD):
             try:
-                if self.moves():
+                if self.move_if_lost():
                     moved()
             except RuntimeError as error:
                 _log.warning("processes cannot join any more: %s", error)
                 return
 
-    def moves(self) -> bool:
+    def move_if_lost(self) -> bool:
         """Returns whether another Store is in use from now on, because the one in use does not answer.
 
         Raises:
-            RuntimeError: None of the servers that are left answers.
+            RuntimeError: None of the servers answers.
         """
         try:
             self.store.check([_OWNER])
             return False
         except RuntimeError as error:
-            before = self._addresses[self._at]
-            for at in range(self._at, len(self._addresses)):  # only the connection may be lost
-                if (store := _connected(self._addresses[at])) is not None:
-                    self._at, self.store = at, store
+            listed, before = self._addresses, self._addresses[self._at]
+            for step in range(len(listed)):  # first the same one: only the connection may be lost
+                at = (self._at + step) % len(listed)
+                if (store := _connected(listed[at])) is not None:
+                    self._at, self.store, self.moves = at, store, self.moves + 1
                     _log.warning(
                         "the job's Store is now that of %s: that of %s does not answer: %s",
-                        self._addresses[at],
+                        listed[at],
                         before,
                         str(error).partition("\n")[0],
                     )
                     return True
             raise RuntimeError(
-                f"none of the job's Stores from {before} on answers ({environment.STORES.name}): {error}"
+                f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
             ) from None
+
+    def tell_list(self) -> None:
+        """Tells the others where the servers are, as this process, which joins them, has been told."""
+        self.store.set(_LIST, ",".join(self._addresses))
+
+    def renew_list(self) -> None:
+        """Takes the list of a process that joins."""
+        if self.store.check([_LIST]):
+            self._addresses = self.store.get(_LIST).decode().split(",")
 
 
 def addresses() -> list[str]:
@@ -137,7 +150,7 @@ def find(mark: str) -> Standby | None:
     """Returns the Stores of the job that this process joins; None if there is no standby.
 
     Args:
-        mark: The key that the job sets in each Store that it uses; the last one with it is in use.
+        mark: The key that the job sets in each Store that it uses; that with the largest text is in use.
 
     Raises:
         RuntimeError: No server answers.
@@ -155,7 +168,7 @@ def find(mark: str) -> Standby | None:
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
         if marked := [(at, store) for at, store in found if store.check([mark])]:
-            return Standby(listed, *marked[-1])
+            return Standby(listed, *max(marked, key=lambda each: each[1].get(mark)))
         if time.monotonic() >= deadline:
             return Standby(listed, *found[0])
         time.sleep(_PERIOD)

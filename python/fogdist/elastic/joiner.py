@@ -80,6 +80,7 @@ class Joiner:
 
     def enter(self) -> dict[str, Any]:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
+        _joining.tell_stores()
         self._store.set(key(self._ticket, "ready"), "1")
         self._announce()
         return self._opened("admitted", self._await("admitted"))

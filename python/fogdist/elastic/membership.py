@@ -227,6 +227,7 @@ class Members:
             try:
                 # Before the process is admitted: from then on it is the one that has this rank.
                 self._publish(rank, join.entry, form.epoch)
+                _joining.renew_stores()
                 self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
             except RuntimeError as error:  # another rank may still reach the Store; if not, the process does not come
                 _log.warning("rank %d joins, but the job's Store does not answer: %s", rank, error)
@@ -395,7 +396,7 @@ class Members:
             _joining.publish_secret(store, _extension.load().job_secret())
         for name, items in self._told.items():
             publish_object(store, name, items)
-        _joining.publish_hosts(store, self._whole().backend.hosts)
+        _joining.publish_hosts(store, self._whole().backend.hosts, self.epoch)
 
     def _publish(self, rank: int, entry: str, epoch: int) -> None:
         first = self._whole()
