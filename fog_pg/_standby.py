@@ -60,7 +60,9 @@ class Standby:
         """Calls a function whenever another Store is in use, from a thread that watches the Store until `end`."""
         self._watcher = threading.Thread(target=self._watch, args=(moved,), daemon=True)
         self._watcher.start()
-        atexit.register(self.end)  # the end of the interpreter in a request of the thread would abort the process
+        atexit.register(
+            self.end
+        )  # the end of the interpreter in a request of the thread would abort the process
 
     def end(self) -> None:
         """Ends the thread."""

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -597,7 +597,9 @@ def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
                 watched.wait_for("mixes 0 1", 0, 1)
                 with started([watched.start_part(1, "other.txt")]) as (other,):
                     assert other.wait(10.0) == 1
-                assert "port 29600 of the job's Store: Address already in use; another job may" in other.output
+                assert (
+                    "port 29600 of the job's Store: Address already in use; another job may" in other.output
+                )
                 os.kill(first.pid, signal.SIGKILL)
                 watched.wait_for("mixes 1", 1)
             with started([watched.start_part(0, "again.txt")]) as (again,):

@@ -94,7 +94,8 @@ def test_a_store_of_another_job_is_named(begin: Callable[..., _standby.Standby])
     ):
         for rank in range(2):
             with pytest.raises(
-                RuntimeError, match=f"{servers[1].address} belongs to another job, of {which}; this job's name"
+                RuntimeError,
+                match=f"{servers[1].address} belongs to another job, of {which}; this job's name",
             ):
                 begin(servers[2].address, servers[1].address, rank=rank, **values)
         servers[2] = Server()
@@ -157,7 +158,9 @@ def test_a_process_that_joins_finds_the_store_in_use(
         servers[place].end()
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
-    threading.Timer(1.0, lambda: servers[3].store.set("fog/job/later", "")).start()  # it moves there meanwhile
+    threading.Timer(
+        1.0, lambda: servers[3].store.set("fog/job/later", "")
+    ).start()  # it moves there meanwhile
     found = _standby.find("later")
     assert found is not None and found.store.check(["later"])
     for server in servers:

@@ -149,8 +149,8 @@ class Supervisor:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                     signal.signal(number, self._on_signal)
-            for number in self._hosts:
-                self._start(number)
+            for host in self._hosts:
+                self._start(host)
             while self._agents:
                 self._handle()
         finally:

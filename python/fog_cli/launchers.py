@@ -25,9 +25,7 @@ def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
 
 
-def of_host(
-    environment: Mapping[str, str], size: int, count: int, host: int, run_id: str
-) -> dict[str, str]:
+def of_host(environment: Mapping[str, str], size: int, count: int, host: int, run_id: str) -> dict[str, str]:
     """Returns the variables that the ranks of a host have in common, with those that torchrun sets but for the Store's.
 
     Args:

@@ -127,7 +127,9 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         raise UsageError("-np: it is missing; allowed are numbers from 1 on")
     for option in ("max_restarts", "only_host"):
         if getattr(arguments, option) is not None and not arguments.keep_going:
-            raise UsageError(f"--{option.replace('_', '-')}: it is an option of --keep-going, which is missing")
+            raise UsageError(
+                f"--{option.replace('_', '-')}: it is an option of --keep-going, which is missing"
+            )
     hosts = [Host("localhost", ranks)]
     if arguments.hosts:
         hosts = place(parse_hosts("-H", arguments.hosts.split(",")), ranks)

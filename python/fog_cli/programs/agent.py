@@ -217,7 +217,9 @@ class Agent:
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
         times = [at for at, _ in self._left] + [at for _, at in self._undecided.values()]
-        if self._due and self._stores:  # they wait for the end of what is left of those before, which nothing tells
+        if (
+            self._due and self._stores
+        ):  # they wait for the end of what is left of those before, which nothing tells
             times.append(time.monotonic() + processes.INTERVAL)
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
@@ -376,7 +378,7 @@ def _listen(port: int, *, only_here: bool) -> socket.socket:
         return socket.create_server(("", port), backlog=1024)
     except OSError as error:
         other = "; another job may have the same MASTER_PORT" if port else ""
-        raise OSError(f"port {port} of the job's Store: {os.strerror(error.errno)}{other}") from error
+        raise OSError(f"port {port} of the job's Store: {os.strerror(error.errno or 0)}{other}") from error
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -229,7 +229,9 @@ class Members:
                 self._publish(rank, join.entry, form.epoch)
                 _joining.renew_stores()
                 self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
-            except RuntimeError as error:  # another rank may still reach the Store; if not, the process does not come
+            except (
+                RuntimeError
+            ) as error:  # another rank may still reach the Store; if not, the process does not come
                 _log.warning("rank %d joins, but the job's Store does not answer: %s", rank, error)
         if form.decision.joins:
             entries = {rank: join.entry for rank, join in form.decision.joins.items()}
@@ -368,11 +370,9 @@ class Members:
         """Tells the Store how to connect with this rank, when its first object that goes on after losses is made."""
         if self._admission is not None or self._joiner is not None or not self._is_first():
             return
-        extension, first = _extension.load(), self._whole()
-        store = self._joining_store()
-        if not extension.job_secret():
+        if not _extension.load().job_secret():
             if self.context.rank == 0:
-                _joining.close(store, _NO_SECRET)
+                _joining.close(self._joining_store(), _NO_SECRET)
             return
         self._enter_store()
         _joining.follow_store(self._enter_store)
