@@ -133,11 +133,6 @@ def renew_stores() -> None:
         _standby.renew_list()
 
 
-def has_standby() -> bool:
-    """Returns whether another Store takes the place of the job's when its host is lost."""
-    return _standby is not None
-
-
 def store_of_first(backend: ProcessGroupFog) -> Store | None:
     """Returns the Store in which the job of this process's first group can be joined; None for the backend of another one."""
     return _first[1] if _first is not None and _first[0] == backend.id else None

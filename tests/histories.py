@@ -2,8 +2,9 @@
 
 A seed gives a `History`: how many ranks, how they train, and what happens to them when. A `World` runs it: time is a number,
 delays are random, and each process does what its machine says, a few actions at a time, so that others come between
-them. The carrier is as that of real processes: a log for each round, and tickets. A `World` raises `Violation` as soon as
-a promise is broken, or if somebody has not been told what became of it in bounded time.
+them. The carrier loses, repeats, delays and reorders messages, and answers with the last decision; joiners have tickets. Each
+process has a clock of its own, which goes at most 2 % wrong. A `World` raises `Violation` as soon as a promise is broken, or
+if somebody has not been told what became of it in bounded time.
 
     python tests/histories.py --seeds 100000   # reports coverage; shrinks the first history that fails
     python tests/histories.py --replay TEXT    # one history, as a failure has printed it, with what its processes do
@@ -35,8 +36,8 @@ REACH = 12.0
 LIFE_PAUSE = 1.0
 # Within this time after its last fault, everybody in a history goes on, or has been told why not.
 SETTLED = 120.0
-# More messages in one round are without end.
-MOST_MESSAGES = 400
+# More messages of one process in a round are without end.
+MOST_MESSAGES = 4000
 MOST_EPOCHS = 30
 # After so many rounds that let nobody in, the next one is so far away that a joiner's time may be over before.
 MOST_POSTPONED = 4
@@ -53,10 +54,12 @@ class Fault:
     Attributes:
         at: The time.
         kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
-            other for lost), "cut-here" (only it takes the others for lost), "join", "join-badly" (it must be refused),
-            "join-cut-off" (it does not reach a rank of another host) or "break" (a rank takes a joiner for ended).
+            other for lost), "cut-here" (only it takes the others for lost), "split" (ranks below this one and the others
+            do not hear each other), "split-up" (the lower ranks do not hear the others), "split-down" (the others do not
+            hear the lower ranks), "join", "join-badly" (it must be refused), "join-cut-off" (it does not reach a rank of
+            another host) or "break" (a rank takes a joiner for ended).
         rank: Whose; the last process that has this number.
-        value: For how long a pause lasts; at which object a process joins (0 or 1).
+        value: For how long a pause or a split lasts; at which object a process joins (0 or 1).
     """
 
     at: float
@@ -118,9 +121,18 @@ class History:
             rank = random.randrange(size + 1 if kind.startswith("join") and one_host else size)
             if faults and kind.startswith("join") and random.random() < 0.5:
                 rank = random.choice(faults).rank
-            value = random.choice((1.0, 1.0, 7.0)) if kind == "pause" else float(random.random() < 0.2)
+            value = random.choice((1.0, 1.0, 7.0, 15.0)) if kind == "pause" else float(random.random() < 0.2)
             faults.append(Fault(round(at, 3), kind, rank, value))
             at += random.choice((0.02, 0.3, 0.3, 3.0, 8.0)) * random.random()
+        if not one_host and random.random() < 0.3:
+            size = random.choice((size, 8))
+            kind, edge = random.choice(("split", "split", "split-up", "split-down")), random.randrange(1, size)
+            begin, lasts = round(random.uniform(0.0, at), 3), random.choice((2.0, 4.2, 4.5, 10.0, 60.0))
+            faults = [*faults[: random.randrange(len(faults) + 1)], Fault(begin, kind, edge, lasts)]
+            for _ in range(random.choice((0, 0, 1, 3, 5))):  # while the ranks notice it
+                kind, noticed = random.choice(("kill", "kill", "join")), begin + SILENCE + random.random()
+                faults.append(Fault(round(noticed, 3), kind, random.randrange(size)))
+            faults.sort(key=lambda fault: fault.at)
         return cls(seed, size, pace, one_host, tuple(faults))
 
 
@@ -138,23 +150,38 @@ class Process:
         self.actions: deque[Any] = deque()
         # As a member: the processes of its group, those that it takes for gone or watches, exchanges by object.
         self.pids: dict[int, int] = {}
-        self.gone: set[int] = set()
+        self.ended: set[int] = set()
+        self.silent: set[int] = set()
+        self.expelled_by: set[int] = set()
         self.watched: set[int] = set()
         self.name, self.has_failed, self.is_new = "", False, False
         self.completed = {"a": 0, "b": 0}
         self.taken = {"a": 0, "b": 0}
         self.exchanges = 0
-        self.log: list[Any] = []
-        self.read = self.proposals = 0
+        self.mailbox: list[tuple[int, Any]] = []
+        self.sent = 0
+        # What the carrier answers to messages up to an epoch, and the decisions that led to the present group.
+        self.answer: tuple[int, Any] = (0, None)
+        self.lineage: dict[int, Any] = {}
+        self.rate, self.offset = 1.0, 0.0
         self.announced = self.seen = 0
         self.polled_epoch = 0
         self.copies: set[int] = set()
         # As a joiner.
         self.ticket, self.asked, self.at, self.is_bad = 0, (0, 0), "a", False
         self.begins_at = ""
+        self.form: Any = None
         self.is_anyone_left = True
         self.is_cut_off = self.is_broken = False
         self.is_suspected = self.was_cut = False
+
+    @property
+    def gone(self) -> set[int]:
+        return self.ended | self.silent
+
+    def ranks_of(self, pids: set[int]) -> list[int]:
+        """Returns the ranks of its group that these processes have."""
+        return [rank for rank, pid in self.pids.items() if pid in pids]
 
 
 class World:
@@ -176,14 +203,16 @@ class World:
         self._events: list[tuple[float, int, Any, Any]] = []
         self._count = 0
         self.processes: list[Process] = []
-        self.logs: dict[int, list[Any]] = collections.defaultdict(list)
+        self.loss = self.random.choice((0.0, 0.0, 0.05, 0.3))
+        self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), (3.0,)))
+        # Who does not hear whom: for a time, and for ever.
+        self.walls: list[tuple[float, set[int], str]] = []
+        self.cuts: set[tuple[int, int]] = set()
         self.tickets: dict[int, dict[str, Any]] = {}
         self.nonce = -1
         self.entries: dict[int, int] = {}
         self.failed: set[str] = set()
-        # The decision and the name of each epoch, and who has begun which exchange of each group.
-        self.forms: dict[int, Any] = {}
-        self.pids_of = {0: {rank: rank for rank in range(history.size)}}
+        # The epoch of each name, and who has begun which exchange of each group.
         self.names: dict[str, int] = {}
         self.postponed: set[int] = set()
         self.first: dict[str, tuple[str, int]] = {}
@@ -250,17 +279,55 @@ class World:
         actions = getattr(machine, event)(*arguments, **options) or []
         if self.coverage is not None:
             if event == "receive":
-                event = f"receive {next(iter(arguments[0]))}"
+                event = "receive decided" if "decided" in arguments[1] else "receive"
             kinds = tuple(dict.fromkeys(type(each).__name__ for each in actions))
             self.coverage[type(machine).__name__, before, event, machine.state, kinds] += 1
         if self.report is not None and (actions or machine.state != before):
             self._say(process, f"{event} {arguments[:2]} -> {machine.state} {actions}")
         return actions  # type: ignore[no-any-return]
 
+    def _time(self, process: Process) -> float:
+        """Returns the time by the clock of a process."""
+        return process.offset + process.rate * self.now
+
+    # --- messages ---
+
+    def _is_blocked(self, source: Process, target: Process) -> bool:
+        """Returns whether the network drops what one process sends to another."""
+        if (source.pid, target.pid) in self.cuts:
+            return True
+        for end, lower, kind in self.walls:
+            is_up = source.pid in lower
+            if self.now < end and is_up != (target.pid in lower):
+                if kind == "split" or is_up == (kind == "split-down"):
+                    return True
+        return False
+
+    def _send(self, source: Process, target: Process, message: Any, is_answer: bool = False) -> None:
+        if not self._is_blocked(source, target) and self.random.random() >= self.loss:
+            for _ in range(1 + (self.random.random() < 0.1)):
+                delay = 0.001 + self.random.choice(self.delays) * self.random.random()
+                self._at(self.now + delay, self._deliver, (source, target, message, is_answer))
+
+    def _deliver(self, argument: tuple[Process, Process, Any, bool]) -> None:
+        source, target, message, is_answer = argument
+        if not target.is_alive or (source.pid, target.pid) in self.cuts:
+            return
+        if target.paused > self.now:
+            self._at(target.paused, self._deliver, argument)
+            return
+        target.mailbox = [*target.mailbox[-1000:], (source.rank, message)]
+        if target.phase in ("agrees", "confirms"):
+            self._wake(target, 0.001)
+        epoch, answer = target.answer
+        if not is_answer and message["epoch"] <= epoch:
+            self._send(target, source, answer, is_answer=True)
+
     # --- what happens to processes ---
 
     def _add(self, rank: int) -> Process:
         process = Process(len(self.processes), rank)
+        process.rate, process.offset = self.random.uniform(0.98, 1.02), self.random.uniform(0.0, 1000.0)
         self.processes.append(process)
         return process
 
@@ -276,8 +343,15 @@ class World:
             process.is_cut_off = fault.kind == "join-cut-off" and not self.history.one_host
             process.phase = "asks"
             self._say(process, fault.kind)
-            process.actions.extend(self._call(process, process.joiner, "start", self.now))
+            process.actions.extend(self._call(process, process.joiner, "start", self._time(process)))
             self._wake(process, 0.01)
+            return
+        if fault.kind.startswith("split"):
+            lower = {each.pid for each in self.processes if each.rank < fault.rank}
+            self.walls.append((self.now + fault.value, lower, fault.kind))
+            self._at(self.now + fault.value, self._retry, None)
+            if fault.value > SILENCE:
+                self._at(self.now + SILENCE, self._split, lower)
             return
         target = self._holder(fault.rank)
         if target is None:
@@ -308,7 +382,35 @@ class World:
         for other in self.processes:
             if other is not target and other.is_alive and target.is_alive:
                 at, whom = (target, other) if here else (other, target)
-                self._at(self.now + 0.1 * self.random.random(), self._learn, (at, whom))
+                self._at(self.now + 0.1 * self.random.random(), self._declare_lost, (at, whom))
+
+    def _split(self, lower: set[int]) -> None:
+        """Processes on both sides of a split have not heard each other for so long that they take each other for lost."""
+        for one in self.processes:
+            for other in self.processes:
+                if (one.pid in lower) != (other.pid in lower):
+                    self._at(self.now + 0.5 * self.random.random(), self._declare_lost, (one, other))
+                    other.is_suspected = True
+
+    def _declare_lost(self, argument: tuple[Process, Process]) -> None:
+        """A process takes another one for lost that may go on."""
+        one, lost = argument
+        if not one.is_alive or one.member is None or lost.pid in one.gone | one.expelled_by:
+            return
+        self._say(one, f"takes process {lost.pid} for lost")
+        self.cuts |= {(one.pid, lost.pid), (lost.pid, one.pid)}
+        if self.history.one_host:  # that one learns of it before it does anything else: it is as good as ended
+            lost.expelled_by.add(one.pid)
+        else:
+            one.silent.add(lost.pid)
+            self._at(self.now + 0.5 * self.random.random(), self._declare_lost, (lost, one))
+        self._learn((one, lost))
+
+    def _retry(self, _: None) -> None:
+        """A split is over: what was on its way arrives."""
+        for process in self.processes:
+            if process.is_alive and process.phase == "exchanges":
+                self._complete_together(process)
 
     def _die(self, process: Process) -> None:
         """A process ends. Who waits for it or watches it notices that; at their own pace, ranks may not exchange with it."""
@@ -337,9 +439,13 @@ class World:
 
     def _learn(self, argument: tuple[Process, Process]) -> None:
         process, lost = argument
-        if not process.is_alive or lost.pid in process.gone:
+        if not process.is_alive or lost.pid in process.ended:
             return
-        process.gone.add(lost.pid)
+        if lost.pid not in process.silent:
+            if not lost.is_alive and self._is_blocked(lost, process):
+                self._at(self.now + 0.5, self._learn, argument)
+                return
+            process.ended.add(lost.pid)
         if lost.pid in process.pids.values():
             if self.history.pace != "own":
                 self._fail_group(process.name, process)
@@ -348,10 +454,10 @@ class World:
                     self._notice(process, each)
             if not lost.is_alive:  # news of it go to all ranks of the group
                 for pid in process.pids.values():
-                    if self.processes[pid].name == process.name:
+                    if self.processes[pid].name == process.name and lost.pid in process.ended:
                         when = self.now + 0.05 * self.random.random()
                         self._at(when, self._learn, (self.processes[pid], lost))
-            if lost.is_alive:  # it is told that it takes part no more
+            if lost.is_alive and not self._is_blocked(process, lost):  # it is told that it takes part no more
                 self._at(self.now + 0.1, self._hear_of_failure, (lost, process.name))
         if process.phase == "agrees":
             self._wake(process, 0.01 * self.random.random())
@@ -387,12 +493,15 @@ class World:
 
     def _check_reason(self, process: Process, reason: str) -> None:
         if "declared lost" in reason:
-            decided = next(told["decided"] for _, told in process.log if "decided" in told)
-            if not decided["living"]:
-                raise Violation("ranks that take each other for lost are all lost")
             if not process.is_suspected and not self._has_cut:
                 raise Violation(f"rank {process.rank}, which is well, is expelled: {reason}")
-        elif "did not come" in reason:
+        elif "too few to go on" in reason:
+            if not any(each.is_suspected for each in self.processes):
+                raise Violation(f"rank {process.rank} stops, although nobody is silent: {reason}")
+        elif "do not hear" in reason or "does not hear" in reason or "gone on without it" in reason:
+            if not any(each.is_suspected or each.hangs or each.paused for each in self.processes):
+                raise Violation(f"a joiner is left alone after its admission: {reason}")
+        elif "did not come" in reason or "did not agree" in reason:
             hung = any(each.hangs for each in self.processes) or self._has_cut
             if not hung and not process.is_suspected and not any(each.paused for each in self.processes):
                 raise Violation(f"rank {process.rank} waits in vain: {reason}")
@@ -428,6 +537,7 @@ class World:
         elif "does not reach" in reason or "no state came" in reason or "had no answer" in reason:
             # They hold if nobody exchanges.
             if any(not each.hangs for each in self._members()) and not any(
+                each.is_suspected or
                 each.hangs for each in self.processes
             ):
                 raise Violation(f"a joiner is left alone by ranks that exchange: {reason}")
@@ -448,6 +558,8 @@ class World:
             self._quiet_since = None
             return False
         members = [each for each in members if not each.hangs]  # the others may wait for it, or have ended
+        if not members and len({each.rank for each in self.history.faults}) and self._should_live():
+            raise Violation(f"the job is lost: {self._described()}")
         before = self._quiet_since
         self._quiet_since = {each.pid: each.exchanges for each in members}
         if (
@@ -457,6 +569,11 @@ class World:
         ):
             return False
         return all(count > before[pid] for pid, count in self._quiet_since.items())
+
+    def _should_live(self) -> bool:
+        """Whether a job of this history goes on: all that happens to it is one split."""
+        kinds = [fault.kind for fault in self.history.faults]
+        return all(kind.startswith(("join", "split")) for kind in kinds) and len(self.walls) <= 1
 
     # --- what processes do ---
 
@@ -478,8 +595,9 @@ class World:
         if process.is_alive and (process.actions or (not process.next and process.phase != "exchanges")):
             self._wake(process, 0.02 * self.random.random())
 
-    def _gone(self, process: Process) -> list[int]:
-        return [rank for rank, pid in process.pids.items() if pid in process.gone]
+    def _tell_losses(self, process: Process) -> list[Any]:
+        ended, silent = process.ranks_of(process.ended), process.ranks_of(process.silent)
+        return self._call(process, process.member, "lost", ended, silent)
 
     def _object(self, process: Process) -> str:
         """Returns the object of the next exchange: they take turns, but at the ranks' own pace there is one."""
@@ -493,8 +611,8 @@ class World:
         if is_quiet and not member.waits:
             self._begins(process)
             return
-        self._call(process, member, "lost", self._gone(process))
-        process.actions.extend(self._call(process, member, "exchange"))
+        self._tell_losses(process)
+        process.actions.extend(self._call(process, member, "exchange", self._time(process)))
         self._wake(process, 0.0)
 
     def _begins(self, process: Process) -> None:
@@ -504,7 +622,7 @@ class World:
         if process.begins_at not in ("", name):
             raise Violation(f"rank {process.rank} begins at {process.begins_at}, the others are at {name}")
         process.begins_at = ""
-        if process.has_failed:
+        if process.has_failed or (self.history.pace == "own" and process.ranks_of(process.silent)):
             self._agree(process, ())
             return
         process.phase = "exchanges"
@@ -519,8 +637,15 @@ class World:
                 )
         if self.history.pace == "patience":
             self._at(self.now + PATIENCE, self._finish, (process, process.name, name, number))
+        self.begun[process.name][process.rank] = (name, number)
+        self._complete_together(process)
+
+    def _complete_together(self, process: Process) -> None:
+        """Completes an exchange if all ranks of a group have begun it, and hear each other."""
         begun = self.begun[process.name]
-        begun[process.rank] = (name, number)
+        group = [self.processes[pid] for pid in process.pids.values()]
+        if any(self._is_blocked(one, other) for one in group for other in group if one is not other):
+            return
         if len(begun) == len(process.pids):
             if len(set(begun.values())) > 1 and self.history.pace == "in-step":
                 raise Violation(f"the ranks of {process.name} are in different exchanges: {begun}")
@@ -556,8 +681,7 @@ class World:
 
     def _agree(self, process: Process, joins: Any) -> None:
         self._fail_group(process.name, process)
-        process.phase, process.read, process.proposals = "agrees", 0, 0
-        process.log = self.logs[process.member.membership.epoch + 1]
+        process.phase, process.sent = "agrees", 0
         objects = {
             name: {
                 "completed": process.completed[name],
@@ -568,26 +692,22 @@ class World:
             for name in "ab"
         }
         process.actions.clear()
-        self._call(process, process.member, "lost", self._gone(process))
+        self._tell_losses(process)
         process.actions.extend(
-            self._call(process, process.member, "agree", self.now, objects, "a loss", joins)
+            self._call(process, process.member, "agree", self._time(process), objects, "a loss", joins)
         )
         self._wake(process, 0.01)
 
     def _agrees(self, process: Process) -> None:
         member = process.member
-        self._wake(process, 0.5 + self.random.random())
-        process.actions.extend(self._call(process, member, "lost", self._gone(process)))
-        if process.actions:
-            return
-        lag = self.random.choice((0.0, 0.03)) * self.random.random()  # messages come late, but in one order
-        new = [message for when, message in process.log[process.read :] if when <= self.now - lag]
-        process.read += len(new)
-        if process.read < len(process.log):
-            self._wake(process, lag)
-        for message in new:
-            process.actions.extend(self._call(process, member, "receive", message))
-        process.actions.extend(self._call(process, member, "tick", self.now))
+        self._wake(process, 0.1 + 0.2 * self.random.random())
+        process.actions.extend(self._tell_losses(process))
+        for by in process.ranks_of(process.expelled_by):
+            process.actions.extend(self._call(process, member, "expelled", by))
+        mailbox, process.mailbox = process.mailbox, []
+        for sender, message in mailbox:
+            process.actions.extend(self._call(process, member, "receive", sender, message))
+        process.actions.extend(self._call(process, member, "tick", self._time(process)))
         if sum(type(each).__name__ == "Form" for each in process.actions) > 1:
             raise Violation(f"rank {process.rank} forms two groups after one round")
 
@@ -595,16 +715,10 @@ class World:
         getattr(self, f"_do_{type(action).__name__}")(process, action)
 
     def _do_Send(self, process: Process, action: Any) -> None:
-        process.log.append((self.now, action.message))
-        if "decided" in action.message:
-            process.proposals += 1
-            if process.proposals > 1:
-                raise Violation(f"rank {process.rank} proposes twice in one round")
-        if len(process.log) > MOST_MESSAGES:
+        process.sent += 1
+        if process.sent > MOST_MESSAGES:
             raise Violation("the messages of a round have no end")
-        for other in self.processes:
-            if other.phase == "agrees" and other.log is process.log:
-                self._wake(other, 0.02 * self.random.random())
+        self._send(process, self.processes[process.pids[action.to]], action.message)
 
     def _do_Watch(self, process: Process, action: Any) -> None:
         for rank in action.ranks:
@@ -621,8 +735,11 @@ class World:
 
     def _do_Form(self, process: Process, form: Any) -> None:
         decision, epoch = form.decision, form.epoch
-        if self.forms.setdefault(epoch, decision) != decision:
-            raise Violation(f"two decisions of epoch {epoch}: {self.forms[epoch]} and {decision}")
+        for other in self.processes:  # if all that have decided otherwise have ended, nobody knows
+            if other.is_alive and not other.expelled_by and other.lineage.get(epoch, decision) != decision:
+                raise Violation(
+                    f"two decisions of epoch {epoch}: {other.lineage[epoch]} of process {other.pid}, and {decision}"
+                )
         if self.names.setdefault(form.name, epoch) != epoch:
             raise Violation(f"epochs {self.names[form.name]} and {epoch} have one name, {form.name!r}")
         if not decision.members:
@@ -651,15 +768,17 @@ class World:
                 raise Violation(f"rank {rank}, which is well, is expelled by epoch {epoch}")
         if both := decision.living.keys() & decision.joins.keys():
             raise Violation(f"two processes have the numbers {sorted(both)}")
+        process.answer = epoch, {"epoch": epoch, "decided": decision.to_values()}
+        process.lineage = {**process.lineage, epoch: decision}
         process.actions.clear()
-        process.actions.extend(_Admit(join, form) for join in decision.joins.values())
+        process.actions.extend(_Admit(join, form, process.lineage, process.pids) for join in decision.joins.values())
         process.actions.append(_Adopt(form))
 
     def _do__Admit(self, process: Process, action: _Admit) -> None:
         join = action.join
         self.entries[join.rank] = int(join.entry)
         ticket = self.tickets[join.ticket]
-        ticket["admitted"] = action.form
+        ticket["admitted"] = action.form, action.lineage, action.pids
         self._end_ticket(process, join.ticket)
 
     def _do__Adopt(self, process: Process, action: _Adopt) -> None:
@@ -671,17 +790,16 @@ class World:
                     f"the number of exchanges of {name} goes back to {number} on rank {process.rank}"
                 )
             process.completed[name] = process.taken[name] = number
-        self._call(process, process.member, "formed", form)
+        self._call(process, process.member, "formed", self._time(process), form)
         process.is_new = True
         process.pids = {rank: process.pids[rank] for rank in decision.living} | {
             rank: int(join.entry) for rank, join in decision.joins.items()
         }
-        self.pids_of[form.epoch] = process.pids
         process.name, process.has_failed = form.name, form.name in self.failed
         process.watched &= set(process.pids.values())
         for rank in decision.joins:
             self._do_Watch(process, self.protocol.Watch((rank,)))
-        if self._gone(process) and self.history.pace != "own":
+        if process.ranks_of(process.gone) and self.history.pace != "own":
             self._fail_group(form.name, process)
         process.phase = "computes"
         self._fail_late(process)
@@ -721,7 +839,7 @@ class World:
                 process,
                 process.member,
                 "asked",
-                self.now,
+                self._time(process),
                 request,
                 "an obstacle" if joiner.is_bad else "",
                 runs=runs,
@@ -802,7 +920,7 @@ class World:
                     process,
                     process.joiner,
                     "sampled",
-                    self.now,
+                    self._time(process),
                     is_anyone_left=process.is_anyone_left,
                     is_forgotten="request" not in ticket,
                 )
@@ -831,7 +949,7 @@ class World:
             process,
             process.joiner,
             "loaded",
-            self.now,
+            self._time(process),
             has_state,
             unreached,
             "the rank that gave it has ended",
@@ -848,10 +966,30 @@ class World:
     def _waits(self, process: Process) -> None:
         if not self._awaits(process, "admitted"):
             return
-        form = self.tickets[process.ticket]["admitted"]
+        process.form, process.lineage, pids = self.tickets[process.ticket]["admitted"]
+        process.pids, process.mailbox = {rank: pids[rank] for rank in process.form.decision.living}, []
+        process.phase = "confirms"
+        epoch, decision = process.form.epoch, process.form.decision
+        process.actions.extend(
+            self._call(process, process.joiner, "admitted", self._time(process), epoch, decision)
+        )
+        for pid in process.pids.values():
+            process.watched.add(pid)
+            if not self.processes[pid].is_alive:
+                self._notice(process, self.processes[pid])
+
+    def _confirms(self, process: Process) -> None:
+        joiner, form = process.joiner, process.form
+        self._wake(process, 0.1 + 0.2 * self.random.random())
+        process.actions.extend(self._call(process, joiner, "lost", process.ranks_of(process.ended)))
+        mailbox, process.mailbox = process.mailbox, []
+        for sender, message in mailbox:
+            process.actions.extend(self._call(process, joiner, "receive", sender, message))
+        process.actions.extend(self._call(process, joiner, "tick", self._time(process)))
+        if joiner.state != "in":
+            return
         member = process.member = self.protocol.Member(process.rank, self.history.size, TIMEOUT, DOUBT)
         member.membership = self.protocol.Membership(form.epoch - 1, (), frozenset(range(self.history.size)))
-        process.pids = {rank: self.pids_of[form.epoch - 1][rank] for rank in form.decision.living}
         process.seen, process.polled_epoch, process.begins_at = process.announced, form.epoch, process.at
         self._do_Form(process, form)
         process.actions = deque(each for each in process.actions if isinstance(each, _Adopt))
@@ -861,6 +999,8 @@ class World:
 class _Admit:
     join: Any
     form: Any
+    lineage: Any
+    pids: Any
 
 
 @dataclass(frozen=True)

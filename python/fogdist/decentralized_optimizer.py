@@ -102,7 +102,7 @@ def DecentralizedOptimizer(
         return kind(optimizer, model, **more, **options)
     if by_samples:
         raise ValueError("by_samples must be False with tune, which gives all ranks the same local_steps")
-    bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
+    bounds = checked(tune, kind, compression, local_steps, patience)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None
     if given is not None and (type(given) is not Neighbors or given.topology is None or given.compression):

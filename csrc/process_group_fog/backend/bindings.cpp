@@ -331,8 +331,11 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("failure", [](ProcessGroupFog& self) { return self.group()->engine.failure(self.group()).reason; })
       .def_property_readonly("local_ranks", &ProcessGroupFog::local_ranks)
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
+      .def_property_readonly("world_ranks", &ProcessGroupFog::world_ranks)
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), release_gil)
       .def("lost_ranks", ranks_by(&fog::Engine::lost_ranks), release_gil)
+      .def("silent_ranks", ranks_by(&fog::Engine::silent_ranks), release_gil)
+      .def("expelling_ranks", ranks_by(&fog::Engine::expelling_ranks), release_gil)
       .def("left_ranks", ranks_by(&fog::Engine::left_ranks), release_gil)
       .def("suspect_ranks", ranks_by(&fog::Engine::suspect_ranks), release_gil)
       .def_property(

@@ -352,6 +352,14 @@ std::vector<int> ProcessGroupFog::hosts() const {
   return hosts;
 }
 
+std::vector<int> ProcessGroupFog::world_ranks() const {
+  std::vector<int> ranks;
+  for (const auto& member : group_->members) {
+    ranks.push_back(member.peer_id);
+  }
+  return ranks;
+}
+
 std::string ProcessGroupFog::transport(int rank) const {
   TORCH_CHECK_VALUE(
       rank >= 0 && rank < getSize() && rank != getRank(), "transport: rank: got ", rank, "; allowed are ranks 0 to ", getSize() - 1,

@@ -291,6 +291,8 @@ class ProcessGroupFog : public c10d::Backend {
   std::vector<int> local_ranks() const;
   // Host number of every rank, in the order of first appearance.
   std::vector<int> hosts() const;
+  // The rank in the world of every rank.
+  std::vector<int> world_ranks() const;
   // Sets it in seconds, for all groups of the process, see Liveness; 0: no rank that still runs is declared lost.
   void set_lost_after(double seconds);
   // How large data travels to that rank: "shared memory", "rma" or "tcp". Throws ValueError unless it is

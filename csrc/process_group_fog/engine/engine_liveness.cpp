@@ -74,6 +74,14 @@ std::vector<int> Engine::lost_ranks(const Group& group) {
   return ranks_that(group, [&](int rank) { return peers()[group.members[rank].peer_id].is_lost(); });
 }
 
+std::vector<int> Engine::silent_ranks(const Group& group) {
+  return ranks_that(group, [&](int rank) { return peers()[group.members[rank].peer_id].is_silent(); });
+}
+
+std::vector<int> Engine::expelling_ranks(const Group& group) {
+  return ranks_that(group, [&](int rank) { return expelled_by_.count(group.members[rank].peer_id) > 0; });
+}
+
 std::vector<int> Engine::left_ranks(const Group& group) {
   return ranks_that(group, [&](int rank) { return is_away(group, rank) && !peers()[group.members[rank].peer_id].is_lost(); });
 }
@@ -160,6 +168,7 @@ void Engine::on_end_of_lost(int peer) {
 void Engine::look_for_expulsions() {
   const auto lost_by = pulse_.load()->lost_by.load(std::memory_order_acquire);
   for (const PeerId peer : transport_->expelled_by()) {
+    expelled_by_.insert(peer);
     const auto groups = groups_;
     for (const auto& [id, group] : groups) {
       const int rank = group->group_rank(peer);

@@ -43,7 +43,7 @@ class Joiner:
     def __init__(self, world: World, rank: int, timeout: float) -> None:
         self.world = world
         self._store, self._rank, self._timeout = world.store, rank, timeout
-        self._protocol = protocol.Joiner(rank, timeout, environment.HOST_TIMEOUT.get())
+        self.protocol = protocol.Joiner(rank, timeout, environment.HOST_TIMEOUT.get())
         self._is_anyone_left = True
         self._extension = _extension.load()
         self._entry = self._extension.own_entry()
@@ -66,13 +66,13 @@ class Joiner:
             torch.distributed.DistBackendError: It is refused; no rank is left; or the timeout.
         """
         self._objects = sorted(objects), at
-        actions = self._protocol.start(time.monotonic())
+        actions = self.protocol.start(time.monotonic())
         while True:
             self._do(actions)
             place = self._opened("answer", self._await("answer"))
             state = self._read(place)
             unreached = [] if state is None else self._not_reached(place["living"])
-            actions = self._protocol.loaded(
+            actions = self.protocol.loaded(
                 time.monotonic(), state is not None, self._described(unreached), self._failure
             )
             if state is not None and not actions:
@@ -162,12 +162,12 @@ class Joiner:
         has_warned = False
         while not self._store.check([key(self._ticket, what)]):
             if self._store.check([key(self._ticket, "refused")]):
-                self._do(self._protocol.refused(self._store.get(key(self._ticket, "refused")).decode()))
+                self._do(self.protocol.refused(self._store.get(key(self._ticket, "refused")).decode()))
             now = time.monotonic()
             if now >= looked + _LIFE_PAUSE:
                 looked = now
                 self._do(
-                    self._protocol.sampled(
+                    self.protocol.sampled(
                         now, is_anyone_left=self._is_anyone_left, is_forgotten=self._is_forgotten(what)
                     )
                 )

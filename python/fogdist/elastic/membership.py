@@ -1,16 +1,16 @@
-"""Which ranks of a group are left, and the group that they form: agreed in the Store, without a collective.
+"""Which ranks of a group are left, and the group that they form: agreed by messages, without a collective and a Store.
 
 A group that loses a rank has failed on all its ranks: each operation in flight raises, and so does the next one of a
-rank that has none in flight. So every living rank comes to an *agreement round* in the Store sooner or later. Each
-appends that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
-known to be gone, the first proposal decides for all who is left: the next epoch. The living then form a group
+rank that has none in flight. So every living rank comes to an *agreement round* sooner or later. Each tells the others
+that it has come, and which ranks it knows to be lost or to have left. As soon as every member has come or is
+known to be gone, a quorum decides who is left: the next epoch. The living then form a group
 over the same engine, which sends nothing and waits for nobody, so a further loss at this point is simply the next
 epoch's. All that follows from an epoch is a pure function of it (`fogdist.topology.Topology.among`).
 
 A process that joins becomes a member by such a round too (`fogdist.elastic.joiner`), with the number of
 a rank that is gone.
 
-What is told, and what follows from it, is in `fogdist.elastic.protocol`, which knows neither the Store nor torch. This module
+What is told, and what follows from it, is in `fogdist.elastic.protocol`, which knows neither torch nor the engine. This module
 drives it.
 
 Objects that exchange in step with other ranks have a `Participant`. Ranks may have come to the agreement round in
@@ -20,24 +20,25 @@ that has made fewer gives up those between, and keeps its own values in them.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from fog_pg import _extension, _joining, environment
 from fog_pg._known import backend_of
 from fogdist import context as contexts
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, Survivors
+from fogdist.elastic import protocol
 from fogdist.elastic.admission import Admission
-from fogdist.elastic.agreement_round import Log
+from fogdist.elastic.agreement_round import Carrier
 from fogdist.elastic.groups import healed, new_group
 from fogdist.elastic.joiner import Joiner
 from fogdist.elastic.participant import Joinable, Participant
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fogdist")
 
-# The pauses between two reads of the Store, in seconds, doubled from the first to the last.
+# The pauses between two looks for losses in an agreement round, in seconds, doubled from the first to the last.
 _FIRST_PAUSE = 1e-3
 _LAST_PAUSE = 50e-3
 # How long the ranks wait for a process that joins after they have agreed: it is ready, and waits for them.
@@ -95,7 +96,7 @@ def current(group: dist.ProcessGroup | None = None) -> Membership:
 def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Returns a working group of the ranks that are left, after an operation of a group has raised because of a loss.
 
-    Every living rank must call it; operations of the group raise on all of them. The ranks agree in the group's Store, and a
+    Every living rank must call it; operations of the group raise on all of them. The ranks agree by messages, and a
     rank that is lost meanwhile is left out. The new group is one of torch's, over the connections that exist already. Its
     ranks are the living ones in their order, and its topology is what is left of the old group's. The old group stays as it
     is, whether this succeeds or not. If nothing was lost, the result is the group that is in use.
@@ -110,7 +111,7 @@ def reconfigure(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
         TypeError: `group` is not a process group.
         ValueError: Before `init`, or `group` has no fog backend.
         RuntimeError: After `shutdown`. torch.distributed.DistBackendError: the group has failed for another reason than a
-            loss; this rank was declared lost; a rank did not come within the group's timeout; or the Store is lost.
+            loss; this rank was declared lost; a rank did not come within the group's timeout; or too few ranks are left.
     """
     members = members_of(group)
     members.agree_if_needed()
@@ -134,6 +135,10 @@ class Members:
         self._admission: Admission | None = None
         self._told: dict[str, Sequence[str]] = {}  # what processes that join compare their objects with
         self._joiner: Joiner | None = None
+        # Processes that joined with the last epoch and have ended before this rank could tell them.
+        self._unconnected: Collection[int] = ()
+        # The numbers whose processes are not those with which the group began.
+        self._joined: set[int] = set()
         first = contexts.current(group)
         timeout = first.backend.options._timeout.total_seconds()
         self._protocol = Member(first.rank, size, timeout, environment.HOST_TIMEOUT.get() + _DOUBT)
@@ -222,6 +227,7 @@ class Members:
         if self._joiner is not None:  # it is none of them yet
             raise failure
         form = self._agreed(failure, joins)
+        self._answer(form)
         for rank, join in form.decision.joins.items():
             assert self._admission is not None  # all ranks have one if the lowest has let a process in
             try:
@@ -229,20 +235,22 @@ class Members:
                 self._publish(rank, join.entry, form.epoch)
                 _joining.renew_stores()
                 self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
-            except (
-                RuntimeError
-            ) as error:  # another rank may still reach the Store; if not, the process does not come
+            except RuntimeError as error:
+                # Another rank may still reach the Store. If none does, the process does not come.
                 _log.warning("rank %d joins, but the job's Store does not answer: %s", rank, error)
         if form.decision.joins:
             entries = {rank: join.entry for rank, join in form.decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
         ended = self._adopt(form)
+        # Those with which this rank has no connection cannot have heard from it that they joined, so they do not go on.
+        self._unconnected = ()
+        self._unconnected = self._lost()[1] & form.decision.joins.keys()
         objects = list(self._objects.values())
         for participant in objects:
             participant.resume = self._numbers.get(participant.name, 0)
         try:
             for participant in objects:
-                participant.tell_of_change()
+                participant.tell_of_change(form.decision)
         finally:
             if ended is not None:  # only now: until here, its windows have what arrived in them
                 dist.destroy_process_group(ended)
@@ -252,51 +260,63 @@ class Members:
     def _whole(self) -> Context:
         return contexts.current(self._group())
 
-    def _store(self) -> dist.Store:
-        deadline = time.monotonic() + environment.HOST_TIMEOUT.get() + _DOUBT
-        while True:
-            store: dist.Store = distributed_c10d._get_process_group_store(self._whole().group)
-            try:
-                store.check([""])
-            except RuntimeError:
-                if _joining.has_standby() and time.monotonic() < deadline:
-                    time.sleep(_LAST_PAUSE)
-                    continue
-            return store
+    @functools.cached_property
+    def _carrier(self) -> Carrier:
+        first = self._whole()
+        return Carrier(first.backend.id, first.backend.world_ranks)
 
-    @suspend_detection()  # ranks wait for each other in the Store, where they make no calls of fogdist
+    def _answer(self, form: Form) -> None:
+        """Tells the engine what to answer to ranks that have missed a decision."""
+        self._carrier.answer({"epoch": form.epoch, "decided": form.decision.to_values()})
+
+    @suspend_detection()  # ranks wait for each other's messages, where they make no calls of fogdist
     def _agreed(self, failure: BaseException, joins: Sequence[Request]) -> Form:
         """Agrees with the other ranks; raises `failure` if no rank is gone, and none wanted to join."""
-        protocol, pause = self._protocol, _FIRST_PAUSE
-        log = Log(
-            self._store(), f"fog/membership/{self._whole().backend.id:x}/{protocol.membership.epoch + 1}"
-        )
-        try:
-            objects = {name: participant.report() for name, participant in self._objects.items()}
-            protocol.lost(self._gone())
-            actions = protocol.agree(time.monotonic(), objects, str(failure), joins)
-            while True:
-                for action in (*actions, *protocol.lost(self._gone())):
-                    match action:
-                        case Send(message):
-                            log.append(message)
-                        case Form():
-                            return action
-                        case Fail(reason):
-                            raise failure if reason is None else dist.DistBackendError(reason) from failure
-                        case Watch(ranks):
-                            self._watch(ranks)
-                            time.sleep(pause)
-                            pause = min(2 * pause, _LAST_PAUSE)
-                actions = [action for message in log.read() for action in protocol.receive(message)]
-                actions += protocol.tick(time.monotonic())
-        except dist.DistBackendError:
-            raise
-        except RuntimeError as error:  # of the Store
-            raise dist.DistBackendError(
-                f"the membership cannot change, because the group's Store does not answer: {error}; it had to change "
-                f"after: {failure}"
-            ) from failure
+        protocol, carrier, pause = self._protocol, self._carrier, _FIRST_PAUSE
+        objects = {name: participant.report() for name, participant in self._objects.items()}
+        protocol.lost(*self._lost())
+        actions = protocol.agree(time.monotonic(), objects, str(failure), joins)
+        while True:
+            for action in actions:
+                match action:
+                    case Send(rank, message):
+                        carrier.send(rank, message)
+                    case Form():
+                        return action
+                    case Fail(None):
+                        carrier.answer({"epoch": protocol.membership.epoch + 1, "decided": None})
+                        raise failure
+                    case Fail(reason):
+                        raise dist.DistBackendError(reason) from failure
+                    case Watch(ranks):
+                        self._watch(ranks)
+            actions = protocol.lost(*self._lost())
+            messages = carrier.receive(pause)
+            actions += [action for message in messages for action in protocol.receive(*message)]
+            for rank in self._on_this_host(self.context.backend.expelling_ranks()):
+                actions += protocol.expelled(rank)
+            actions += protocol.tick(time.monotonic())
+            pause = _FIRST_PAUSE if messages else min(2 * pause, _LAST_PAUSE)
+
+    def _lost(self) -> tuple[set[int], set[int]]:
+        """Returns the ranks of this epoch that have ended, or have left, and those that may go on and are silent."""
+        backend = self.context.backend
+        lost = self._ranks_at(backend.lost_ranks())
+        if left := self._ranks_at(backend.left_ranks()):  # a rank that has gone on leaves this group, but not the first one
+            left_first = {*self._whole().backend.left_ranks()} - self._joined
+            lost |= {rank for rank in left if rank in left_first or not self._carrier.reaches(rank)}
+        # A rank of this host that is declared lost learns that in memory before it does anything else.
+        silent = {*backend.silent_ranks()}.union(backend.expelling_ranks())
+        silent = self._ranks_at(silent).difference(self._on_this_host(silent), self._unconnected)
+        return lost - silent, silent
+
+    def _ranks_at(self, places: Collection[int]) -> set[int]:
+        return {self.membership.living[place] for place in places}
+
+    def _on_this_host(self, places: Collection[int]) -> set[int]:
+        """Returns the ranks at places of the present group that share this one's host."""
+        hosts = self.context.backend.hosts
+        return self._ranks_at([place for place in places if hosts[place] == hosts[self.context.rank]])
 
     def _watch(self, ranks: Sequence[int]) -> None:
         self.context.backend.watch([self.membership.living.index(rank) for rank in ranks])
@@ -313,8 +333,9 @@ class Members:
         contexts.adopt(context)
         old, was_given = self._context, self.is_given
         self._context, self.is_given = context, False
-        self._protocol.formed(form)
+        self._protocol.formed(time.monotonic(), form)
         _extension.load().note_epoch(epoch)  # for `fog top`
+        self._joined.update(decision.joins if before.living else self.membership.lost.union(decision.members))
         new = sorted(decision.joins)
         _log.warning(
             "epoch %d of the membership: training goes on with the ranks %s%s%s",
@@ -384,9 +405,9 @@ class Members:
         self._admission = Admission(self._joining_store(), self._whole().backend.id)
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
-            self._answer(self._admission)
+            self._tell_joiners(self._admission)
 
-    def _answer(self, admission: Admission) -> None:
+    def _tell_joiners(self, admission: Admission) -> None:
         """Tells the Store what the rank that answers joiners has to tell, unless that has been done."""
         if admission.answers():
             return
@@ -405,8 +426,8 @@ class Members:
     def _attend(self, admission: Admission, participant: Participant) -> None:
         """Answers joiners, on the rank with the lowest number, and agrees with the others if one is ready."""
         protocol = self._protocol
-        protocol.lost(self._gone())
-        for action in protocol.exchange():
+        protocol.lost(*self._lost())
+        for action in protocol.exchange(time.monotonic()):
             match action:
                 case Watch(ranks):
                     self._watch(ranks)
@@ -414,7 +435,7 @@ class Members:
                     admission.leave_to_another(self.epoch)
                 case Poll():
                     try:
-                        self._answer(admission)
+                        self._tell_joiners(admission)
                         admission.poll(self.epoch, self._asked, self._saved, protocol.living)
                     except dist.DistBackendError:
                         raise
@@ -450,11 +471,6 @@ class Members:
     def _saved(self) -> dict[str, Any]:
         """Returns the state for a process that joins."""
         return {name: each.state.save() for name, each in self._objects.items() if each.state is not None}
-
-    def _gone(self) -> set[int]:
-        """Returns the ranks of this epoch that are known to have been lost, or to have left."""
-        backend = self.context.backend
-        return {self.membership.living[place] for place in (*backend.lost_ranks(), *backend.left_ranks())}
 
     def _obstacle(self, request: Request) -> str:
         """Returns why a joiner is refused whoever is a member; "" if it is not."""
@@ -509,13 +525,32 @@ class Members:
         self._joiner, self._whole().is_joining = None, False
         _joining.note_member()
         self._protocol.membership = Membership(epoch - 1, (), joiner.numbers())
-        self._adopt(Form(epoch, decision))
+        form = Form(epoch, decision)
+        self._adopt(form)
+        self._await_all(joiner.protocol, form)
+        self._answer(form)
         self._enter_store()
         _joining.follow_store(self._enter_store)
         for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
         for each in list(self._objects.values()):
-            each.tell_of_change()
+            each.tell_of_change(decision)
+
+    def _await_all(self, joiner: protocol.Joiner, form: Form) -> None:
+        """Waits until all ranks know that this process has joined; see `fogdist.elastic.protocol.Joiner.admitted`."""
+        carrier = self._carrier
+        actions = joiner.admitted(time.monotonic(), form.epoch, form.decision)
+        while joiner.state != "in":
+            for action in actions:
+                match action:
+                    case Send(rank, message):
+                        carrier.send(rank, message)
+                    case Fail(reason):
+                        raise dist.DistBackendError(reason)
+            actions = joiner.lost(self._lost()[0])
+            for rank, message in carrier.receive(_LAST_PAUSE):
+                actions += joiner.receive(rank, message)
+            actions += joiner.tick(time.monotonic())
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()

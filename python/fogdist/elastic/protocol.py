@@ -5,27 +5,36 @@ a message, a loss that the system has reported, a call of the program, the time.
 the method returns, in their order. Nothing here waits, sends or reads a clock: real processes (`fogdist.elastic.membership`)
 and the histories of tests drive the same code.
 
-Members exchange messages in agreement rounds, one for each epoch. A message is a dict of values of JSON:
+The ranks of an epoch decide on the next one by Paxos, in an agreement round: each is a proposer and an acceptor. Messages
+may be lost, repeated, delayed and reordered. A message is a dict of values of JSON with the `epoch` that is decided, and
+either what its sender knows (`_View`), or what is `decided`; None if nothing changes. A rank that knows a decision is asked
+by each message of that epoch or an earlier one; its carrier answers with the last decision, whatever the program does.
 
-- `came`: a rank takes part; what it tells of its `objects`.
-- `gone`: a rank is lost or has left, and `by` whom that is told.
-- `joins`: the request of a process that is ready to join.
-- `decided`: the decision that its sender proposes; None if nothing changes.
-
-The carrier delivers all messages of a round to each rank that takes part, in one order. So the first proposal in that
-order is the decision.
+A *quorum* is a majority of the ranks of the epoch, in which those that have ended count too; of two halves, the one with
+the lowest rank that did not join with the epoch. Or it is all ranks that have not ended, if each of them knows that
+the others have. An end is what the system has reported. A rank that is *silent* may go on where nobody hears it, and never
+counts as ended in the epoch. From a rank that has ended no message counts any more, as it may be older than its end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 # What a rank tells of its objects, by name (`Participant.report`).
 Objects = dict[str, dict[str, Any]]
 Message = dict[str, Any]
 
+# A ballot: its number, and the rank that proposes in it.
+Ballot = tuple[int, int]
+_NO_BALLOT = (0, -1)
+
+# Messages are repeated after this time, in seconds. A rank proposes when nothing was decided for a multiple of the second.
+_REPEAT = 0.25
+_TURN = 0.5
+# Where messages go in one direction only, ranks notice it one by one: the first proposal waits so long for the last of them.
+_SETTLE = 2.0
 # A round to let a process in that has to be postponed is repeated after 2, 4, 8 ... exchanges, and at most so many.
 _MOST_PAUSES = 64
 
@@ -80,10 +89,12 @@ class Decision:
     Attributes:
         living: What each rank that is left has told of its objects.
         joins: The processes that join, by rank.
+        silent: The ranks that are left out although nobody has reported their end, ascending.
     """
 
     living: dict[int, Objects]
     joins: dict[int, Request]
+    silent: tuple[int, ...] = ()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -106,7 +117,8 @@ class Decision:
 
     def to_values(self) -> dict[str, Any]:
         """Returns it as values of JSON."""
-        return {"living": self.living, "joins": {rank: asdict(join) for rank, join in self.joins.items()}}
+        joins = {rank: asdict(join) for rank, join in self.joins.items()}
+        return {"living": self.living, "joins": joins, "silent": self.silent}
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Decision:
@@ -114,6 +126,7 @@ class Decision:
         return cls(
             {int(rank): objects for rank, objects in values["living"].items()},
             {int(rank): Request.from_values(join) for rank, join in values["joins"].items()},
+            tuple(values["silent"]),
         )
 
 
@@ -122,8 +135,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class Send:
-    """Give a message to the carrier of the present round."""
+    """Give a message for a rank to the carrier."""
 
+    to: int
     message: Message
 
 
@@ -202,6 +216,53 @@ Action = Send | Watch | Form | Fail | Poll | LeaveToAnother | Give | Refuse | Me
 # --- a rank ---------------------------------------------------------------------------------------------------
 
 
+@dataclass
+class _View:
+    """What a rank has told in a round; it only grows.
+
+    Attributes:
+        objects: What it tells of its objects.
+        joins: Processes that are ready to join, by rank.
+        ended: The ranks that have ended: nothing of theirs counts any more.
+        silent: The ranks that it does not hear, and that may go on.
+        heard: The ranks from which it has a message of this round.
+        promised: It takes part in no earlier ballot.
+        accepted: The last ballot whose value it has accepted.
+        value: This value.
+    """
+
+    objects: Objects = field(default_factory=dict)
+    joins: dict[int, Request] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)
+    heard: set[int] = field(default_factory=set)
+    promised: Ballot = _NO_BALLOT
+    accepted: Ballot = _NO_BALLOT
+    value: Any = None
+
+    def to_values(self) -> dict[str, Any]:
+        """Returns it as values of JSON."""
+        values = {name: sorted(getattr(self, name)) for name in ("ended", "silent", "heard")}
+        values |= {"objects": self.objects, "joins": [asdict(join) for join in self.joins.values()]}
+        return values | {"promised": self.promised, "accepted": self.accepted, "value": self.value}
+
+    def merge(self, values: Mapping[str, Any]) -> None:
+        """Adds what a message tells, which may be older than what is known."""
+        for name in ("ended", "silent", "heard"):
+            getattr(self, name).update(values[name])
+        self.objects = values["objects"]
+        for join in map(Request.from_values, values["joins"]):
+            self.joins[join.rank] = join
+        self.promised = max(self.promised, _ballot(values["promised"]))
+        if _ballot(values["accepted"]) > self.accepted:
+            self.accepted, self.value = _ballot(values["accepted"]), values["value"]
+
+
+def _ballot(values: Sequence[int]) -> Ballot:
+    number, rank = values
+    return number, rank
+
+
 class Member:
     """A rank of a group, through all losses and joins.
 
@@ -223,28 +284,54 @@ class Member:
         self.state = "settled"
         self.waits = False
         self._size, self._timeout, self._doubt = size, timeout, doubt
-        # The ranks of the epoch that are known to be gone: to this rank, and to those that have told it in the round.
-        self._gone: set[int] = set()
-        self._told: set[int] = set()
-        self._came: dict[int, Objects] = {}
-        self._joins: dict[int, Request] = {}
-        self._failure, self._deadline, self._has_proposed, self._has_called = "", 0.0, False, False
+        # The lowest rank of the epoch that did not join with it: its half of the ranks is a quorum.
+        self._first = 0
+        # What each rank has told for the next epoch; an acceptor must not forget it within the epoch.
+        self._own = _View()
+        self._views = {rank: self._own}
+        self._later: dict[int, Message] = {}  # of the ranks that are in a later round already
+        self._has_no_change = False  # that is the decision of this epoch
+        self._failure, self._deadline, self._has_called = "", 0.0, False
+        # When this rank looked at the time last, repeats its messages, and proposes: None before all have come.
+        self._looked = self._repeat = 0.0
+        self._turn: float | None = None
+        self._left_out: set[int] = set()  # as of the turn
+        self._stood_still = False
         # Joiners that are ready, of several for one rank the first, and when those that may be too early were first seen.
         self._ready: dict[int, Request] = {}
         self._early: dict[int, float] = {}
+        self._closed_until = float("-inf")
         # Rounds in a row that let nobody in, and exchanges before the next one.
         self._postponed = self._pauses = 0
 
     @property
     def living(self) -> tuple[int, ...]:
         """The ranks of this epoch that are not known to be gone, ascending."""
-        return tuple(rank for rank in self.membership.living if rank not in self._gone)
+        gone = self._own.ended | self._own.silent
+        return tuple(rank for rank in self.membership.living if rank not in gone)
 
-    def lost(self, ranks: Collection[int]) -> list[Action]:
-        """The system has reported that ranks of this epoch are lost, or have left; it may tell the same again."""
-        new = sorted(set(ranks) - self._gone)
-        self._gone.update(new)
-        return [Send({"gone": rank, "by": self.rank}) for rank in new] if self.state == "in a round" else []
+    def lost(self, ended: Collection[int], silent: Collection[int] = ()) -> list[Action]:
+        """The system has reported that ranks of this epoch are lost; it may tell the same again.
+
+        Args:
+            ended: Those that have ended, or have left.
+            silent: Those that may go on: nothing comes from them.
+        """
+        before = self.living
+        self._own.silent.update(set(silent) - self._own.ended)
+        self._own.ended.update(set(ended) - self._own.silent)
+        if self.state != "in a round" or self.living == before:
+            return []
+        return self._tell(self.living) + self._advance()
+
+    def expelled(self, by: int) -> list[Action]:
+        """Another rank of this host counts this one as lost, which is as good as its end: it relies on that."""
+        own = self._own
+        # Of two that take each other for lost, the lower one goes on.
+        if self.state != "in a round" or (by in own.ended and self.rank < by):
+            return []
+        self.state = "out"
+        return [Fail(f"this rank {self.rank} was declared lost by rank {by}, and takes no part any more")]
 
     def agree(
         self, now: float, objects: Objects, failure: str, joins: Sequence[Request] = ()
@@ -257,61 +344,185 @@ class Member:
             failure: Why it comes.
             joins: Processes that are ready to join.
         """
+        if self._has_no_change:  # each time that the ranks come to this round
+            return [Fail(None)]
         self.state = "in a round"
-        self._came, self._told, self._joins = {}, set(), {}
+        own = self._own
+        own.objects, own.joins = objects, {join.rank: join for join in joins}
         self._failure, self._deadline = failure, now + self._timeout
-        self._has_proposed, self._has_called = False, bool(joins)
-        # That it has come is the last that it tells: others may decide from then on.
-        messages: list[Message] = [{"gone": rank, "by": self.rank} for rank in sorted(self._gone)]
-        messages += [{"joins": asdict(join)} for join in joins]
-        return [Send(message) for message in (*messages, {"came": self.rank, "objects": objects})]
+        self._has_called, self._turn, self._stood_still = bool(joins), None, False
+        self._looked, self._repeat = now, now + _REPEAT
+        later, self._later = self._later, {}
+        actions = self._tell(self.living)
+        for sender, message in later.items():
+            actions += self.receive(sender, message)
+        return actions
 
-    def receive(self, message: Message) -> list[Action]:
-        """A message of the present round has come."""
-        if self.state != "in a round":
+    def receive(self, sender: int, message: Message) -> list[Action]:
+        """A message has come. The carrier has answered those of earlier epochs."""
+        own, epoch = self._own, self.membership.epoch + 1
+        if "decided" in message and message["epoch"] > epoch and self.state == "in a round":
+            return self._is_out(message["epoch"])
+        if message["epoch"] > epoch or (self.state != "in a round" and message["epoch"] == epoch):
+            self._later[sender] = message  # one of each rank, as they are repeated
+            return []
+        if self.state != "in a round" or sender in own.ended or sender not in self.membership.living:
+            return []
+        if message["epoch"] < epoch or "asks" in message:
             return []
         if "decided" in message:
             return self._decided(message["decided"])
-        if "came" in message:
-            self._came[message["came"]] = message["objects"]
-        elif "joins" in message:
-            request = Request.from_values(message["joins"])
-            self._joins[request.rank] = request
-        # Of two ranks that take each other for lost, the first to tell it goes on.
-        elif message["by"] not in self._told:
-            self._told.add(message["gone"])
-        return []
+        view = self._views.setdefault(sender, _View())
+        view.merge(message)
+        own.ended |= view.ended - own.silent - {self.rank}
+        own.heard.add(sender)
+        before = own.promised, own.accepted
+        if view.accepted >= own.promised and view.accepted > own.accepted:
+            own.promised, own.accepted, own.value = view.accepted, view.accepted, view.value
+        own.promised = max(own.promised, view.promised)
+        actions = []
+        if (own.promised, own.accepted) != before:
+            self._wait_for_turn(self._looked)
+            actions += self._tell([own.promised[1]])
+        elif self.rank not in message["heard"] or view.promised < own.promised:
+            actions += self._tell([sender])
+        return actions + self._advance()
 
     def tick(self, now: float) -> list[Action]:
         """Time has passed, and all messages that were there have come."""
-        if self.state != "in a round" or self._has_proposed:
+        if self.state != "in a round":
             return []
-        known = self._came.keys() | self._told
-        missing = tuple(rank for rank in self.membership.living if rank not in known)
-        if not missing:
-            self._has_proposed = True
-            decision = decide(self.membership.living, self._came, self._told, self._joins)
-            return [Send({"decided": None if decision is None else decision.to_values()})]
+        own, members = self._own, self.membership.living
+        if now > self._looked + self._doubt:  # the others may have gone on without this rank
+            self._stood_still = True
+        self._looked = now
+        silent = self._silent()
+        missing = [rank for rank in members if rank not in self._views.keys() | own.ended | silent]
+        if self._is_cut_off():
+            reach = self._reach()
+            return self._fail(
+                f"this rank {self.rank} does not hear the ranks {sorted({*members} - reach - own.ended)}, which may go on "
+                f"without it: with it there are {len(reach)} of {len(members)} ranks, too few to go on; after: {self._failure}"
+            )
         if now >= self._deadline:
-            self.state = "settled"
-            return [
-                Fail(
-                    f"the ranks {list(missing)} of the group did not come within {self._timeout:g} s to agree on who is "
-                    f"left, after: {self._failure}"
-                )
-            ]
-        return [Watch(missing)]
+            return self._fail(
+                f"the ranks {missing} of the group did not come within {self._timeout:g} s to agree on who is left, "
+                f"after: {self._failure}"
+                if missing
+                else f"the ranks of the group did not agree within {self._timeout:g} s on who is left: of "
+                f"{len(members)} ranks, this rank {self.rank} hears {sorted(own.heard)}; after: {self._failure}"
+            )
+        if missing:
+            self._turn = None
+        elif self._turn is None or silent != self._left_out:
+            self._left_out = silent
+            self._turn = now + _TURN * self._place() + (_SETTLE if silent & self._views.keys() else 0.0)
+        actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
+        if self._turn is not None and now >= self._turn:
+            number = max(view.promised[0] for view in self._views.values()) + 1
+            own.promised = number, self.rank
+            self._wait_for_turn(now)
+            actions += self._tell(self.living)
+            actions += self._advance()
+        elif now >= self._repeat:
+            actions += self._tell(self.living)
+        if now >= self._repeat:
+            self._repeat = now + _REPEAT
+        return actions
+
+    def _tell(self, ranks: Collection[int]) -> list[Action]:
+        """Tells ranks what this one knows."""
+        message = {"epoch": self.membership.epoch + 1, **self._own.to_values()}
+        return [Send(rank, message) for rank in ranks if rank != self.rank]
+
+    def _fail(self, reason: str) -> list[Action]:
+        self.state = "settled"
+        return [Fail(reason)]
+
+    def _came(self) -> dict[int, _View]:
+        """Returns what the ranks have told that have come, and have not ended."""
+        return {rank: view for rank, view in self._views.items() if rank not in self._own.ended}
+
+    def _silent(self) -> set[int]:
+        """Returns the ranks to leave out because ranks that stay do not hear them: first those that most do not hear."""
+        views, silent = self._came(), set[int]()
+        while True:
+            silences = [rank for teller, view in views.items() if teller not in silent for rank in view.silent]
+            counts = {rank: silences.count(rank) for rank in {*silences} - silent - self._own.ended}
+            if not counts:
+                return silent
+            silent.add(max(counts, key=lambda rank: (counts[rank], rank)))
+
+    def _reach(self) -> set[int]:
+        """Returns the ranks that can agree with this one: it hears them, or one does that it hears."""
+        own, views = self._own, self._came()
+        gone = [view.silent | view.ended for rank, view in views.items() if rank not in own.silent]
+        return set(self.membership.living).difference(own.ended, set.intersection(*gone))
+
+    def _is_cut_off(self) -> bool:
+        """Returns whether there is no quorum, whatever comes: all that this rank hears have come."""
+        if self._is_majority(self.living):
+            return False
+        own, reach = self._own, self._reach()
+        is_complete = all(rank in self._views for rank in self.living)
+        may_all = reach | own.ended >= {*self.membership.living} and not (self._stood_still and len(reach) == 1)
+        return is_complete and not self._is_majority(reach) and not may_all
+
+    def _is_majority(self, ranks: Collection[int]) -> bool:
+        twice, size = 2 * len(ranks), len(self.membership.living)
+        return twice > size or (twice == size and self._first in ranks)
+
+    def _is_quorum(self, ranks: Collection[int]) -> bool:
+        """Returns whether these ranks, which have told the same, decide."""
+        if self._is_majority(ranks):
+            return True
+        ended = set.intersection(*(self._views[rank].ended for rank in ranks)) if ranks else set[int]()
+        return not self._stood_still and {*ranks} | ended >= {*self.membership.living}
+
+    def _place(self) -> int:
+        """Returns which rank this one is of those that may propose; the first does so at once."""
+        stay = sorted(self._came().keys() - self._silent())
+        return stay.index(self.rank) if self.rank in stay else len(self.membership.living)
+
+    def _wait_for_turn(self, now: float) -> None:
+        """Leaves a proposer time, more after each ballot, before this rank proposes."""
+        if self._turn is not None:
+            self._turn = now + _TURN * self._own.promised[0] * (1 + self._place())
+
+    def _advance(self) -> list[Action]:
+        """Goes on with the ballot in which this rank proposes, and learns what is decided."""
+        own, ballot, actions = self._own, self._own.promised, list[Action]()
+        views = self._came()
+        if ballot[1] == self.rank and own.accepted != ballot:
+            promised = {rank: view for rank, view in views.items() if view.promised == ballot}
+            if self._is_quorum(promised.keys()):
+                last = max(promised.values(), key=lambda view: view.accepted)
+                own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
+                own.accepted = ballot
+                actions += self._tell(self.living)
+        accepted = {rank for rank, view in views.items() if view.accepted == own.accepted > _NO_BALLOT}
+        if self._is_quorum(accepted):
+            actions += self._decided(own.value)
+        return actions
+
+    def _proposal(self) -> Any:
+        silent = self._silent()
+        views = {rank: view for rank, view in sorted(self._came().items()) if rank not in silent}
+        joins = {join.rank: join for view in views.values() for join in view.joins.values()}
+        objects = {rank: view.objects for rank, view in views.items()}
+        decision = decide(self.membership.living, objects, tuple(sorted(silent)), joins)
+        return None if decision is None else decision.to_values()
 
     def _decided(self, values: Mapping[str, Any] | None) -> list[Action]:
-        if values is None:  # each time that the ranks come to this round
-            self.state = "settled"
-            return [Fail(None)]
-        decision, epoch = Decision.from_values(values), self.membership.epoch + 1
+        epoch = self.membership.epoch + 1
+        told = {"epoch": epoch, "decided": values}
+        actions: list[Action] = [Send(rank, told) for rank in self.living if rank != self.rank]
+        if values is None:
+            self.state, self._has_no_change = "settled", True
+            return [*actions, Fail(None)]
+        decision = Decision.from_values(values)
         if self.rank not in decision.living:
-            self.state = "out"
-            return [
-                Fail(f"this rank {self.rank} was declared lost in epoch {epoch}, and takes no part any more")
-            ]
+            return actions + self._is_out(epoch)
         if decision.joins:
             self._postponed = 0
         elif self._has_called:  # the ranks were in exchanges of different objects
@@ -319,20 +530,31 @@ class Member:
             self._postponed += 1
             self._pauses = min(2**self._postponed, _MOST_PAUSES)
         self.state = "decided"
-        return [Form(epoch, decision)]
+        return [*actions, Form(epoch, decision)]
 
-    def formed(self, form: Form) -> None:
+    def _is_out(self, epoch: int) -> list[Action]:
+        self.state = "out"
+        return [
+            Fail(f"this rank {self.rank} was declared lost in epoch {epoch}, and takes no part any more")
+        ]
+
+    def formed(self, now: float, form: Form) -> None:
         """The group of a decision is the present one."""
         living, before = form.decision.members, self.membership
         # The last rank may be gone that has had a new number.
         numbers = frozenset((*range(max(self._size, living[-1] + 1)), *before.living, *before.lost))
         self.membership = Membership(form.epoch, living, numbers.difference(living))
-        self.state = "settled"
-        self._gone.clear()
+        self.state, self._first = "settled", min(form.decision.living)
+        self._own = _View()
+        self._views = {self.rank: self._own}
+        if form.decision.silent:
+            # By then they have noticed that too. Nobody else must join before: if the ranks of this epoch ended, they might
+            # go on with what is left of the last one.
+            self._closed_until = now + self._doubt
 
     # --- processes that join ---
 
-    def exchange(self) -> list[Action]:
+    def exchange(self, now: float) -> list[Action]:
         """The program begins an exchange, and something has happened since the last one.
 
         The lowest rank answers joiners. Ranks that go at their own pace may not have agreed since a rank was lost, so that
@@ -342,6 +564,9 @@ class Member:
         if lowest != self.rank:
             self.waits = False
             return [Watch((lowest,)), LeaveToAnother()]  # if it is lost, this rank may be the next to answer
+        if now < self._closed_until:
+            self.waits = True
+            return []
         if self._pauses:
             self._pauses -= 1
             return []
@@ -392,19 +617,18 @@ class Member:
 
 def decide(
     before: Sequence[int],
-    came: Mapping[int, Objects],
-    gone: set[int],
+    living: dict[int, Objects],
+    silent: tuple[int, ...],
     joins: Mapping[int, Request],
 ) -> Decision | None:
-    """Returns what a round decides, as far as this is known; None if nothing changes.
+    """Returns what a rank proposes; None if nothing changes.
 
     Args:
         before: The ranks of the present epoch.
-        came: What each rank that has come has told of its objects.
-        gone: The ranks that are gone.
+        living: What each rank that is left has told of its objects.
+        silent: The ranks that are left out without an end.
         joins: The processes that are ready to join, by rank.
     """
-    living = {rank: objects for rank, objects in came.items() if rank not in gone}
     if len(living) == len(before) and not joins:
         return None
     # A rank within an exchange of another participant would wait there for the process that joins.
@@ -415,7 +639,8 @@ def decide(
         if report["taken"] > report["completed"]
     }
     free = {rank: join for rank, join in joins.items() if rank not in living}
-    return Decision(living, free if busy <= {join.at for join in free.values()} else {})
+    can_join = not silent and busy <= {join.at for join in free.values()}
+    return Decision(living, free if can_join else {}, silent)
 
 
 # --- a process that joins -------------------------------------------------------------------------------------
@@ -430,13 +655,16 @@ class Joiner:
         reach: For how long it tries to reach all ranks, in seconds.
 
     Attributes:
-        state: "asking", "ready" to take part (it waits for the decision), or "out".
+        state: "asking", "ready" to take part (it waits for the decision), "admitted" (it waits until all ranks that are left
+            know the decision), "in", or "out".
     """
 
     def __init__(self, rank: int, timeout: float, reach: float) -> None:
         self.state = "asking"
         self._rank, self._timeout, self._reach = rank, timeout, reach
-        self._begin = self._asked = 0.0
+        self._begin = self._asked = self._repeat = 0.0
+        # The epoch with which it joins, and the ranks that may not know that yet.
+        self._epoch, self._unsure = 0, set[int]()
 
     def start(self, now: float) -> list[Action]:
         """The program comes to its first exchange."""
@@ -491,6 +719,41 @@ class Joiner:
         # Ranks may be lost meanwhile, so those that have not answered are asked for anew.
         self._asked = now
         return [TakeTicket(), Ask()]
+
+    def admitted(self, now: float, epoch: int, decision: Decision) -> list[Action]:
+        """A rank has told it the decision with which it joins. If ranks did not know that, they might decide otherwise."""
+        self.state, self._epoch, self._unsure = "admitted", epoch, set(decision.living)
+        self._asked = self._repeat = now
+        return self.tick(now)
+
+    def receive(self, sender: int, message: Message) -> list[Action]:
+        """A message has come."""
+        if self.state != "admitted" or "decided" not in message:
+            return []
+        if message["epoch"] > self._epoch:
+            return self._fail("the others have gone on without it")
+        if message["epoch"] == self._epoch:
+            self._unsure.discard(sender)
+        return []
+
+    def lost(self, ended: Collection[int]) -> list[Action]:
+        """The system has reported that ranks have ended."""
+        self._unsure -= set(ended)
+        return []
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed, and all messages that were there have come."""
+        if self.state != "admitted":
+            return []
+        if not self._unsure:
+            self.state = "in"
+            return []
+        if now >= self._asked + self._reach:
+            return self._fail(f"it does not hear the ranks {sorted(self._unsure)}")
+        if now < self._repeat:
+            return []
+        self._repeat = now + _REPEAT
+        return [Send(rank, {"epoch": self._epoch, "asks": True}) for rank in sorted(self._unsure)]
 
     def _fail(self, reason: str) -> list[Action]:
         self.state = "out"

@@ -73,6 +73,16 @@ class Tuning(Protocol):
     def joined(self) -> None:
         """Called at the beginning of a round, after that."""
 
+    def schedule(self) -> dict[str, int]:
+        """Returns the numbers that describe the present setting, the same on all ranks in a round."""
+
+    def members_changed(self, told: Sequence[Mapping[str, int]]) -> None:
+        """Called when ranks were lost or have joined.
+
+        Args:
+            told: What each rank tells: its rounds, and `schedule`.
+        """
+
     def close(self) -> None:
         """Ends what is in flight. Collective."""
 
@@ -849,6 +859,8 @@ class Algorithm(DistributedOptimizer):
             )
 
     def _fog_on_change(self) -> None:
+        if self.tuning is not None and self._participant is not None:
+            self.tuning.members_changed(self._participant.told)
         with torch.no_grad():
             self.members_changed()
 
@@ -942,6 +954,7 @@ class _State:
             "rounds": algorithm.rounds,
             "shares": len(algorithm.shares),
             **algorithm.round_schedule(),
+            **({} if algorithm.tuning is None else algorithm.tuning.schedule()),
             **numbers,
         }
 

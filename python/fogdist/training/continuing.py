@@ -192,6 +192,9 @@ class Watch:
         backend = self._participant.context.backend
         if backend.failure:
             return backend.failure
+        hosts, own = backend.hosts, backend.hosts[self._participant.context.rank]
+        if silent := [rank for rank in backend.silent_ranks() if hosts[rank] != own]:
+            return f"the ranks {silent} are silent, and may go on"  # one side only must
         gone = frozenset([*backend.lost_ranks(), *backend.left_ranks()])
         known = self._participant.epoch, gone
         if self._checked[0] != self._participant.epoch:
