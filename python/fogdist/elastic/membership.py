@@ -229,9 +229,8 @@ class Members:
                 self._publish(rank, join.entry, form.epoch)
                 _joining.renew_stores()
                 self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
-            except (
-                RuntimeError
-            ) as error:  # another rank may still reach the Store; if not, the process does not come
+            except RuntimeError as error:
+                # Another rank may still reach the Store. If none does, the process does not come.
                 _log.warning("rank %d joins, but the job's Store does not answer: %s", rank, error)
         if form.decision.joins:
             entries = {rank: join.entry for rank, join in form.decision.joins.items()}
@@ -384,9 +383,9 @@ class Members:
         self._admission = Admission(self._joining_store(), self._whole().backend.id)
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
-            self._answer(self._admission)
+            self._tell_joiners(self._admission)
 
-    def _answer(self, admission: Admission) -> None:
+    def _tell_joiners(self, admission: Admission) -> None:
         """Tells the Store what the rank that answers joiners has to tell, unless that has been done."""
         if admission.answers():
             return
@@ -414,7 +413,7 @@ class Members:
                     admission.leave_to_another(self.epoch)
                 case Poll():
                     try:
-                        self._answer(admission)
+                        self._tell_joiners(admission)
                         admission.poll(self.epoch, self._asked, self._saved, protocol.living)
                     except dist.DistBackendError:
                         raise
