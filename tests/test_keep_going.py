@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from fog_cli import UsageError, keep_going, launchers
 from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
+from fog_cli.programs import agent
 from forked_programs import HOSTS, ForkedJob
 from hosts import INTERFACE, address, cut_link, emulated_hosts, move_to_host
 from scripts import MARK, STUBBORN, WAITING, Job, started
@@ -462,26 +463,6 @@ print("ends", file=log)
 """
 
 
-def processes_of(running: ForkedJob, host: str) -> list[int]:
-    """Returns the processes of a job on an emulated host."""
-    network = os.stat(f"/run/netns/{host}").st_ino
-    found = []
-    for pid in running.processes():
-        with contextlib.suppress(OSError):  # it has just ended
-            if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
-                found.append(pid)
-    return found
-
-
-def lose_host(running: ForkedJob, host: str) -> None:
-    """Kills all that runs on a host, the agents before the ranks."""
-    found = processes_of(running, host)
-    agents = set(running.named("agent"))
-    for pid in sorted(found, key=lambda pid: pid not in agents):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-
-
 class Watched:
     """A job with a rank on each of some emulated hosts, whose ranks tell what they do in files.
 
@@ -498,11 +479,10 @@ class Watched:
         self._script = [str(folder / "script.py"), str(folder)]
         (folder / "script.py").write_text(GOES_ON)
 
-    def start(self, *words: str) -> ForkedJob:
-        """Starts all ranks from this host."""
-        return ForkedJob(
-            [*self._words, "-p", "22", *words, *self._script], self.folder / "log.txt", self.variables
-        )
+    def start(self, *words: str, first: Callable[[], object] | None = None) -> ForkedJob:
+        """Starts all ranks from this host, after a call of a function in the process of `fog run`."""
+        command = [*self._words, "-p", "22", *words, *self._script]
+        return ForkedJob(command, self.folder / "log.txt", self.variables, first)
 
     def start_part(self, host: int, log: str) -> ForkedJob:
         """Starts the rank of a host there."""
@@ -574,6 +554,24 @@ def test_the_job_outlives_a_first_host_that_says_no_more(tmp_path: Path) -> None
             with started([watched.join(0, 2)]) as (by_hand,):
                 assert by_hand.wait(TIMEOUT) == 0, by_hand.output
             watched.wait_for("ends", 0, 1, 2)
+
+
+def decide_soon() -> None:
+    agent._DECIDE_TIMEOUT = 0.5
+
+
+def test_an_agent_decides_alone_while_fog_run_says_nothing(tmp_path: Path) -> None:
+    """Its host may be gone without an end of the connection. If it comes back, it has no more to decide."""
+    with hosts(tmp_path, 2) as (names, variables):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "1", first=decide_soon)]) as (running,):
+            watched.wait_for("mixes 0 1", 0, 1)
+            os.kill(running.pid, signal.SIGSTOP)
+            os.kill(running.named("rank-1")[0], signal.SIGKILL)
+            watched.wait_for("mixes 0 1", 1, times=2)
+            os.kill(running.pid, signal.SIGCONT)
+            assert running.wait(TIMEOUT) == 0, running.output
+    assert "fog run: 2 of 2 ranks ended well\n" in running.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
