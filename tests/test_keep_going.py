@@ -453,7 +453,12 @@ while optimizer.steps < end:
         if epoch > 0 and not now.lost:
             end = optimizer.steps + 20
     if epoch == 1 and 0 not in now.living and group is not None:
-        time.sleep(2)  # until torch has another Store
+        for _ in range(100):  # until torch has another Store
+            try:
+                dist.distributed_c10d._get_default_store().check([""])
+                break
+            except RuntimeError:
+                time.sleep(0.1)
         group, x = dist.new_group(now.living, use_local_synchronization=True), torch.ones(1)
         dist.all_reduce(x, group=group)
         print("sum", int(x), file=log)
