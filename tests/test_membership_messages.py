@@ -145,11 +145,15 @@ def exchange_without_groups() -> None:
     if dist.get_rank() == 0:
         store.wait(["exchanged"])
         assert _C.send_membership(1, 0, b"never taken")
+        store.wait(["destroyed"])
+        assert _C.send_membership(1, 0, b"comes to no group")
     elif dist.get_rank() == 1:
         store.set("exchanged", "")
         assert _C.wait_membership(SECONDS)
         dist.destroy_process_group()
         assert _C.take_membership() == []
+        store.set("destroyed", "")
+        assert not _C.wait_membership(0.3)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -253,20 +257,25 @@ def answer(fifo: str) -> None:
         dist.barrier()
         hold_the_gil(fifo)
         questions = [(0, b"before"), (0, b"in it"), (0, b"after it")]
+        dist.barrier()
         assert _C.take_membership() == questions  # and no answer to an answer
         return
     _C.answer_membership(EPOCH, b"goes to nobody, as nobody asks")
     dist.barrier()
     time.sleep(0.2)  # rank 1 is in the call
-    for epoch, question, answers in [(EPOCH - 1, b"before", 1), (EPOCH, b"in it", 1), (EPOCH + 1, b"after it", 0)]:
+    for epoch, question, answers in [
+        (EPOCH - 1, b"before", 1),
+        (EPOCH, b"in it", 1),
+        (EPOCH + 1, b"after it", 0),
+    ]:
         begin = time.monotonic()
         assert _C.send_membership(1, epoch, question)
         if answers:
             assert take(1) == [(1, of_size(MIB, 1))]
             assert time.monotonic() - begin < 5.0
-        else:
-            assert not _C.wait_membership(0.3)
     let_go(fifo)
+    dist.barrier()  # comes after an answer
+    assert _C.take_membership() == []
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -302,7 +311,7 @@ def test_a_message_wakes_a_rank_that_sleeps(new_ranks: Callable[..., World], way
     for _ in range(5):
         sent, came = world.run(wait_in_a_thread)
         delays.append(came - sent)
-    assert min(delays) < 0.02, delays
+    assert sorted(delays)[len(delays) // 2] < 0.02, delays
 
 
 # --- a process that joins -----------------------------------------------------------------------------------
