@@ -21,6 +21,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -126,7 +127,10 @@ class History:
             at += random.choice((0.02, 0.3, 0.3, 3.0, 8.0)) * random.random()
         if not one_host and random.random() < 0.3:
             size = random.choice((size, 8))
-            kind, edge = random.choice(("split", "split", "split-up", "split-down")), random.randrange(1, size)
+            kind, edge = (
+                random.choice(("split", "split", "split-up", "split-down")),
+                random.randrange(1, size),
+            )
             begin, lasts = round(random.uniform(0.0, at), 3), random.choice((2.0, 4.2, 4.5, 10.0, 60.0))
             faults = [*faults[: random.randrange(len(faults) + 1)], Fault(begin, kind, edge, lasts)]
             for _ in range(random.choice((0, 0, 1, 3, 5))):  # while the ranks notice it
@@ -298,9 +302,9 @@ class World:
             return True
         for end, lower, kind in self.walls:
             is_up = source.pid in lower
-            if self.now < end and is_up != (target.pid in lower):
-                if kind == "split" or is_up == (kind == "split-down"):
-                    return True
+            is_across = self.now < end and is_up != (target.pid in lower)
+            if is_across and (kind == "split" or is_up == (kind == "split-down")):
+                return True
         return False
 
     def _send(self, source: Process, target: Process, message: Any, is_answer: bool = False) -> None:
@@ -399,7 +403,9 @@ class World:
             return
         self._say(one, f"takes process {lost.pid} for lost")
         self.cuts |= {(one.pid, lost.pid), (lost.pid, one.pid)}
-        if self.history.one_host:  # that one learns of it before it does anything else: it is as good as ended
+        if (
+            self.history.one_host
+        ):  # that one learns of it before it does anything else: it is as good as ended
             lost.expelled_by.add(one.pid)
         else:
             one.silent.add(lost.pid)
@@ -537,8 +543,7 @@ class World:
         elif "does not reach" in reason or "no state came" in reason or "had no answer" in reason:
             # They hold if nobody exchanges.
             if any(not each.hangs for each in self._members()) and not any(
-                each.is_suspected or
-                each.hangs for each in self.processes
+                each.is_suspected or each.hangs for each in self.processes
             ):
                 raise Violation(f"a joiner is left alone by ranks that exchange: {reason}")
         else:
@@ -771,7 +776,9 @@ class World:
         process.answer = epoch, {"epoch": epoch, "decided": decision.to_values()}
         process.lineage = {**process.lineage, epoch: decision}
         process.actions.clear()
-        process.actions.extend(_Admit(join, form, process.lineage, process.pids) for join in decision.joins.values())
+        process.actions.extend(
+            _Admit(join, form, process.lineage, process.pids) for join in decision.joins.values()
+        )
         process.actions.append(_Adopt(form))
 
     def _do__Admit(self, process: Process, action: _Admit) -> None:
@@ -1006,6 +1013,116 @@ class _Admit:
 @dataclass(frozen=True)
 class _Adopt:
     form: Any
+
+
+class Round:
+    """One agreement round in an order without any sense of time: each message may come after any other one, or never.
+
+    Ranks end, and fall silent for each other, while they agree; who lives hears of it late. No two that live at the end may have
+    decided otherwise. A `World` has few such orders, because its ranks wait for each other.
+
+    Args:
+        seed: Of the order.
+        protocol: The module of the machines.
+    """
+
+    def __init__(self, seed: int, protocol: Any = real_protocol) -> None:
+        self.random = Random(seed)
+        size = self.random.choice((2, 3, 3, 3, 4, 4, 5, 5, 5))
+        self.times = [0.0] * size  # by the clock of each
+        self.members = {rank: protocol.Member(rank, size, 1e9, DOUBT) for rank in range(size)}
+        self.mail: list[tuple[int, int, Any]] = []
+        self.reports: list[tuple[int, int, bool]] = []  # who is told of whom, and whether that one is silent
+        self.ended: set[int] = set()
+        self.cuts: set[tuple[int, int]] = set()
+        self.decided: dict[int, Any] = {}
+        self.is_calm = self.random.random() < 0.5
+        self.proposals = 0
+        self.held = -1  # messages of this rank are slow just now
+        if self.random.random() < 0.5:
+            self._end(size - 1)
+        for rank in sorted(self.members.keys() - self.ended):
+            member, report = self.members[rank], {"completed": rank, "taken": rank, "first": 0, "counts": {}}
+            self._do(rank, member.agree(0.0, {"a": report}, "a loss"))
+            member._proposal = partial(self._proposed, member._proposal)
+        for number in reversed(range(len(self.mail))):
+            if self.random.random() < 0.9:
+                self._deliver(number, keeps=False)
+
+    def run(self) -> None:
+        """Runs it to its end; raises Violation."""
+        for _ in range(self.random.choice((100, 200, 400))):
+            chance, living = self.random.random(), sorted(self.members.keys() - self.ended)
+            if not living:
+                return
+            rank = self.random.choice(living)
+            if self.random.random() < 0.05:
+                self.held = self.random.choice((-1, *living))
+            if chance < 0.6 and self.mail:
+                number = self.random.randrange(len(self.mail))
+                if self.mail[number][0] != self.held:
+                    self._deliver(number, keeps=self.random.random() < 0.1)
+            elif chance < 0.85:
+                self.times[rank] += self.random.choice((0.1, 0.1, 0.1, 5.0))
+                self._do(rank, self.members[rank].tick(self.times[rank]))
+            elif chance < 0.93 and self.reports:
+                self._report(self.random.randrange(len(self.reports)))
+            elif chance < 0.96 and len(self.ended) + 1 < len(self.members):
+                self._end(rank)
+            elif chance < 0.97 and not self.is_calm:
+                other = self.random.choice(sorted(self.members.keys() - {rank}))
+                self.cuts |= {(rank, other), (other, rank)}
+                self.reports += [(rank, other, True), (other, rank, True)]
+
+    def _proposed(self, proposal: Any) -> Any:
+        """Returns what a rank proposes, which is never the same twice."""
+        values = proposal() or {"living": self.members, "joins": {}, "silent": ()}
+        self.proposals += 1
+        values["living"] = {rank: {"a": {"completed": self.proposals}} for rank in values["living"]}
+        return values
+
+    def _end(self, rank: int) -> None:
+        self.ended.add(rank)
+        self.reports += [(other, rank, False) for other in self.members.keys() - self.ended]
+
+    def _report(self, number: int) -> None:
+        rank, other, is_silent = self.reports.pop(number)
+        if rank not in self.ended:
+            self._do(rank, self.members[rank].lost(*(([], [other]) if is_silent else ([other], []))))
+
+    def _deliver(self, number: int, keeps: bool) -> None:
+        sender, rank, message = self.mail[number] if keeps else self.mail.pop(number)
+        if rank not in self.ended and (sender, rank) not in self.cuts:
+            self._do(rank, self.members[rank].receive(sender, message))
+
+    def _do(self, rank: int, actions: list[Any]) -> None:
+        for action in actions:
+            kind = type(action).__name__
+            if kind == "Send" and self.random.random() < 0.9:
+                same = [each for each in self.mail if each[:2] == (rank, action.to)]
+                if len(same) > 2:  # most only repeat what others tell
+                    self.mail.remove(self.random.choice(same))
+                self.mail.append((rank, action.to, action.message))
+            elif kind == "Form":
+                self.decided[rank] = action.decision
+                others = [each for each in self.decided if each not in self.ended]
+                if any(self.decided[each] != action.decision for each in others):
+                    raise Violation(
+                        f"two decisions: {[(each, self.decided[each].members) for each in others]}"
+                    )
+            elif kind == "Fail":
+                self._end(rank)
+
+
+def violation_of_round(seed: int, protocol: Any = real_protocol) -> str:
+    """Runs a round; returns which promise it breaks, "" if none."""
+    try:
+        Round(seed, protocol).run()
+    except Violation as error:
+        return str(error)
+    except Exception as error:  # of the machine
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def violation_of(history: History, protocol: Any = real_protocol, coverage: Any = None) -> str:

@@ -48,8 +48,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("no half of the ranks decides", "(twice == size and self._first in ranks)", "False"),
     (
         "those that have ended need not be known to all that decide",
-        "set.intersection(*(self._views[rank].ended for rank in ranks))",
-        "set.union(*(self._views[rank].ended for rank in ranks))",
+        "{each for each in self._own.ended if all(each in self._views[rank].ended for rank in ranks)}",
+        "self._own.ended",
     ),
     (
         "all that are left do not decide",
@@ -98,7 +98,11 @@ MUTANTS: list[tuple[str, str, str]] = [
         "if promised:\n                last",
     ),
     ("a proposal is a decision", "if self._is_quorum(accepted):", "if accepted:"),
-    ("a ballot has two values", "number, self.rank\n            self._wait", "number, 0\n            self._wait"),
+    (
+        "a ballot has two values",
+        "number, self.rank\n            self._wait",
+        "number, 0\n            self._wait",
+    ),
     (
         "an acceptor forgets what it has promised",
         "self._own = _View()\n        self._views = {self.rank: self._own}\n        if form",
@@ -179,7 +183,11 @@ MUTANTS: list[tuple[str, str, str]] = [
         'if now >= self._asked + self._reach:\n            return self._fail(f"it does not',
         'if 0:\n            return self._fail(f"it does not',
     ),
-    ("a joiner asks once whether it is known", "self._repeat = now + _REPEAT\n        return [Send(rank, {", "self._repeat = now + 1e9\n        return [Send(rank, {"),
+    (
+        "a joiner asks once whether it is known",
+        "self._repeat = now + _REPEAT\n        return [Send(rank, {",
+        "self._repeat = now + 1e9\n        return [Send(rank, {",
+    ),
     (
         "the lowest rank is not watched",
         "return [Watch((lowest,)), LeaveToAnother()]",
@@ -214,8 +222,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("a joiner without a state goes on", "if has_state and not unreached:", "if not unreached:"),
     (
         "a joiner asks again with its old ticket",
-        "return [TakeTicket(), Ask()]\n\n    def _fail",
-        "return [Ask()]\n\n    def _fail",
+        "return [TakeTicket(), Ask()]\n\n    def admitted",
+        "return [Ask()]\n\n    def admitted",
     ),
 ]
 

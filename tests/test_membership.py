@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from fogdist.elastic import membership
 from fogdist.elastic.membership import Membership
 from fogdist.elastic.protocol import Decision, Form, Member, Poll, Request, decide
 from harness import Outcome, World, error_of
+from hosts import run_on_hosts
 from torch import nn
 
 from fog_pg import _extension, _joining
@@ -338,6 +340,41 @@ def test_without_the_store_ranks_go_on_after_a_loss(new_world: Callable[..., Wor
     outcomes = world.run_raw(go_on, 0)
     for outcome in survivors_of(outcomes, {0: 0.0}):
         assert outcome.value == "", outcome.value
+
+
+# --- who decides --------------------------------------------------------------------------------------------
+
+
+def fall_silent(stopped: int) -> str:
+    """The rank of one host stops until the other one has seen that; returns the error of each."""
+    optimizer = make("DecentralizedSGD/ring", Vector(float(dist.get_rank())))[1]
+    optimizer.step()
+    pids: list[int] = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == stopped:
+        os.kill(os.getpid(), signal.SIGSTOP)  # the other rank continues it
+        return error_of(optimizer.step)
+    error = error_of(lambda: [optimizer.step() for _ in range(STEPS)])
+    os.kill(pids[stopped], signal.SIGCONT)
+    return error
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_of_two_hosts_the_one_with_rank_0_goes_on_if_the_other_one_is_silent(
+    tmp_path: Path, stopped: int
+) -> None:
+    settings = {"FOG_LOST_AFTER": "2", "FOG_BETWEEN_HOSTS": "tcp"}
+    calls = [("join_fogdist", []), ("fall_silent", [stopped])]
+    found = run_on_hosts(
+        tmp_path, [0, 1], "test_membership", calls, timeout=TIMEOUT, environment=settings
+    )
+    first, second = (results[-1] for results in found)
+    assert first == "", first  # also after it was stopped itself
+    assert "does not hear the ranks [0]" in second and "too few to go on" in second, second
+
+
+def join_fogdist() -> None:
+    fogdist.init()
 
 
 class FakeCarrier:

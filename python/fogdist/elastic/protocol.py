@@ -242,7 +242,7 @@ class _View:
 
     def to_values(self) -> dict[str, Any]:
         """Returns it as values of JSON."""
-        values = {name: sorted(getattr(self, name)) for name in ("ended", "silent", "heard")}
+        values: dict[str, Any] = {name: sorted(getattr(self, name)) for name in ("ended", "silent", "heard")}
         values |= {"objects": self.objects, "joins": [asdict(join) for join in self.joins.values()]}
         return values | {"promised": self.promised, "accepted": self.accepted, "value": self.value}
 
@@ -447,7 +447,9 @@ class Member:
         """Returns the ranks to leave out because ranks that stay do not hear them: first those that most do not hear."""
         views, silent = self._came(), set[int]()
         while True:
-            silences = [rank for teller, view in views.items() if teller not in silent for rank in view.silent]
+            silences = [
+                rank for teller, view in views.items() if teller not in silent for rank in view.silent
+            ]
             counts = {rank: silences.count(rank) for rank in {*silences} - silent - self._own.ended}
             if not counts:
                 return silent
@@ -457,7 +459,7 @@ class Member:
         """Returns the ranks that can agree with this one: it hears them, or one does that it hears."""
         own, views = self._own, self._came()
         gone = [view.silent | view.ended for rank, view in views.items() if rank not in own.silent]
-        return set(self.membership.living).difference(own.ended, set.intersection(*gone))
+        return set(self.membership.living).difference(own.ended, gone[0].intersection(*gone))
 
     def _is_cut_off(self) -> bool:
         """Returns whether there is no quorum, whatever comes: all that this rank hears have come."""
@@ -465,7 +467,9 @@ class Member:
             return False
         own, reach = self._own, self._reach()
         is_complete = all(rank in self._views for rank in self.living)
-        may_all = reach | own.ended >= {*self.membership.living} and not (self._stood_still and len(reach) == 1)
+        may_all = reach | own.ended >= {*self.membership.living} and not (
+            self._stood_still and len(reach) == 1
+        )
         return is_complete and not self._is_majority(reach) and not may_all
 
     def _is_majority(self, ranks: Collection[int]) -> bool:
@@ -476,7 +480,7 @@ class Member:
         """Returns whether these ranks, which have told the same, decide."""
         if self._is_majority(ranks):
             return True
-        ended = set.intersection(*(self._views[rank].ended for rank in ranks)) if ranks else set[int]()
+        ended = {each for each in self._own.ended if all(each in self._views[rank].ended for rank in ranks)}
         return not self._stood_still and {*ranks} | ended >= {*self.membership.living}
 
     def _place(self) -> int:
@@ -534,9 +538,7 @@ class Member:
 
     def _is_out(self, epoch: int) -> list[Action]:
         self.state = "out"
-        return [
-            Fail(f"this rank {self.rank} was declared lost in epoch {epoch}, and takes no part any more")
-        ]
+        return [Fail(f"this rank {self.rank} was declared lost in epoch {epoch}, and takes no part any more")]
 
     def formed(self, now: float, form: Form) -> None:
         """The group of a decision is the present one."""
