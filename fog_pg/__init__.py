@@ -50,7 +50,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
 
     import torch.distributed as dist
 
-    from fog_pg import _joining, _known, _last_words, _settings, _store, _timeouts, environment
+    from fog_pg import _joining, _known, _last_words, _settings, _standby, _store, _timeouts, environment
     from fog_pg._extension import confirm_by_default, load
 
     extension = load()
@@ -87,16 +87,20 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
         _last_words.shorten()
         _joining.check_max_ranks(options.group_size)
     backend: ProcessGroupFog
+    standby = None
     if is_first and options.group_size > 1 and _joining.wants_to_join():
-        backend = _joining.begin(extension, options, backend_options)
+        standby = _standby.find(_joining.MARK)
+        backend = _joining.begin(extension, options, backend_options, standby)
     else:
+        if is_first and options.group_size > 1:
+            standby = _standby.begin(options.store, options.group_rank)
         known = (None, []) if is_first else _known.acquaintance(backend_options.global_ranks_in_group)
         backend = extension.ProcessGroupFog(
             options.store, options.group_rank, options.group_size, backend_options, *known
         )
     if is_first:
         extension.note_job(backend.id)
-        _joining.note_first(backend, options.store)
+        _joining.note_first(backend, options.store, standby)
     logging.getLogger("fog_pg").debug(
         "group %s: rank %d of %d, timeout %s",
         backend_options.group_name,

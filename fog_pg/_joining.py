@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from fog_pg._C import ProcessGroupFog
+    from fog_pg._standby import Standby
 
-# Keys of the first group's Store. Each rank's entry, with the group's id; the secret, if rank 0 has made it.
+# Keys of the job's Store. Each rank's entry, with the group's id; the secret, if rank 0 has made it.
 _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
+# The hosts of the ranks at the start.
+_HOSTS = "fog/world/hosts"
+# The rank that answers joiners says last that the job uses this Store, since when.
+MARK = "fog/world/since"
 # No job has as many ranks: a reader of the Store asks for each of them.
-_MOST = dict.fromkeys(("host", "size", "max_ranks"), 1 << 16)
+_MOST = dict.fromkeys(("size", "max_ranks"), 1 << 16)
 # Why nobody can join, if that is so.
 _CLOSED = "fog/world/closed"
 
@@ -37,11 +43,11 @@ class World:
     """What a job's Store says about its members.
 
     Attributes:
-        store: The Store of the first group.
+        store: The job's.
         id: The id of the first group.
         size: The number of ranks of the first group.
         entries: How to connect with each rank.
-        hosts: The number of each rank's host when the job started.
+        hosts: The number of the host of each rank with which the job started.
         max_ranks: The most ranks that the job can have; at least `size`.
     """
 
@@ -49,12 +55,13 @@ class World:
     id: int
     size: int
     entries: dict[int, str]
-    hosts: dict[int, int]
+    hosts: Sequence[int]
     max_ranks: int
 
 
-# The id of this process's first group, and its Store as its backend has got it.
+# The id of this process's first group, and the job's Store: as its backend has got it, if there is no standby.
 _first: tuple[int, Store] | None = None
+_standby: Standby | None = None
 # The job that this process joins.
 _world: World | None = None
 
@@ -69,10 +76,12 @@ def world_to_join(backend: ProcessGroupFog) -> World | None:
     return _world if _world is not None and _world.id == backend.id else None
 
 
-def note_first(backend: ProcessGroupFog, store: Store) -> None:
+def note_first(backend: ProcessGroupFog, store: Store, standby: Standby | None) -> None:
     """Remembers the process's first group."""
-    global _first
-    _first = backend.id, store
+    global _first, _standby
+    if _standby is not None:  # of a group that was destroyed
+        _standby.end()
+    _first, _standby = (backend.id, store if standby is None else standby.store), standby
     if _world is None:
         note_member()
 
@@ -86,24 +95,59 @@ def note_member() -> None:
         os.memfd_create("fog_member")
 
 
+def follow_store(moved: Callable[[], object]) -> None:
+    """Calls a function from a thread of its own whenever the job's Store has become another one, which knows nothing yet.
+
+    From now on, torch makes its groups over the job's Store. A process that joins began at the Store of its own host.
+    """
+    if (standby := _standby) is None:
+        return
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    def use() -> None:
+        global _first
+        assert _first is not None  # it is a group of several ranks
+        _first = _first[0], standby.store
+        groups, first = distributed_c10d._world.pg_map, distributed_c10d._get_default_group()
+        groups[first] = groups[first][0], dist.PrefixStore("torch", standby.store)
+
+    def move() -> None:
+        if dist.is_initialized():
+            use()
+            moved()
+
+    use()
+    standby.follow(move)
+
+
+def tell_stores() -> None:
+    """Tells the ranks of the job that this process joins where its Stores are: its host may be a new one."""
+    if _standby is not None:
+        _standby.tell_list()
+
+
+def renew_stores() -> None:
+    """Takes what `tell_stores` of a process that joins has told."""
+    if _standby is not None:
+        _standby.renew_list()
+
+
 def store_of_first(backend: ProcessGroupFog) -> Store | None:
-    """Returns the Store of this process's first group, where the job can be joined; None for the backend of another one."""
+    """Returns the Store in which the job of this process's first group can be joined; None for the backend of another one."""
     return _first[1] if _first is not None and _first[0] == backend.id else None
 
 
-def publish(
-    store: Store, rank: int, group: int, size: int, entry: str, epoch: int = 0, host: int = 0
-) -> None:
+def publish(store: Store, rank: int, group: int, size: int, entry: str, epoch: int = 0) -> None:
     """Tells the Store how to connect with the process that has a rank from an epoch on, unless it knows a later one.
 
     Args:
-        store: That of the first group.
+        store: The job's.
         rank: The process's rank.
         group: The id of the first group.
         size: The number of its ranks.
         entry: Of `fog_pg._C.own_entry`.
-        epoch: That in which the process became a member.
-        host: The number of the rank's host when the job started.
+        epoch: One in which the process is a member.
     """
     key = _ENTRY.format(rank=rank)
     told = {
@@ -111,7 +155,6 @@ def publish(
         "id": group,
         "size": size,
         "epoch": epoch,
-        "host": host,
         "max_ranks": max_ranks(size),
     }
     text = json.dumps(told)
@@ -134,6 +177,16 @@ def publish_secret(store: Store, secret: str) -> None:
     store.set(_SECRET, secret)
 
 
+def publish_hosts(store: Store, hosts: Sequence[int], epoch: int) -> None:
+    """Tells on which hosts the job's first ranks are or were, and that the job uses this Store from an epoch on.
+
+    All else that processes need to join is told before.
+    """
+    store.set(_HOSTS, json.dumps(list(hosts)))
+    moves = 0 if _standby is None else _standby.moves
+    store.set(MARK, f"{epoch:012d} {moves:012d}")
+
+
 def entry_of(store: Store, rank: int) -> str | None:
     """Returns how to connect with the last process that had a rank; None if there was none."""
     key = _ENTRY.format(rank=rank)
@@ -144,23 +197,25 @@ def read_world(store: Store, size: int) -> World:
     """Returns what the Store says now; without entries if nobody can join.
 
     Args:
-        store: That of the first group.
+        store: The job's.
         size: A number of ranks, one of which at least is the job's.
 
     Raises:
         RuntimeError: The job has another version.
     """
     entries: dict[int, str] = {}
-    hosts: dict[int, int] = {}
     group, its_size, most = 0, size, size
     rank = 0
     while rank < most:
         key = _ENTRY.format(rank=rank)
         if store.check([key]):
             told = _told(store.get(key), rank)
-            entries[rank], hosts[rank] = told["entry"], told["host"]
+            entries[rank] = told["entry"]
             group, its_size, most = told["id"], told["size"], told["max_ranks"]
         rank += 1
+    hosts = json.loads(store.get(_HOSTS)) if store.check([_HOSTS]) else [0] * its_size
+    if len(hosts) != its_size or not all(type(host) is int and 0 <= host < _MOST["size"] for host in hosts):
+        raise RuntimeError(f"the job tells {hosts!r} as the hosts of its {its_size} ranks")
     return World(store, group, its_size, entries, hosts, most)
 
 
@@ -171,7 +226,7 @@ def _told(text: bytes, rank: int) -> dict[str, Any]:
         told = json.loads(text)
     except ValueError as error:
         raise RuntimeError(f"{whose} {rank} tells no JSON: {error}") from None
-    for name in ("entry", "host", "id", "size", "max_ranks"):
+    for name in ("entry", "id", "size", "max_ranks"):
         if not isinstance(told, dict) or name not in told:
             raise RuntimeError(f"{whose} {rank} does not tell its '{name}'")
         kind, most = (str, 0) if name == "entry" else (int, _MOST.get(name, 1 << 64))
@@ -198,8 +253,8 @@ def check_max_ranks(size: int) -> None:
         )
 
 
-def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog:
-    """Creates the backend of the first group on a process that joins.
+def begin(extension: Any, options: Any, backend_options: Any, standby: Standby | None) -> ProcessGroupFog:
+    """Creates the backend of the first group on a process that joins a job, which may have a standby of its Store.
 
     Raises:
         RuntimeError: The job cannot be joined, or has another version.
@@ -207,7 +262,8 @@ def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog
             torch.distributed.DistBackendError: Its ranks have another version, or cannot be reached.
     """
     global _world
-    store, rank, size = options.store, options.group_rank, options.group_size
+    rank, size = options.group_rank, options.group_size
+    store = options.store if standby is None else standby.store
     world = read_world(store, size)
     who = f"this process was started to join a running job as rank {rank}"
     if not world.entries and store.check([_CLOSED]):
@@ -236,7 +292,7 @@ def begin(extension: Any, options: Any, backend_options: Any) -> ProcessGroupFog
     backend: ProcessGroupFog = extension.add_whole(
         world.id,
         rank,
-        [world.hosts.get(other, 0) for other in range(max(size, rank + 1))],
+        [*world.hosts, *[0] * (rank + 1 - size)],  # new numbers are for jobs on one host
         _REASON.format(rank=rank),
         store,
         backend_options,

@@ -55,6 +55,17 @@ def secret(least: int) -> Kind[str]:
     return Kind("text", allowed, lambda text: text if len(text.encode()) >= least else _REFUSED)
 
 
+def _addresses(text: str) -> str | object:
+    """Parses addresses with ports; IPv6 addresses are in brackets."""
+    for host, _, port in (each.rpartition(":") for each in text.split(",")):
+        if not host or (":" in host and host[0] + host[-1] != "[]"):
+            return _REFUSED
+        if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+            return _REFUSED
+    return text
+
+
+ADDRESSES: Kind[str] = Kind("addresses", "lists host:port,host:port", _addresses)
 FLAG: Kind[bool] = Kind("0 or 1", "0 and 1", lambda text: {"0": False, "1": True}.get(text, _REFUSED))
 TEXT: Kind[str] = Kind("text", "any text", lambda text: text)
 
@@ -117,6 +128,7 @@ LOST_AFTER = Variable("FOG_LOST_AFTER", whole(0, 1_000_000, "seconds"), 0)
 NODES_PER_MACHINE = Variable("FOG_NODES_PER_MACHINE", whole(1, (1 << 31) - 1, "numbers of ranks"), 0)
 JOIN = Variable("FOG_JOIN", FLAG, False)
 MAX_RANKS = Variable("FOG_MAX_RANKS", whole(1, 1 << 12, "numbers of ranks"), 0)
+STORES = Variable("FOG_STORES", ADDRESSES, "")
 RUN = Variable("FOG_RUN", FLAG, False)
 JOB_SECRET = Variable("FOG_JOB_SECRET", secret(16), "", is_secret=True)
 LOG_LEVEL = Variable("FOG_LOG_LEVEL", choice("debug", "info", "warning", "error"), "warning")

@@ -195,6 +195,10 @@ run -np 2 --hostfile /dev/null train.py | -np: got 2; the hosts have 0 slots
 run -np 2 -x 1A=2 train.py | -x: got '1A=2'
 run -np 2 -x NOT_SET_HERE train.py | -x NOT_SET_HERE: it is not set here
 run -np 2 --max-restarts 1 train.py | --max-restarts: it is an option of --keep-going
+run -np 2 -H a,b --only-host 1 train.py | --only-host: it is an option of --keep-going
+run -np 2 --keep-going --only-host 0 train.py | --only-host: got 0; -H or --hostfile must name such a host, and others
+run -np 2 --keep-going -H a,b --only-host 2 train.py | --only-host: got 2; -H or --hostfile must name such a host
+run -np 2 --keep-going -H a,b --only-host 1 -x MASTER_PORT=0 train.py | MASTER_PORT: got '0'; allowed are 1 to 65535
 run -np 2 -H localhost,127.0.0.1 -x MASTER_PORT=many train.py | MASTER_PORT: got 'many'; allowed are 0 to 65535
 advise -np 2 | Give --parameters and --step-time, or --model
 advise -np 2 --model no.py | --model no.py: there is no such script

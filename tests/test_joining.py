@@ -793,7 +793,10 @@ class Answering:
             self.judged.append(request.ticket)
             return member.asked(0.0, request, "", runs=False, is_ready=is_ready, is_answered=is_answered)
 
-        (admission or self.admission).poll(0, asked, lambda: {"one": {"values": torch.ones(1000)}}, [0])
+        admission = admission or self.admission
+        if not admission.answers():
+            admission.publish_nonce()
+        admission.poll(0, asked, lambda: {"one": {"values": torch.ones(1000)}}, [0])
 
 
 @pytest.fixture
@@ -814,7 +817,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
 
 def joiner_of(store: dist.Store, timeout: float) -> joiners.Joiner:
     """Returns a joiner that this process plays."""
-    joiner = joiners.Joiner(_joining.World(store, GROUP, RANKS, {}, {}, RANKS), 2, timeout)
+    joiner = joiners.Joiner(_joining.World(store, GROUP, RANKS, {}, [], RANKS), 2, timeout)
     joiner._entry = str(os.getpid())
     return joiner
 

@@ -8,8 +8,10 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -19,9 +21,10 @@ from fog_cli import UsageError, keep_going, launchers
 from fog_cli.commands import run
 from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
+from fog_cli.programs import agent
 from forked_programs import HOSTS, ForkedJob
-from hosts import address, emulated_hosts
-from scripts import STUBBORN, WAITING, Job, started
+from hosts import INTERFACE, address, cut_link, emulated_hosts, move_to_host
+from scripts import MARK, STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -85,11 +88,11 @@ def plan(*words: str, **environment: str) -> Ranks:
 
 def test_plans(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan("-np", "2", "--max-restarts", "3", script)
-    assert (alone.address, alone.port, alone.max_restarts, len(alone.starts)) == ("127.0.0.1", 0, 3, 1)
+    assert (alone.addresses, alone.port, alone.max_restarts, len(alone.starts)) == (["127.0.0.1"], 0, 3, 1)
     hosts = ["-np", "3", "-H", "a:2,b:2", script]
     monkeypatch.setattr(run.shutil, "which", lambda name, **_: f"/bin/{name}")
     given = plan(*hosts, MASTER_ADDR="10.0.0.1", MASTER_PORT="4000")
-    assert (given.address, given.port) == ("10.0.0.1", 4000) and plan(*hosts).address == "a"
+    assert (given.addresses, given.port) == (["10.0.0.1", "b"], 4000) and plan(*hosts).addresses[0] == "a"
     monkeypatch.setattr(run.shutil, "which", lambda *_, **__: None)
     with pytest.raises(UsageError, match="there is no ssh on PATH"):
         plan(*hosts)
@@ -349,9 +352,11 @@ def test_a_first_host_that_cannot_be_reached_starts_nothing(tmp_path: Path) -> N
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     status, output = finished(tmp_path, STORE, ["-np", "2", "-H", "nosuchhost:1,localhost:1"], PATH=path)
     assert status == 255
-    assert output.splitlines()[-2:] == [
+    assert output.splitlines() == [
+        "fog run: rank 0 lost with the agent on nosuchhost, which ended with exit status 255",
+        "fog run: the job cannot start without nosuchhost, so its other ranks are ended",
+        "fog run: 0 of 2 ranks ended well",
         "  rank 0 was lost with the agent on nosuchhost, which ended with exit status 255",
-        "  rank 1 was not started, because there is no Store",
     ]
 
 
@@ -415,3 +420,192 @@ def test_a_host_that_is_lost_ends_no_other(tmp_path: Path, lost: int) -> None:
     reason = f"fog run: rank {lost} lost with the agent on {address(lost)}, which ended by SIGKILL"
     assert reason in running.output and f"[{1 - lost}] goes on\n" in running.output
     assert "fog run: 1 of 2 ranks ended well\n" in running.output
+
+
+# --- the first host is lost, with the Store and with `fog run` --------------------------------------------------
+
+# Output is lost with `fog run`, so each process has a file. Ranks end together once all mix again.
+GOES_ON = """
+import json, os, sys, time
+import torch, torch.distributed as dist
+import fogdist
+folder = sys.argv[1]
+rank = int(os.environ["RANK"])
+log = open(f"{folder}/rank-{rank}", "a", buffering=1)
+os.dup2(log.fileno(), 2)
+with open(f"{folder}/variables-{rank}", "w") as file:
+    json.dump(dict(os.environ), file)
+dist.init_process_group("fog")
+fogdist.init()
+model = torch.nn.Linear(4, 1)
+fogdist.broadcast_parameters(model.state_dict(), 0)
+sgd = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = fogdist.algorithms.DecentralizedSGD(sgd, model, on_loss="continue")
+epoch, end, group = None, 10**6, dist.group.WORLD
+while optimizer.steps < end:
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    now = fogdist.membership.current()
+    if now.epoch != epoch:
+        epoch = now.epoch
+        print("mixes", *now.living, file=log)
+        if epoch > 0 and not now.lost:
+            end = optimizer.steps + 20
+    if epoch == 1 and 0 not in now.living and group is not None:
+        for _ in range(100):  # until torch has another Store
+            try:
+                dist.distributed_c10d._get_default_store().check([""])
+                break
+            except RuntimeError:
+                time.sleep(0.1)
+        group, x = dist.new_group(now.living, use_local_synchronization=True), torch.ones(1)
+        dist.all_reduce(x, group=group)
+        print("sum", int(x), file=log)
+        group = None
+dist.all_reduce(torch.ones(1), group=fogdist.reconfigure())
+print("ends", file=log)
+"""
+
+
+class Watched:
+    """A job with a rank on each of some emulated hosts, whose ranks tell what they do in files.
+
+    Args:
+        folder: Theirs.
+        names: Of the hosts.
+        variables: Of the job.
+    """
+
+    def __init__(self, folder: Path, names: list[str], variables: Mapping[str, str]) -> None:
+        self.folder, self.names, self.variables = folder, names, variables
+        placed = ",".join(f"{address(host)}:1" for host in range(len(names)))
+        self._words = [*FOG, "-np", str(len(names)), "-H", placed]
+        self._script = [str(folder / "script.py"), str(folder)]
+        (folder / "script.py").write_text(GOES_ON)
+
+    def start(self, *words: str, first: Callable[[], object] | None = None) -> ForkedJob:
+        """Starts all ranks from this host, after a call of a function in the process of `fog run`."""
+        command = [*self._words, "-p", "22", *words, *self._script]
+        return ForkedJob(command, self.folder / "log.txt", self.variables, first)
+
+    def start_part(self, host: int, log: str) -> ForkedJob:
+        """Starts the rank of a host there."""
+        words = [*self._words, "--only-host", str(host), *self._script]
+        first = partial(move_to_host, self.names[host])
+        return ForkedJob(words, self.folder / log, self.variables, first)
+
+    def join(self, rank: int, other: int) -> ForkedJob:
+        """Starts a process on the host of a lost rank, as by hand; it begins at the Store of another host."""
+        known = json.loads((self.folder / f"variables-{other}").read_text())
+        del known[MARK]
+        store, _, port = known["FOG_STORES"].split(",")[other].rpartition(":")
+        known |= {"RANK": str(rank), "MASTER_ADDR": store, "MASTER_PORT": port, "FOG_JOIN": "1"}
+        first = partial(move_to_host, self.names[rank])
+        return ForkedJob(self._script, self.folder / "by_hand.txt", known, first)
+
+    def told(self) -> dict[int, list[str]]:
+        """Returns the lines of each rank."""
+        found = {rank: self.folder / f"rank-{rank}" for rank in range(len(self.names))}
+        return {rank: path.read_text().splitlines() if path.exists() else [] for rank, path in found.items()}
+
+    def wait_for(self, line: str, *ranks: int, times: int = 1) -> None:
+        """Waits until each of these ranks has told something, so often."""
+        deadline = time.monotonic() + TIMEOUT
+        while not all(self.told()[rank].count(line) >= times for rank in ranks):
+            assert time.monotonic() < deadline, (line, self.told())
+            time.sleep(0.02)
+
+    def lose(self, running: ForkedJob, host: int) -> None:
+        """Kills all that runs on a host, the agent before the ranks."""
+        network = os.stat(f"/run/netns/{self.names[host]}").st_ino
+        found = []
+        for pid in running.processes():
+            with contextlib.suppress(OSError):  # it has just ended
+                if os.stat(f"/proc/{pid}/ns/net").st_ino == network:
+                    found.append(pid)
+        agents = set(running.named("agent"))
+        for pid in sorted(found, key=lambda pid: pid not in agents):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_the_job_outlives_the_host_of_fog_run_and_of_the_store(tmp_path: Path) -> None:
+    """A rank that is lost later starts again, and joins by the Store of another host; no process is left at the end."""
+    with hosts(tmp_path, 3) as (names, variables):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "1")]) as (running,):
+            watched.wait_for("mixes 0 1 2", 0, 1, 2)
+            os.kill(running.pid, signal.SIGKILL)
+            watched.lose(running, 0)
+            watched.wait_for("sum 2", 1, 2)  # torch makes groups over the next Store
+            os.kill(running.named("rank-2")[0], signal.SIGKILL)
+            watched.wait_for("mixes 1", 1)
+            watched.wait_for("mixes 1 2", 2, times=2)
+            with started([watched.join(0, 1)]) as (by_hand,):
+                assert by_hand.wait(TIMEOUT) == 0, by_hand.output
+            watched.wait_for("ends", 0, 1, 2)
+
+
+def test_the_job_outlives_a_first_host_that_says_no_more(tmp_path: Path) -> None:
+    """Nothing tells the others of its end; `fog run` may be on it, or on another one, and then knows of no end either."""
+    with hosts(tmp_path, 3) as (names, variables):
+        watched = Watched(tmp_path, names, {**variables, "FOG_HOST_TIMEOUT": "4"})
+        with started([watched.start()]) as (running,):
+            watched.wait_for("mixes 0 1 2", 0, 1, 2)
+            with cut_link(INTERFACE, namespace=names[0]):
+                watched.wait_for("sum 2", 1, 2)
+                watched.lose(running, 0)
+            with started([watched.join(0, 2)]) as (by_hand,):
+                assert by_hand.wait(TIMEOUT) == 0, by_hand.output
+            watched.wait_for("ends", 0, 1, 2)
+
+
+def decide_soon() -> None:
+    agent._DECIDE_TIMEOUT = 0.5
+
+
+def test_an_agent_decides_alone_while_fog_run_says_nothing(tmp_path: Path) -> None:
+    """Its host may be gone without an end of the connection. If it comes back, it has no more to decide."""
+    with hosts(tmp_path, 2) as (names, variables):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "1", first=decide_soon)]) as (running,):
+            watched.wait_for("mixes 0 1", 0, 1)
+            os.kill(running.pid, signal.SIGSTOP)
+            os.kill(running.named("rank-1")[0], signal.SIGKILL)
+            watched.wait_for("mixes 0 1", 1, times=2)
+            os.kill(running.pid, signal.SIGCONT)
+            assert running.wait(TIMEOUT) == 0, running.output
+    assert "fog run: 2 of 2 ranks ended well\n" in running.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_order_to_end_ends_the_ranks_of_all_hosts(tmp_path: Path, number: int) -> None:
+    with hosts(tmp_path, 2) as (names, variables):
+        watched = Watched(tmp_path, names, variables)
+        with started([watched.start("--max-restarts", "9")]) as (running,):
+            watched.wait_for("mixes 0 1", 0, 1)
+            os.kill(running.pid, number)
+            assert running.wait(TIMEOUT) == 128 + number
+
+
+def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
+    """Each host starts its own part of the job, in any order; that of the first host comes back as a new one."""
+    own = {"MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job", "TORCHELASTIC_RUN_ID": "one"}
+    with hosts(tmp_path, 2) as (names, variables):
+        watched = Watched(tmp_path, names, {**variables, **own})
+        with started([watched.start_part(1, "1.txt")]) as (second,):
+            second.wait_for(lambda output: f"waits for the Stores at {address(0)}:29600\n" in output, 10.0)
+            with started([watched.start_part(0, "0.txt")]) as (first,):
+                watched.wait_for("mixes 0 1", 0, 1)
+                with started([watched.start_part(1, "other.txt")]) as (other,):
+                    assert other.wait(10.0) == 1
+                assert (
+                    "port 29600 of the job's Store: Address already in use; another job may" in other.output
+                )
+                os.kill(first.pid, signal.SIGKILL)
+                watched.wait_for("mixes 1", 1)
+            with started([watched.start_part(0, "again.txt")]) as (again,):
+                assert again.wait(TIMEOUT) == 0, again.output
+                assert second.wait(TIMEOUT) == 0, second.output
+    assert "fog run" not in again.output

@@ -1,7 +1,8 @@
 """`fog run` on several hosts, and --keep-going: one agent per host starts the ranks.
 
 A rank that fails ends all others, or with --keep-going no other. This side starts the
-agents (`fog_cli.programs.agent`), copies their output, passes signals on, and reports the ranks that died.
+agents (`fog_cli.programs.agent`), copies their output, passes signals on, and reports the ranks that died. With
+--keep-going the agents of several hosts go on without this side, unless it has told them to end.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class _Agent:
             self._process.stdin.flush()
 
     def close(self) -> None:
-        """Closes the connection: the agent then ends its ranks, if any live, and itself."""
+        """Closes the connection. The agent then ends its ranks and itself, if it does not go on without this side."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -120,7 +121,8 @@ class Supervisor:
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()  # whose `put` signal handlers may call
         self._agents: dict[int, _Agent] = {}
         self._fates: dict[int, Fate] = {}
-        self._port = job.port
+        self._ports: dict[int, int] = {}  # of the agents' Stores; the ranks start when all have told theirs
+        self._has_begun = False
         self._signal: int | None = None
         self._is_stopping = False  # after a signal, or because the job cannot start
         # When to do something in any case: to end the ranks, or to kill what has not ended.
@@ -133,9 +135,11 @@ class Supervisor:
         self._question = 0
         self._asked: set[int] = set()
         self._members: set[int] = set()
-        self._again: object = None  # what starts the job again as a whole
-        self._run_id = str(uuid.uuid4())
-        for number in range(len(job.hosts)):
+        only, self._run_id = job.only_host, str(uuid.uuid4())
+        if only is not None:  # the same on all hosts
+            self._run_id = job.environment.get("TORCHELASTIC_RUN_ID") or "fog"
+        self._hosts = range(len(job.hosts)) if only is None else [only]
+        for number in self._hosts:
             self._fates |= {rank: Fate(number) for rank in job.ranks_of(number)}
 
     def run(self) -> int:
@@ -145,13 +149,13 @@ class Supervisor:
             for number in before:
                 if before[number] is not signal.SIG_IGN:  # an ignored signal, as under nohup, stays ignored
                     signal.signal(number, self._on_signal)
-            self._start(0)
-            if self._port:
-                self._start_others()
+            for host in self._hosts:
+                self._start(host)
             while self._agents:
                 self._handle()
         finally:
-            for agent in self._agents.values():
+            for agent in self._agents.values():  # after an error
+                agent.write({"signal": int(signal.SIGTERM)})
                 agent.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -172,21 +176,20 @@ class Supervisor:
                 "token": token,
                 "command": job.rank,
                 "environment": launchers.of_host(
-                    job.environment, job.ranks, job.hosts[number].slots, number, job.address, self._run_id
+                    job.environment, job.ranks, job.hosts[number].slots, number, self._run_id
                 ),
                 "folder": os.getcwd(),
                 "size": job.ranks,
                 "first": job.ranks_of(number)[0],
                 "count": job.hosts[number].slots,
-                "port": self._port,
-                "is_asked": job.max_restarts > 0,
+                "host": number,
+                "port": job.port if number == 0 or job.only_host is not None else 0,
+                "serves": number == 0 or job.keeps_going,
+                "stays": number == 0 and len(self._hosts) > 1,
+                "max_restarts": job.max_restarts,
+                "goes_on": job.keeps_going and len(self._hosts) > 1,
             }
         )
-
-    def _start_others(self) -> None:
-        for number in range(1, len(self._job.starts)):
-            if not self._is_stopping:
-                self._start(number)
 
     def _handle(self) -> None:
         """Waits for the next event, and handles it."""
@@ -203,12 +206,12 @@ class Supervisor:
         elif kind == "ended":
             self._on_agent_end(number, value)
         elif value["event"] == "begun":
-            if number == 0 and not self._port:
-                self._port = value["port"]
-                self._start_others()
-            elif number == 0 and self._again is not None:  # there is a new Store
-                for other in self._agents.keys() - {0}:
-                    self._agents[other].write(self._again)
+            self._ports[number] = value["port"]
+            self._has_begun = self._ports.keys() == set(self._hosts)
+            if self._has_begun and len(self._job.hosts) > 1:
+                stores = self._job.stores(self._ports)
+                for agent in self._agents.values():
+                    agent.write({"stores": stores, "is_only": self._job.only_host is not None})
         elif value["event"] == "ended":
             self._on_rank_end(number, value)
         elif value["event"] == "members":
@@ -216,6 +219,8 @@ class Supervisor:
                 self._members |= set(value["ranks"])
                 self._asked.discard(number)
                 self._decide()
+        elif value["event"] == "waits":
+            _say(f"the agent{self._on(number)} waits for the Stores at {', '.join(value['stores'])}")
         elif value["failure"]:  # it is done
             _say(f"the agent{self._on(number)}: {value['failure']}")
             self._first_status = self._first_status or 1
@@ -261,11 +266,11 @@ class Supervisor:
             agent.write({"members": self._question})
 
     def _decide(self) -> None:
-        """Decides how ranks that have ended start again, once all agents have answered the last question."""
-        if self._asked or not self._undecided or self._is_stopping:
+        """Decides how ranks that have ended start again, once agents have answered the last question."""
+        if (self._asked and not self._members) or not self._undecided or self._is_stopping:
             return
         ended, self._undecided = self._undecided, {}
-        if self._members:
+        if self._members or self._job.only_host is not None:
             for rank, (how, _) in ended.items():
                 fate = self._fates[rank]
                 self._say_again(rank, how, "it starts")
@@ -285,8 +290,10 @@ class Supervisor:
         """Starts the job again as a whole."""
         for fate in self._fates.values():
             fate.starts += 1
-        self._again = {"again": {rank: fate.starts for rank, fate in self._fates.items()}}
-        self._agents[0].write(self._again)
+        self._ports.clear()
+        self._has_begun = False
+        for agent in self._agents.values():
+            agent.write({"again": {rank: fate.starts for rank, fate in self._fates.items()}})
 
     def _say_again(self, rank: int, how: str, who: str) -> None:
         times = f"{len(self._fates[rank].failures)} of {self._job.max_restarts}"
@@ -330,16 +337,11 @@ class Supervisor:
                 f"the guard of the agent{self._on(number)} ended {describe(status)}, so the agent ended its ranks"
             )
         self._decide()
-        if "begun" not in agent.said and not self._is_stopping:
+        if not self._has_begun and not self._is_stopping:
             _say(f"the job cannot start without {self._job.hosts[number].name}, so its other ranks are ended")
             self._end_ranks()
         elif "done" not in agent.said and not self._job.keeps_going:
             self._end_ranks()
-        if number == 0 and not self._port:
-            for fate in self._fates.values():
-                if fate.host != 0:
-                    fate.failures.append("was not started, because there is no Store")
-                    fate.status = 1
         if list(self._agents) == [0]:
             self._agents[0].write({"others": "ended"})  # the Store ends with its own ranks
 

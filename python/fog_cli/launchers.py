@@ -25,17 +25,14 @@ def without_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if not name.startswith(_OF_RANKS)}
 
 
-def of_host(
-    environment: Mapping[str, str], size: int, count: int, host: int, address: str, run_id: str
-) -> dict[str, str]:
-    """Returns the variables that the ranks of a host have in common, with those that torchrun sets.
+def of_host(environment: Mapping[str, str], size: int, count: int, host: int, run_id: str) -> dict[str, str]:
+    """Returns the variables that the ranks of a host have in common, with those that torchrun sets but for the Store's.
 
     Args:
         environment: The other variables.
         size: The number of ranks of the job.
         count: The number of ranks of this host.
         host: The number of this host.
-        address: The address of the Store.
         run_id: A name of the job.
     """
     own = {
@@ -44,7 +41,6 @@ def of_host(
         "GROUP_RANK": host,
         "ROLE_WORLD_SIZE": size,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": address,
         "TORCHELASTIC_RUN_ID": run_id,
         # With another count some versions of torch look for the other ranks under another name of the Store.
         "TORCHELASTIC_RESTART_COUNT": 0,
@@ -64,10 +60,11 @@ class Job:
         command: The command of each rank.
         environment: All environment variables of the ranks.
         starts: For each host, the command of its agent.
-        address: The address of the Store.
-        port: Its port; 0 for any free one.
+        addresses: For each host, its address for the others.
+        port: That of the Store of the first host; 0 for any free one.
         keeps_going: Whether the other ranks go on when one fails.
         max_restarts: How often each rank is started again.
+        only_host: The only host whose ranks this process starts; then `port` is that of the Store of each host.
     """
 
     ranks: int
@@ -75,15 +72,22 @@ class Job:
     command: Sequence[str]
     environment: Mapping[str, str]
     starts: Sequence[Sequence[str]]
-    address: str
+    addresses: Sequence[str]
     port: int
     keeps_going: bool
     max_restarts: int
+    only_host: int | None = None
 
     def ranks_of(self, host: int) -> range:
         """Returns the ranks of the host of a number."""
         first = sum(each.slots for each in self.hosts[:host])
         return range(first, first + self.hosts[host].slots)
+
+    def stores(self, ports: Mapping[int, int]) -> list[str]:
+        """Returns the addresses of the Stores: that of the first host, and if the others go on without it, those of all."""
+        hosts = range(len(self.hosts) if self.keeps_going else 1)
+        names = [f"[{name}]" if ":" in name else name for name in self.addresses]
+        return [f"{names[host]}:{ports.get(host, self.port)}" for host in hosts]
 
     @property
     def rank(self) -> list[str]:
@@ -101,7 +105,7 @@ def agent_by_ssh(host: Host, port: int | None, path: str | None) -> list[str]:
         port: The port of ssh; None for its default.
         path: The ranks' PYTHONPATH, so that it finds the modules that this process finds.
     """
-    options = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=30", "ServerAliveCountMax=10")
+    options = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=10", "ServerAliveCountMax=3")
     ssh = ["ssh", *(word for option in options for word in ("-o", option))]
     if port:
         ssh += ["-p", str(port)]

@@ -24,6 +24,7 @@ examples:
   fog run -np 8 -H a:4,b:4 train.py           4 ranks on each of two hosts, which ssh reaches without a password
   fog run -np 8 --hostfile hosts train.py     lines "host slots=4" or "host:4"
   fog run -np 8 --keep-going train.py         the other ranks go on when one dies
+  fog run -np 8 --keep-going -H a:4,b:4 --only-host 1 train.py    on b, as its part of a job that a scheduler starts
 
 Options come before the script; what follows it is the script's. Each line of output begins with its rank:
 "[2] loss 0.31". The exit status is that of the rank that failed first; 2 if the command line is wrong, and then nothing
@@ -45,6 +46,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="with --keep-going: start a rank that died again, up to N times each (default: 0)",
     )
     parser.add_argument(
+        "--only-host",
+        type=number(int, 0),
+        metavar="N",
+        help="with --keep-going: start only the ranks of host N of -H, counted from 0; each host runs this with its number",
+    )
+    parser.add_argument(
         "-m", "--module", action="store_true", help="the script is the name of a module, as with python -m"
     )
     parser.add_argument(
@@ -63,7 +70,7 @@ def add_placing(parser: argparse.ArgumentParser, least: int) -> None:
         least: The least number of ranks.
     """
     # The other options of `fog run`, for the commands that do not have them.
-    parser.set_defaults(keep_going=False, max_restarts=None)
+    parser.set_defaults(keep_going=False, max_restarts=None, only_host=None)
     parser.add_argument(
         "-np", "--num-proc", type=number(int, least), metavar="N", help="how many ranks to start"
     )
@@ -118,29 +125,36 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
     ranks = arguments.num_proc
     if ranks is None:  # argparse would also say so if an unknown option before it is what is wrong
         raise UsageError("-np: it is missing; allowed are numbers from 1 on")
-    if arguments.max_restarts is not None and not arguments.keep_going:
-        raise UsageError("--max-restarts: it is an option of --keep-going, which is missing")
+    for option in ("max_restarts", "only_host"):
+        if getattr(arguments, option) is not None and not arguments.keep_going:
+            raise UsageError(
+                f"--{option.replace('_', '-')}: it is an option of --keep-going, which is missing"
+            )
     hosts = [Host("localhost", ranks)]
     if arguments.hosts:
         hosts = place(parse_hosts("-H", arguments.hosts.split(",")), ranks)
     elif arguments.hostfile:
         hosts = place(read_hostfile(arguments.hostfile), ranks)
     variables = _variables(arguments, environment)
+    only = arguments.only_host
+    if only is not None and not only < len(hosts) > 1:
+        raise UsageError(f"--only-host: got {only}; -H or --hostfile must name such a host, and others")
     starts = [
         launchers.AGENT
-        if is_local(host.name)
+        if only is not None or is_local(host.name)
         else launchers.agent_by_ssh(host, arguments.ssh_port, variables.get("PYTHONPATH"))
         for host in hosts
     ]
     if any(start[0] == "ssh" for start in starts) and shutil.which("ssh") is None:
         raise UsageError("there is no ssh on PATH, which starts the agents of other hosts")
-    address, port = "127.0.0.1", 0
+    addresses, port = ["127.0.0.1"], 0
     if len(hosts) > 1:
-        address = variables.get("MASTER_ADDR") or hosts[0].name
-        if is_local(address):
-            address = socket.gethostname()  # "localhost" is another host there
+        addresses = [host.name for host in hosts]
+        addresses[0] = variables.get("MASTER_ADDR") or addresses[0]
+        if only is None:  # "localhost" is another host there
+            addresses = [socket.gethostname() if is_local(address) else address for address in addresses]
         try:
-            port = int(number(int, 0, 65535)(variables.get("MASTER_PORT") or "0"))
+            port = int(number(int, int(only is not None), 65535)(variables.get("MASTER_PORT") or "0"))
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"MASTER_PORT: {error}") from None
     return Job(
@@ -149,10 +163,11 @@ def prepare(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Jo
         command=rank_command(arguments.command, arguments.module, variables),
         environment=variables,
         starts=starts,
-        address=address,
+        addresses=addresses,
         port=port,
         keeps_going=arguments.keep_going,
         max_restarts=arguments.max_restarts or 0,
+        only_host=only,
     )
 
 
@@ -194,7 +209,7 @@ def _variables(arguments: argparse.Namespace, environment: Mapping[str, str]) ->
     # PYTHONUNBUFFERED makes the output of the ranks visible at once.
     variables = {"OMP_NUM_THREADS": "1"} if arguments.num_proc > 1 else {}
     variables |= {"PYTHONUNBUFFERED": "1"} | dict(environment)
-    if not variables.get("FOG_JOB_SECRET"):
+    if not variables.get("FOG_JOB_SECRET") and arguments.only_host is None:  # the same on all hosts
         variables["FOG_JOB_SECRET"] = secrets.token_hex(32)
     if arguments.network_interface:
         names = ("FOG_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "UCX_NET_DEVICES")

@@ -1,10 +1,12 @@
 """The agent of a host under `fog run`: it starts the ranks of its host, and lives on when one of them dies.
 
 `python -m fog_cli.programs.agent`. Standard input is the connection to `fog run`: first a line of JSON, the `Task`, then
-lines with signals for the ranks, and with those to start again. Its end means that `fog run` is gone, and the ranks are
-ended. Standard output has the output of the ranks, and lines with the task's token, which tell `fog run` what happened.
+lines with signals for the ranks, and with those to start again. Its end means that `fog run` is gone: the ranks are
+ended, or if they are to go on without it, this agent starts lost ones again by itself, and ends with its ranks. Standard
+output has the output of the ranks, and lines with the task's token, which tell `fog run` what happened.
 
-The agent of the first host holds the job's Store, so the Store outlives every rank.
+The agent of the first host holds the job's Store, so the Store outlives every rank. If the job goes on after the loss of a
+host, each agent serves a Store, and that of another host takes its place (`fog_pg._standby`).
 
 Two processes watch each other. The first one is the guard. It adopts whatever the ranks leave behind, and ends it when
 the agent proper, its child, has ended for any reason. If the guard is killed, the agent gets SIGTERM and ends the ranks.
@@ -36,6 +38,10 @@ _STOP_TIMEOUT = 30.0
 _MEMBER = "fog_member"
 # The seconds in which the last messages to `fog run` must be written.
 _TELL_TIMEOUT = 10.0
+# The seconds in which `fog run` decides about a rank that has ended; then it is gone, with a host that says no more.
+_DECIDE_TIMEOUT = 30.0
+# The seconds that other hosts may take to start, and after which those that are missing are named.
+_START_TIMEOUT, _NAME_AFTER = 900.0, 8.0
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,12 @@ class Task:
         size: The number of ranks of the job.
         first: The first rank of this host.
         count: The number of ranks of this host.
-        port: That of the Store; 0 on the first host for any free one.
-        is_asked: Whether `fog run` decides if a rank that did not end well is started again.
+        port: That of the Store; 0 for any free one.
+        host: The number of this host.
+        serves: Whether this agent serves a Store.
+        stays: Whether it does so until `fog run` says that the other hosts have ended.
+        max_restarts: How often a rank that did not end well is started again, as long as `fog run` does not say otherwise.
+        goes_on: Whether the ranks go on if `fog run` is gone without a word.
     """
 
     token: str
@@ -62,12 +72,11 @@ class Task:
     first: int
     count: int
     port: int = 0
-    is_asked: bool = False
-
-    @property
-    def holds_store(self) -> bool:
-        """Whether this agent holds the Store: it is that of the first host."""
-        return self.first == 0
+    host: int = 0
+    serves: bool = True
+    stays: bool = False
+    max_restarts: int = 0
+    goes_on: bool = False
 
 
 @dataclass
@@ -88,14 +97,17 @@ class Agent:
         self._living: dict[int, _Rank] = {}  # by process ID
         # Ranks to start: how often they were started before, and whether they join others.
         self._due = {rank: (0, False) for rank in range(task.first, task.first + task.count)}
-        self._undecided: set[int] = set()  # ranks that have ended and may be started again
+        # Ranks that have ended and may be started again: their restarts, and until when `fog run` must decide.
+        self._undecided: dict[int, tuple[int, float]] = {}
+        self._is_alone = False  # `fog run` is gone
+        self._runs = False  # the job ran already when this agent started
         self._left: list[
             tuple[float, set[tuple[int, int]]]
         ] = []  # processes of lost ranks, and when they are killed
         self._stop_at: float | None = None  # when ranks that were told to end are killed
-        # The other hosts use the Store until `fog run` says that they have ended.
-        self._stays = task.holds_store and task.count < task.size
+        self._stays = task.stays
         self._port = task.port
+        self._stores: list[str] = []  # the addresses of the job's Stores; ranks start when they are known
         self._store: Any = None
         self._serving: threading.Thread | None = None
         self._failure: str | None = None
@@ -104,8 +116,8 @@ class Agent:
         self._teller = threading.Thread(target=self._write_messages, daemon=True)
         self._teller.start()
         self._selector = selectors.DefaultSelector()
-        self._woken, waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        self._woken, self._waker = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._waker, warn_on_full_buffer=False)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._selector.register(connection, selectors.EVENT_READ)
         for number in (*processes.SIGNALS, signal.SIGCHLD):
@@ -127,15 +139,17 @@ class Agent:
 
     def _begin(self) -> None:
         """Serves a new Store, if this agent does so; one before it goes with what its ranks have written."""
-        if self._task.holds_store:
+        is_alone = self._task.size == self._task.count
+        if self._task.serves:
             if self._serving is not None:
                 self._serving.join()
             self._store = None
-            listener = _listen(self._port, only_here=self._task.size == self._task.count)
+            listener = _listen(self._port, only_here=is_alone)
             self._port = listener.getsockname()[1]
             # It takes seconds to import torch; the ranks do the same meanwhile, and connect when the Store is there.
             self._serving = threading.Thread(target=self._serve, args=(listener,), daemon=True)
             self._serving.start()
+        self._stores = [f"127.0.0.1:{self._port}"] if is_alone else []
         self._tell(event="begun", port=self._port)
 
     def _is_needed(self) -> bool:
@@ -157,9 +171,37 @@ class Agent:
             self._failure = f"the Store cannot be served: {type(error).__name__}: {error}"
             os.kill(os.getpid(), signal.SIGTERM)  # wakes the main thread, which ends the ranks
 
+    def _find_job(self, stores: list[str]) -> None:
+        """Waits until the Stores of all hosts are there, or one is that of a job that runs already: the ranks then join."""
+        from fog_pg._standby import is_of_a_job
+
+        deadline = time.monotonic() + _START_TIMEOUT
+        named = time.monotonic() + _NAME_AFTER
+        missing, runs = set(stores), False
+        while missing and not runs:
+            for address in sorted(missing):
+                if (is_taken := is_of_a_job(address)) is not None:
+                    missing.discard(address)
+                    runs = runs or is_taken
+            if missing and time.monotonic() >= named:
+                self._tell(event="waits", stores=sorted(missing))
+                named = deadline
+            if missing and time.monotonic() >= deadline:
+                self._failure = f"the Stores at {', '.join(sorted(missing))} cannot be reached"
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            time.sleep(processes.INTERVAL)
+        self._runs, self._stores = runs, stores
+        os.write(self._waker, b"\0")
+
     def _start(self, rank: int, restarts: int, joins: bool) -> None:
-        own = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - self._task.first}
-        own |= {"MASTER_PORT": self._port, "FOG_JOIN": int(joins)}
+        joins = joins or self._runs
+        own: dict[str, object] = {"RANK": rank, "ROLE_RANK": rank, "LOCAL_RANK": rank - self._task.first}
+        # A rank that joins begins at the Store of its own host, which is there.
+        address, _, port = self._stores[self._task.host if joins else 0].rpartition(":")
+        own |= {"MASTER_ADDR": address.strip("[]"), "MASTER_PORT": port, "FOG_JOIN": int(joins)}
+        if len(self._stores) > 1:
+            own["FOG_STORES"] = ",".join(self._stores)
         environment = self._task.environment | {name: str(value) for name, value in own.items()}
         program, *words = self._task.command
         pid = os.posix_spawn(
@@ -174,8 +216,10 @@ class Agent:
 
     def _wait(self) -> None:
         """Waits for a signal, a line of `fog run`, or the next time to keep."""
-        times = [at for at, _ in self._left]
-        if self._due:  # they wait for the end of what is left of those before, which nothing tells
+        times = [at for at, _ in self._left] + [at for _, at in self._undecided.values()]
+        if (
+            self._due and self._stores
+        ):  # they wait for the end of what is left of those before, which nothing tells
             times.append(time.monotonic() + processes.INTERVAL)
         if self._stop_at is not None and self._living:
             times.append(self._stop_at)
@@ -192,7 +236,9 @@ class Agent:
         data = os.read(self._connection, 1 << 16)
         if not data:
             self._selector.unregister(self._connection)
-            if self._stop_at is None:
+            if self._task.goes_on and self._stores:
+                self._go_on_alone()
+            elif self._stop_at is None:
                 self._stop(signal.SIGTERM)
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
@@ -203,15 +249,28 @@ class Agent:
             elif "members" in told:
                 ranks = [rank.number for rank in self._living.values() if _is_member(rank.pid)]
                 self._tell(event="members", question=told["members"], ranks=ranks)
+            elif "stores" in told:
+                if told["is_only"]:
+                    threading.Thread(target=self._find_job, args=(told["stores"],), daemon=True).start()
+                else:
+                    self._stores = told["stores"]
             elif "start" in told:
-                self._undecided.discard(told["start"])
-                self._plan(told["start"], told["restarts"], joins=True)
+                if self._undecided.pop(told["start"], None) is not None:
+                    self._plan(told["start"], told["restarts"], joins=True)
             elif "again" in told:
                 self._start_all(told["again"])
             elif "leave" in told:
-                self._undecided.discard(told["leave"])
+                self._undecided.pop(told["leave"], None)
             else:  # the other hosts have ended
                 self._stays = False
+
+    def _go_on_alone(self) -> None:
+        """Decides without `fog run`: a rank that has ended joins the others, who may be on any host."""
+        self._is_alone, self._stays = True, False
+        for rank, (restarts, _) in self._undecided.items():
+            if restarts < self._task.max_restarts:
+                self._plan(rank, restarts + 1, joins=True)
+        self._undecided.clear()
 
     def _plan(self, rank: int, restarts: int, *, joins: bool) -> None:
         if self._stop_at is None:
@@ -261,8 +320,8 @@ class Agent:
             # A rank that was killed could not end its own processes. One that ended well may leave some at work, as
             # a logger that sends its last lines; the guard ends these at the end of the job.
             self._end_rest(rank)
-            if self._task.is_asked and self._stop_at is None:
-                self._undecided.add(rank.number)
+            if self._task.max_restarts and self._stop_at is None:
+                self._undecided[rank.number] = rank.restarts, time.monotonic() + _DECIDE_TIMEOUT
         self._tell(
             event="ended",
             rank=rank.number,
@@ -274,12 +333,14 @@ class Agent:
 
     def _keep_times(self) -> None:
         now = time.monotonic()
+        if self._undecided and (self._is_alone or min(at for _, at in self._undecided.values()) <= now):
+            self._go_on_alone()
         for at, left in list(self._left):
             still = processes.living(left)
             if not still or at <= now:
                 processes.kill_with_descendants(still)
                 self._left.remove((at, left))
-        if not self._left:  # nothing is left of the process before when a rank starts again
+        if self._stores and not self._left:  # nothing is left of the process before when a rank starts again
             for rank in list(self._due):
                 self._start(rank, *self._due.pop(rank))
         if self._stop_at is not None and self._stop_at <= now:
@@ -309,11 +370,15 @@ def _is_member(leader: int) -> bool:
 
 def _listen(port: int, *, only_here: bool) -> socket.socket:
     """Returns the socket of the Store. If all ranks are on this host, only this host reaches it."""
-    if only_here:
-        return socket.create_server(("127.0.0.1", port), backlog=1024)
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), backlog=1024)
+    try:
+        if only_here:
+            return socket.create_server(("127.0.0.1", port), backlog=1024)
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        other = "; another job may have the same MASTER_PORT" if port else ""
+        raise OSError(f"port {port} of the job's Store: {os.strerror(error.errno or 0)}{other}") from error
 
 
 def _read_line(descriptor: int) -> bytes:

@@ -47,6 +47,12 @@ class Admission:
         """Returns whether nothing has happened since the last poll. It asks nobody, and makes no system call."""
         return self._announced() == self._seen and epoch == self._epoch
 
+    def answers(self) -> bool:
+        """Returns whether joiners know that this rank answers; before, another one may have done so."""
+        return bool(
+            self._store.check([NONCE]) and self._store.get(NONCE).decode(errors="replace") == self._nonce
+        )
+
     def publish_nonce(self) -> None:
         """Tells joiners the random number that their proofs must contain, on the rank that answers."""
         self._store.set(NONCE, self._nonce)
@@ -73,8 +79,6 @@ class Admission:
             living: The ranks that a joiner must reach; this one is the first.
         """
         self._seen, self._epoch = self._announced(), epoch
-        if not self._store.check([NONCE]) or self._store.get(NONCE).decode(errors="replace") != self._nonce:
-            self.publish_nonce()  # another rank has answered before
         last = self._store.add(COUNT, 0)
         first = self._first()
         for ticket in range(first, last + 1):

@@ -80,13 +80,19 @@ class Joiner:
 
     def enter(self) -> dict[str, Any]:
         """Says that this process is ready; returns the decision by which it is a member. Errors as of `pull`."""
+        _joining.tell_stores()
         self._store.set(key(self._ticket, "ready"), "1")
         self._announce()
         return self._opened("admitted", self._await("admitted"))
 
     def entries(self, ranks: Sequence[int]) -> dict[int, str]:
         """Returns how to connect with these ranks of the job, as they are now."""
-        now = self._entries()
+        end = time.monotonic() + _REACH_TIMEOUT
+        while not (now := self._entries()).keys() >= set(ranks):  # they tell a new Store one after the other
+            if time.monotonic() >= end:
+                missing = sorted(set(ranks) - now.keys())
+                raise self._error(f"the job's Store does not know how to reach the ranks {missing}")
+            time.sleep(_PAUSE)
         return {rank: now[rank] for rank in ranks}
 
     def numbers(self) -> frozenset[int]:

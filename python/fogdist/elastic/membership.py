@@ -133,6 +133,7 @@ class Members:
         self._objects: weakref.WeakValueDictionary[str, Participant] = weakref.WeakValueDictionary()
         self._numbers: dict[str, int] = {}  # of the last decision
         self._admission: Admission | None = None
+        self._told: dict[str, Sequence[str]] = {}  # what processes that join compare their objects with
         self._joiner: Joiner | None = None
         # Processes that joined with the last epoch and have ended before this rank could tell them.
         self._unconnected: Collection[int] = ()
@@ -187,14 +188,16 @@ class Members:
             ValueError: They differ. torch.distributed.DistBackendError: A rank does not come.
         """
         self._open_admission()
+        told = {TOPOLOGY: self._whole().topology.items(), name: items}
         if self._joiner is not None:
             check_object(self._joiner.world, name, argument, items)
-            check_object(self._joiner.world, TOPOLOGY, "the topology", self._whole().topology.items())
-            return
-        check_same_everywhere(self.context.backend, argument, items)
+            check_object(self._joiner.world, TOPOLOGY, "the topology", told[TOPOLOGY])
+        else:
+            check_same_everywhere(self.context.backend, argument, items)
+        self._told |= told
         if self._admission is not None and self.context.rank == 0:
-            publish_object(self._joining_store(), TOPOLOGY, self._whole().topology.items())
-            publish_object(self._joining_store(), name, items)
+            for each, its_items in told.items():
+                publish_object(self._joining_store(), each, its_items)
 
     def enter(self, participant: Participant) -> bool:
         """See `Participant.enter`."""
@@ -227,9 +230,14 @@ class Members:
         self._answer(form)
         for rank, join in form.decision.joins.items():
             assert self._admission is not None  # all ranks have one if the lowest has let a process in
-            # Before the process is admitted: from then on it is the one that has this rank.
-            self._publish(rank, join.entry, form.epoch)
-            self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
+            try:
+                # Before the process is admitted: from then on it is the one that has this rank.
+                self._publish(rank, join.entry, form.epoch)
+                _joining.renew_stores()
+                self._admission.admit(join, {"epoch": form.epoch, **form.decision.to_values()})
+            except RuntimeError as error:
+                # Another rank may still reach the Store. If none does, the process does not come.
+                _log.warning("rank %d joins, but the job's Store does not answer: %s", rank, error)
         if form.decision.joins:
             entries = {rank: join.entry for rank, join in form.decision.joins.items()}
             _extension.load().connect_with(entries, True, _CONNECT_TIMEOUT)
@@ -385,24 +393,37 @@ class Members:
         """Tells the Store how to connect with this rank, when its first object that goes on after losses is made."""
         if self._admission is not None or self._joiner is not None or not self._is_first():
             return
-        extension, first = _extension.load(), self._whole()
-        store = self._joining_store()
-        if not extension.job_secret():
+        if not _extension.load().job_secret():
             if self.context.rank == 0:
-                _joining.close(store, _NO_SECRET)
+                _joining.close(self._joining_store(), _NO_SECRET)
             return
-        self._admission = Admission(store, first.backend.id)
+        self._enter_store()
+        _joining.follow_store(self._enter_store)
+
+    def _enter_store(self) -> None:
+        """Tells the job's Store, which may be a new one, what this rank has to tell."""
+        if self._admission is not None:
+            self._admission.leave_to_another(self.epoch)  # the tickets are lost with the old one
+        self._admission = Admission(self._joining_store(), self._whole().backend.id)
+        self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
-            self._admission.publish_nonce()
-            if not environment.JOB_SECRET.is_set():
-                _joining.publish_secret(store, extension.job_secret())
-        self._publish(first.rank, extension.own_entry(), 0)
+            self._tell_joiners(self._admission)
+
+    def _tell_joiners(self, admission: Admission) -> None:
+        """Tells the Store what the rank that answers joiners has to tell, unless that has been done."""
+        if admission.answers():
+            return
+        store = self._joining_store()
+        admission.publish_nonce()
+        if not environment.JOB_SECRET.is_set():
+            _joining.publish_secret(store, _extension.load().job_secret())
+        for name, items in self._told.items():
+            publish_object(store, name, items)
+        _joining.publish_hosts(store, self._whole().backend.hosts, self.epoch)
 
     def _publish(self, rank: int, entry: str, epoch: int) -> None:
         first = self._whole()
-        hosts = first.backend.hosts
-        host = hosts[rank] if rank < len(hosts) else hosts[first.rank]  # a later rank is on this host
-        _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch, host)
+        _joining.publish(self._joining_store(), rank, first.backend.id, first.size, entry, epoch)
 
     def _attend(self, admission: Admission, participant: Participant) -> None:
         """Answers joiners, on the rank with the lowest number, and agrees with the others if one is ready."""
@@ -416,6 +437,7 @@ class Members:
                     admission.leave_to_another(self.epoch)
                 case Poll():
                     try:
+                        self._tell_joiners(admission)
                         admission.poll(self.epoch, self._asked, self._saved, protocol.living)
                     except dist.DistBackendError:
                         raise
@@ -509,7 +531,8 @@ class Members:
         self._adopt(form)
         self._await_all(joiner.protocol, form)
         self._answer(form)
-        self._admission = Admission(self._joining_store(), self._whole().backend.id)
+        self._enter_store()
+        _joining.follow_store(self._enter_store)
         for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
         for each in list(self._objects.values()):

@@ -60,11 +60,11 @@ class Processes:
         task = {
             "token": _TOKEN,
             "command": [*RANK, sys.executable, engine.__file__, str(folder), str(timeout)],
-            "environment": of_host(variables, size, size, 0, "127.0.0.1", folder.name),
+            "environment": of_host(variables, size, size, 0, folder.name),
             "folder": os.getcwd(),
             "size": size,
             "count": size,
-            "first": 0,  # so the Store is in the agent, and ranks can make a destroyed group again at any time
+            "first": 0,  # the Store is in the agent, so ranks can make a destroyed group again at any time
         }
         self.pids: list[int] = []
         self.client: Any = None

@@ -1,0 +1,207 @@
+"""The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
+
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place, for all
+ranks alike. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import hashlib
+import hmac
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from fog_pg import _store, environment
+
+_log = logging.getLogger("fog_pg")
+
+# Above all keys, so that they have the same names in each of the servers.
+_PREFIX = "fog/job"
+# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, and with the list
+# of a process that has joined, whose host may be a new one.
+_OWNER, _FOUND, _LIST = "owner", "found/{owner}", "list"
+# The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
+# start its process may still import torch.
+_REACH_TIMEOUT = 3.0
+_ANSWER_TIMEOUT, _START_TIMEOUT = 5.0, 60.0
+# The pause between two requests that show whether the Store in use still answers, in seconds.
+_PERIOD = 0.5
+
+
+class Standby:
+    """The Store of this process's job, and those that may take its place.
+
+    Args:
+        addresses: Of all servers, in the order of their use.
+        at: The place of the one in use.
+        store: Its Store.
+
+    Attributes:
+        store: That which is in use now.
+        moves: How often it has become another one.
+    """
+
+    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
+        self._addresses, self._at, self.store = addresses, at, store
+        self.moves = 0
+        self._end = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def follow(self, moved: Callable[[], object]) -> None:
+        """Calls a function whenever another Store is in use, from a thread that watches the Store until `end`."""
+        self._watcher = threading.Thread(target=self._watch, args=(moved,), daemon=True)
+        self._watcher.start()
+        atexit.register(
+            self.end
+        )  # the end of the interpreter in a request of the thread would abort the process
+
+    def end(self) -> None:
+        """Ends the thread."""
+        self._end.set()
+        if self._watcher is not None:
+            self._watcher.join()
+
+    def _watch(self, moved: Callable[[], object]) -> None:
+        while not self._end.wait(_PERIOD):
+            try:
+                if self.move_if_lost():
+                    moved()
+            except RuntimeError as error:
+                _log.warning("processes cannot join any more: %s", error)
+                return
+
+    def move_if_lost(self) -> bool:
+        """Returns whether another Store is in use from now on, because the one in use does not answer.
+
+        Raises:
+            RuntimeError: None of the servers answers.
+        """
+        try:
+            self.store.check([_OWNER])
+            return False
+        except RuntimeError as error:
+            listed, before = self._addresses, self._addresses[self._at]
+            for step in range(len(listed)):  # first the same one: only the connection may be lost
+                at = (self._at + step) % len(listed)
+                if (store := _connected(listed[at])) is not None:
+                    self._at, self.store, self.moves = at, store, self.moves + 1
+                    _log.warning(
+                        "the job's Store is now that of %s: that of %s does not answer: %s",
+                        listed[at],
+                        before,
+                        str(error).partition("\n")[0],
+                    )
+                    return True
+            raise RuntimeError(
+                f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
+            ) from None
+
+    def tell_list(self) -> None:
+        """Tells the others where the servers are, as this process, which joins them, has been told."""
+        self.store.set(_LIST, ",".join(self._addresses))
+
+    def renew_list(self) -> None:
+        """Takes the list of a process that joins."""
+        if self.store.check([_LIST]):
+            self._addresses = self.store.get(_LIST).decode().split(",")
+
+
+def addresses() -> list[str]:
+    """Returns the addresses of the servers of this process's job; none if there is no standby."""
+    return [each for each in environment.STORES.get().split(",") if each]
+
+
+def begin(store: dist.Store, rank: int) -> Standby | None:
+    """Returns the Stores of a job that begins; None if there is no standby.
+
+    Args:
+        store: That of the first group, in the first server.
+        rank: This process's.
+
+    Raises:
+        RuntimeError: A server does not answer, or belongs to another job.
+    """
+    if not (listed := addresses()):
+        return None
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    own = dist.PrefixStore(_PREFIX, store)
+    # The secret tells jobs of one name apart.
+    secret = hmac.new(environment.JOB_SECRET.get().encode(), b"fog owner", hashlib.sha256).hexdigest()
+    owner = f"{environment.TORCHELASTIC_RUN_ID.get()} {secret[:16]}"
+    key = _FOUND.format(owner=owner)
+    if rank == 0:
+        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
+            found = pool.map(lambda address: _claimed(address, owner), listed)
+            own.set(key, "; ".join(filter(None, found)))
+    if problem := own.get(key).decode():
+        raise RuntimeError(f"{environment.STORES.name}: {problem}")
+    return Standby(listed, 0, own)
+
+
+def find(mark: str) -> Standby | None:
+    """Returns the Stores of the job that this process joins; None if there is no standby.
+
+    Args:
+        mark: The key that the job sets in each Store that it uses; that with the largest text is in use.
+
+    Raises:
+        RuntimeError: No server answers.
+    """
+    if not (listed := addresses()):
+        return None
+    # The ranks may not know yet that the Store in use is lost.
+    deadline = time.monotonic() + environment.HOST_TIMEOUT.get() + _ANSWER_TIMEOUT
+    while True:
+        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
+            stores = list(pool.map(_connected, listed))
+        found = [(at, store) for at, store in enumerate(stores) if store is not None]
+        if not found:
+            raise RuntimeError(
+                f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
+            )
+        if marked := [(at, store) for at, store in found if store.check([mark])]:
+            return Standby(listed, *max(marked, key=lambda each: each[1].get(mark)))
+        if time.monotonic() >= deadline:
+            return Standby(listed, *found[0])
+        time.sleep(_PERIOD)
+
+
+def is_of_a_job(address: str) -> bool | None:
+    """Returns whether a job has taken the server at an address; None if it does not answer."""
+    store = _connected(address)
+    return None if store is None else bool(store.check([_OWNER]))
+
+
+def _claimed(address: str, owner: str) -> str:
+    """Takes a server for the job; returns why that is not possible, "" if it is."""
+    if (store := _connected(address, _START_TIMEOUT)) is None:
+        return f"the Store at {address} cannot be reached; is it started?"
+    before = store.compare_set(_OWNER, "", owner).decode()
+    if before == owner:
+        return ""
+    name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
+    which = "the same name" if other == name else f"the name '{other}'"
+    return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
+
+
+def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:
+    """Returns the Store at an address; None if it does not answer."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    with contextlib.suppress(OSError, RuntimeError):
+        socket.create_connection((host, int(port)), _REACH_TIMEOUT).close()
+        limit = timedelta(seconds=timeout)
+        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        _store.limit_silence(store, environment.HOST_TIMEOUT.get())
+        return dist.PrefixStore(_PREFIX, store)
+    return None

@@ -1,0 +1,170 @@
+"""Tests of the Stores of a job that may lose the host of the one in use: begin, move, find; what is wrong is named soon.
+
+tests/test_keep_going.py has hosts that are lost while ranks train.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch.distributed as dist
+
+from fog_pg import _standby, environment
+from fog_pg._store import connections
+
+SOON = 10.0
+
+
+class Server:
+    """A Store of a host, which ends with this object's `end`."""
+
+    def __init__(self, port: int = 0) -> None:
+        self.store: dist.TCPStore | None = dist.TCPStore(
+            "127.0.0.1", port, is_master=True, wait_for_workers=False
+        )
+        self.port = self.store.port
+        self.address = f"127.0.0.1:{self.port}"
+
+    def end(self) -> None:
+        self.store = None
+
+
+@pytest.fixture
+def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[..., _standby.Standby]:
+    """Begins as a rank of a job, with the Store of the first server."""
+
+    def call(
+        *addresses: str, rank: int = 0, name: str = "a job", secret: str = "the secret of a job"
+    ) -> _standby.Standby:
+        monkeypatch.setenv("FOG_STORES", ",".join(addresses))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        monkeypatch.setenv("FOG_JOB_SECRET", secret)
+        port = int(addresses[0].rpartition(":")[2])
+        first = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        found = _standby.begin(dist.PrefixStore("of torch", first), rank)
+        assert found is not None
+        return found
+
+    return call
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_without_the_variable_there_is_no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FOG_STORES", raising=False)
+    assert _standby.begin(dist.HashStore(), 0) is None and _standby.find("mark") is None
+
+
+@pytest.mark.parametrize("text", ["a", "a:", ":1", "a:1,,b:1", "a:0", "a:65536", "fe80::1:29500", "a:1 b:1"])
+def test_lists_that_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="FOG_STORES: got '.*'; allowed are lists host:port,host:port"):
+        environment.STORES.get({"FOG_STORES": text})
+    assert environment.STORES.get({"FOG_STORES": "a:1,[fe80::1]:2"}) == "a:1,[fe80::1]:2"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "no.such.host.invalid"])
+def test_a_standby_that_is_not_there_is_named_on_all_ranks(
+    begin: Callable[..., _standby.Standby], host: str
+) -> None:
+    """It was never started, does not answer, or has no such name."""
+    first, missing = Server(), f"{host}:{free_port()}"
+    started = time.monotonic()
+    for rank in range(2):
+        with pytest.raises(
+            RuntimeError, match=f"FOG_STORES: the Store at {missing} cannot be reached; is it started"
+        ):
+            begin(first.address, missing, rank=rank)
+    assert time.monotonic() - started < SOON
+
+
+def test_a_store_of_another_job_is_named(begin: Callable[..., _standby.Standby]) -> None:
+    servers = [Server(), Server(), Server()]
+    begin(servers[0].address, servers[1].address)
+    begin(servers[0].address, servers[1].address)  # the same job makes its group again
+    for values, which in (
+        ({"secret": "the secret of another"}, "the same name"),
+        ({"name": "b"}, "the name 'a job'"),
+    ):
+        for rank in range(2):
+            with pytest.raises(
+                RuntimeError,
+                match=f"{servers[1].address} belongs to another job, of {which}; this job's name",
+            ):
+                begin(servers[2].address, servers[1].address, rank=rank, **values)
+        servers[2] = Server()
+
+
+def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.Standby]) -> None:
+    """With the calls of the function that follows, once for each move."""
+    servers = [Server() for _ in range(4)]
+    addresses = [server.address for server in servers]
+    standby = begin(*addresses)
+    assert not standby.move_if_lost()
+    moved = threading.Semaphore(0)
+    standby.follow(moved.release)
+    standby.store.set("key", "first")
+    servers[1].end()
+    servers[0].end()
+    assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
+    standby.store.set("key", "third")
+    assert servers[2].store is not None and servers[2].store.get("fog/job/key") == b"third"
+    back = Server(servers[0].port)  # its host has been replaced
+    servers[2].end()
+    assert moved.acquire(timeout=SOON) and servers[3].store is not None
+    standby.store.set("key", "fourth")
+    assert servers[3].store.get("fog/job/key") == b"fourth" and not back.store.check(["fog/job/key"])
+    servers[3].end()
+    assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
+    standby.store.set("list", addresses[3])
+    standby.renew_list()
+    assert standby.moves == 3
+    standby.end()
+    back.end()
+    with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}: "):
+        standby.move_if_lost()
+    assert not moved.acquire(blocking=False)
+
+
+def test_a_connection_that_is_lost_is_made_again(begin: Callable[..., _standby.Standby]) -> None:
+    first, second = Server(), Server()
+    standby = begin(first.address, second.address)
+    standby.store.set("key", "value")
+    for connection in connections(standby.store):
+        if connection.getpeername()[1] == first.port:
+            connection.shutdown(socket.SHUT_RDWR)
+    assert standby.move_if_lost() and standby.store.get("key") == b"value"
+
+
+def test_a_process_that_joins_finds_the_store_in_use(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [Server() for _ in range(4)]
+    begin(*(server.address for server in servers))
+    assert [_standby.is_of_a_job(server.address) for server in servers] == [True] * 4
+    assert _standby.is_of_a_job(Server().address) is False
+    for server, since in zip(servers[:3], "132", strict=True):
+        assert server.store is not None
+        server.store.set("fog/job/mark", since)
+    for place, since in ((1, b"3"), (2, b"2")):  # the last one is lost
+        found = _standby.find("mark")
+        assert found is not None and found.store.get("mark") == since
+        servers[place].end()
+    monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
+    monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
+    threading.Timer(
+        1.0, lambda: servers[3].store.set("fog/job/later", "")
+    ).start()  # it moves there meanwhile
+    found = _standby.find("later")
+    assert found is not None and found.store.check(["later"])
+    for server in servers:
+        server.end()
+    assert _standby.is_of_a_job(servers[0].address) is None
+    with pytest.raises(RuntimeError, match="FOG_STORES: none of the job's Stores answers: 127.0.0.1:"):
+        _standby.find("mark")
