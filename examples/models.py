@@ -154,3 +154,73 @@ class GPT(nn.Module):
             y = block(y, src_mask=self.mask[:length, :length], is_causal=True)
         logits: Tensor = self.head(self.norm(y))
         return logits
+
+
+class Llama(nn.Module):
+    """A small Llama: RMSNorm, rotary embedding, grouped-query attention and SwiGLU (Touvron et al., arXiv 2307.09288).
+
+    Args:
+        symbols: Size of the vocabulary.
+        context: Symbols that it sees at most.
+        width: The width of the embedding; an even multiple of `heads`.
+        heads: The number of heads of the queries; a multiple of `groups`.
+        groups: The number of heads of the keys and values.
+        layers: Blocks.
+    """
+
+    def __init__(self, symbols: int, context: int, width: int, heads: int, groups: int, layers: int) -> None:
+        super().__init__()
+        self.symbols = nn.Embedding(symbols, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, groups) for _ in range(layers))
+        self.norm = nn.RMSNorm(width)
+        self.head = nn.Linear(width, symbols, bias=False)
+        nn.init.normal_(self.symbols.weight, std=0.02)
+        pairs = width // heads // 2
+        angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(pairs) / pairs))
+        self.turns: Tensor
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits (batch, length, symbols) of what follows each of the symbols x (batch, length)."""
+        y: Tensor = self.symbols(x)
+        for block in self.blocks:
+            y = block(y, self.turns[:, : x.shape[1]])
+        logits: Tensor = self.head(self.norm(y))
+        return logits
+
+
+class LlamaBlock(nn.Module):
+    """Attention, then SwiGLU, each of a norm of its input, which is added to it."""
+
+    def __init__(self, width: int, heads: int, groups: int) -> None:
+        super().__init__()
+        self.size = width // heads  # of a head
+        self.attention_norm, self.feed_forward_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.queries = nn.Linear(width, width, bias=False)
+        self.keys = nn.Linear(width, groups * self.size, bias=False)
+        self.values = nn.Linear(width, groups * self.size, bias=False)
+        self.output = nn.Linear(width, width, bias=False)
+        hidden = 8 * width // 3
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        y = self.attention_norm(x)
+        # Of shape (batch, heads, length, size of a head).
+        queries, keys, values = (
+            layer(y).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for layer in (self.queries, self.keys, self.values)
+        )
+        found = functional.scaled_dot_product_attention(
+            turned(queries, turns), turned(keys, turns), values, is_causal=True, enable_gqa=True
+        )
+        x = x + self.output(found.transpose(1, 2).flatten(2))
+        y = self.feed_forward_norm(x)
+        return x + self.down(functional.silu(self.gate(y)) * self.up(y))
+
+
+def turned(x: Tensor, turns: Tensor) -> Tensor:
+    """Returns heads whose pairs of elements are turned by an angle that grows with the place (rotary embedding)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = turns
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)

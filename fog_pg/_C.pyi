@@ -425,6 +425,14 @@ class ProcessGroupFog(Backend):
         that has ended in good order is not lost. Takes a few microseconds.
         """
 
+    def silent_ranks(self) -> list[int]:
+        """The lost ranks whose processes may still run, in ascending order.
+
+        Nothing has come from them for too long, or the connection has broken and it could not be found out whether their
+        processes have ended. The system has reported the end of the other lost ranks. A silent rank is still lost, but no
+        longer silent, when that is reported later.
+        """
+
     def left_ranks(self) -> list[int]:
         """The ranks that have closed the group, or whose process has ended in good order, in ascending order."""
 
@@ -676,6 +684,46 @@ def add_whole(
 
     Args:
         hosts: The number of each rank's host when the job started.
+    """
+
+def send_membership(rank: int, epoch: int, payload: bytes) -> bool:
+    """Sends a message about the job's members to another rank; does not wait, and needs no group that works.
+
+    Messages of one sender stay in order. They are lost if a rank ends, if it has no group, and if its program does not take
+    them: the oldest give way to new ones beyond 4,096 messages or 16 MiB.
+
+    Args:
+        rank: Of the job: in this process's first group, or of a process that has joined.
+        epoch: That this rank knows; for the receiver's answer (`answer_membership`).
+        payload: At most 1 MiB.
+
+    Returns:
+        False if there is no way to that rank, if it is lost or has left, or if it does not read: 16 MiB wait for it.
+
+    Raises:
+        ValueError: `rank` is this one, or no rank that the job can have; `epoch` is negative; `payload` is too long.
+    """
+
+def take_membership() -> list[tuple[int, bytes]]:
+    """The messages of `send_membership` that have come, with the ranks of their senders, in the order of each sender."""
+
+def wait_membership(timeout_s: float) -> bool:
+    """Waits until `take_membership` has something to return; False after `timeout_s`, or when the process ends.
+
+    A hang of the program is still seen while a thread other than the main one waits here (docs/hangs.md).
+
+    Raises:
+        ValueError: `timeout_s` is negative or not a number.
+    """
+
+def answer_membership(epoch: int, payload: bytes) -> None:
+    """Sets what is sent at once to each rank whose message tells an epoch up to `epoch`, while the program does anything.
+
+    It replaces an earlier answer, and ends with the process's last group. The message comes to `take_membership` as well.
+    An answer comes as a message does, and is not answered.
+
+    Raises:
+        ValueError: As for `send_membership`.
     """
 
 def connect_with(entries: Mapping[int, str], is_member: bool, timeout: timedelta) -> list[int]:

@@ -120,7 +120,7 @@ def test_a_scaled_step_reads_once_whether_gradients_overflowed(worlds, kind, siz
 
 def train_sharded(kind: str, device: str) -> list[Tensor]:
     place()
-    return test_fsdp_gossip.train(kind, True, device)
+    return test_fsdp_gossip.train(kind, "2 x 2", True, device)
 
 
 @on_gpus_only

@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from scripts import ROOT, run_script
 EXAMPLES = ROOT / "examples"
 TRAINING = ["train_digits", "train_gpt", "train_resnet", "synthetic_resnet50"]
 OTHERS = ["average_consensus", "push_sum", "optimization", "resource_allocation", "svrg", "linear_speedup"]
-OTHERS += ["single_operation", "train_imagenet"]
+OTHERS += ["single_operation", "train_imagenet", "train_sharded"]
 
 
 def check_picture(path: Path) -> None:
@@ -212,6 +213,19 @@ def test_inner_and_outer_peers(tmp_path: Path) -> None:
         pool.close()
     ((error,),) = rows_of(output)[-1:]
     assert error < 1e-6, output
+
+
+def test_sharded_llama_goes_on_from_a_checkpoint(tmp_path: Path, script_worlds: WorldPool) -> None:
+    folder = tmp_path / "checkpoints"
+    flags = "--steps 20 --every 10 --width 32 --context 32 --text-bytes 200000 --how diloco --checkpoints"
+    script = [EXAMPLES / "train_sharded.py", *flags.split(), folder]
+    first, again = "", ""
+    for log in ("first.txt", "again.txt"):
+        first, again = again, run_script(script, 4, tmp_path / log, script_worlds)
+        shutil.rmtree(folder / "step-000020")
+    assert "from the beginning\nstep 10: loss" in first and "going on after step 10\nstep 20: loss" in again
+    (expected, found) = (re.findall(r"loss of the average: (\S+)", output) for output in (first, again))
+    assert found == expected and 3.0 < float(found[0]) < 5.5, again  # a model without training has ln 256
 
 
 @pytest.mark.long

@@ -45,6 +45,7 @@ from hosts import INTERFACE, address, connections, cut_link, emulated_hosts, mov
 from numpy.typing import NDArray
 from scripts import ROOT
 from test_membership import OF_NAMES, OF_WORDS
+from test_tuning import move_each_time
 
 from fog_pg import _joining
 
@@ -66,6 +67,7 @@ IN_STEP += [
     "LocalSGD/streaming",
     "DiLoCo/streaming",
     "DiLoCo/streaming/reschedules",
+    "DecentralizedSGD/tuned",
 ]
 OWN_PACE = ["wrapper/patience", "DecentralizedSGD/patience", "DecentralizedSGD/patience/freezes"]
 OWN_PACE += ["wrapper/async", "AsynchronousGossip"]
@@ -115,6 +117,9 @@ def train(options: Mapping[str, Any]) -> None:
     optimizer: Any = inner
     if kind == "wrapper":
         called = fogdist.DecentralizedDataParallel(model, inner, **more)
+    elif "tuned" in words:
+        move_each_time()
+        optimizer = fogdist.DecentralizedOptimizer(inner, model, tune=fogdist.Tune(max_local_steps=2), **more)
     else:
         optimizer = getattr(algorithms, kind)(inner, model, **more)
     if "freezes" in words:
@@ -420,6 +425,7 @@ def end_alike(job: Job, joined: Sequence[int], *, in_step: bool = True) -> NDArr
                 "DecentralizedSGD",
                 "DecentralizedSGD/patience/freezes",
                 "DiLoCo/streaming/reschedules",
+                "DecentralizedSGD/tuned",
             ]
         ),
         *(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS if kind not in always),

@@ -343,6 +343,8 @@ DAMAGED: list[tuple[dict[str, int], str]] = [
     ({"kind": 11, "window_op": 8}, "there is no such operation on a window"),
     ({"kind": 5}, "it carries data"),
     ({"kind": 20, "bytes": 0}, "its data has another length"),
+    ({"kind": 21}, "it is no part of a message"),
+    ({"kind": 21, "delivery": 1}, "it is no part of a message"),
 ]
 # The news of a failure, whose text was cut within a character, and has a byte that is no text.
 NEWS, CUT, REPORTED = {"kind": 7, "failed_rank": 1}, b"\xc3b\xe2\x82", r"rank 1 reports: \?b\?\?"

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
+import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fogdist
 import pytest
@@ -16,7 +20,7 @@ from fogdist import algorithms, topology
 from fogdist.compression import BFloat16, Int8, TopK
 from fogdist.tuning import decision
 from fogdist.tuning.network import Exchanged, Links, Transfer, sites_of, transfers_of
-from fogdist.tuning.tuner import start_of
+from fogdist.tuning.tuner import TunedMixing, Tuner, start_of
 from harness import World, on_ranks
 from hosts import run_on_hosts
 from reference import Checks
@@ -249,26 +253,38 @@ def test_fast_links_need_no_change_of_what_is_sent() -> None:
     optimizer.close()
 
 
-def train_with_moves(kind: str, options: dict[str, Any]) -> tuple[list[Any], float]:
-    """Moves to another setting whenever ranks have told each other. Returns the history and the parameter."""
-    os.environ["FOG_NODES_PER_MACHINE"] = (
-        "1"  # so that transfers between ranks are transfers between machines
-    )
+def another_setting(groups: Any, now: Any, compute: float) -> Any:
+    """In place of `decision.moved`: moves each time, so that all settings come."""
+    found = [each for group in groups for each in group]
+    codes = [(each.way.code, each.local_steps, each.codec and each.codec.code) for each in found]
+    return found[((codes.index(now) if now in codes else 0) + 7) % len(found)]
+
+
+def move_each_time() -> None:
+    # Transfers between ranks are transfers between machines then.
+    os.environ["FOG_NODES_PER_MACHINE"] = "1"
+    decision.moved = another_setting  # type: ignore[assignment]
+
+
+def train_with_moves(kind: str, options: dict[str, Any], dies_after: float = math.inf) -> tuple[Any, float]:
+    """Moves to another setting whenever ranks have told each other. Returns the history and the parameter.
+
+    Args:
+        kind: Of the optimizer.
+        options: More arguments.
+        dies_after: So many seconds after the first steps, rank 2 is killed.
+    """
+    move_each_time()
     fogdist.init()
-    calls: list[Any] = []
-
-    def each_time(groups: Any, now: Any, compute: float) -> Any:
-        calls.append(now)
-        found = [each for group in groups for each in group]
-        return found[(7 * len(calls)) % len(found)]
-
-    decision.moved = each_time  # type: ignore[assignment]
     model = model_of(1000)
     optimizers = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
     made = optimizers[kind](model.parameters(), 1e-3 * fogdist.rank())
     bounds = fogdist.Tune(max_local_steps=2, codecs=() if kind == "adamw" else [Int8(), BFloat16()])
     optimizer: Any = fogdist.DecentralizedOptimizer(made, model, tune=bounds, **options)
-    train(optimizer, model, 40, 0.002)
+    train(optimizer, model, 5, 0.002)
+    if fogdist.rank() == 2 and dies_after < math.inf:
+        threading.Timer(dies_after, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train(optimizer, model, 35 if dies_after == math.inf else 75, 0.002)
     history = told(optimizer)
     optimizer.average()
     value = float(model.weight.sum().detach())
@@ -293,6 +309,57 @@ def test_all_ranks_move_at_the_same_step(
     assert all(each[1] == answers[0][1] for each in answers)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_is_lost(new_world: Callable[..., World], seed: int) -> None:
+    """At any moment, also where some ranks have had the report of a move and others not: all that are left go on alike."""
+    draw = random.Random(seed)
+    kind, options = draw.choice(
+        [("sgd", {}), ("sgd", {"order": "atc"}), ("sgd", {"topology": "ring"}), ("adamw", {})]
+    )
+    arguments = kind, {**options, "on_loss": "continue"}, draw.uniform(0.01, 0.1)
+    outcomes = new_world(4, timeout=TIMEOUT).run_raw(train_with_moves, *arguments)
+    answers = [each.value for each in survivors_of(outcomes, [2])]
+    assert all(each[1] == answers[0][1] for each in answers)
+    histories = [
+        [(each["topology"], each["local_steps"], each["codec"]) for each in history[place:]]
+        for history, _ in answers
+        for place, change in enumerate(history)
+        if change["reason"] == "the ranks have changed"
+    ]
+    assert len(histories) == 3 and all(each == histories[0] for each in histories), histories
+    assert len(histories[0]) > 3, histories
+
+
+def test_a_move_that_only_some_ranks_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a loss all have the local steps and the codec of the rank that has moved most, whatever they had."""
+    algorithm = Mock(
+        steps=8, rounds=3, local_steps=1, on_loss="continue", takes_compression=True, _bucket_bytes=None
+    )
+    algorithm.algorithm_name, algorithm.context.size, algorithm.context.machine_of = (
+        "DecentralizedSGD",
+        3,
+        [0, 1, 2],
+    )
+    tuner = Tuner(
+        algorithm, TunedMixing(start_of(None, 4)), fogdist.Tune(codecs=[BFloat16(), Int8()]), hides=1.0
+    )
+    assert tuner.schedule() == {"moves": 0, "tuned local steps": 1, "tuned codec": -1}
+    told = [
+        {"rounds": 3, "moves": moves, "tuned local steps": local_steps, "tuned codec": codec}
+        for moves, local_steps, codec in [(1, 2, 0), (2, 4, 1), (1, 2, 0)]
+    ]
+    tuner.members_changed(told)
+    assert tuner.schedule() == {"moves": 3, "tuned local steps": 4, "tuned codec": 1}
+    assert algorithm.local_steps == 4 and tuner.setting.reason == "the ranks have changed"
+    # Others have been at the beginning of round 3 already, where a report begins.
+    tuner.joined()
+    assert not algorithm.context.backend.allreduce_named.called
+    algorithm.rounds = 5
+    algorithm.context.rank = 0
+    tuner.joined()
+    assert algorithm.context.backend.allreduce_named.called
+
+
 @on_ranks(2)
 def test_wrong_bounds() -> None:
     start()
@@ -302,7 +369,6 @@ def test_wrong_bounds() -> None:
     cases: list[tuple[Any, Any, str, dict[str, Any]]] = [
         (ValueError, sgd, "local_steps must be at most max_local_steps=4 of tune, got 8", {"tune": fogdist.Tune(4), "local_steps": 8}),
         (ValueError, sgd, "compression must be None with tune", {"tune": True, "compression": Int8()}),
-        (ValueError, sgd, "on_loss must be 'raise' with tune", {"tune": True, "on_loss": "continue"}),
         (ValueError, sgd, "patience must be None with tune", {"tune": True, "patience": 5}),
         (ValueError, adamw, "tune must have no codecs for DecentralizedAdamW", {"tune": fogdist.Tune(codecs=[Int8()])}),
         (ValueError, sgd, "topology must be a topology, a graph or None with tune", {"tune": True, "topology": algorithms.GlobalAverage()}),

@@ -13,7 +13,7 @@ from torch.nn import Module
 from fogdist.agreement import check_same_everywhere
 from fogdist.context import PreconditionError, current
 from fogdist.packing import flatten, make_buckets
-from fogdist.shards import local_of
+from fogdist.shards import check_apart, local_of
 
 # The last distance that this process has computed, for `fogdist.metrics.Exporter`.
 latest: float | None = None
@@ -40,8 +40,8 @@ def consensus_distance(
 
     Raises:
         TypeError: `model` is none of these.
-        ValueError: A tensor of integers or bools; ranks disagree on shapes or dtypes (on all ranks alike);
-            before `init`.
+        ValueError: A tensor of integers or bools, or sharded over ranks of the group; ranks disagree on shapes or dtypes
+            (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
     global latest
@@ -56,6 +56,8 @@ def consensus_distance(
         raise TypeError(
             f"model must be a torch.nn.Module, a tensor or a list of them, got {type(model).__name__}"
         )
+    for place, tensor in enumerate(tensors):
+        check_apart(tensor, f"parameter {place}", context.group, may_be_copied=True)
     tensors = [local_of(tensor) for tensor in tensors]
     for place, tensor in enumerate(tensors):
         if not (tensor.is_floating_point() or tensor.is_complex()):

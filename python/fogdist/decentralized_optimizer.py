@@ -13,6 +13,7 @@ from fogdist.algorithms.decentralized_sgd import DecentralizedSGD, Order
 from fogdist.compression import Codec
 from fogdist.context import current
 from fogdist.lazy import nx
+from fogdist.shards import is_sharded
 from fogdist.topology import Topology
 from fogdist.training.algorithm import AlgorithmOptions
 from fogdist.training.continuing import OnLoss
@@ -59,13 +60,14 @@ def DecentralizedOptimizer(
             takes. An Adam then averages parameters alone.
         on_loss: What a step does if a rank is lost: "raise", or "continue" with the ranks that are left.
         broadcast: Whether all ranks begin with the parameters and buffers of rank 0.
-        group: The group of ranks; by default that of `init`.
+        group: The group of ranks; by default that of `init`. For a sharded model that of the mesh's dimension over which
+            replicas gossip: docs/howto/sharded_models.md.
         bucket_cap_mb: Size of a message in MiB. None for 4 on the CPU and 25 on other devices.
         by_samples: Whether ranks weigh in an average by the samples that they have used since the last one: the script sets
             ``optimizer.samples = len(batch)`` before each step. `topology` must then be symmetric, as "ring" is.
         tune: True, or the bounds, to move topology, local steps and codec to what links and compute allow while it trains:
             `fogdist.Tune` and docs/slow_links.md. `local_steps` is then where it begins, and a `topology` is kept. The
-            attribute `tuning` has the setting and its history. For parameters on the CPU.
+            attribute `tuning` has the setting and its history. For parameters on the CPU that are no DTensors.
 
     Returns:
         A view of the optimizer, and an instance of its class: learning-rate schedulers, gradient scalers and `state_dict`
@@ -102,7 +104,11 @@ def DecentralizedOptimizer(
         return kind(optimizer, model, **more, **options)
     if by_samples:
         raise ValueError("by_samples must be False with tune, which gives all ranks the same local_steps")
-    bounds = checked(tune, kind, compression, local_steps, patience, on_loss)
+    if any(is_sharded(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "tune must be False for DTensors: the ranks of each shard would choose for themselves"
+        )
+    bounds = checked(tune, kind, compression, local_steps, patience)
     context = current(group)
     given = as_mixing(topology, context) if topology is not None else None
     if given is not None and (type(given) is not Neighbors or given.topology is None or given.compression):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ class Bucket:
 def make_buckets(
     tensors: Sequence[Tensor],
     max_bytes: int | None = None,
-    groups: Sequence[int] | None = None,
+    groups: Sequence[Hashable] | None = None,
 ) -> list[Bucket]:
     """Returns the buckets of `tensors`. Each tensor is in exactly one bucket, and buckets keep the given order.
 
@@ -40,11 +40,11 @@ def make_buckets(
     Args:
         tensors: Any tensors.
         max_bytes: The largest size of a bucket with more than one tensor; None for 4 MiB on the CPU, else 25 MiB.
-        groups: A number for each tensor; a bucket has tensors of one number only. By default all have the same.
+        groups: A key for each tensor; a bucket has tensors of one key only. By default all have the same.
     """
     buckets: list[Bucket] = []
-    open_places: dict[tuple[torch.dtype, torch.device, int], list[int]] = {}
-    open_bytes: dict[tuple[torch.dtype, torch.device, int], int] = {}
+    open_places: dict[tuple[torch.dtype, torch.device, Hashable], list[int]] = {}
+    open_bytes: dict[tuple[torch.dtype, torch.device, Hashable], int] = {}
     for place, tensor in enumerate(tensors):
         kind = (tensor.dtype, tensor.device, 0 if groups is None else groups[place])
         count = tensor.numel() * tensor.element_size()

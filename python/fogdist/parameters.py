@@ -15,7 +15,7 @@ from fogdist.agreement import check_same_everywhere
 from fogdist.context import Context, current
 from fogdist.nested import replaced
 from fogdist.packing import flatten, make_buckets, signature_of, unflatten
-from fogdist.shards import local_of
+from fogdist.shards import check_apart, local_of
 from fogdist.topology.validation import check_rank
 
 Parameters = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
@@ -38,13 +38,13 @@ def broadcast_parameters(
 
     Raises:
         TypeError: `root_rank` is not an integer; an entry cannot be pickled (on all ranks alike).
-        ValueError: `params` is none of these; ranks disagree on a name, shape or dtype (on all ranks alike);
-            `root_rank` is not a rank; before `init`.
+        ValueError: `params` is none of these, or a DTensor is sharded over ranks of the group; ranks disagree on a name,
+            shape or dtype (on all ranks alike); `root_rank` is not a rank; before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if the operation fails in flight.
     """
     context = current(group)
     root = check_rank(root_rank, context.size, "root_rank")
-    named = _named(params)
+    named = _named(params, context.group)
     if context.is_joining:
         return
     _check_same_signatures(context, named)
@@ -75,7 +75,7 @@ def allreduce_parameters(params: Parameters, *, group: dist.ProcessGroup | None 
         RuntimeError: As `broadcast_parameters`.
     """
     context = current(group)
-    named = _named(params)
+    named = _named(params, context.group)
     _check_same_signatures(context, named)
     tensors = [value for _, value in named if _has_average(value)]
     with torch.no_grad():
@@ -188,7 +188,7 @@ def _broadcast_tensors(context: Context, tensors: list[Tensor], root: int) -> No
                 unflatten(bucket, flat, tensors)
 
 
-def _named(params: Parameters) -> list[tuple[Any, Any]]:
+def _named(params: Parameters, group: dist.ProcessGroup) -> list[tuple[Any, Any]]:
     """Returns names and values, in the same order on all ranks; values that are no tensors only of a dict."""
     if isinstance(params, Mapping):
         pairs: Iterable[Any] = sorted(params.items(), key=lambda pair: pair[0])
@@ -205,7 +205,11 @@ def _named(params: Parameters) -> list[tuple[Any, Any]]:
             raise ValueError(f"params must hold tensors only, or (name, tensor) pairs, got {pair!r}")
         if not isinstance(pair[1], Tensor) and not isinstance(params, MutableMapping):
             raise ValueError(f"params must be a dict for entries that are no tensors, got {pair!r}")
-        named.append((pair[0], local_of(pair[1]) if isinstance(pair[1], Tensor) else pair[1]))
+        name, value = pair
+        if isinstance(value, Tensor):
+            check_apart(value, repr(name), group, may_be_copied=True)
+            value = local_of(value)
+        named.append((name, value))
     return named
 
 

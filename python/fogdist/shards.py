@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -39,3 +41,40 @@ def sharded_as(tensor: Tensor, local: Tensor) -> Tensor:
         stride=like.stride(),
     )
     return result
+
+
+def copies_of(tensor: Tensor) -> Hashable:
+    """Returns what is the same for two tensors if the same ranks have copies of this rank's part of them.
+
+    It is None for an ordinary tensor, of which any rank may have a copy.
+    """
+    if not is_sharded(tensor):
+        return None
+    like: Any = tensor
+    copied = [dim for dim, placement in enumerate(like.placements) if placement.is_replicate()]
+    return (like.device_mesh, *copied) if copied else ()
+
+
+def check_apart(tensor: Tensor, label: str, group: dist.ProcessGroup, *, may_be_copied: bool = False) -> None:
+    """Raises ValueError for a DTensor that is spread over ranks of a group, which are to have different values of it.
+
+    Args:
+        tensor: Any tensor.
+        label: Its name, for the message.
+        group: The ranks that are to exchange their values.
+        may_be_copied: Whether they may have copies of one value.
+    """
+    if not is_sharded(tensor):
+        return
+    like: Any = tensor
+    others = {*dist.get_process_group_ranks(group)} - {dist.get_rank()}
+    names = like.device_mesh.mesh_dim_names
+    for dim, placement in enumerate(like.placements):
+        ranks = dist.get_process_group_ranks(like.device_mesh.get_group(dim))
+        if others.isdisjoint(ranks) or (may_be_copied and placement.is_replicate()):
+            continue
+        raise ValueError(
+            f"{label} must not be spread over ranks that exchange it, got a DTensor with the placement {placement!r} over "
+            f"mesh dimension {names[dim] if names else dim!r} of ranks {ranks}; give the group of another dimension, as in "
+            'group=mesh["replica"].get_group(), and shard the model over the other dimensions only'
+        )

@@ -333,6 +333,7 @@ PYBIND11_MODULE(_C, module) {
       .def_property_readonly("hosts", &ProcessGroupFog::hosts)
       .def("transport", &ProcessGroupFog::transport, py::arg("rank"), release_gil)
       .def("lost_ranks", ranks_by(&fog::Engine::lost_ranks), release_gil)
+      .def("silent_ranks", ranks_by(&fog::Engine::silent_ranks), release_gil)
       .def("left_ranks", ranks_by(&fog::Engine::left_ranks), release_gil)
       .def("suspect_ranks", ranks_by(&fog::Engine::suspect_ranks), release_gil)
       .def_property(

@@ -15,7 +15,7 @@ namespace {
 
 // Increased with each change of the messages between processes, or of their use of each other's memory, that leaves all
 // sizes unchanged.
-constexpr int kProtocol = 12;
+constexpr int kProtocol = 13;
 
 uint32_t layout() {
   using namespace shared_memory;
@@ -27,6 +27,7 @@ uint32_t layout() {
         offsetof(Header, shared),
         offsetof(OfOperation, signature),
         sizeof(OfWindow),
+        sizeof(OfMembership),
         sizeof(Signature),
         offsetof(Signature, shape),
         offsetof(Signature, plan),
@@ -44,7 +45,7 @@ uint32_t layout() {
         sizeof(PairMutex),
         size_t(Slot::kWriters),
         size_t(Slot::kOwners),
-        static_cast<size_t>(MessageKind::kFragment),
+        static_cast<size_t>(MessageKind::kMembership),
         static_cast<size_t>(Delivery::kFragments),
         static_cast<size_t>(OpKind::kAgree)}) {
     hash = hash_more(hash, static_cast<int64_t>(number));

@@ -8,11 +8,13 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -25,6 +27,7 @@
 #include "engine/completion_pool.hpp"
 #include "engine/flight_record.hpp"
 #include "engine/liveness.hpp"
+#include "engine/membership_mail.hpp"
 #include "engine/work.hpp"
 #include "engine/group.hpp"
 #include "transport/transport.hpp"
@@ -72,6 +75,18 @@ class Engine final : public MessageHandler {
   bool is_connected_with(int peer_id);
   // Makes the group refuse all operations on this rank, with this reason. The other ranks are not told.
   void refuse_work(const std::shared_ptr<Group>& group, const std::string& reason);
+
+  // --- messages about the job's members, see MembershipMail; ranks are those of the world ---
+  // Sends a message of at most OfMembership::kMostBytes, and does not wait. Returns false if the process cannot be reached,
+  // is lost or has left, or does not read what was sent before.
+  bool send_membership(int peer_id, uint64_t epoch, std::string_view text);
+  // Returns the messages that have come, in the order of each sender.
+  std::vector<MembershipMail::Message> take_membership();
+  // Returns true as soon as there are any, and false at the deadline or when the process ends. The wait is no sign of life of
+  // the program, except in its main thread, where it may throw an exception of the interrupt check.
+  bool wait_membership(Deadline deadline);
+  // From now on this engine sends `text` to each rank whose message tells an epoch up to `epoch`.
+  void answer_membership(uint64_t epoch, std::string text);
 
   // Starts an operation. An empty name gives it the next place in the group's program order. Throws without starting
   // anything: ValueError if the name is in flight, DistBackendError if the group has failed or is closed. `waits`: the
@@ -137,6 +152,8 @@ class Engine final : public MessageHandler {
   std::chrono::nanoseconds lost_after();
   // The ranks of the group that are lost: their processes have ended without a goodbye, or they were declared lost.
   std::vector<int> lost_ranks(const Group& group);
+  // Those of them whose processes may still run: they were declared lost, or nothing comes from their hosts.
+  std::vector<int> silent_ranks(const Group& group);
   // The ranks that have closed the group, or whose processes have ended in good order.
   std::vector<int> left_ranks(const Group& group);
   // The ranks that may be declared lost soon, or would be if that was allowed.
@@ -320,6 +337,8 @@ class Engine final : public MessageHandler {
   void note_awaited(const Operation& operation);
   void on_ask(const std::shared_ptr<Group>& group, int source, const Header& header);
   void on_answer(const std::shared_ptr<Group>& group, int source, const Header& header, const char* data);
+  void on_membership(int source, const Header& header, const char* data);
+  bool post_membership(int peer_id, uint64_t epoch, bool is_answer, std::string_view text);
   // Sends a message to a process if it can be reached. If not, whoever waits for it learns that by other means.
   void send_quietly(int peer_id, const Header& header, const std::string& text = "");
   // Handles the end of a process in all groups.
@@ -413,6 +432,8 @@ class Engine final : public MessageHandler {
   CompletionPool completions_;
   std::function<void()> interrupt_check_;
   std::atomic<void (*)(int peer_id)> ended_listener_{[](int) {}};
+  MembershipMail mail_; // empty without a group
+  std::condition_variable mail_came_;
 };
 
 } // namespace fog

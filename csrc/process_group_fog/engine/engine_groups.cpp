@@ -107,6 +107,7 @@ void Engine::admit(int peer_id, const PeerInformation& peer, bool is_here) {
     transport_->renew(peer_id);
     peers_.become(peer_id, Peer::State::kAlive);
     released_by_.erase(peer_id);
+    mail_.forget(peer_id);
     liveness_.forget(peer_id);
     FlightRecord::note_lost(peer_id, false);
   }
@@ -171,6 +172,9 @@ void Engine::close(const std::shared_ptr<Group>& group) {
     ignore_early(*group);
     service_->fail_group(*group, "the group was destroyed");
     groups_.erase(group->id);
+    if (groups_.empty()) {
+      mail_ = {};
+    }
     for (int peer = 0; peer < group->size(); ++peer) {
       const int peer_id = group->members[peer].peer_id;
       if (peer != group->rank && !is_away(*group, peer) && hears_of_end(peer_id)) {

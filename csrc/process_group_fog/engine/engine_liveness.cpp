@@ -74,6 +74,10 @@ std::vector<int> Engine::lost_ranks(const Group& group) {
   return ranks_that(group, [&](int rank) { return peers()[group.members[rank].peer_id].is_lost(); });
 }
 
+std::vector<int> Engine::silent_ranks(const Group& group) {
+  return ranks_that(group, [&](int rank) { return peers()[group.members[rank].peer_id].is_silent(); });
+}
+
 std::vector<int> Engine::left_ranks(const Group& group) {
   return ranks_that(group, [&](int rank) { return is_away(group, rank) && !peers()[group.members[rank].peer_id].is_lost(); });
 }

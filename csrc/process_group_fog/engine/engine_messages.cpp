@@ -32,6 +32,10 @@ void Engine::on_message(int source, const Header& header, const char* data) {
     released_by_.insert(source);
     return;
   }
+  if (header.kind == MessageKind::kMembership) {
+    on_membership(source, header, data);
+    return;
+  }
   const auto found = groups_.find(header.group);
   if (found == groups_.end()) {
     const auto closed = closed_groups_.find(header.group);
@@ -166,6 +170,7 @@ void Engine::route(const std::shared_ptr<Group>& group, int source, const Header
     case MessageKind::kRelease:
     case MessageKind::kSlots:
     case MessageKind::kPlaced:
+    case MessageKind::kMembership:
       return; // not specific to a group, handled in on_message()
   }
 }

@@ -329,6 +329,7 @@ std::optional<bool> Engine::shutdown() {
     return std::nullopt;
   }
   stopping_ = true;
+  mail_came_.notify_all();
   const auto groups = groups_;
   for (const auto& [id, group] : groups) {
     if (!group->operations.empty()) {
@@ -375,7 +376,7 @@ std::optional<bool> Engine::shutdown() {
   auto everyone_knows = [&] {
     return std::all_of(spoken_with.begin(), spoken_with.end(), [this](PeerId peer) {
       return !peers()[peer].is_alive() || released_by_.count(peer) > 0 ||
-          (transport_->shares_memory(peer) && !transport_->waits_for_space(peer));
+          (transport_->shares_memory(peer) && transport_->unsent(peer) == 0);
     });
   };
   const auto drive_while = [&](std::chrono::milliseconds longest, const auto& needed) {

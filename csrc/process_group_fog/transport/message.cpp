@@ -49,6 +49,14 @@ const char* fault_of(const Header& header, size_t came, bool local) {
     case MessageKind::kAnswer:
     case MessageKind::kError:
       return header.delivery != Delivery::kInline || came != header.bytes ? "its text is not all there" : nullptr;
+    case MessageKind::kMembership: {
+      const auto& its = header.membership;
+      if (header.delivery != Delivery::kInline || its.whole > OfMembership::kMostBytes || its.begin > its.whole ||
+          header.bytes > its.whole - its.begin) {
+        return "it is no part of a message";
+      }
+      break;
+    }
     case MessageKind::kWindow:
     case MessageKind::kWindowReply:
       if (header.window.op > WindowOp::kLeave) {

@@ -32,6 +32,7 @@ enum class MessageKind : uint8_t {
   // takes it now
   kWanted,
   kFragment, // a part of the data of the next message of this sender, to a receiver on this host
+  kMembership, // a part of a message about the job's members, see MembershipMail; it belongs to no group
 };
 
 // What a kWindow message asks for.
@@ -70,6 +71,16 @@ struct OfWindow {
   uint8_t failed; // of a reply: its data is the reason
 };
 
+// Of kMembership. The parts of a message follow each other.
+struct OfMembership {
+  static constexpr uint32_t kMostBytes = uint32_t(1) << 20;
+
+  uint64_t epoch; // of the job, as the sender knows it
+  uint32_t whole; // size of the message
+  uint32_t begin; // of this part
+  uint8_t is_answer;
+};
+
 // Of kStream, kMapped, kFilled, kEmptied, and of kTaken and kWanted on one host: a transfer through its memory.
 struct InSharedMemory {
   uint64_t transfer;
@@ -105,6 +116,7 @@ struct Header {
   union {
     OfOperation operation = {};
     OfWindow window;
+    OfMembership membership;
     int32_t failed_rank; // of kError: the rank where the group failed, which may not be the sender
   };
   union {

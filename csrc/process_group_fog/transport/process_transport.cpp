@@ -173,7 +173,7 @@ std::vector<Transport::Ended> ProcessTransport::ended() {
 
 bool ProcessTransport::holds_back(PeerId destination) const {
   constexpr size_t kMostUnsent = size_t(4) << 20;
-  return held_.count(destination) > 0 || links_.unsent(destination) + wire_.unsent(destination) > kMostUnsent;
+  return held_.count(destination) > 0 || unsent(destination) > kMostUnsent;
 }
 
 ProcessTransport::Way ProcessTransport::way_of(PeerId destination, const Header& header, const void* data, Memory memory) const {

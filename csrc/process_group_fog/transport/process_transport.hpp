@@ -60,8 +60,8 @@ class ProcessTransport final : public Transport, private MessageHandler {
   bool has_spoken_with(PeerId peer) const override {
     return links_.has_spoken_with(peer) || wire_.has_spoken_with(peer);
   }
-  bool waits_for_space(PeerId peer) const override {
-    return links_.unsent(peer) > 0;
+  size_t unsent(PeerId peer) const override {
+    return links_.unsent(peer) + wire_.unsent(peer);
   }
   void depart() override {
     links_.depart();

@@ -121,9 +121,9 @@ class Transport {
   // Returns the processes of the job to which messages went or from which they came.
   virtual std::vector<PeerId> spoken_with() const = 0;
   virtual bool has_spoken_with(PeerId peer) const = 0;
-  // Returns whether a message to that process of this host waits for space.
-  virtual bool waits_for_space(PeerId peer) const {
-    return false;
+  // Returns the bytes of messages to that process that wait for space.
+  virtual size_t unsent(PeerId peer) const {
+    return 0;
   }
   // Announces that this process ends in good order to those without any message from it.
   virtual void depart() {}

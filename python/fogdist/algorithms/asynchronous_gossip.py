@@ -135,6 +135,10 @@ class AsynchronousGossip(Algorithm):
 
                 self._watches = [PassWatch(each, "after", self._after_forward) for each in self._fog_models]
 
+    def keeps_copies(self) -> bool:
+        """See `Algorithm.keeps_copies`: what has arrived counts, which is another thing on each rank."""
+        return False
+
     def settle(self) -> None:
         """Applies the last moves of all neighbors to the parameters; steps may follow. Collective."""
         if self._windows is not None:

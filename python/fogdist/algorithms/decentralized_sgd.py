@@ -102,6 +102,10 @@ class DecentralizedSGD(OverlappingAlgorithm):
         """See `OverlappingAlgorithm.overlaps`."""
         return self.order != "atc"
 
+    def keeps_copies(self) -> bool:
+        """See `Algorithm.keeps_copies`: each bucket is a message of its own, but each rank has its own late neighbors."""
+        return self.patience is None
+
     def late_neighbors(self) -> list[int]:
         """Returns the in-neighbors that were left out of the last round; none without `patience`."""
         return self._mixer.left_out

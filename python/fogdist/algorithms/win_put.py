@@ -125,6 +125,10 @@ class WinPut(OverlappingAlgorithm):
                     self._open()
         self.watch_forward("after forward")
 
+    def keeps_copies(self) -> bool:
+        """See `Algorithm.keeps_copies`: what has arrived counts, which is another thing on each rank."""
+        return False
+
     def _fog_finish(self) -> None:
         super()._fog_finish()
         self._end()

@@ -233,7 +233,7 @@ class Members:
             participant.resume = self._numbers.get(participant.name, 0)
         try:
             for participant in objects:
-                participant.tell_of_change()
+                participant.tell_of_change(form.decision)
         finally:
             if ended is not None:  # only now: until here, its windows have what arrived in them
                 dist.destroy_process_group(ended)
@@ -483,7 +483,7 @@ class Members:
         for name, each in list(self._objects.items()):
             each.start_at(self._numbers.get(name, 0), decision.report_of(name))
         for each in list(self._objects.values()):
-            each.tell_of_change()
+            each.tell_of_change(decision)
 
 
 _members: WeakKeyDictionary[dist.ProcessGroup, Members] = WeakKeyDictionary()

@@ -10,6 +10,7 @@ from fogdist.context import Context
 
 if TYPE_CHECKING:
     from fogdist.elastic.membership import Members
+    from fogdist.elastic.protocol import Decision
 
 
 class Joinable(Protocol):
@@ -41,6 +42,7 @@ class Participant:
         name: The same on all ranks.
         completed: The number of exchanges completed, or given up, on this rank.
         resume: Exchanges with smaller numbers are given up, because other ranks have completed them already.
+        told: What each rank has told of its `Joinable.counts` in the last agreement round.
     """
 
     def __init__(self, members: Members, name: str, state: Joinable | None) -> None:
@@ -49,6 +51,7 @@ class Participant:
         self.state = state
         self._begun: tuple[int, dict[str, int]] | None = None
         self.completed = self.resume = 0
+        self.told: list[dict[str, int]] = []
         self._taken = 0
         self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
 
@@ -116,8 +119,14 @@ class Participant:
         self._members.context.backend.abort()
         self._members.agree(failure)
 
-    def tell_of_change(self) -> None:
-        """Calls the listener."""
+    def tell_of_change(self, decision: Decision) -> None:
+        """Calls the listener after a change of the membership.
+
+        Args:
+            decision: The change.
+        """
+        reports = (objects.get(self.name) for objects in decision.living.values())
+        self.told = [report["counts"] for report in reports if report is not None]
         listener = None if self._listener is None else self._listener()
         if listener is not None:
             listener()

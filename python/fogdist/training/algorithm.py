@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from fogdist.agreement import check_same_everywhere
-from fogdist.compression import Codec
+from fogdist.compression import BFloat16, Codec, Float16
 from fogdist.context import Context, current
 from fogdist.elastic.membership import members_of
 from fogdist.elastic.participant import Participant
@@ -25,7 +25,7 @@ from fogdist.observe.flight_record import count_step
 from fogdist.observe.timeline import shown_as
 from fogdist.packing import cap_bytes
 from fogdist.parameters import broadcast_module
-from fogdist.shards import local_of, sharded_as
+from fogdist.shards import check_apart, copies_of, local_of, sharded_as
 from fogdist.topology.validation import check_choice
 from fogdist.training.buckets import FlatBuckets
 from fogdist.training.continuing import (
@@ -72,6 +72,16 @@ class Tuning(Protocol):
 
     def joined(self) -> None:
         """Called at the beginning of a round, after that."""
+
+    def schedule(self) -> dict[str, int]:
+        """Returns the numbers that describe the present setting, the same on all ranks in a round."""
+
+    def members_changed(self, told: Sequence[Mapping[str, int]]) -> None:
+        """Called when ranks were lost or have joined.
+
+        Args:
+            told: What each rank tells: its rounds, and `schedule`.
+        """
 
     def close(self) -> None:
         """Ends what is in flight. Collective."""
@@ -165,9 +175,9 @@ class Algorithm(DistributedOptimizer):
     Raises:
         TypeError: An argument has a wrong type; a parameter is not a dense tensor.
         ValueError: `optimizer` is an LBFGS, is distributed already, has an attribute that the algorithm has too, or a
-            parameter that is not in the model; two parameters have the same name; a number is out of its range; a topology of
-            another number of ranks; ranks disagree on the algorithm, its options or the parameters' shapes (on all ranks
-            alike); before `init`.
+            parameter that is not in the model; two parameters have the same name; a parameter is a DTensor over ranks of the
+            group, or a copy that would not stay one; a number is out of its range; a topology of another number of ranks;
+            ranks disagree on the algorithm, its options or the parameters' shapes (on all ranks alike); before `init`.
         RuntimeError: After `shutdown`; torch.distributed.DistBackendError if a rank does not come.
     """
 
@@ -223,6 +233,7 @@ class Algorithm(DistributedOptimizer):
     is_syncing: bool  # False in no_sync()
     tuning: Tuning | None
     _group: dist.ProcessGroup | None
+    _codec: Codec | None
     _participant: Participant | None
     _ends: Participant | None  # of averages of all ranks, begun after different numbers of exchanges
     _number: int
@@ -296,7 +307,7 @@ class Algorithm(DistributedOptimizer):
         check_count(local_steps, "local_steps")
         self._bucket_bytes = cap_bytes(bucket_cap_mb)
         self._group = group
-        codec = getattr(topology, "compression", None) if compression is None else compression
+        self._codec = codec = getattr(topology, "compression", None) if compression is None else compression
         if codec is not None and not self.takes_compression:
             raise ValueError(f"compression must be None for {self.algorithm_name}, got {codec!r}")
         given = as_mixing(topology, context, compression)
@@ -324,6 +335,7 @@ class Algorithm(DistributedOptimizer):
         self._step_options = {}
         self._has_state = False
         self._loaded = {}
+        self._check_shards()
         # Taken only after all local checks: if one rank alone raised after taking a number, ranks would count
         # differently.
         self._number = context.next_number()
@@ -423,6 +435,13 @@ class Algorithm(DistributedOptimizer):
             self.context.group.barrier().wait()
         else:
             self._fog_highest(0, "barrier")
+
+    def keeps_copies(self) -> bool:
+        """Returns whether ranks with copies of a tensor, whose neighbors have copies too, get the same averages of it.
+
+        A message has several buckets, of which some may be no copies, so its codec must take each element by itself.
+        """
+        return self._codec is None or isinstance(self._codec, (BFloat16, Float16))
 
     def members_changed(self) -> None:
         """Called after ranks were lost, before an exchange that has failed is repeated; default: nothing.
@@ -748,6 +767,7 @@ class Algorithm(DistributedOptimizer):
                 return
         else:
             known = known or self._pieces()
+            self._check_shards()
             self._hold()
         for name in self.state_vectors:
             self.vectors[name] = self.initial(name)
@@ -849,6 +869,8 @@ class Algorithm(DistributedOptimizer):
             )
 
     def _fog_on_change(self) -> None:
+        if self.tuning is not None and self._participant is not None:
+            self.tuning.members_changed(self._participant.told)
         with torch.no_grad():
             self.members_changed()
 
@@ -892,6 +914,21 @@ class Algorithm(DistributedOptimizer):
         buckets.take_over()
         # Set only after ranks agree; otherwise the next step would not compare again.
         self.buckets, self._group_numbers = buckets, numbers
+
+    def _check_shards(self) -> None:
+        """Raises ValueError for DTensors over ranks that mix, and for copies that averages would make different."""
+        names = {parameter: self._fog_names[parameter] for parameter in self._trained()[0]}
+        for parameter, name in names.items():
+            check_apart(parameter, repr(name), self.context.group)
+        copies = {copies_of(parameter): name for parameter, name in names.items()}
+        has_shards = copies.keys() != {None}
+        copies.pop((), None)
+        if has_shards and copies and not self.keeps_copies():
+            how = "these arguments" if self._codec is None else f"compression={self._codec!r}"
+            raise ValueError(
+                f"model must be sharded in all of its parameters for {self.algorithm_name} with {how}, got "
+                f"{next(iter(copies.values()))!r}, of which other ranks have copies: they would become different"
+            )
 
     def _agree_on(self, buckets: FlatBuckets) -> None:
         """Compares all that describes the algorithm among the ranks, and tells it to processes that join. Collective."""
@@ -942,6 +979,7 @@ class _State:
             "rounds": algorithm.rounds,
             "shares": len(algorithm.shares),
             **algorithm.round_schedule(),
+            **({} if algorithm.tuning is None else algorithm.tuning.schedule()),
             **numbers,
         }
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fogdist.memory import empty_flat
 from fogdist.packing import make_buckets, on_device
-from fogdist.shards import is_sharded, local_of
+from fogdist.shards import copies_of, is_sharded, local_of
 
 # Buckets that an owner has taken over. No weak references to tensors: `torch.utils.swap_tensors` refuses those that have any.
 _owned: weakref.WeakSet[FlatBuckets] = weakref.WeakSet()
@@ -36,7 +36,7 @@ class FlatBuckets:
     `load` copies the values of the tensors into the buffers, and `write_back` copies those of the buffers into the tensors.
     Autograd sees this as a change of the tensors in place. CPU buffers are in memory that the host's other ranks can read
     (`fogdist.empty`), so exchanges of them copy nothing. For a DTensor, such as a parameter of FSDP2, the buffers hold this
-    rank's shard.
+    rank's shard, and a bucket has DTensors only that the same ranks have copies of: so the copies of a bucket are equal.
 
     Args:
         tensors: Dense tensors of any dtypes and devices, or DTensors of such. A tensor that is given several times
@@ -81,7 +81,8 @@ class FlatBuckets:
         distinct = self.tensors
         group_of = dict(zip(tensors, groups, strict=True)) if groups is not None else {}
         numbers = [group_of.get(tensor, 0) for tensor in distinct]
-        for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=numbers):
+        keys = list(zip(numbers, map(copies_of, distinct), strict=True))
+        for bucket in make_buckets([local_of(t) for t in distinct], max_bytes, groups=keys):
             members = [distinct[place] for place in bucket.places]
             self.group_of.append(numbers[bucket.places[0]])
             self._tensors.append(members)

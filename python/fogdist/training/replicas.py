@@ -110,6 +110,10 @@ class ReplicaAlgorithm(Algorithm):
         options["topology"] = self._neighbors
         super().__init__(optimizer, model, **options)
 
+    def keeps_copies(self) -> bool:
+        """See `Algorithm.keeps_copies`: not with its codec, which takes all vectors as one."""
+        return False
+
     def initial(self, name: str) -> list[Tensor]:
         """Returns copies of the parameters for "replica", and zeros for all else."""
         vectors = self.buckets.copies() if name == "replica" else self.buckets.zeros()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +21,6 @@ from fogdist.compression import Codec, Int8, TopK
 from fogdist.context import Context
 from fogdist.topology import Topology, named
 from fogdist.training.algorithm import Algorithm, check_count
-from fogdist.training.continuing import OnLoss
 from fogdist.training.mixing import Finish, Mixing, Neighbors, Round
 from fogdist.tuning import decision, prediction
 from fogdist.tuning.network import Exchanged, Links, Network
@@ -227,6 +227,9 @@ class Tuner:
         codecs = bounds.codecs if bounds.codecs is not None else [Int8()]
         self._codecs = {repr(each): each for each in codecs if algorithm.takes_compression}
         self.history = [self._change("the start", mixing.start, algorithm.local_steps)]
+        self._moves = 0
+        # Reports of rounds up to this one are not begun.
+        self._last_missed = -1
         self._name = f"{algorithm.name} tuning"
         # The ranks' numbers, and the operation that brings them together.
         self._report: tuple[Tensor, dist.Work] | None = None
@@ -257,7 +260,14 @@ class Tuner:
             return
         report, work = pending
         begin = time.perf_counter()
-        work.wait()
+        try:
+            work.wait()
+        except dist.DistBackendError:
+            if self._algorithm.on_loss == "raise":
+                raise
+            # The exchange of this round fails too, and there the ranks agree on who is left, and on the setting.
+            self._algorithm.context.backend.abort()
+            return
         self._mixing.blocked += time.perf_counter() - begin
         self._take(report.tolist())
 
@@ -266,7 +276,7 @@ class Tuner:
         self._since = time.perf_counter(), self._algorithm.steps
         self._mixing.blocked, self._mixing.sample = 0.0, None
         self._traffic = self._algorithm.context.backend.traffic
-        if self._algorithm.rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1:
+        if self._algorithm.rounds > self._last_missed and self._is_last_of_report():
             context, numbers = self._algorithm.context, self._numbers()
             length = len(numbers)
             report = torch.zeros(context.size * length, dtype=torch.float64, device="cpu")
@@ -278,7 +288,37 @@ class Tuner:
         """See `fogdist.training.algorithm.Tuning`."""
         pending, self._report = self._report, None
         if pending is not None:
-            pending[1].wait()
+            with contextlib.suppress(
+                *([] if self._algorithm.on_loss == "raise" else [dist.DistBackendError])
+            ):
+                pending[1].wait()
+
+    def schedule(self) -> dict[str, int]:
+        """See `fogdist.training.algorithm.Tuning`."""
+        codec = self.setting.compression
+        place = -1 if codec is None else list(self._codecs).index(repr(codec))
+        return {"moves": self._moves, "tuned local steps": self.setting.local_steps, "tuned codec": place}
+
+    def members_changed(self, told: Sequence[Mapping[str, int]]) -> None:
+        """See `fogdist.training.algorithm.Tuning`: the ranks go on with the local steps and the codec of the last move.
+
+        A rank may have had the report of a move that has failed on another one. What was measured does not count any more.
+        """
+        self._report = self._since = self._mixing.sample = None
+        self._rounds.clear()
+        self._ways.clear()
+        context = self._algorithm.context
+        self._links = Links(context.machine_of, REPORT_ROUNDS)
+        # Ranks that are at the last exchange would begin no report before it, those that come to it later would.
+        self._last_missed = max(each["rounds"] for each in told)
+        last = max(told, key=lambda each: each["moves"])
+        codec = [*self._codecs.values(), None][last["tuned codec"]]
+        mixing = Neighbors(start_of(self._fixed, context.size).topology, compression=codec)
+        self._apply(self._change("the ranks have changed", mixing, last["tuned local steps"]), mixing)
+        self._moves = last["moves"] + 1
+
+    def _is_last_of_report(self) -> bool:
+        return self._algorithm.rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1
 
     # --- what this rank has measured ---
 
@@ -394,7 +434,8 @@ class Tuner:
     def _ways_in(self, network: Network) -> list[Way]:
         """Returns the ways of one peer a round, whose exchanges show the rate of each link."""
         if self._fixed is not None:
-            way = prediction.along(self._fixed, _code_of(self._fixed), network.host_of)
+            present = self._mixing.current.topology_in(self._algorithm.context)
+            way = prediction.along(present, _code_of(self._fixed), network.host_of)
             return [] if way is None else [way]
         found = [each for each in prediction.ways(network) if each.topology is not None]
         return [each for each in found if all(traffic.messages <= 1 for traffic in each.traffic)]
@@ -410,6 +451,7 @@ class Tuner:
         self._mixing.current = mixing
         self._algorithm.local_steps = change.local_steps
         self.history.append(change)
+        self._moves += 1
         codec = "" if change.compression is None else f", {change.compression!r}"
         if self._algorithm.context.rank == 0:
             _log.warning(
@@ -428,7 +470,6 @@ def checked(
     compression: Codec | None,
     local_steps: int,
     patience: float | None,
-    on_loss: OnLoss,
 ) -> Tune:
     """Returns the bounds of an argument `tune`.
 
@@ -438,7 +479,6 @@ def checked(
         compression: As given beside it.
         local_steps: As given beside it.
         patience: As given beside it.
-        on_loss: As given beside it.
 
     Raises:
         TypeError: It is neither a bool nor a `Tune`.
@@ -453,10 +493,6 @@ def checked(
         )
     if patience is not None:
         raise ValueError(f"patience must be None with tune, got {patience}")
-    if on_loss != "raise":
-        # A rank may have got a report, moved, and begun the next round with other local steps, while the same report has failed
-        # on another one. These two make different numbers of steps up to the exchange at which all go on.
-        raise ValueError(f"on_loss must be 'raise' with tune, got {on_loss!r}")
     if bounds.codecs and not kind.takes_compression:
         raise ValueError(
             f"tune must have no codecs for {kind.__name__}, which takes none, got {bounds!r}; give an order"

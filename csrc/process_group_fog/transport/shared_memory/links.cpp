@@ -119,6 +119,9 @@ void Links::send(int peer, const Header& header, const void* data, size_t bytes)
   // time.
   const bool loud = header.kind != MessageKind::kGoodbye && header.kind != MessageKind::kClosed;
   if (link.queue.empty() && write(link, &header, sizeof(header), data, bytes, loud)) {
+    if (auto& bell = link.inbox->doorbell(); header.kind == MessageKind::kMembership && bell.listening.load() == 0) {
+      bell.wake(Doorbell::kBackground); // without operations the peer does not listen
+    }
     return;
   }
   std::vector<char> record(sizeof(header) + bytes);
