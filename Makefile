@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build wheels build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -90,11 +90,17 @@ help:
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
+	@echo "make wheels  the wheel of a release, in dist   (ARGS=\"--torch 2.13.0 2.14.1\")"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all build products"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
 
 build: $(EXTENSION_STAMP)
+
+# Each torch has an environment below build/wheels. The interpreter is that of the environment.
+wheels: $(PYTHON_STAMP)
+	@echo "== wheel of a release"
+	@$(IN_VENV) python .ci/wheels.py $(ARGS)
 
 demo: build
 	@echo "== demo: 4 processes train on scikit-learn's digits"

@@ -134,6 +134,8 @@ class BuildFog(BuildExtension):
         # native build and one for sanitizers have their own objects.
         super().finalize_options()
         kind = ("-native" if os.environ.get("FOG_MPICXX") else "") + (SANITIZE and f"-{SANITIZE}")
+        if IS_WHEEL:  # of any torch: see .ci/wheels.py
+            kind += f"-torch-{torch.__version__}"
         self.build_temp = os.path.join(
             "build", f"temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}{kind}"
         )
@@ -197,7 +199,7 @@ class BuildFog(BuildExtension):
         target = ROOT if self.inplace else Path(self.build_lib)
         (target / "fog_pg" / "_build_info.py").write_text(
             '"""Written by setup.py: what fog_pg._C was built for."""\n\n'
-            f'TORCH_VERSION = "{torch.__version__}"\n'
+            f"TORCH_VERSIONS = {(torch.__version__,)!r}\n"
             f'VERSION = "{self.distribution.get_version()}"\n'
             f"NATIVE_MPI = {bool(os.environ.get('FOG_MPICXX'))}\n"
         )
@@ -231,12 +233,15 @@ def extension() -> Extension:
             "cxx": [
                 "-std=c++20",
                 "-O3",
-                "-g1",
+                *([] if IS_WHEEL else ["-g1"]),
                 "-Wall",
                 "-Wextra",
                 "-Wno-unused-parameter",
                 "-ffp-contract=off",  # gives the same bits on every CPU
                 "-fvisibility=hidden",
+                # Messages and symbols name no folder of the machine that builds.
+                f"-ffile-prefix-map={ROOT}/=",
+                f"-ffile-prefix-map={Path(torch.__file__).parent.parent}/=",
                 *compile_mpi,
                 *sanitizer_flags(),
             ]

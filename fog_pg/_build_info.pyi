@@ -1,3 +1,3 @@
-TORCH_VERSION: str
+TORCH_VERSIONS: tuple[str, ...]
 VERSION: str
 NATIVE_MPI: bool

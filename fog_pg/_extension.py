@@ -16,6 +16,11 @@ from fog_pg import _logging, _settings, environment
 
 _log = logging.getLogger("fog_pg")
 
+# What to do about an extension that is missing, or for another torch.
+_REBUILD = (
+    "To build it for the torch that is installed: pip install --no-build-isolation --force-reinstall --no-deps ., in the "
+    "folder of fog's sources"
+)
 _LIBRARY_NAMES = ("libmpi_abi.so.1", "libmpi_abi.so.0", "libmpi_abi.so")
 
 
@@ -25,25 +30,28 @@ def confirm_by_default() -> bool:
     return environment.CONFIRM.get() if environment.CONFIRM.is_set() else debugging
 
 
-def _minor(version: str) -> tuple[str, ...]:
-    return tuple(version.split("+")[0].split(".")[:2])
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
 
 
-def _check_build() -> None:
+def _choose_build() -> None:
+    """Makes `fog_pg._C` the extension for this torch; a released wheel has one for each minor version (.ci/wheels.py)."""
     import torch
 
+    import fog_pg
+
     try:
-        from fog_pg import _build_info
+        from fog_pg._build_info import TORCH_VERSIONS
     except ImportError as error:
+        raise ImportError(f"fog_pg: the C++ extension is not built. {_REBUILD}") from error
+    if _minor(torch.__version__) not in map(_minor, TORCH_VERSIONS):
         raise ImportError(
-            "fog_pg: the C++ extension is not built. In fog's checkout run: pip install --no-build-isolation ."
-        ) from error
-    if _minor(_build_info.TORCH_VERSION) != _minor(torch.__version__):
-        raise ImportError(
-            f"fog_pg: the C++ extension was built for torch {_build_info.TORCH_VERSION}, this is torch {torch.__version__}. "
-            "C++ interfaces differ from one minor version to the next; rebuild it in fog's checkout with: "
-            "pip install --no-build-isolation --force-reinstall --no-deps ."
+            f"fog_pg: the C++ extension was built for torch {' and '.join(TORCH_VERSIONS)}, this is torch {torch.__version__}. "
+            f"C++ interfaces differ from one minor version to the next; install another torch, or a fog for this one. {_REBUILD}"
         )
+    folder = str(Path(__file__).with_name(f"torch-{_minor(torch.__version__)}"))
+    if os.path.isdir(folder) and folder not in fog_pg.__path__:
+        fog_pg.__path__.append(folder)
 
 
 def _mpich_package_library() -> Path | None:
@@ -94,7 +102,7 @@ def load() -> ModuleType:
     """
     environment.check()
     sets_cpp_level = _logging.set_up()
-    _check_build()
+    _choose_build()
     # UCX, inside MPI, uses SIGHUP for its debug mode, so a rank would outlive its terminal. UCX reads this when loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
     from fog_pg import _monitored_barrier, _nccl
@@ -103,8 +111,7 @@ def load() -> ModuleType:
         from fog_pg import _C
     except ImportError as error:
         raise ImportError(
-            f"fog_pg: the C++ extension cannot be loaded ({error}). Rebuild it in fog's checkout with: "
-            "pip install --no-build-isolation --force-reinstall --no-deps ."
+            f"fog_pg: the C++ extension cannot be loaded ({error}). {_REBUILD}"
         ) from error
     from fog_pg._build_info import VERSION
 

@@ -384,7 +384,7 @@ def find_no_library(patch: pytest.MonkeyPatch) -> None:
 def build_for_another_torch(patch: pytest.MonkeyPatch) -> None:
     from fog_pg import _build_info
 
-    patch.setattr(_build_info, "TORCH_VERSION", "2.7.1+cu126")
+    patch.setattr(_build_info, "TORCH_VERSIONS", ("2.7.1+cu126",))
 
 
 def lose_the_extension(patch: pytest.MonkeyPatch) -> None:

@@ -414,7 +414,7 @@ def test_doctor_on_a_cramped_machine(tmp_path: Path) -> None:
 
 def another_torch() -> None:
     info = types.ModuleType("fog_pg._build_info")
-    info.TORCH_VERSION, info.VERSION, info.NATIVE_MPI = "2.7.1+cu126", "1.0", False  # type: ignore[attr-defined]
+    info.TORCH_VERSIONS, info.VERSION, info.NATIVE_MPI = ("2.7.1+cu126",), "1.0", False  # type: ignore[attr-defined]
     sys.modules[info.__name__] = fog_pg._build_info = info  # type: ignore[attr-defined]
 
 

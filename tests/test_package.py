@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -13,12 +14,15 @@ import sysconfig
 import tarfile
 import typing
 import venv
+import zipfile
 from email.parser import Parser
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import fogdist
 import pytest
 import torch
+from fog_pg import _extension
 from fogdist import algorithms, topology
 from fogdist.removed import REMOVED
 from scripts import ROOT
@@ -186,6 +190,80 @@ def test_a_build_without_the_shared_library_of_c_plus_plus_fails(tmp_path: Path)
     with pytest.raises(AssertionError, match="set CXX"):
         run(sys.executable, "-c", CHECK_LIBRARY, built)
     assert not built.exists()
+
+
+# --- wheels of a release ------------------------------------------------------------------------------------
+
+WHICH_EXTENSION = """
+import sys, torch
+torch.__version__ = sys.argv[1]
+from fog_pg import _extension
+try:
+    print(_extension.load().__file__)
+except ImportError as error:
+    print(error)
+"""
+
+
+def wheel_for(torch_version: str, folder: Path, extension: bytes, version: str = "1.0") -> Path:
+    """Returns a wheel with this package as it is, whose extension is said to be for one version of torch."""
+    tree, information = folder / f"fogdist-{version}", folder / f"fogdist-{version}" / f"fogdist-{version}.dist-info"
+    shutil.copytree(ROOT / "fog_pg", tree / "fog_pg", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
+    (tree / "fog_pg" / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(extension)
+    (tree / "fog_pg" / "_build_info.py").write_text(
+        f'TORCH_VERSIONS = ({torch_version!r},)\nVERSION = "{version}"\nNATIVE_MPI = False\n'
+    )
+    information.mkdir()
+    minor = ".".join(torch_version.split(".")[:2])
+    (information / "METADATA").write_text(
+        f"Metadata-Version: 2.4\nName: fogdist\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n\n"
+    )
+    (information / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n")
+    run(sys.executable, "-m", "wheel", "pack", "--dest-dir", str(folder), str(tree))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def test_one_wheel_has_an_extension_for_each_torch(tmp_path: Path) -> None:
+    merge = runpy.run_path(str(ROOT / ".ci" / "wheels.py"))["merge"]
+    own = Path(_extension.load().__file__).read_bytes()
+    (tmp_path / "other.cpp").touch()
+    compiler = [os.environ.get("CXX", "c++"), "-shared", "-fPIC", "other.cpp", "-o", "other.so"]
+    run(*compiler, folder=tmp_path)
+    other = (tmp_path / "other.so").read_bytes()
+    wheels = []
+    for torch_version, extension in (("9.10.0", other), (torch.__version__, own), ("9.9.1+cpu", other)):
+        (tmp_path / torch_version).mkdir()
+        wheels.append(wheel_for(torch_version, tmp_path / torch_version, extension))
+    merged = merge(wheels, tmp_path / "merged")
+    with zipfile.ZipFile(merged) as archive:
+        archive.extractall(site := tmp_path / "site")
+    own_minor = ".".join(TORCH.split(".")[:2])
+    assert {file.parent.name for file in site.rglob("_C*.so")} == {f"torch-{own_minor}", "torch-9.9", "torch-9.10"}
+    information = Parser().parsestr((site / "fogdist-1.0.dist-info" / "METADATA").read_text())
+    assert information.get_all("Requires-Dist") == [f"torch<9.11,>={own_minor}"]
+
+    def ask(version: str) -> str:
+        words = ["env", f"PYTHONPATH={site}", sys.executable, "-c", WHICH_EXTENSION, version]
+        return run(*words, folder=tmp_path).strip()
+
+    assert Path(ask(torch.__version__)).parent == site / "fog_pg" / f"torch-{own_minor}"
+    assert f"built for torch {torch.__version__} and 9.9.1+cpu and 9.10.0, this is torch 9.11.0" in ask("9.11.0")
+    with pytest.raises(ValueError, match=f"two wheels are for torch {re.escape(own_minor)}"):
+        merge([wheels[1], wheels[1]], tmp_path / "twice")
+    (tmp_path / "later").mkdir()
+    later = wheel_for("9.9.1", tmp_path / "later", other, version="2.0")
+    with pytest.raises(ValueError, match="these wheels differ"):
+        merge([wheels[1], later], tmp_path / "versions")
+
+
+def test_the_extension_needs_no_library_of_cuda_and_names_no_folder_of_its_build() -> None:
+    """So one file serves torch's builds for CPUs and for CUDA."""
+    extension = Path(_extension.load().__file__)
+    needed = set(re.findall(r"Shared library: \[(.+)\]", run("readelf", "-d", extension)))
+    assert {"libtorch_cpu.so", "libc10.so"} <= needed
+    assert not {name for name in needed if "cuda" in name or "cudart" in name or "nccl" in name}
+    assert str(ROOT).encode() not in extension.read_bytes()
 
 
 @pytest.mark.style

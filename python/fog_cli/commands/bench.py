@@ -20,7 +20,7 @@ examples:
 
 The times are medians of the slowest rank, over 7 repetitions on this machine only; the ratio is the median of those of
 the repetitions, with the lowest and the highest. neighbor_allreduce is along the default
-topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in fog's checkout measures with
+topology; Gloo's is written with isend and irecv. Gloo has no windows. `make benchmark` in the folder of fog's sources measures with
 more care.
 """
 

@@ -19,7 +19,10 @@ Each line is ok, note (one host works, something else may not) or bad. The exit 
 host works, else 1.
 """
 
-_REBUILD = "in fog's checkout: pip install --no-build-isolation --force-reinstall --no-deps ."
+_REBUILD = (
+    "install a fog for this torch, or build it in the folder of fog's sources: pip install --no-build-isolation "
+    "--force-reinstall --no-deps ."
+)
 _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
     "Only RMA between hosts needs MPI, and mpiexec without a Store's address"

@@ -41,7 +41,7 @@ def _fog() -> str:
     from fog_pg import _build_info
 
     native = ", native MPI" if _build_info.NATIVE_MPI else ""
-    return f"{_build_info.VERSION}, built for torch {_build_info.TORCH_VERSION}{native}"
+    return f"{_build_info.VERSION}, built for torch {', '.join(_build_info.TORCH_VERSIONS)}{native}"
 
 
 def _environment() -> str:
