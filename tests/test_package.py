@@ -22,10 +22,11 @@ from pathlib import Path
 import fogdist
 import pytest
 import torch
-from fog_pg import _extension
 from fogdist import algorithms, topology
 from fogdist.removed import REMOVED
 from scripts import ROOT
+
+from fog_pg import _extension
 
 TORCH = torch.__version__.partition("+")[0]
 
@@ -207,7 +208,10 @@ except ImportError as error:
 
 def wheel_for(torch_version: str, folder: Path, extension: bytes, version: str = "1.0") -> Path:
     """Returns a wheel with this package as it is, whose extension is said to be for one version of torch."""
-    tree, information = folder / f"fogdist-{version}", folder / f"fogdist-{version}" / f"fogdist-{version}.dist-info"
+    tree, information = (
+        folder / f"fogdist-{version}",
+        folder / f"fogdist-{version}" / f"fogdist-{version}.dist-info",
+    )
     shutil.copytree(ROOT / "fog_pg", tree / "fog_pg", ignore=shutil.ignore_patterns("_C*.so", "__pycache__"))
     (tree / "fog_pg" / f"_C{EXTENSION_SUFFIXES[0]}").write_bytes(extension)
     (tree / "fog_pg" / "_build_info.py").write_text(
@@ -218,7 +222,9 @@ def wheel_for(torch_version: str, folder: Path, extension: bytes, version: str =
     (information / "METADATA").write_text(
         f"Metadata-Version: 2.4\nName: fogdist\nVersion: {version}\nRequires-Dist: torch=={minor}.*\n\n"
     )
-    (information / "WHEEL").write_text("Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n")
+    (information / "WHEEL").write_text(
+        "Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
+    )
     run(sys.executable, "-m", "wheel", "pack", "--dest-dir", str(folder), str(tree))
     (wheel,) = folder.glob("*.whl")
     return wheel
@@ -239,7 +245,11 @@ def test_one_wheel_has_an_extension_for_each_torch(tmp_path: Path) -> None:
     with zipfile.ZipFile(merged) as archive:
         archive.extractall(site := tmp_path / "site")
     own_minor = ".".join(TORCH.split(".")[:2])
-    assert {file.parent.name for file in site.rglob("_C*.so")} == {f"torch-{own_minor}", "torch-9.9", "torch-9.10"}
+    assert {file.parent.name for file in site.rglob("_C*.so")} == {
+        f"torch-{own_minor}",
+        "torch-9.9",
+        "torch-9.10",
+    }
     information = Parser().parsestr((site / "fogdist-1.0.dist-info" / "METADATA").read_text())
     assert information.get_all("Requires-Dist") == [f"torch<9.11,>={own_minor}"]
 
@@ -248,7 +258,9 @@ def test_one_wheel_has_an_extension_for_each_torch(tmp_path: Path) -> None:
         return run(*words, folder=tmp_path).strip()
 
     assert Path(ask(torch.__version__)).parent == site / "fog_pg" / f"torch-{own_minor}"
-    assert f"built for torch {torch.__version__} and 9.9.1+cpu and 9.10.0, this is torch 9.11.0" in ask("9.11.0")
+    assert f"built for torch {torch.__version__} and 9.9.1+cpu and 9.10.0, this is torch 9.11.0" in ask(
+        "9.11.0"
+    )
     with pytest.raises(ValueError, match=f"two wheels are for torch {re.escape(own_minor)}"):
         merge([wheels[1], wheels[1]], tmp_path / "twice")
     (tmp_path / "later").mkdir()

@@ -262,11 +262,8 @@ class Tuner:
         begin = time.perf_counter()
         try:
             work.wait()
-        except dist.DistBackendError:
-            if self._algorithm.on_loss == "raise":
-                raise
-            # The exchange of this round fails too, and there the ranks agree on who is left, and on the setting.
-            self._algorithm.context.backend.abort()
+        except dist.DistBackendError as failure:
+            self._give_up_report(failure)
             return
         self._mixing.blocked += time.perf_counter() - begin
         self._take(report.tolist())
@@ -282,7 +279,14 @@ class Tuner:
             report = torch.zeros(context.size * length, dtype=torch.float64, device="cpu")
             own = slice(context.rank * length, (context.rank + 1) * length)
             report[own] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-            self._report = report, context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
+            try:
+                work = context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
+            except (
+                dist.DistBackendError
+            ):  # for example, another rank has ended all exchanges to let a process in
+                self._give_up_report()
+            else:
+                self._report = report, work
 
     def close(self) -> None:
         """See `fogdist.training.algorithm.Tuning`."""
@@ -316,6 +320,16 @@ class Tuner:
         mixing = Neighbors(start_of(self._fixed, context.size).topology, compression=codec)
         self._apply(self._change("the ranks have changed", mixing, last["tuned local steps"]), mixing)
         self._moves = last["moves"] + 1
+
+    def _give_up_report(self, failure: dist.DistBackendError) -> None:
+        """Lets the exchange of this round fail too, where the ranks agree on who takes part and on the setting.
+
+        Raises:
+            torch.distributed.DistBackendError: `failure`, where losses raise.
+        """
+        if self._algorithm.on_loss == "raise":
+            raise failure
+        self._algorithm.context.backend.abort()
 
     def _is_last_of_report(self) -> bool:
         return self._algorithm.rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1
