@@ -284,7 +284,7 @@ class Tuner:
             except (
                 dist.DistBackendError
             ):  # for example, another rank has ended all exchanges to let a process in
-                self._give_up_report()
+                self._give_up_report(failure)
             else:
                 self._report = report, work
 
