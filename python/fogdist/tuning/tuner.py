@@ -283,7 +283,7 @@ class Tuner:
                 work = context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
             except (
                 dist.DistBackendError
-            ):  # for example, another rank has ended all exchanges to let a process in
+            ) as failure:  # such as if another rank has ended all exchanges for a join
                 self._give_up_report(failure)
             else:
                 self._report = report, work
