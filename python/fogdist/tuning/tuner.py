@@ -281,9 +281,8 @@ class Tuner:
             report[own] = torch.tensor(numbers, dtype=torch.float64, device="cpu")
             try:
                 work = context.backend.allreduce_named(report, dist.ReduceOp.SUM, name=self._name)
-            except (
-                dist.DistBackendError
-            ) as failure:  # such as if another rank has ended all exchanges for a join
+            except dist.DistBackendError as failure:
+                # For example, another rank has ended all exchanges to let a process in.
                 self._give_up_report(failure)
             else:
                 self._report = report, work
