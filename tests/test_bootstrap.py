@@ -606,7 +606,7 @@ def test_forked_child() -> None:
 
 # What a forked child may ask, because no lock is needed: what does not change, and what is not about the job.
 ANSWERED = """
-group.hosts group.id group.local_ranks group.options
+group.hosts group.id group.local_ranks group.options group.world_ranks
 window.in_neighbors window.is_gone window.name window.out_neighbors window.tensor window.transport window.transport_to
 .announced .emulate .init_logging .job_secret .load_mpi .mpi_version .note_epoch .note_job .note_step
 .observe .protocol .read_flight_record .shutdown .stop_timeline .suspend_detection .timeline_is_on
