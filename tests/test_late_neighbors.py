@@ -360,7 +360,7 @@ def test_training_goes_on_without_lost_ranks(
 ) -> None:
     """Where the topology holds together, nobody meets before the average of all; where it does not, it is healed."""
     size = 2 + len(victims) if while_they_reopen else 4
-    # A rank that has met a neighbor in few rounds waits for it until the timeout, also while it is in the average of all.
+    # A rank that has met a neighbor in few rounds waits for it up to half of the timeout, also while it is in the average of all.
     outcomes = new_world(size, timeout=20.0).run_raw(train_on, graph, victims, while_they_reopen, is_behind)
     living = [rank for rank in range(size) if rank not in victims]
     states = [outcome.state for outcome in outcomes]

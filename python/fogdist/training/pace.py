@@ -282,8 +282,8 @@ class Deadlines:
 
     A neighbor is late after ``median + patience * deviation`` of the times that this rank had to wait for it lately, where
     the deviation is the median absolute one, but at least 5 % of a round. Waits that ended by lateness do not count as
-    times, and the first rounds have no deadline but the group's timeout. (The engine judges whole programs by the same
-    rule: `engine/call_gaps`.)
+    times, and the first rounds have no deadline but half of the group's timeout. (The engine judges whole programs by the
+    same rule: `engine/call_gaps`.)
 
     Args:
         patience: As above; at least 0.

@@ -73,7 +73,8 @@ class MutualRounds(Notes):
         self, context: Context, name: str, peers: Collection[int], patience: float, *, gives_way: bool = False
     ) -> None:
         super().__init__(context, f"{name}.rounds", peers, _ENDED + 1, gives_way=gives_way)
-        self._deadlines = Deadlines(patience, context.backend.options._timeout.total_seconds())
+        # Half of the timeout: a neighbor may be in a collective that waits for this rank, and that has begun before.
+        self._deadlines = Deadlines(patience, context.backend.options._timeout.total_seconds() / 2)
         self._told = {rank: [0.0] * (_ENDED + 1) for rank in self.peers}
         self.number = 0
         self._before = 0
