@@ -302,9 +302,8 @@ class Members:
         """Returns the ranks of this epoch that have ended, or have left, and those that may go on and are silent."""
         backend = self.context.backend
         lost = self._ranks_at(backend.lost_ranks())
-        if left := self._ranks_at(
-            backend.left_ranks()
-        ):  # a rank that has gone on leaves this group, but not the first one
+        # A rank that has gone on leaves this group, but not the first one.
+        if left := self._ranks_at(backend.left_ranks()):
             left_first = {*self._whole().backend.left_ranks()} - self._joined
             lost |= {rank for rank in left if rank in left_first or not self._carrier.reaches(rank)}
         # A rank of this host that is declared lost learns that in memory before it does anything else.

@@ -273,7 +273,8 @@ class Tuner:
         self._since = time.perf_counter(), self._algorithm.steps
         self._mixing.blocked, self._mixing.sample = 0.0, None
         self._traffic = self._algorithm.context.backend.traffic
-        if self._algorithm.rounds > self._last_missed and self._is_last_of_report():
+        rounds = self._algorithm.rounds
+        if rounds > self._last_missed and rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1:
             context, numbers = self._algorithm.context, self._numbers()
             length = len(numbers)
             report = torch.zeros(context.size * length, dtype=torch.float64, device="cpu")
@@ -329,9 +330,6 @@ class Tuner:
         if self._algorithm.on_loss == "raise":
             raise failure
         self._algorithm.context.backend.abort()
-
-    def _is_last_of_report(self) -> bool:
-        return self._algorithm.rounds % REPORT_ROUNDS == REPORT_ROUNDS - 1
 
     # --- what this rank has measured ---
 
