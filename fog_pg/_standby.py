@@ -44,14 +44,15 @@ class Standby:
         addresses: Of all servers, in the order of their use.
         at: The place of the one in use.
         store: Its Store.
+        owner: The name of the job, as in each of them.
 
     Attributes:
         store: That which is in use now.
         moves: How often it has become another one.
     """
 
-    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
-        self._addresses, self._at, self.store = addresses, at, store
+    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store, owner: str) -> None:
+        self._addresses, self._at, self.store, self._owner = addresses, at, store, owner
         self.moves = 0
         self._end = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -92,7 +93,7 @@ class Standby:
             listed, before = self._addresses, self._addresses[self._at]
             for step in range(len(listed)):  # first the same one: only the connection may be lost
                 at = (self._at + step) % len(listed)
-                if (store := _connected(listed[at])) is not None:
+                if (store := _connected(listed[at])) is not None and _take(store, self._owner):
                     self._at, self.store, self.moves = at, store, self.moves + 1
                     _log.warning(
                         "the job's Store is now that of %s: that of %s does not answer: %s",
@@ -145,7 +146,7 @@ def begin(store: dist.Store, rank: int) -> Standby | None:
             own.set(key, "; ".join(filter(None, found)))
     if problem := own.get(key).decode():
         raise RuntimeError(f"{environment.STORES.name}: {problem}")
-    return Standby(listed, 0, own)
+    return Standby(listed, 0, own, owner)
 
 
 def find(mark: str) -> Standby | None:
@@ -169,10 +170,14 @@ def find(mark: str) -> Standby | None:
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
-        if marked := [(at, store) for at, store in found if store.check([mark])]:
-            return Standby(listed, *max(marked, key=lambda each: each[1].get(mark)))
-        if time.monotonic() >= deadline:
-            return Standby(listed, *found[0])
+        marked = [(at, store) for at, store in found if store.check([mark])]
+        if marked or time.monotonic() >= deadline:
+            at, store = max(marked, key=lambda each: each[1].get(mark)) if marked else found[0]
+            owner = store.get(_OWNER).decode() if store.check([_OWNER]) else ""
+            # A host that was replaced has a new one. Until it is taken, hosts that start take it for that of a new job.
+            for _, other in found:
+                _take(other, owner)
+            return Standby(listed, at, store, owner)
         time.sleep(_PERIOD)
 
 
@@ -186,12 +191,19 @@ def _claimed(address: str, owner: str) -> str:
     """Takes a server for the job; returns why that is not possible, "" if it is."""
     if (store := _connected(address, _START_TIMEOUT)) is None:
         return f"the Store at {address} cannot be reached; is it started?"
-    before = store.compare_set(_OWNER, "", owner).decode()
-    if before == owner:
+    if _take(store, owner):
         return ""
+    before = store.get(_OWNER).decode()
     name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
     which = "the same name" if other == name else f"the name '{other}'"
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
+
+
+def _take(store: dist.Store, owner: str) -> bool:
+    """Takes a server for a job, if it belongs to none; returns whether it is that of this job."""
+    with contextlib.suppress(RuntimeError):  # it has been lost meanwhile
+        return store.compare_set(_OWNER, "", owner).decode() == owner
+    return False
 
 
 def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:

@@ -120,8 +120,10 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     assert moved.acquire(timeout=SOON) and servers[3].store is not None
     standby.store.set("key", "fourth")
     assert servers[3].store.get("fog/job/key") == b"fourth" and not back.store.check(["fog/job/key"])
+    assert _standby.is_of_a_job(back.address) is False
     servers[3].end()
     assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
+    assert _standby.is_of_a_job(back.address)  # hosts that start now join it
     standby.store.set("list", addresses[3])
     standby.renew_list()
     assert standby.moves == 3
@@ -155,7 +157,11 @@ def test_a_process_that_joins_finds_the_store_in_use(
     for place, since in ((1, b"3"), (2, b"2")):  # the last one is lost
         found = _standby.find("mark")
         assert found is not None and found.store.get("mark") == since
+        assert _standby.is_of_a_job(servers[0].address)
         servers[place].end()
+        if place == 1:
+            servers[0].end()
+            servers[0] = Server(servers[0].port)  # its host has been replaced
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
     threading.Timer(
