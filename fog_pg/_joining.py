@@ -25,7 +25,7 @@ _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
 # The hosts of the ranks at the start.
 _HOSTS = "fog/world/hosts"
-# The rank that answers joiners says last that the job uses this Store, since when.
+# Ranks say last that the job uses this Store, since when: the largest text is that of the Store used last.
 MARK = "fog/world/since"
 # No job has as many ranks: a reader of the Store asks for each of them.
 _MOST = dict.fromkeys(("size", "max_ranks"), 1 << 16)

@@ -21,6 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fog_pg import _store, environment
+from fog_pg._joining import MARK
 
 _log = logging.getLogger("fog_pg")
 
@@ -77,6 +78,8 @@ class Standby:
                 if self.move_if_lost():
                     moved()
             except RuntimeError as error:
+                if not threading.main_thread().is_alive():  # the interpreter ends, and starts no threads any more
+                    return
                 _log.warning("processes cannot join any more: %s", error)
                 return
 
@@ -91,20 +94,23 @@ class Standby:
             return False
         except RuntimeError as error:
             listed, before = self._addresses, self._addresses[self._at]
-            for step in range(len(listed)):  # first the same one: only the connection may be lost
-                at = (self._at + step) % len(listed)
-                if (store := _connected(listed[at])) is not None and _take(store, self._owner):
-                    self._at, self.store, self.moves = at, store, self.moves + 1
-                    _log.warning(
-                        "the job's Store is now that of %s: that of %s does not answer: %s",
-                        listed[at],
-                        before,
-                        str(error).partition("\n")[0],
-                    )
-                    return True
-            raise RuntimeError(
-                f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
-            ) from None
+            # The next one in order comes first, and the one in use last: there it may be that of a host that was replaced.
+            found = [(at, store) for at, store in _answering(listed) if _take(store, self._owner)]
+            found.sort(key=lambda each: (each[0] - self._at - 1) % len(listed))
+            if not found:
+                raise RuntimeError(
+                    f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
+                ) from None
+            # One that ranks use already, or still, as only the connection of this one was lost.
+            at, self.store = _last_used(found) or found[0]
+            self._at, self.moves = at, self.moves + 1
+            _log.warning(
+                "the job's Store is now that of %s: that of %s does not answer: %s",
+                listed[at],
+                before,
+                str(error).partition("\n")[0],
+            )
+            return True
 
     def tell_list(self) -> None:
         """Tells the others where the servers are, as this process, which joins them, has been told."""
@@ -149,11 +155,8 @@ def begin(store: dist.Store, rank: int) -> Standby | None:
     return Standby(listed, 0, own, owner)
 
 
-def find(mark: str) -> Standby | None:
+def find() -> Standby | None:
     """Returns the Stores of the job that this process joins; None if there is no standby.
-
-    Args:
-        mark: The key that the job sets in each Store that it uses; that with the largest text is in use.
 
     Raises:
         RuntimeError: No server answers.
@@ -163,16 +166,13 @@ def find(mark: str) -> Standby | None:
     # The ranks may not know yet that the Store in use is lost.
     deadline = time.monotonic() + environment.HOST_TIMEOUT.get() + _ANSWER_TIMEOUT
     while True:
-        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
-            stores = list(pool.map(_connected, listed))
-        found = [(at, store) for at, store in enumerate(stores) if store is not None]
-        if not found:
+        if not (found := _answering(listed)):
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
-        marked = [(at, store) for at, store in found if store.check([mark])]
-        if marked or time.monotonic() >= deadline:
-            at, store = max(marked, key=lambda each: each[1].get(mark)) if marked else found[0]
+        used = _last_used(found)
+        if used is not None or time.monotonic() >= deadline:
+            at, store = used or found[0]
             owner = store.get(_OWNER).decode() if store.check([_OWNER]) else ""
             # A host that was replaced has a new one. Until it is taken, hosts that start take it for that of a new job.
             for _, other in found:
@@ -197,6 +197,19 @@ def _claimed(address: str, owner: str) -> str:
     name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
     which = "the same name" if other == name else f"the name '{other}'"
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
+
+
+def _answering(addresses: Sequence[str]) -> list[tuple[int, dist.Store]]:
+    """Returns the Stores at these addresses that answer, with their places."""
+    with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
+        stores = list(pool.map(_connected, addresses))
+    return [(at, store) for at, store in enumerate(stores) if store is not None]
+
+
+def _last_used(stores: Sequence[tuple[int, dist.Store]]) -> tuple[int, dist.Store] | None:
+    """Returns that of some Stores, with their places, which the job has used last; None if it has used none."""
+    marks = {at: store.get(MARK) for at, store in stores if store.check([MARK])}
+    return max(stores, key=lambda each: marks.get(each[0], b"")) if marks else None
 
 
 def _take(store: dist.Store, owner: str) -> bool:

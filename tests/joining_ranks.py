@@ -7,10 +7,12 @@ these numbers, and what the ranks have in common moves by the mean of their pull
 
 from __future__ import annotations
 
+import faulthandler
 import functools
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -21,14 +23,16 @@ from typing import Any
 
 import fogdist
 import numpy as np
+import torch
 import torch.distributed as dist
 from fogdist.elastic.admission import Admission
 from fogdist.elastic.joiner import Joiner
 from fogdist.elastic.membership import Members
 from soak_modes import COMPUTE_SECONDS, MOST_STEPS, RANKS, Board
-from test_membership import Vector, make
+from test_membership import make
 from test_on_loss import end, is_whole
 from test_tuning import move_each_time
+from torch import nn
 
 from fog_pg import _joining
 
@@ -102,11 +106,11 @@ class Rank:
         dist.init_process_group("fog", timeout=timedelta(seconds=TIMEOUT))
         fogdist.init()
         kind, _, option = self._kind.partition("+")
-        model = Vector(FIRST_TARGET + (RANKS - 1) / 2)
+        model = Pulled(FIRST_TARGET + (RANKS - 1) / 2)
         rate = RATE_OF_ADAM if kind == "DecentralizedAdamW" else RATE
         if option == "tune":
             move_each_time()
-            sgd = torch_sgd(model, rate)
+            sgd = torch.optim.SGD(model.parameters(), lr=rate)
             tune = fogdist.Tune(max_local_steps=2)
             called: Any = model
             optimizer: Any = fogdist.DecentralizedOptimizer(sgd, model, tune=tune, on_loss="continue", broadcast=False)
@@ -148,10 +152,30 @@ class Rank:
         return {"rank": rank, "values": model.both(whole), "step": step}
 
 
-def torch_sgd(model: Vector, rate: float) -> Any:
-    import torch
+class Pulled(nn.Module):
+    """Two layers with parameters that are all alike, and are pulled to a number."""
 
-    return torch.optim.SGD(model.parameters(), lr=rate)
+    def __init__(self, start: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Layer(size, start) for size in (40, 300))
+
+    def forward(self, target: float) -> torch.Tensor:
+        return torch.stack([((layer() - target) ** 2).sum() / 2 for layer in self.layers]).sum()
+
+    def both(self, is_whole: bool) -> list[float]:
+        """Returns the values of the two layers, whose elements are the same if they are mixed at once."""
+        values = [each.detach() for each in self.parameters()]
+        assert not is_whole or all(float(each.max() - each.min()) < 1e-9 for each in values), values
+        return [float(each.mean()) for each in values]
+
+
+class _Layer(nn.Module):
+    def __init__(self, size: int, start: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), start, dtype=torch.float64))
+
+    def forward(self) -> nn.Parameter:
+        return self.weight
 
 
 def watch(rank: Rank) -> None:
@@ -203,6 +227,7 @@ def main() -> None:
     log = os.open(path.with_name(f"rank-{os.environ['RANK']}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     rank = Rank(JoinBoard(path), kind)
     watch(rank)
     name = "ended"

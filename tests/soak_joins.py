@@ -203,6 +203,7 @@ class Job:
         self.board = JoinBoard(folder / "board")
         self._hosts = sorted(set(placement))
         self._parts: dict[int, ForkedJob] = {}
+        self._away: set[int] = set()  # hosts that were lost, and not replaced yet
         self._count = itertools.count()
         self.kills: list[Kill] = []
         self.joined: list[tuple[float, int]] = []
@@ -234,6 +235,7 @@ class Job:
         own = {"MASTER_PORT": str(PORT), "FOG_JOB_SECRET": "the secret of a soak", "TORCHELASTIC_RUN_ID": "soak"}
         own |= {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT), "_FOG_CONFIRM": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         words += [program, self._folder / "board", self._kind]
+        self._away.discard(host)
         log = self._folder / f"part-{host}-{next(self._count)}"
         self._parts[host] = ForkedJob(words, log, own, partial(move_to_host, self._names[host]))
 
@@ -338,9 +340,8 @@ class Job:
             self._kill_again(*follow, wants_host)
         self._until_stepped()
         if self._is_joined:
-            for host in self._hosts:
-                if self._parts[host].pid == 0 or not self._processes_of(host):
-                    self._start_part(host)
+            for host in sorted(self._away):
+                self._start_part(host)
             self._until(self._are_in, REJOIN, "not all ranks come in")
         now = time.monotonic()
         self.disturbed.append((begin, now + SETTLED))
@@ -443,6 +444,7 @@ class Job:
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self._away.add(host)
         self._lose(kind, now, ranks, special)
 
     def _lose(self, kind: str, when: float, ranks: Sequence[int], special: str = "") -> None:
@@ -480,8 +482,13 @@ class Job:
 
     def logs(self) -> str:
         """Returns the last words of all processes."""
+        for host in self._hosts:
+            for rank in range(RANKS):
+                for pid in self._parts[host].named(f"rank-{rank}"):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.5)
         files = sorted(self._folder.glob("rank-*")) + sorted(self._folder.glob("part-*"))
-        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+        return "\n".join(f"== {file.name}\n{file.read_text(errors='replace')[-6000:]}" for file in files)
 
 
 class Soak:

@@ -59,7 +59,7 @@ def free_port() -> int:
 
 def test_without_the_variable_there_is_no_standby(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FOG_STORES", raising=False)
-    assert _standby.begin(dist.HashStore(), 0) is None and _standby.find("mark") is None
+    assert _standby.begin(dist.HashStore(), 0) is None and _standby.find() is None
 
 
 @pytest.mark.parametrize("text", ["a", "a:", ":1", "a:1,,b:1", "a:0", "a:65536", "fe80::1:29500", "a:1 b:1"])
@@ -120,10 +120,9 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     assert moved.acquire(timeout=SOON) and servers[3].store is not None
     standby.store.set("key", "fourth")
     assert servers[3].store.get("fog/job/key") == b"fourth" and not back.store.check(["fog/job/key"])
-    assert _standby.is_of_a_job(back.address) is False
+    assert _standby.is_of_a_job(back.address)  # hosts that start now join it
     servers[3].end()
     assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
-    assert _standby.is_of_a_job(back.address)  # hosts that start now join it
     standby.store.set("list", addresses[3])
     standby.renew_list()
     assert standby.moves == 3
@@ -134,10 +133,33 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     assert not moved.acquire(blocking=False)
 
 
+def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
+    begin: Callable[..., _standby.Standby],
+) -> None:
+    """The host of the lost one, and that of the next one after it, have been replaced before the last rank looks."""
+    servers = [Server() for _ in range(3)]
+    ranks = [begin(*(server.address for server in servers), rank=rank) for rank in range(3)]
+    ranks[0].store.set(_standby.MARK, "1")
+    servers[0].end()
+    assert ranks[0].move_if_lost()
+    servers[0] = Server(servers[0].port)
+    assert ranks[1].move_if_lost()
+    ranks[0].store.set("key", "second")
+    assert ranks[1].store.get("key") == b"second"
+    servers[1].end()
+    assert ranks[0].move_if_lost()
+    ranks[0].store.set(_standby.MARK, "2")
+    servers[1] = Server(servers[1].port)
+    assert ranks[1].move_if_lost() and ranks[2].move_if_lost()
+    ranks[0].store.set("key", "third")
+    assert ranks[1].store.get("key") == ranks[2].store.get("key") == b"third"
+
+
 def test_a_connection_that_is_lost_is_made_again(begin: Callable[..., _standby.Standby]) -> None:
     first, second = Server(), Server()
     standby = begin(first.address, second.address)
     standby.store.set("key", "value")
+    standby.store.set(_standby.MARK, "1")
     for connection in connections(standby.store):
         if connection.getpeername()[1] == first.port:
             connection.shutdown(socket.SHUT_RDWR)
@@ -153,10 +175,10 @@ def test_a_process_that_joins_finds_the_store_in_use(
     assert _standby.is_of_a_job(Server().address) is False
     for server, since in zip(servers[:3], "132", strict=True):
         assert server.store is not None
-        server.store.set("fog/job/mark", since)
+        server.store.set(f"fog/job/{_standby.MARK}", since)
     for place, since in ((1, b"3"), (2, b"2")):  # the last one is lost
-        found = _standby.find("mark")
-        assert found is not None and found.store.get("mark") == since
+        found = _standby.find()
+        assert found is not None and found.store.get(_standby.MARK) == since
         assert _standby.is_of_a_job(servers[0].address)
         servers[place].end()
         if place == 1:
@@ -165,12 +187,12 @@ def test_a_process_that_joins_finds_the_store_in_use(
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
     threading.Timer(
-        1.0, lambda: servers[3].store.set("fog/job/later", "")
+        1.0, lambda: servers[3].store.set(f"fog/job/{_standby.MARK}", "4")
     ).start()  # it moves there meanwhile
-    found = _standby.find("later")
-    assert found is not None and found.store.check(["later"])
+    found = _standby.find()
+    assert found is not None and found.store.get(_standby.MARK) == b"4"
     for server in servers:
         server.end()
     assert _standby.is_of_a_job(servers[0].address) is None
     with pytest.raises(RuntimeError, match="FOG_STORES: none of the job's Stores answers: 127.0.0.1:"):
-        _standby.find("mark")
+        _standby.find()
