@@ -131,6 +131,8 @@ class Rank:
             self.come_to("after an exchange")
             step = called.round if is_wrapper else optimizer.steps
             now, after = fogdist.membership.current(), model.both(whole)
+            if os.environ.get("FOG_JOIN") == "1" and now.epoch == 0:
+                continue  # a local step before the first exchange, in which the process joins
             living = sum(2**each for each in now.living)
             made = int(board.steps[rank])
             standby = _joining._standby

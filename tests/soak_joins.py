@@ -77,6 +77,7 @@ RESTARTS = 10_000
 PORT = 29600
 # Seconds: for ranks to begin; for a step after a loss; for all to be in again; for a moment to come; for all to end.
 START, PATIENCE, REJOIN, MOMENT, END = 60.0, 20.0, 60.0, 4.0, 60.0
+JOBS_OF_REFUSED = 5
 # Steps before the first kill, and before the end of a training, that all ranks hear of it.
 WARM_STEPS, OVER_STEPS = 40, 25
 # Seconds without a kill, after all are in; and after which a kill disturbs nobody any more.
@@ -519,7 +520,7 @@ class Soak:
     def run(self, number: int) -> None:
         """Runs the job of this number."""
         kind = self._kinds[number % len(self._kinds)]
-        place = "one host" if number // len(self._kinds) % 4 == 3 else "hosts"
+        place = "one host" if number % 4 == 3 else "hosts"
         totals, before = self.totals[kind], leftovers.shared_memory_entries()
         totals.worlds += 1
         placement = ON_ONE if place == "one host" else ON_HOSTS
@@ -684,10 +685,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     soak = Soak(options.kinds, options.seed, options.kills, options.keep, options.silence)
     begin, load = time.monotonic(), []
     for number in itertools.count(options.first):
-        if time.monotonic() > begin + 60 * options.minutes:
-            break
-        soak.run(number)
-        load.append(round(os.getloadavg()[0], 1))
+        # Few can be killed in a job that no process joins.
+        for part in range(JOBS_OF_REFUSED if options.kinds[number % len(options.kinds)] in REFUSED else 1):
+            if time.monotonic() > begin + 60 * options.minutes:
+                break
+            soak.run(number + part * len(options.kinds))
+            load.append(round(os.getloadavg()[0], 1))
+        else:
+            continue
+        break
     found = {"seed": options.seed, "minutes": round((time.monotonic() - begin) / 60, 1), "load": load} | summary(soak)
     print(table([found]))
     for totals in soak.totals.values():
