@@ -65,9 +65,9 @@ KEEPS_MEAN |= {"PushSumSGD/ring", "ChocoSGD/ring", "GradientTracking/ring", "Exa
 # Where all ranks have the same parameters after every so many steps.
 ALIKE_AFTER = {"LocalSGD": 2, "DecentralizedSGD/ring+average": joining_ranks.AVERAGE_STEPS}
 # By which values may be outside of the ranks' numbers, because of momentum or of an inexact codec.
-MARGIN = {"DiLoCo": 1.5, "GASLoC": 1.5, "SparseLoCo": 1.5, "GradientTracking": 0.5, "ExactDiffusion": 0.5}
+MARGIN = {"DiLoCo": 1.5, "SparseLoCo": 1.5, "GradientTracking": 0.5, "ExactDiffusion": 0.5}
 # How far ranks may be apart at the end, when they have only mixed for some time.
-APART = {"GASLoC": 1.0, "DiLoCo": 0.5, "SparseLoCo": 0.5, "DecentralizedSGD+tune": 0.1}
+APART = {"DiLoCo": 0.5, "SparseLoCo": 0.5, "DecentralizedSGD+tune": 0.1}
 
 # The host of each rank, and how many there are.
 ON_HOSTS, ON_ONE = (0, 1, 2, 2), (0, 0, 0, 0)
