@@ -152,6 +152,8 @@ class Rank:
                     group["lr"] = 0.0
             if is_last or (over and step >= over):
                 break
+        if kind.endswith("patience"):  # ranks may be some steps apart
+            called.average() if is_wrapper else optimizer.average()
         end(called, optimizer)
         return {"rank": rank, "values": model.both(whole), "step": step}
 

@@ -49,7 +49,7 @@ import numpy as np
 from forked_programs import ForkedJob
 from hosts import INTERFACE, address, cut_link, move_to_host
 from joining_ranks import ADMITS, COOL_STEPS, FIRST_TARGET, JOINS, LOSES, MOMENTS, RATE, TRAINS, JoinBoard
-from soak_faults import Moments
+from soak_faults import Moments, has_ended
 from soak_modes import RANKS
 from soak_totals import FAILURES, Pace, Totals, append, percentile, result, throughput
 
@@ -206,6 +206,7 @@ class Job:
         self.board = JoinBoard(folder / "board")
         self._hosts = sorted(set(placement))
         self._parts: dict[int, ForkedJob] = {}
+        self._made: dict[int, int] = {}  # the steps of each number until its last process ended
         self._away: set[int] = set()  # hosts that were lost, and not replaced yet
         self._count = itertools.count()
         self.kills: list[Kill] = []
@@ -352,8 +353,7 @@ class Job:
             self.silent.append((begin, now + SETTLED))
         for rank in range(RANKS):
             if self.board.process[rank] and self.lives[rank][-1][1] < np.inf:
-                first = self.board.ends[rank, : int(self.board.steps[rank])]
-                came = float(first[first > self.lives[rank][-1][1]][0])
+                came = float(self.board.ends[rank, self._made[rank]])
                 self.lives[rank].append([came, np.inf])
                 self.joined.append((came, rank))
 
@@ -453,7 +453,10 @@ class Job:
     def _lose(self, kind: str, when: float, ranks: Sequence[int], special: str = "") -> None:
         self.kills.append(Kill(kind, when, tuple(ranks), special))
         for rank in ranks:
+            while not has_ended(int(self.board.process[rank])):
+                time.sleep(0.001)
             self.lives[rank][-1][1] = when
+            self._made[rank] = int(self.board.steps[rank])
             self.board.process[rank] = self.board.moment[rank] = self.board.doing[rank] = 0.0
 
     def _until_stepped(self) -> None:
@@ -612,6 +615,10 @@ class Soak:
             ends = board.ends[rank, : int(board.steps[rank])]
             for begin, until in lives:
                 until = min(until, over)
+                own = ends[(ends >= begin) & (ends <= until)]
+                for index in np.flatnonzero(np.diff(own) > SLOW):
+                    if not any(own[index] < kill.when < own[index + 1] for kill in job.kills):
+                        slow.append(f"rank {rank} stood still from {own[index]:.2f} to {own[index + 1]:.2f}")
                 for name, pauses in ((place, job.silent), (f"{place}, with silent hosts", [])):
                     pace = self.paces.setdefault(name, Pace())
                     kept = ends
