@@ -31,6 +31,7 @@ import itertools
 import json
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
@@ -74,11 +75,12 @@ APART = {"DiLoCo": 0.5, "SparseLoCo": 0.5, "DecentralizedSGD+tune": 0.1}
 # The host of each rank, and how many there are.
 ON_HOSTS, ON_ONE = (0, 1, 2, 2), (0, 0, 0, 0)
 HOST_TIMEOUT = 4
-# Which of them: the agents start what is lost again so often.
+# So often the agents start what is lost again.
 RESTARTS = 10_000
 PORT = 29600
 # Seconds: for ranks to begin; for a step after a loss; for all to be in again; for a moment to come; for all to end.
 START, PATIENCE, REJOIN, MOMENT, END = 60.0, 20.0, 60.0, 4.0, 60.0
+# Few can be killed in a job that no process joins, so there are so many in a row.
 JOBS_OF_REFUSED = 5
 # A time to the next step whose reason is of interest, in seconds.
 SLOW = 2.0
@@ -229,7 +231,6 @@ class Job:
         self._until(lambda: self.board.steps.min() >= WARM_STEPS, START, "the ranks do not begin")
         now = time.monotonic()
         self.lives = {rank: [[now, np.inf]] for rank in range(RANKS)}
-        self.began = now
 
     def _start_part(self, host: int) -> None:
         program = Path(joining_ranks.__file__)
@@ -313,6 +314,11 @@ class Job:
                 found.append(f"rank {told['rank']} raised: {told['error']}")
         return found
 
+    def crashes(self) -> list[str]:
+        """Returns what agents have said of ranks that ended by another signal than that of the kills."""
+        said = "\n".join(file.read_text(errors="replace") for file in self._folder.glob("part-*"))
+        return re.findall(r"rank \d .* ended by SIG(?!KILL|TERM)\w+", said)
+
     # --- kills ---
 
     def episode(self) -> None:
@@ -322,7 +328,8 @@ class Job:
         begin = time.monotonic()
         hosts_left = [host for host in self._hosts if self._ranks_on(host)]
         wants_host = len(hosts_left) > 1 and draw.random() < 0.6
-        is_silent = wants_host and self._is_quorate and draw.random() < self._silence
+        # Without a silent host, enough ranks must be left to decide.
+        is_silent = wants_host and len(self.living()) == RANKS and draw.random() < self._silence
         second = draw.random() < 0.5
         store = int(self.board.store[self.living()[0]])
         if wants_host:
@@ -370,11 +377,6 @@ class Job:
                 came = float(self.board.ends[rank, self._made[rank]])
                 self.lives[rank].append([came, np.inf])
                 self.joined.append((came, rank))
-
-    @property
-    def _is_quorate(self) -> bool:
-        """Whether a silent host leaves enough ranks."""
-        return len(self.living()) == RANKS
 
     def _ranks_on(self, host: int) -> list[int]:
         return [rank for rank in self.living() if self._placement[rank] == host]
@@ -573,7 +575,7 @@ class Soak:
                 problem = str(lost)
                 totals.hangs += not job.failures()
                 totals.problems.append(f"{kind}, {place}, job {number}: {problem}")
-            if failures := job.failures():
+            if failures := job.failures() + job.crashes():
                 totals.crashes += len(failures)
                 totals.problems += [f"{kind}, {place}, job {number}: {each}" for each in failures]
             if not problem:
@@ -742,7 +744,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kills ranks and hosts of jobs that others join.")
     parser.add_argument("--minutes", type=float, default=3.0, help="of all jobs together (default: 3)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="number of the first job (default: 0)")
     parser.add_argument("--kinds", nargs="+", choices=[*JOINED, *REFUSED], default=[*JOINED, *REFUSED])
     parser.add_argument("--kills", type=int, default=12, help="of each job (default: 12)")
     parser.add_argument(
@@ -762,8 +763,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.kinds, options.seed, options.kills, options.keep, options.silence, tuple(options.calm)
     )
     begin, load = time.monotonic(), []
-    for number in itertools.count(options.first):
-        # Few can be killed in a job that no process joins.
+    for number in itertools.count(5 * options.seed):
         for part in range(JOBS_OF_REFUSED if options.kinds[number % len(options.kinds)] in REFUSED else 1):
             if time.monotonic() > begin + 60 * options.minutes:
                 break

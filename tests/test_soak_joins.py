@@ -76,3 +76,6 @@ def test_errors_of_members_count_unless_they_were_killed(tmp_path: Path) -> None
     (tmp_path / "failed").write_text("\n".join(map(soak_joins.json.dumps, lines)))
     job.kills = [Kill("silent host", 4.5, (2, 3))]
     assert job.failures() == ["rank 0 raised: why"]
+    said = [f"fog run: rank 2 (process 7) ended by {name} after 1.0 s" for name in ("SIGKILL", "SIGSEGV")]
+    (tmp_path / "part-0-0").write_text("\n".join(said))
+    assert job.crashes() == ["rank 2 (process 7) ended by SIGSEGV"]
