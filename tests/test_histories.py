@@ -125,6 +125,16 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     ("a joiner waits for those that have ended", "self._unsure -= set(ended)", "pass"),
     (
+        "a joiner takes another decision for its own",
+        'or Decision.from_values(message["decided"]) != self._decision',
+        "",
+    ),
+    (
+        "a joiner is in although all ranks that let it in have ended",
+        "if not self._sure:",
+        "if 0:",
+    ),
+    (
         "a joiner waits for ever to be known",
         'if now >= self._asked + self._reach:\n            return self._fail(f"it does not',
         'if 0:\n            return self._fail(f"it does not',
