@@ -91,6 +91,8 @@ class Standby:
         except RuntimeError as error:
             listed, before = self._addresses, self._addresses[self._at]
             for step in range(len(listed)):  # first the same one: only the connection may be lost
+                if self._end.is_set():  # each host that is silent takes seconds
+                    return False
                 at = (self._at + step) % len(listed)
                 if (store := _connected(listed[at])) is not None:
                     self._at, self.store, self.moves = at, store, self.moves + 1

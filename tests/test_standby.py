@@ -125,11 +125,31 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     standby.store.set("list", addresses[3])
     standby.renew_list()
     assert standby.moves == 3
-    standby.end()
     back.end()
     with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}: "):
         standby.move_if_lost()
+    standby.end()
     assert not moved.acquire(blocking=False)
+
+
+def test_a_process_that_ends_does_not_wait_for_all_silent_hosts(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [Server() for _ in range(4)]
+    standby = begin(*(server.address for server in servers))
+    tried = threading.Event()
+
+    def silent(_: str) -> None:
+        tried.set()
+        time.sleep(1.0)
+
+    monkeypatch.setattr(_standby, "_connected", silent)
+    standby.follow(lambda: None)
+    servers[0].end()
+    assert tried.wait(SOON)
+    started = time.monotonic()
+    standby.end()
+    assert time.monotonic() - started < 2.0
 
 
 def test_a_connection_that_is_lost_is_made_again(begin: Callable[..., _standby.Standby]) -> None:
