@@ -89,7 +89,7 @@ def _create(options: Any, backend_options: Any = None) -> ProcessGroupFog:
     backend: ProcessGroupFog
     standby = None
     if is_first and options.group_size > 1 and _joining.wants_to_join():
-        standby = _standby.find(_joining.MARK)
+        standby = _standby.find()
         backend = _joining.begin(extension, options, backend_options, standby)
     else:
         if is_first and options.group_size > 1:

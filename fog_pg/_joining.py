@@ -25,8 +25,6 @@ _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
 # The hosts of the ranks at the start.
 _HOSTS = "fog/world/hosts"
-# The rank that answers joiners says last that the job uses this Store, since when.
-MARK = "fog/world/since"
 # No job has as many ranks: a reader of the Store asks for each of them.
 _MOST = dict.fromkeys(("size", "max_ranks"), 1 << 16)
 # Why nobody can join, if that is so.
@@ -121,6 +119,12 @@ def follow_store(moved: Callable[[], object]) -> None:
     standby.follow(move)
 
 
+def tell_store_again() -> None:
+    """Calls the function of `follow_store` soon, because this rank now answers joiners."""
+    if _standby is not None:
+        _standby.tell_again()
+
+
 def tell_stores() -> None:
     """Tells the ranks of the job that this process joins where its Stores are: its host may be a new one."""
     if _standby is not None:
@@ -183,8 +187,8 @@ def publish_hosts(store: Store, hosts: Sequence[int], epoch: int) -> None:
     All else that processes need to join is told before.
     """
     store.set(_HOSTS, json.dumps(list(hosts)))
-    moves = 0 if _standby is None else _standby.moves
-    store.set(MARK, f"{epoch:012d} {moves:012d}")
+    if _standby is not None:
+        _standby.begin_use(epoch)
 
 
 def entry_of(store: Store, rank: int) -> str | None:

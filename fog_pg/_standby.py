@@ -1,7 +1,8 @@
 """The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
 
-`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place, for all
-ranks alike. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While a
+link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it uses, and
+all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ _log = logging.getLogger("fog_pg")
 
 # Above all keys, so that they have the same names in each of the servers.
 _PREFIX = "fog/job"
-# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, and with the list
-# of a process that has joined, whose host may be a new one.
-_OWNER, _FOUND, _LIST = "owner", "found/{owner}", "list"
+# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, with the list of a
+# process that has joined, whose host may be a new one, and with the address of the server in use, after what orders these.
+_OWNER, _FOUND, _LIST, _USE = "owner", "found/{owner}", "list", "use"
 # The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
 # start its process may still import torch.
 _REACH_TIMEOUT = 3.0
 _ANSWER_TIMEOUT, _START_TIMEOUT = 5.0, 60.0
 # The pause between two requests that show whether the Store in use still answers, in seconds.
 _PERIOD = 0.5
+# The pause before servers that did not answer are told again which one is in use, in seconds.
+_TELL_PERIOD = 5.0
 
 
 class Standby:
@@ -53,16 +56,23 @@ class Standby:
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
         self._addresses, self._at, self.store = addresses, at, store
         self.moves = 0
+        # What this process tells all servers if it answers joiners, those that know it, and when it tells the others again.
+        self._use, self._told, self._tell_at = "", set[str](), 0.0
+        self._must_tell = False
         self._end = threading.Event()
         self._watcher: threading.Thread | None = None
 
     def follow(self, moved: Callable[[], object]) -> None:
-        """Calls a function whenever another Store is in use, from a thread that watches the Store until `end`."""
+        """Calls a function from a thread until `end`: whenever another Store is in use, and after `tell_again`."""
         self._watcher = threading.Thread(target=self._watch, args=(moved,), daemon=True)
         self._watcher.start()
         atexit.register(
             self.end
         )  # the end of the interpreter in a request of the thread would abort the process
+
+    def tell_again(self) -> None:
+        """Lets the thread call the function once more, although the same Store is in use."""
+        self._must_tell = True
 
     def end(self) -> None:
         """Ends the thread."""
@@ -73,11 +83,15 @@ class Standby:
     def _watch(self, moved: Callable[[], object]) -> None:
         while not self._end.wait(_PERIOD):
             try:
-                if self.move_if_lost():
-                    moved()
+                has_moved = self.move_if_lost()
             except RuntimeError as error:
                 _log.warning("processes cannot join any more: %s", error)
                 return
+            with contextlib.suppress(RuntimeError):  # it has just been lost
+                if has_moved or self._go_along() or self._must_tell:
+                    self._must_tell = False
+                    moved()
+                self._tell_use()
 
     def move_if_lost(self) -> bool:
         """Returns whether another Store is in use from now on, because the one in use does not answer.
@@ -91,9 +105,11 @@ class Standby:
         except RuntimeError as error:
             listed, before = self._addresses, self._addresses[self._at]
             for step in range(len(listed)):  # first the same one: only the connection may be lost
+                if self._end.is_set():  # each host that is silent takes seconds
+                    return False
                 at = (self._at + step) % len(listed)
                 if (store := _connected(listed[at])) is not None:
-                    self._at, self.store, self.moves = at, store, self.moves + 1
+                    self._take(at, store)
                     _log.warning(
                         "the job's Store is now that of %s: that of %s does not answer: %s",
                         listed[at],
@@ -104,6 +120,38 @@ class Standby:
             raise RuntimeError(
                 f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
             ) from None
+
+    def _take(self, at: int, store: dist.Store) -> None:
+        self._at, self.store, self.moves = at, store, self.moves + 1
+
+    def _go_along(self) -> bool:
+        """Returns whether another Store is in use from now on: that of the rank that answers joiners."""
+        address = _address_in(_use_in(self.store))
+        if address == self._addresses[self._at] or address not in self._addresses:
+            return False
+        if (store := _connected(address)) is None:  # that rank may not know of the loss yet
+            return False
+        self._take(self._addresses.index(address), store)
+        _log.warning("the job's Store is now that of %s, as on the rank that answers processes that join", address)
+        return True
+
+    def begin_use(self, epoch: int) -> None:
+        """Tells the servers that the job uses this one from an epoch on; a thread tells those on other hosts."""
+        use = f"{epoch:012d} {self.moves:012d} {self._addresses[self._at]}"
+        self.store.set(_USE, use)
+        self._use, self._told, self._tell_at = use, {self._addresses[self._at]}, 0.0
+
+    def _tell_use(self) -> None:
+        untold = [address for address in self._addresses if address not in self._told]
+        if not self._use or not untold or time.monotonic() < self._tell_at:
+            return
+        use, told = self._use, self._told
+        self._tell_at = time.monotonic() + _TELL_PERIOD
+        with concurrent.futures.ThreadPoolExecutor(len(untold)) as pool:
+            for address, store in zip(untold, pool.map(_connected, untold), strict=True):
+                if store is not None:
+                    store.set(_USE, max(use, _use_in(store)))  # another rank may answer by now
+                    told.add(address)
 
     def tell_list(self) -> None:
         """Tells the others where the servers are, as this process, which joins them, has been told."""
@@ -148,11 +196,8 @@ def begin(store: dist.Store, rank: int) -> Standby | None:
     return Standby(listed, 0, own)
 
 
-def find(mark: str) -> Standby | None:
+def find() -> Standby | None:
     """Returns the Stores of the job that this process joins; None if there is no standby.
-
-    Args:
-        mark: The key that the job sets in each Store that it uses; that with the largest text is in use.
 
     Raises:
         RuntimeError: No server answers.
@@ -164,15 +209,14 @@ def find(mark: str) -> Standby | None:
     while True:
         with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
             stores = list(pool.map(_connected, listed))
-        found = [(at, store) for at, store in enumerate(stores) if store is not None]
+        found = {listed[at]: (at, store) for at, store in enumerate(stores) if store is not None}
         if not found:
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
-        if marked := [(at, store) for at, store in found if store.check([mark])]:
-            return Standby(listed, *max(marked, key=lambda each: each[1].get(mark)))
-        if time.monotonic() >= deadline:
-            return Standby(listed, *found[0])
+        in_use = _address_in(max(_use_in(store) for _, store in found.values()))
+        if in_use in found or time.monotonic() >= deadline:
+            return Standby(listed, *found.get(in_use, next(iter(found.values()))))
         time.sleep(_PERIOD)
 
 
@@ -192,6 +236,15 @@ def _claimed(address: str, owner: str) -> str:
     name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
     which = "the same name" if other == name else f"the name '{other}'"
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
+
+
+def _use_in(store: dist.Store) -> str:
+    """Returns what a server has been told about the one in use, "" if nothing; the largest such text is the last one."""
+    return store.get(_USE).decode() if store.check([_USE]) else ""
+
+
+def _address_in(use: str) -> str:
+    return use.rpartition(" ")[2]
 
 
 def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:

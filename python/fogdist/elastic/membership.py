@@ -336,6 +336,8 @@ class Members:
         self._context, self.is_given = context, False
         self._protocol.formed(time.monotonic(), form)
         _extension.load().note_epoch(epoch)  # for `fog top`
+        if before.living and before.living[0] < decision.members[0] == self._whole().rank:
+            _joining.tell_store_again()  # this rank answers joiners now
         self._joined.update(decision.joins if before.living else self.membership.lost.union(decision.members))
         new = sorted(decision.joins)
         _log.warning(
@@ -401,9 +403,11 @@ class Members:
 
     def _enter_store(self) -> None:
         """Tells the job's Store, which may be a new one, what this rank has to tell."""
-        if self._admission is not None:
-            self._admission.leave_to_another(self.epoch)  # the tickets are lost with the old one
-        self._admission = Admission(self._joining_store(), self._whole().backend.id)
+        store = self._joining_store()
+        if self._admission is None or self._admission.store is not store:
+            if self._admission is not None:
+                self._admission.leave_to_another(self.epoch)  # the tickets are lost with the old one
+            self._admission = Admission(store, self._whole().backend.id)
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
             self._tell_joiners(self._admission)
