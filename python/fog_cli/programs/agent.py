@@ -173,6 +173,9 @@ class Agent:
 
     def _find_job(self, stores: list[str]) -> None:
         """Waits until the Stores of all hosts are there, or one is that of a job that runs already: the ranks then join."""
+        if self._serving is not None:
+            # Two threads must not import torch and fog_pg at the same time: each imports the other, and one of them raises.
+            self._serving.join()
         from fog_pg._standby import is_of_a_job
 
         deadline = time.monotonic() + _START_TIMEOUT
