@@ -171,15 +171,6 @@ def test_one_group_of_messages_an_exchange() -> None:
         checks.equal("hierarchical", [len(group) for group in seen()], [2 * (size - 1)] * 2)
 
 
-@on_ranks(2)
-def test_two_devices_in_one_process() -> None:
-    fog, rank = new_backend(), dist.get_rank()
-    for place in (0, 1, 0):
-        x = torch.full((3,), float(rank), device=f"{DEVICE}:{place}")
-        (mixed,) = result(fog.neighbor_allreduce(x, ring_plan()))
-        assert mixed.device == x.device and mixed.tolist() == [0.5 * rank + 0.25 * (1 - rank)] * 3
-
-
 def event_now() -> torch.Event:
     event = torch.Event(device=DEVICE)
     event.record(current_stream())
