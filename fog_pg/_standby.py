@@ -215,9 +215,12 @@ def find() -> Standby | None:
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
         in_use = _address_in(max(_use_in(store) for _, store in found.values()))
-        if in_use in found or time.monotonic() >= deadline:
+        if in_use and in_use not in listed:  # this process's list may be an older one
+            listed.append(in_use)
+        elif in_use in found or time.monotonic() >= deadline:
             return Standby(listed, *found.get(in_use, next(iter(found.values()))))
-        time.sleep(_PERIOD)
+        else:
+            time.sleep(_PERIOD)
 
 
 def is_of_a_job(address: str) -> bool | None:

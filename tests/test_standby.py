@@ -212,6 +212,12 @@ def test_a_process_that_joins_finds_the_store_in_use(
         server.store.set("fog/job/use", f"{epoch} {addresses[at]}")
     found = _standby.find()
     assert found is not None and found.store.check(["use"]) and found.store.get("use").startswith(b"1")
+    with monkeypatch.context() as older:
+        older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
+        found = _standby.find()
+    assert found is not None and servers[0].store is not None
+    found.store.set("key", "value")
+    assert servers[0].store.check(["fog/job/key"])
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
     servers[1].end()  # that in use

@@ -501,9 +501,11 @@ class Member:
             promised = {rank: view for rank, view in views.items() if view.promised == ballot}
             if self._is_quorum(promised.keys()):
                 last = max(promised.values(), key=lambda view: view.accepted)
-                own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
-                own.accepted = ballot
-                actions += self._tell(self.living)
+                # If others are silent than when the ballot began, those that were left out may only be late.
+                if last.accepted > _NO_BALLOT or self._silent() == self._left_out:
+                    own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
+                    own.accepted = ballot
+                    actions += self._tell(self.living)
         accepted = {rank for rank, view in views.items() if view.accepted == own.accepted > _NO_BALLOT}
         if self._is_quorum(accepted):
             actions += self._decided(own.value)
@@ -595,7 +597,7 @@ class Member:
         )
         if obstacle:
             return [Refuse(ticket, obstacle)]
-        if runs:
+        if runs or rank == self.rank:
             return [still_runs]
         if rank in self.living:
             # It may have ended just now. Of a rank of another host, this shows when nothing comes from there.
