@@ -226,6 +226,10 @@ def find() -> Standby | None:
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
+        named = _named(found)
+        if named and named not in listed:  # this process's list may be an older one
+            listed.append(named)
+            continue
         used = _last_used(listed, found)
         if used is not None or time.monotonic() >= deadline:
             at, store = used or found[0]
@@ -272,9 +276,13 @@ def _last_used(
     used = [(at, store) for at, store in stores if _text(store, _MARK)]
     if not used:
         return None
-    named = _address_in(max(_text(store, _USE) for _, store in stores))
-    of_answerer = (each for each in used if addresses[each[0]] == named)
+    of_answerer = (each for each in used if addresses[each[0]] == _named(stores))
     return next(of_answerer, None) or max(used, key=lambda each: _text(each[1], _MARK))
+
+
+def _named(stores: Sequence[tuple[int, dist.Store]]) -> str:
+    """Returns the address that the rank that answers joiners told some Stores last, "" if none."""
+    return _address_in(max(_text(store, _USE) for _, store in stores))
 
 
 def _take(store: dist.Store, owner: str) -> bool:

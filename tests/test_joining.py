@@ -723,7 +723,8 @@ GARBAGE = ["garbage", "[1, 2]", '{"told": {"rank": 2}, "proof": 7}', "1", "", "[
 def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     """Each learns the reason, and training goes on. The job has its secret from the environment."""
     job = new_job(environment={"FOG_JOB_SECRET": "the secret of this job"})
-    job.refused(1, f"rank 1 {STILL_RUNS}")
+    for rank in (0, 1):  # the rank that answers is one of them
+        job.refused(rank, f"rank {rank} {STILL_RUNS}")
     job.lose(2)
     job.refused(2, status=3, writes=GARBAGE[0])
     job.refused(2, "it does not know the job's secret (FOG_JOB_SECRET)", environment=ANOTHER_SECRET)
@@ -745,6 +746,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
 def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     """For the reasons that only hosts have; the others are those of one host."""
     job = new_job("hosts")
+    job.refused(0, f"rank 0 {STILL_RUNS}", host=FREE)
     job.lose(2)
     way = "FOG_BETWEEN_HOSTS is 'tcp' here, and 'auto' on the job's ranks"
     job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from fogdist import algorithms, topology
 from fogdist.compression import Int8
 from fogdist.elastic import membership
 from fogdist.elastic.membership import Membership
-from fogdist.elastic.protocol import Decision, Form, Member, Poll, Request, decide
+from fogdist.elastic.protocol import Action, Decision, Form, Member, Message, Poll, Request, Send, decide
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
@@ -390,6 +390,48 @@ class FakeCarrier:
         time.sleep(timeout)
         messages, self.arrived[self._rank] = self.arrived[self._rank], []
         return [(sender, json.loads(message)) for sender, message in messages]
+
+
+def told(actions: Sequence[Action], to: int) -> list[Message]:
+    """Returns the messages for a rank."""
+    return [each.message for each in actions if isinstance(each, Send) and each.to == to]
+
+
+def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_hear_it() -> None:
+    """Nothing reaches rank 3: it says that it does not hear ranks 1 and 2, and stops. Rank 1 knows that it has ended."""
+    first, second, third = (Member(rank, 4, 30.0, 6.0) for rank in range(3))
+    first.agree(0.0, {}, "")
+    deaf = Member(3, 4, 30.0, 6.0)
+    deaf.lost([], [1, 2])
+    for message in told(deaf.agree(0.0, {}, ""), 0):
+        first.receive(3, message)
+    assert told(first.tick(0.0), 1)[-1]["promised"] == (1, 0)
+    second.lost([3])
+    mail = [(1, 0, message) for message in told(second.agree(3.5, {}, ""), 0)]
+    mail += [(0, 1, message) for message in told(first.tick(3.5), 1)]
+    members, now = {0: first, 1: second}, 3.5
+    formed: dict[int, Form] = {}
+
+    def settle() -> None:
+        while mail:
+            sender, rank, message = mail.pop(0)
+            take(rank, members[rank].receive(sender, message))
+
+    def take(rank: int, actions: Sequence[Action]) -> None:
+        mail.extend((rank, to, message) for to in members for message in told(actions, to))
+        formed.update({rank: each for each in actions if isinstance(each, Form)})
+
+    settle()
+    assert not formed
+    members[2] = third
+    take(2, third.agree(now, {}, ""))
+    while not formed and now < 20.0:
+        settle()
+        now += 0.5
+        for rank, member in members.items():
+            take(rank, member.tick(now))
+    settle()
+    assert {rank: each.decision.members for rank, each in formed.items()} == dict.fromkeys(range(3), (0, 1, 2))
 
 
 def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:

@@ -237,6 +237,10 @@ def test_a_process_that_joins_finds_the_store_in_use(
     for server, mark in zip(servers, "123", strict=False):  # ranks use, or have used, the first three
         assert server.store is not None
         server.store.set("fog/job/mark", mark)
+    with monkeypatch.context() as older:
+        older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
+        found = _standby.find()
+    assert found is not None and found.store.get("mark") == b"1"
     for place, mark in ((1, b"2"), (2, b"3")):  # that of the rank that answers, and the one to which ranks moved last
         found = _standby.find()
         assert found is not None and found.store.get("mark") == mark

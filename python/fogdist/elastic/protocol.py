@@ -607,7 +607,7 @@ class Member:
         )
         if obstacle:
             return [Refuse(ticket, obstacle)]
-        if runs:
+        if runs or rank == self.rank:
             return [still_runs]
         if rank in self.living:
             # It may have ended just now. Of a rank of another host, this shows when nothing comes from there.
