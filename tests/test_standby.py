@@ -154,9 +154,11 @@ def test_a_process_that_ends_does_not_wait_for_all_silent_hosts(
 
 
 def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
-    begin: Callable[..., _standby.Standby],
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host of the lost one, and that of the next one after it, have been replaced before the last rank looks."""
+    connected = _standby._connected
+    monkeypatch.setattr(_standby, "_connected", lambda address, *_: connected(address, 30.0))
     servers = [Server() for _ in range(3)]
     ranks = [begin(*(server.address for server in servers), rank=rank) for rank in range(3)]
     ranks[0].begin_use(1, answers=False)
