@@ -49,8 +49,8 @@ def _choose_build() -> None:
         advice = _REBUILD
         if any(Path(__file__).parent.glob("torch-*")):  # in a released wheel, whose users have no sources
             advice = (
-                f"Install one that it has, as in: pip install 'torch=={_minor(TORCH_VERSIONS[-1])}.*'; a newer fogdist may "
-                f"have one for torch {own}, and docs/install.md says how to build fog for any"
+                f"To install a torch that it was built for: pip install 'torch=={_minor(TORCH_VERSIONS[-1])}.*'. A newer "
+                f"fogdist may be built for torch {own}, or build one: fog's sources say how in docs/install.md"
             )
         raise ImportError(
             f"fog_pg: the C++ extension was built for torch {' and '.join(TORCH_VERSIONS)}, this is torch {torch.__version__}. "
