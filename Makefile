@@ -1,6 +1,6 @@
 # Makes the environment, builds the extension, runs the demo and the tests. `make help` lists the targets.
 #
-# Needed on the machine: Python 3.10 to 3.13 with its headers and venv module, a C++ compiler, make. All else goes
+# Needed on the machine: Python 3.10 to 3.14 with its headers and venv module, a C++ compiler, make. All else goes
 # into the virtual environment $(VENV).
 
 # The interpreter of the environment.
@@ -91,7 +91,7 @@ help:
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
-	@echo "make wheels  the wheel of a release, in dist   (ARGS=\"--torch 2.13.0 2.14.1\")"
+	@echo "make wheels  the wheel of a release, in dist   (ARGS=\"--torch 2.13.0 2.14.1 2.15.0\")"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all build products"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -314,8 +314,8 @@ clean:
 $(PYTHON_STAMP): FORCE
 	@new=$$($(PYTHON) -c 'import sys; print("Python %d.%d.%d" % sys.version_info[:3], sys.base_prefix)') || exit 1; \
 	if [ "$$(cat "$@" 2>/dev/null)" = "$$new" ]; then exit 0; fi; \
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "PYTHON=$(PYTHON) is $$new; 3.10 to 3.13 are supported" >&2; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
+		{ echo "PYTHON=$(PYTHON) is $$new; 3.10 to 3.14 are supported" >&2; exit 1; }; \
 	if [ -e "$(VENV)" ] && [ ! -e "$@" ]; then \
 		echo "$(VENV) was not made by this Makefile: remove it, or name another directory with VENV=" >&2; exit 1; \
 	fi; \

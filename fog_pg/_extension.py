@@ -44,12 +44,19 @@ def _choose_build() -> None:
         from fog_pg._build_info import TORCH_VERSIONS
     except ImportError as error:
         raise ImportError(f"fog_pg: the C++ extension is not built. {_REBUILD}") from error
-    if _minor(torch.__version__) not in map(_minor, TORCH_VERSIONS):
+    own = _minor(torch.__version__)
+    if own not in map(_minor, TORCH_VERSIONS):
+        advice = _REBUILD
+        if any(Path(__file__).parent.glob("torch-*")):  # in a released wheel, whose users have no sources
+            advice = (
+                f"To install a torch that it was built for: pip install 'torch=={_minor(TORCH_VERSIONS[-1])}.*'. A newer "
+                f"fogdist may be built for torch {own}, or build one: fog's sources say how in docs/install.md"
+            )
         raise ImportError(
             f"fog_pg: the C++ extension was built for torch {' and '.join(TORCH_VERSIONS)}, this is torch {torch.__version__}. "
-            f"C++ interfaces differ from one minor version to the next; install another torch, or a fog for this one. {_REBUILD}"
+            f"C++ interfaces differ from one minor version to the next. {advice}"
         )
-    folder = str(Path(__file__).with_name(f"torch-{_minor(torch.__version__)}"))
+    folder = str(Path(__file__).with_name(f"torch-{own}"))
     if os.path.isdir(folder) and folder not in fog_pg.__path__:
         fog_pg.__path__.append(folder)
 
