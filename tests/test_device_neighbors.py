@@ -157,7 +157,10 @@ def test_one_group_of_messages_an_exchange() -> None:
         )
         outputs = result(fog.neighbor_allreduce([torch.ones(2**23 + 1, device=DEVICE), x, several[1]], ring))
         rounds = [[2**25, 10], [16]]
-        expected = [[(way, peer, (n,)) for way, peer in (("send", after), ("recv", before)) for n in sizes] for sizes in rounds]
+        expected = [
+            [(way, peer, (n,)) for way, peer in (("send", after), ("recv", before)) for n in sizes]
+            for sizes in rounds
+        ]
         checks.equal("rounds", seen(), expected)
         checks.equal("sums of rounds", [set(each.tolist()) for each in outputs], [{0.75}] * 3)
         result(fog.allgather_concat(x))
