@@ -516,7 +516,11 @@ class World:
             if not any(each.is_suspected for each in self.processes):
                 raise Violation(f"rank {process.rank} stops, although nobody is silent: {reason}")
         elif "do not hear" in reason or "does not hear" in reason or "gone on without it" in reason:
-            if not any(each.is_suspected or each.hangs or each.paused for each in self.processes):
+            # If ranks that have let it in have ended, the others may have decided anew.
+            has_lost = any(not self.processes[pid].is_alive for pid in process.pids.values())
+            if not has_lost and not any(
+                each.is_suspected or each.hangs or each.paused for each in self.processes
+            ):
                 raise Violation(f"a joiner is left alone after its admission: {reason}")
         elif "that let it in have ended" in reason:
             if any(self.processes[pid].is_alive for pid in process.pids.values()):
@@ -532,7 +536,9 @@ class World:
             runs = [
                 each
                 for each in holders
-                if each.is_alive or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
+                if each.is_alive
+                or each.died >= then
+                or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
             ]
             if not runs:
                 raise Violation(f"the number of a lost rank is refused: {reason}")
