@@ -650,7 +650,8 @@ class World:
         if process.begins_at not in ("", name):
             raise Violation(f"rank {process.rank} begins at {process.begins_at}, the others are at {name}")
         process.begins_at = ""
-        if process.has_failed or (self.history.pace == "own" and process.ranks_of(process.silent)):
+        is_out = self.history.one_host and process.ranks_of(process.expelled_by)
+        if process.has_failed or is_out or (self.history.pace == "own" and process.ranks_of(process.silent)):
             self._agree(process, ())
             return
         process.phase = "exchanges"
@@ -770,7 +771,8 @@ class World:
     def _do_Form(self, process: Process, form: Any) -> None:
         decision, epoch = form.decision, form.epoch
         for other in self.processes:  # if all that have decided otherwise have ended, nobody knows
-            if other.is_alive and not other.expelled_by and other.lineage.get(epoch, decision) != decision:
+            knows = other.is_alive and other.member is not None and not other.expelled_by
+            if knows and other.lineage.get(epoch, decision) != decision:
                 raise Violation(
                     f"two decisions of epoch {epoch}: {other.lineage[epoch]} of process {other.pid}, and {decision}"
                 )
