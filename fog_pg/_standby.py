@@ -87,7 +87,9 @@ class Standby:
             try:
                 has_moved = self.move_if_lost()
             except RuntimeError as error:
-                if not threading.main_thread().is_alive():  # the interpreter ends, and starts no threads any more
+                if (
+                    not threading.main_thread().is_alive()
+                ):  # the interpreter ends, and starts no threads any more
                     return
                 _log.warning("processes cannot join any more: %s", error)
                 return

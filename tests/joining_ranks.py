@@ -49,12 +49,24 @@ TIMEOUT = 40.0
 # join; and while it joins.
 TRAINS = ("computes", "before an exchange", "in an exchange", "after an exchange")
 LOSES = ("a round begins", "a loss is decided", "the group after a loss is made", "a new Store is told")
-ADMITS = ("before it gives its state", "after it gave its state", "a join is decided", "the group after a join is made")
+ADMITS = (
+    "before it gives its state",
+    "after it gave its state",
+    "a join is decided",
+    "the group after a join is made",
+)
 JOINS = ("starts", "has the state", "is ready", "is admitted", "is connected", "is in")
 MOMENTS = (*TRAINS, *LOSES, *ADMITS, *JOINS)
 
 _STEP = np.dtype(
-    [("end", "f8"), ("step", "f8"), ("epochs", "f8", 2), ("before", "f8", 2), ("after", "f8", 2), ("living", "f8")]
+    [
+        ("end", "f8"),
+        ("step", "f8"),
+        ("epochs", "f8", 2),
+        ("before", "f8", 2),
+        ("after", "f8", 2),
+        ("living", "f8"),
+    ]
 )
 
 
@@ -113,7 +125,9 @@ class Rank:
             sgd = torch.optim.SGD(model.parameters(), lr=rate)
             tune = fogdist.Tune(max_local_steps=2)
             called: Any = model
-            optimizer: Any = fogdist.DecentralizedOptimizer(sgd, model, tune=tune, on_loss="continue", broadcast=False)
+            optimizer: Any = fogdist.DecentralizedOptimizer(
+                sgd, model, tune=tune, on_loss="continue", broadcast=False
+            )
         else:
             # With the momentum of its default, the ranks of random pairs swing far apart, also without faults.
             given = {"outer_momentum": 0.3} if kind == "GASLoC" else {}
@@ -152,6 +166,8 @@ class Rank:
                     group["lr"] = 0.0
             if is_last or (over and step >= over):
                 break
+        if kind.endswith("patience"):  # ranks may be some steps apart
+            called.average() if is_wrapper else optimizer.average()
         end(called, optimizer)
         return {"rank": rank, "values": model.both(whole), "step": step}
 

@@ -49,13 +49,15 @@ import numpy as np
 from forked_programs import ForkedJob
 from hosts import INTERFACE, address, cut_link, move_to_host
 from joining_ranks import ADMITS, COOL_STEPS, FIRST_TARGET, JOINS, LOSES, MOMENTS, RATE, TRAINS, JoinBoard
-from soak_faults import Moments
+from soak_faults import Moments, has_ended
 from soak_modes import RANKS
 from soak_totals import FAILURES, Pace, Totals, append, percentile, result, throughput
 
 # Kinds of training that processes can join, and those that refuse them.
 JOINED = ["wrapper", "wrapper/patience", "wrapper/async"]
-JOINED += [f"DecentralizedSGD{words}" for words in ("", "/ring/awc", "/cta", "/patience", "+tune", "/ring+average")]
+JOINED += [
+    f"DecentralizedSGD{words}" for words in ("", "/ring/awc", "/cta", "/patience", "+tune", "/ring+average")
+]
 JOINED += ["LocalSGD", "LocalSGD/streaming", "DiLoCo", "DiLoCo/streaming", "GASLoC", "PushSumSGD/ring"]
 JOINED += ["DecentralizedAdamW", "ChocoSGD/ring", "AsynchronousGossip"]
 REFUSED = ["WinPut", "GradientTracking/ring", "ExactDiffusion/ring", "SparseLoCo/ring"]
@@ -206,6 +208,7 @@ class Job:
         self.board = JoinBoard(folder / "board")
         self._hosts = sorted(set(placement))
         self._parts: dict[int, ForkedJob] = {}
+        self._made: dict[int, int] = {}  # the steps of each number until its last process ended
         self._away: set[int] = set()  # hosts that were lost, and not replaced yet
         self._count = itertools.count()
         self.kills: list[Kill] = []
@@ -235,7 +238,11 @@ class Job:
             slots = Counter(self._placement)
             listed = ",".join(f"{address(host)}:{slots[host]}" for host in self._hosts)
             words += ["-H", listed, "--only-host", str(host)]
-        own = {"MASTER_PORT": str(PORT), "FOG_JOB_SECRET": "the secret of a soak", "TORCHELASTIC_RUN_ID": "soak"}
+        own = {
+            "MASTER_PORT": str(PORT),
+            "FOG_JOB_SECRET": "the secret of a soak",
+            "TORCHELASTIC_RUN_ID": "soak",
+        }
         own |= {"FOG_HOST_TIMEOUT": str(HOST_TIMEOUT), "_FOG_CONFIRM": "0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         words += [program, self._folder / "board", self._kind]
         self._away.discard(host)
@@ -282,7 +289,10 @@ class Job:
             time.sleep(pause)
 
     def _described(self) -> str:
-        steps = [f"{self._last(rank)['step']:.0f} in epoch {self._last(rank)['epochs'][1]:.0f}" for rank in self.living()]
+        steps = [
+            f"{self._last(rank)['step']:.0f} in epoch {self._last(rank)['epochs'][1]:.0f}"
+            for rank in self.living()
+        ]
         return f"ranks {self.living()} at steps {', '.join(steps)}; kills {self.kills[-3:]}"
 
     def told(self, name: str) -> list[dict[str, Any]]:
@@ -294,7 +304,9 @@ class Job:
         """Returns the errors of members that were not killed, nor on a silent host."""
         found = []
         for told in self.told("failed"):
-            was_killed = any(told["rank"] in kill.ranks and kill.when <= told["at"] < kill.when + 1 for kill in self.kills)
+            was_killed = any(
+                told["rank"] in kill.ranks and kill.when <= told["at"] < kill.when + 1 for kill in self.kills
+            )
             if told["member"] and not was_killed:
                 found.append(f"rank {told['rank']} raised: {told['error']}")
         return found
@@ -327,7 +339,9 @@ class Job:
             self._come_to(victims[0], self._moments[TRAINS].next())
             if wants_host:
                 if is_silent:
-                    stack.enter_context(cut_link(INTERFACE, namespace=self._names[self._placement[victims[0]]]))
+                    stack.enter_context(
+                        cut_link(INTERFACE, namespace=self._names[self._placement[victims[0]]])
+                    )
                 self._kill_host(self._placement[victims[0]], "silent host" if is_silent else "host")
             else:
                 self._kill_rank(victims[0])
@@ -335,10 +349,9 @@ class Job:
                 self.board.moment[follow[0]] = follow[1]
             if is_silent:
                 self._until_stepped()
-        if wants_host and self._is_joined:
-            # While the next kill waits for a moment that needs no process to join, the host is away.
-            if follow is None or MOMENTS[follow[1] - 1] not in LOSES:
-                self._start_part(self._placement[victims[0]])
+        # The host is away while the next kill waits for a moment for which no process has to join.
+        if wants_host and self._is_joined and (follow is None or MOMENTS[follow[1] - 1] not in LOSES):
+            self._start_part(self._placement[victims[0]])
         if follow is not None:
             self._kill_again(*follow, wants_host)
         self._until_stepped()
@@ -352,8 +365,7 @@ class Job:
             self.silent.append((begin, now + SETTLED))
         for rank in range(RANKS):
             if self.board.process[rank] and self.lives[rank][-1][1] < np.inf:
-                first = self.board.ends[rank, : int(self.board.steps[rank])]
-                came = float(first[first > self.lives[rank][-1][1]][0])
+                came = float(self.board.ends[rank, self._made[rank]])
                 self.lives[rank].append([came, np.inf])
                 self.joined.append((came, rank))
 
@@ -412,7 +424,13 @@ class Job:
             board.moment[rank] = 0.0
             return
         host = self._placement[rank]
-        if not joins and len(self._hosts) > 1 and after_host and self._others_live(host) and self._draw.random() < 0.7:
+        if (
+            not joins
+            and len(self._hosts) > 1
+            and after_host
+            and self._others_live(host)
+            and self._draw.random() < 0.7
+        ):
             self._kill_host(host, "host")
         elif joins:
             pid = self._joining(rank)
@@ -453,7 +471,10 @@ class Job:
     def _lose(self, kind: str, when: float, ranks: Sequence[int], special: str = "") -> None:
         self.kills.append(Kill(kind, when, tuple(ranks), special))
         for rank in ranks:
+            while not has_ended(int(self.board.process[rank])):
+                time.sleep(0.001)
             self.lives[rank][-1][1] = when
+            self._made[rank] = int(self.board.steps[rank])
             self.board.process[rank] = self.board.moment[rank] = self.board.doing[rank] = 0.0
 
     def _until_stepped(self) -> None:
@@ -511,7 +532,12 @@ class Soak:
     """
 
     def __init__(
-        self, kinds: Sequence[str], seed: int, kills: int = 12, keep: Path | None = None, silence: float = 0.12
+        self,
+        kinds: Sequence[str],
+        seed: int,
+        kills: int = 12,
+        keep: Path | None = None,
+        silence: float = 0.12,
     ) -> None:
         self._kinds, self._seed, self._kills, self._keep, self._silence = kinds, seed, kills, keep, silence
         self.totals = {kind: JoinTotals(possible_moments=MOMENTS) for kind in kinds}
@@ -561,7 +587,10 @@ class Soak:
         what = ", ".join(kill.kind + (f" ({kill.special})" if kill.special else "") for kill in job.kills)
         seconds = time.monotonic() - begin
         failed = f"; {totals.failures} failures" if totals.failures else ""
-        print(f"{time.strftime('%H:%M:%S')} {kind}, {place}, {seconds:.0f} s: {what}{failed} {problem}", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} {kind}, {place}, {seconds:.0f} s: {what}{failed} {problem}",
+            flush=True,
+        )
 
     def _count_left(self, job: Job, totals: JoinTotals, before: set[str]) -> None:
         """Counts what a job has left behind."""
@@ -610,8 +639,12 @@ class Soak:
         over = getattr(job, "over", time.monotonic())
         for rank, lives in job.lives.items():
             ends = board.ends[rank, : int(board.steps[rank])]
-            for begin, until in lives:
-                until = min(until, over)
+            for begin, death in lives:
+                until = min(death, over)
+                own = ends[(ends >= begin) & (ends <= until)]
+                for index in np.flatnonzero(np.diff(own) > SLOW):
+                    if not any(own[index] < kill.when < own[index + 1] for kill in job.kills):
+                        slow.append(f"rank {rank} stood still from {own[index]:.2f} to {own[index + 1]:.2f}")
                 for name, pauses in ((place, job.silent), (f"{place}, with silent hosts", [])):
                     pace = self.paces.setdefault(name, Pace())
                     kept = ends
@@ -644,7 +677,9 @@ def summary(soak: Soak) -> dict[str, Any]:
             "averages_checked": totals.checked,
         }
     found["kills"] = found.pop("faults")
-    found["next_step_seconds"] = {name: sorted(round(each, 4) for each in times) for name, times in soak.times.items()}
+    found["next_step_seconds"] = {
+        name: sorted(round(each, 4) for each in times) for name, times in soak.times.items()
+    }
     found["paces"] = {name: dataclasses.asdict(pace) for name, pace in soak.paces.items()}
     return found
 
@@ -662,7 +697,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         for name, seconds in run["next_step_seconds"].items():
             times.setdefault(name, []).extend(seconds)
     lines = [f"kills: {kinds.total()}: {dict(kinds)}; special: {dict(special)}"]
-    lines.append(f"joins: {sum(v['joins'] for run in runs for v in run['modes'].values())}; failures: {dict(failed)}")
+    lines.append(
+        f"joins: {sum(v['joins'] for run in runs for v in run['modes'].values())}; failures: {dict(failed)}"
+    )
     for name, seconds in sorted(times.items()):
         p50, p99 = (percentile(seconds, p) for p in (50, 99))
         lines.append(f"next step, {name}: {len(seconds)} times, p50 {p50:.3f} s, p99 {p99:.3f} s")
@@ -682,7 +719,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="number of the first job (default: 0)")
     parser.add_argument("--kinds", nargs="+", choices=[*JOINED, *REFUSED], default=[*JOINED, *REFUSED])
     parser.add_argument("--kills", type=int, default=12, help="of each job (default: 12)")
-    parser.add_argument("--silence", type=float, default=0.12, help="share of hosts that say nothing (default: 0.12)")
+    parser.add_argument(
+        "--silence", type=float, default=0.12, help="share of hosts that say nothing (default: 0.12)"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the last words of jobs that failed")
     parser.add_argument("--json", type=Path, help="file to whose runs the result is added")
     options = parser.parse_args(arguments)
@@ -699,7 +738,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             continue
         break
-    found = {"seed": options.seed, "minutes": round((time.monotonic() - begin) / 60, 1), "load": load} | summary(soak)
+    found = {
+        "seed": options.seed,
+        "minutes": round((time.monotonic() - begin) / 60, 1),
+        "load": load,
+    } | summary(soak)
     print(table([found]))
     for totals in soak.totals.values():
         for problem in totals.problems[:20]:

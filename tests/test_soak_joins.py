@@ -12,7 +12,6 @@ from joining_ranks import FIRST_TARGET, RATE, JoinBoard
 from soak_joins import KEEPS_MEAN, Kill, Soak, check_averages, summary, table
 from soak_modes import RANKS
 
-
 # With it, the host of rank 0 is lost first.
 SEED = 3
 
