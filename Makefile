@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build wheels build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories soak soak-faults soak-joins faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build wheels build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories partitions soak soak-faults soak-joins faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -65,6 +65,7 @@ help:
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
 	@echo "make soak-joins   kill ranks and hosts of jobs that processes join, on emulated hosts   (ARGS=\"--minutes 60\")"
+	@echo "make partitions   cut the network between eight emulated hosts   (ARGS=\"--seconds 10 --first 4\"; an hour)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
 	@echo "make benchmark-neighbor   the same of exchanges with neighbors  (ARGS=\"--ranks 4 --exchanges exp2\")"
@@ -211,6 +212,11 @@ soak-joins: build
 	@echo "== soak with joins: three minutes"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/soak_joins.py --json soak-joins.json $(ARGS)
 
+# The result is also in partitions.json.
+partitions: build
+	@echo "== partitions of the network between eight emulated hosts: an hour"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/partitions.py --json partitions.json $(ARGS)
+
 faults: build
 	@echo "== faults: every rank, every kind of operation"
 	@FOG_TEST_ALL=1 $(PYTEST) tests/test_faults.py $(ARGS)
@@ -308,7 +314,7 @@ test-notebooks: $(NOTEBOOKS_STAMP)
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json scale.json soak-faults.json soak-joins.json
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json scale.json soak-faults.json soak-joins.json partitions.json
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE

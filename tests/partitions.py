@@ -6,7 +6,7 @@ A rank is on each host, with a Store beside it, as `fog run --keep-going` has th
 what drops packets is the line between these, in both directions or in one. When the line is back and those that stop
 have stopped, a new process takes the number of each. What must hold:
 
-- one side at most goes on: no two decisions of one epoch, and the ranks that live at the end are those of the last one;
+- one side goes on, as a whole: no two decisions of one epoch, and the ranks that live are those of the last one;
 - the other ranks raise, and say why (`REASONS`);
 - the new processes join, and all ranks train on together;
 - after a cut that is shorter than FOG_HOST_TIMEOUT nobody raises, and nobody is left out.
@@ -23,14 +23,14 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import leftovers
 import test_joining
 from emulated_hosts import Unavailable, cut_between
-from hosts import address, unskipped_hosts
+from hosts import INTERFACE, address, lossy_link, unskipped_hosts
 
 HOSTS = 8
 HOST_TIMEOUT = 4
@@ -38,8 +38,9 @@ HOST_TIMEOUT = 4
 TIMEOUT = 30.0
 # The time that a rank sleeps in a step, so that eight of them leave the cores to what is measured.
 PAUSE = 0.05
-# Which packets are dropped: of both sides, or those that the side of rank 0 sends, or those that it receives.
-WAYS = {"both": ("egress", "ingress"), "sent": ("egress",), "received": ("ingress",)}
+# Which packets are dropped: of both sides, those that the side of rank 0 sends, or those that it receives; or those that
+# rank 0 would receive from one host, which all others hear.
+WAYS = {"both": ("egress", "ingress"), "sent": ("egress",), "received": ("ingress",), "pair": ()}
 KINDS = ("DecentralizedSGD", "DecentralizedSGD/patience", "AsynchronousGossip")
 # Why a rank stops, in the words of docs/membership.md and protocol.py.
 REASONS = {
@@ -56,15 +57,41 @@ class Cut:
 
     Attributes:
         kind: How the ranks train, as of `test_joining`.
-        first: How many hosts are on the side of rank 0.
+        first: How many hosts are on the side of rank 0; of "pair" the rank that rank 0 does not hear.
         way: One of `WAYS`.
         seconds: For how long.
+        host_timeout: FOG_HOST_TIMEOUT.
     """
 
     kind: str
     first: int
     way: str
     seconds: float
+    host_timeout: int = HOST_TIMEOUT
+
+    @property
+    def is_short(self) -> bool:
+        """Whether nobody may raise because of it."""
+        return self.seconds < self.host_timeout
+
+    def begin(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Drops what is to be dropped in a block."""
+        if self.way == "pair":
+            peer = address(self.first)
+            return lossy_link(INTERFACE, 1.0, namespace=names[0], peer=peer, directions=("ingress",))
+        return cut_between(names, WAYS[self.way])
+
+    def sides(self) -> list[set[int]]:
+        """Returns the sets of ranks of which one is to go on."""
+        everybody = {*range(HOSTS)}
+        if self.is_short:
+            return [everybody]
+        if self.way == "pair":  # ranks in step that are no neighbors need not hear each other
+            return [everybody, everybody - {0}, everybody - {self.first}]
+        return [{*range(self.first)}, {*range(self.first, HOSTS)}]
+
+    def __str__(self) -> str:
+        return f"{self.kind.replace('/', '-')}-{self.first}-{self.way}-{self.seconds:g}"
 
 
 @dataclass
@@ -97,11 +124,12 @@ class Divided(test_joining.Job):
 
     Args:
         folder, names, options: As of `Job`.
+        host_timeout: FOG_HOST_TIMEOUT.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], **options: object) -> None:
-        own = {"WORLD_SIZE": str(HOSTS), "FOG_HOST_TIMEOUT": str(HOST_TIMEOUT), "TORCHELASTIC_RUN_ID": "cut"}
-        super().__init__(folder, names, own, timeout=TIMEOUT, pause=PAUSE, **options)
+    def __init__(self, folder: Path, names: Sequence[str], host_timeout: int, **options: object) -> None:
+        own = {"WORLD_SIZE": str(HOSTS), "FOG_HOST_TIMEOUT": str(host_timeout), "TORCHELASTIC_RUN_ID": "cut"}
+        super().__init__(folder, names, own, timeout=TIMEOUT, pause=PAUSE, steps=True, **options)
         self._stores = [self._store]
         for host in range(1, HOSTS):
             with concurrent.futures.ThreadPoolExecutor(1) as another:
@@ -111,7 +139,8 @@ class Divided(test_joining.Job):
         listed = [f"{address(host)}:{store.port}" for host, store in enumerate(self._stores)]
         self.environment = {**own, "FOG_STORES": ",".join(listed), "FOG_JOB_SECRET": "the secret of a job"}
 
-    def start_all(self) -> None:
+    def start_all(self, environment: Mapping[str, str] | None = None) -> None:
+        """Starts a rank on each host."""
         self.members = {rank: self.start(rank, host=rank) for rank in range(HOSTS)}
         self.agree()
 
@@ -121,7 +150,7 @@ class Divided(test_joining.Job):
         return self.join(rank, environment=begins_at)
 
     def steps(self) -> list[int]:
-        """Returns how many steps each member has made; only of those that record them."""
+        """Returns how many steps each member has made."""
         return [each or 0 for each in self.last("step", "step")]
 
     def decisions(self) -> dict[int, set[tuple[int, ...]]]:
@@ -138,21 +167,20 @@ def run(cut: Cut, folder: Path) -> Outcome:
     outcome = Outcome(cut)
     with contextlib.ExitStack() as stack:
         names = stack.enter_context(unskipped_hosts(HOSTS, centers=(cut.first, HOSTS - cut.first)))
-        job = Divided(folder, names, kind=cut.kind, steps=True)
+        job = Divided(folder, names, cut.host_timeout, kind=cut.kind)
         stack.callback(job.close)
         try:
             job.start_all()
             _make_steps(job)
             begin = time.monotonic()
-            with cut_between(names, WAYS[cut.way]):
+            with cut.begin(names):
                 _watch(job, outcome, begin, lambda: time.monotonic() >= begin + cut.seconds)
-            is_short = cut.seconds < HOST_TIMEOUT
-            end = time.monotonic() + (2 * HOST_TIMEOUT if is_short else STOPPED_WITHIN)
+            end = time.monotonic() + (2 * cut.host_timeout if cut.is_short else STOPPED_WITHIN)
             _watch(
-                job, outcome, begin, lambda: time.monotonic() >= end or (not is_short and _is_settled(job))
+                job, outcome, begin, lambda: time.monotonic() >= end or (not cut.is_short and _is_settled(job))
             )
             outcome.go_on = sorted(job.members)
-            _judge(job, outcome, is_short)
+            _judge(job, outcome)
             if job.members:
                 _make_steps(job)
                 started = time.monotonic()
@@ -175,7 +203,7 @@ def _make_steps(job: Divided, number: int = 10) -> None:
     )
 
 
-def _watch(job: Divided, outcome: Outcome, begin: float, is_over) -> None:  # type: ignore[no-untyped-def]
+def _watch(job: Divided, outcome: Outcome, begin: float, is_over: Callable[[], bool]) -> None:
     """Notes which members end, until it is over."""
     while not is_over():
         for rank, number in list(job.members.items()):
@@ -203,13 +231,10 @@ def _is_settled(job: Divided) -> bool:
     return all(each == living for each in job.last("epoch", "living")) and len(living) < HOSTS
 
 
-def _judge(job: Divided, outcome: Outcome, is_short: bool) -> None:
+def _judge(job: Divided, outcome: Outcome) -> None:
     """Notes what must not be after the cut."""
-    sides = set(range(outcome.cut.first)), set(range(outcome.cut.first, HOSTS))
-    if is_short and outcome.stopped:
-        outcome.problems.append("a rank has stopped")
-    if not is_short and not any(set(outcome.go_on) <= side for side in sides):
-        outcome.problems.append(f"ranks of both sides go on: {outcome.go_on}")
+    if set(outcome.go_on) not in outcome.cut.sides():
+        outcome.problems.append(f"these ranks go on, which must not be: {outcome.go_on}")
     if wrong := {epoch: living for epoch, living in job.decisions().items() if len(living) > 1}:
         outcome.problems.append(f"decisions differ: {wrong}")
     if others := outcome.reasons.keys() - REASONS.keys():
@@ -220,10 +245,16 @@ def _judge(job: Divided, outcome: Outcome, is_short: bool) -> None:
     outcome.longest = round(outcome.longest, 1)
 
 
-def cuts(kinds: Sequence[str], times: Sequence[float], firsts: Sequence[int], ways: Sequence[str]) -> Iterator[Cut]:
+def cuts(
+    kinds: Sequence[str],
+    times: Sequence[float],
+    firsts: Sequence[int],
+    ways: Sequence[str],
+    host_timeout: int = HOST_TIMEOUT,
+) -> Iterator[Cut]:
     """Returns all of these cuts."""
     for seconds, way, first, kind in itertools.product(times, ways, firsts, kinds):
-        yield Cut(kind, first, way, seconds)
+        yield Cut(kind, first, way, seconds, host_timeout)
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -250,19 +281,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the cuts of the command line; returns 1 if something must not be."""
     parser = argparse.ArgumentParser(description="Cuts the network between ranks on 8 emulated hosts.")
     parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--seconds", nargs="+", type=float, default=(2.0, 10.0, 60.0))
+    parser.add_argument("--seconds", nargs="+", type=float, default=(10.0, 60.0))
+    parser.add_argument("--host-timeout", type=int, default=HOST_TIMEOUT, help="FOG_HOST_TIMEOUT")
     parser.add_argument("--first", nargs="+", type=int, default=(4, 5, 7), help="hosts on the side of rank 0")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["both", "sent", "received"])
     parser.add_argument("--keep", type=Path, help="folder for what the ranks say")
     parser.add_argument("--json", type=Path, help="file for the result; rows are added")
     options = parser.parse_args(arguments)
     leftovers.isolate()
     outcomes = []
-    for number, cut in enumerate(cuts(options.kinds, options.seconds, options.first, options.ways)):
+    chosen = options.kinds, options.seconds, options.first, options.ways, options.host_timeout
+    for number, cut in enumerate(cuts(*chosen)):
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             if options.keep:
-                folder = options.keep / f"{number}-{cut.kind.replace('/', '-')}-{cut.first}-{cut.way}-{cut.seconds:g}"
+                folder = options.keep / f"{number}-{cut}"
                 folder.mkdir(parents=True)
             try:
                 outcomes.append(run(cut, folder))

@@ -23,7 +23,7 @@ from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
 from fog_cli.programs import agent
 from forked_programs import HOSTS, ForkedJob
-from hosts import INTERFACE, address, cut_link, emulated_hosts, move_to_host
+from hosts import INTERFACE, address, cut_link, emulated_hosts, inside, move_to_host
 from scripts import MARK, STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -345,6 +345,16 @@ def test_a_host_that_cannot_be_reached_ends_the_job(tmp_path: Path) -> None:
     ]
 
 
+def test_agents_try_the_stores_before_their_ranks_start(tmp_path: Path) -> None:
+    """The address that the user has given for the first host is wrong. torch would try it for half an hour."""
+    with hosts(tmp_path, 2) as (_, variables):
+        words = ["-np", "2", "-H", f"{address(0)}:1,{address(1)}:1", "-p", "22"]
+        status, output = finished(tmp_path, "print('starts')", words, **variables, MASTER_ADDR=address(7))
+    assert status == 1 and "starts" not in output, output
+    said = rf"fog run: the agent on {address(0)[:-1]}\d: the Store at {address(7)}:\d+ cannot be reached: "
+    assert re.search(said, output), output
+
+
 def test_a_first_host_that_cannot_be_reached_starts_nothing(tmp_path: Path) -> None:
     """It has the Store."""
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
@@ -587,6 +597,20 @@ def test_an_order_to_end_ends_the_ranks_of_all_hosts(tmp_path: Path, number: int
             watched.wait_for("mixes 0 1", 0, 1)
             os.kill(running.pid, number)
             assert running.wait(TIMEOUT) == 128 + number
+
+
+def test_a_host_waits_for_another_one_that_was_never_started(tmp_path: Path) -> None:
+    """In interpreters that start anew: two threads of the agent must not import torch at the same time."""
+    (tmp_path / "script.py").touch()
+    with hosts(tmp_path, 2) as (names, variables):
+        command = [*inside(names[0]), sys.executable, *FOG, "-np", "2", "--only-host", "0"]
+        own = {**variables, "MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job"}
+        words = ["-H", f"{address(0)}:1,{address(1)}:1", tmp_path / "script.py"]
+        running = Job(words, 0, tmp_path / "log.txt", command, own)
+        with started([running]):
+            running.wait_for(lambda output: f"waits for the Stores at {address(1)}:29600\n" in output, TIMEOUT)
+            os.kill(running.pid, signal.SIGTERM)
+            assert running.wait(TIMEOUT) == 128 + signal.SIGTERM
 
 
 def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:

@@ -371,6 +371,38 @@ def test_of_two_hosts_the_one_with_rank_0_goes_on_if_the_other_one_is_silent(
     assert "does not hear the ranks [0]" in second and "too few to go on" in second, second
 
 
+def hear_of_a_failure() -> str:
+    """Rank 0 counts rank 1 as lost, which still runs and is told so; rank 2 hears both. Returns the error of each."""
+    backend, x = fogdist.context.current().backend, torch.ones(1)
+    pids: list[int] = [0, 0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        error = error_of(lambda: dist.recv(x, 1))
+    elif dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it
+        error = error_of(lambda: [dist.send(x, 0) for _ in range(10**6)])
+    else:
+        backend.lost_after = 1.0
+        error_of(lambda: dist.recv(x, 1, group=pair))
+        assert backend.lost_ranks() == [1]
+        os.kill(pids[1], signal.SIGCONT)
+        error = error_of(lambda: dist.recv(x, 2))
+    backend.abort()  # as all ranks do that come to an agreement round
+    time.sleep(5.0)  # nobody's end is the reason
+    return error
+
+
+def test_who_comes_to_an_agreement_round_tells_all_that_hear_it(tmp_path: Path) -> None:
+    """Also if the reason was told to it alone, or if another rank has told it, whom not all believe."""
+    calls = [("join_fogdist", []), ("hear_of_a_failure", [])]
+    environment = {"FOG_BETWEEN_HOSTS": "tcp"}
+    found = run_on_hosts(tmp_path, [0, 1, 2], "test_membership", calls, timeout=30.0, environment=environment)
+    errors = [results[-1] for results in found]
+    assert "rank 2 reports" in errors[0] and "counts this rank as lost" in errors[1], errors
+    assert "rank 1 reports" in errors[2], errors
+
+
 def join_fogdist() -> None:
     fogdist.init()
 
