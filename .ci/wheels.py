@@ -1,7 +1,7 @@
 """Builds the wheel of a release for the Python that runs this: one file with an extension for each minor version of torch.
 
 An index serves one file a name, and a file's name does not tell for which torch it was built. So one wheel holds an
-extension for each minor version in a folder of its own, `fog_pg/torch-2.13`, and `fog_pg._extension` chooses at import.
+extension for each minor version in a folder of its own, `fog_pg/torch-2.13`, and choose_extension.py chooses at import.
 
 Each torch gets an environment below build/wheels, in which pip installs it; pip's own variables, such as PIP_INDEX_URL,
 select whether that is a build for CPUs or for CUDA. The extension is the same: it needs no library of CUDA. The script checks
@@ -34,7 +34,9 @@ REQUIREMENTS = ["setuptools>=77", "setuptools-scm>=8", "mpich>=5", "pybind11", "
 # An index refuses versions with a local part, such as the commit.
 VERSION = {"SETUPTOOLS_SCM_OVERRIDES_FOR_FOGDIST": '{local_scheme = "no-local-version"}'}
 # What an extension may need: libraries that every build of torch has, and those of the system.
-LIBRARIES = re.compile(r"lib(c10|torch|torch_cpu|torch_python|stdc\+\+|gcc_s|m|c|pthread|dl|rt)\.so[.\d]*|ld-linux-.*")
+LIBRARIES = re.compile(
+    r"lib(c10|torch|torch_cpu|torch_python|stdc\+\+|gcc_s|m|c|pthread|dl|rt)\.so[.\d]*|ld-linux-.*"
+)
 PROGRAM = """
 import fogdist
 import torch
@@ -120,6 +122,7 @@ def _merged(wheels: Sequence[Path], parts: Path) -> Path:
         run("strip", "--strip-unneeded", extension)
         (folder := whole / "fog_pg" / f"torch-{minor(version)}").mkdir()
         extension.rename(folder / extension.name)
+    shutil.copy(ROOT / ".ci" / "choose_extension.py", whole / "fog_pg" / "_C.py")
     versions = sorted(trees, key=lambda version: [int(part) for part in minor(version).split(".")])
     major, last = minor(versions[-1]).split(".")
     replace(
@@ -187,7 +190,9 @@ def main() -> None:
         use(wheel, torch)
     arguments.output.mkdir(parents=True, exist_ok=True)
     shutil.copy(wheel, arguments.output)
-    print(f"{arguments.output / wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, used by two ranks on each torch")
+    print(
+        f"{arguments.output / wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, used by two ranks on each torch"
+    )
 
 
 if __name__ == "__main__":

@@ -34,11 +34,13 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _choose_build() -> None:
-    """Makes `fog_pg._C` the extension for this torch; a released wheel has one for each minor version (.ci/wheels.py)."""
-    import torch
+def folder_for_torch() -> Path:
+    """Returns the folder with the extension for this torch: a released wheel has one for each minor version (.ci/wheels.py).
 
-    import fog_pg
+    Raises:
+        ImportError: If the extension is not built, or for another torch.
+    """
+    import torch
 
     try:
         from fog_pg._build_info import TORCH_VERSIONS
@@ -56,9 +58,8 @@ def _choose_build() -> None:
             f"fog_pg: the C++ extension was built for torch {' and '.join(TORCH_VERSIONS)}, this is torch {torch.__version__}. "
             f"C++ interfaces differ from one minor version to the next. {advice}"
         )
-    folder = str(Path(__file__).with_name(f"torch-{own}"))
-    if os.path.isdir(folder) and folder not in fog_pg.__path__:
-        fog_pg.__path__.append(folder)
+    folder = Path(__file__).with_name(f"torch-{own}")
+    return folder if folder.is_dir() else folder.parent
 
 
 def _mpich_package_library() -> Path | None:
@@ -109,7 +110,7 @@ def load() -> ModuleType:
     """
     environment.check()
     sets_cpp_level = _logging.set_up()
-    _choose_build()
+    folder_for_torch()  # or an error
     # UCX, inside MPI, uses SIGHUP for its debug mode, so a rank would outlive its terminal. UCX reads this when loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
     from fog_pg import _monitored_barrier, _nccl

@@ -198,9 +198,10 @@ def test_a_build_without_the_shared_library_of_c_plus_plus_fails(tmp_path: Path)
 WHICH_EXTENSION = """
 import sys, torch
 torch.__version__ = sys.argv[1]
-from fog_pg import _extension
 try:
-    print(_extension.load().__file__)
+    from fog_pg import _C, _extension  # a program may use the extension before the first group loads it
+    assert _extension.load() is _C
+    print(_C.__file__)
 except ImportError as error:
     print(error)
 """
