@@ -1,6 +1,6 @@
 """Runs a job with losses, joins and a slow rank, scraped by a real Prometheus, and draws docs/dashboard.json with its data.
 
-    python benchmarks/dashboard.py         # 7 minutes; writes docs/pictures/dashboard.png. Needs prometheus on PATH
+    python benchmarks/dashboard.py         # 8 minutes; writes docs/pictures/dashboard.png. Needs prometheus on PATH
 
 Each query of the dashboard goes to Prometheus as Grafana sends it, and must return data; matplotlib draws the answers in the
 layout of the dashboard. The job trains in step first, then again at its ranks' own pace. Each time rank 2 is slow for a while,
@@ -30,7 +30,7 @@ from matplotlib.figure import Figure
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PORT = 9400  # of rank 0; Prometheus takes the one before
 SCRAPE_SECONDS = 2
-STEPS = 1600
+STEPS = 2000
 SLOW = range(300, 450)  # steps in which rank 2 computes for longer
 DEATHS = {1: 725, 3: 1075}  # at which step a rank ends by SIGKILL
 UNITS = {"ops": "per second", "Bps": "bytes per second", "percentunit": "share of the time", "short": ""}
