@@ -84,7 +84,7 @@ JOBS_OF_REFUSED = 5
 SLOW = 2.0
 # Steps before the first kill, and before the end of a training, that all ranks hear of it.
 WARM_STEPS, OVER_STEPS = 40, 25
-# Seconds without a kill, after all are in; and after which a kill disturbs nobody any more.
+# Seconds without a kill, after all are in; and after which a join disturbs nobody any more.
 CALM, SETTLED = (0.4, 1.2), 0.3
 # Of a kill in an exchange, after its begin.
 WITHIN = 3e-3
@@ -183,6 +183,7 @@ class Job:
         moments: What ranks are to do when they are killed; shared by all jobs.
         draw: Of random numbers.
         silence: Of kills of hosts, the share of silent ones.
+        calm: Least and greatest number of seconds without a kill, after all are in.
 
     Attributes:
         kills: So far.
@@ -201,9 +202,10 @@ class Job:
         moments: Mapping[tuple[str, ...], Moments],
         draw: random.Random,
         silence: float,
+        calm: tuple[float, float],
     ) -> None:
         self._kind, self._names, self._placement, self._folder = kind, names, placement, folder
-        self._moments, self._draw, self._silence = moments, draw, silence
+        self._moments, self._draw, self._silence, self._calm = moments, draw, silence, calm
         self._is_joined = kind in JOINED
         self.board = JoinBoard(folder / "board")
         self._hosts = sorted(set(placement))
@@ -316,7 +318,7 @@ class Job:
     def episode(self) -> None:
         """Kills something, and perhaps something more while that is handled; returns when all are in again."""
         draw = self._draw
-        time.sleep(draw.uniform(*CALM))
+        time.sleep(draw.uniform(*self._calm))
         begin = time.monotonic()
         hosts_left = [host for host in self._hosts if self._ranks_on(host)]
         wants_host = len(hosts_left) > 1 and draw.random() < 0.6
@@ -524,10 +526,10 @@ class Soak:
         kills: Of each job with processes that join.
         keep: A folder for the last words of jobs that failed; none if it is not given.
         silence: Of the kills of hosts, the share of silent ones.
+        calm: As of `Job`.
 
     Attributes:
         totals: By kind.
-        times: Seconds to the next step, by place and kind of kill.
         paces: Of the living, by place, without the times of silent hosts.
     """
 
@@ -538,10 +540,11 @@ class Soak:
         kills: int = 12,
         keep: Path | None = None,
         silence: float = 0.12,
+        calm: tuple[float, float] = CALM,
     ) -> None:
+        self._calm = calm
         self._kinds, self._seed, self._kills, self._keep, self._silence = kinds, seed, kills, keep, silence
         self.totals = {kind: JoinTotals(possible_moments=MOMENTS) for kind in kinds}
-        self.times: dict[str, list[float]] = {}
         self.paces: dict[str, Pace] = {}
         self._moments = {names: _Numbered(names, seed) for names in (TRAINS, LOSES, LOSES[:3], ADMITS, JOINS)}
 
@@ -557,7 +560,7 @@ class Soak:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fog-soak-")))
             names = stack.enter_context(hosts.unskipped_hosts(max(placement) + 1))
-            job = Job(kind, names, placement, folder, self._moments, draw, self._silence)
+            job = Job(kind, names, placement, folder, self._moments, draw, self._silence, self._calm)
             problem = ""
             try:
                 job.start()
@@ -633,7 +636,6 @@ class Soak:
                         if second - kill.when > SLOW and "silent" not in name:
                             slow.append(f"{kill}: rank {rank} after {second - kill.when:.2f} s")
                         totals.next_step.setdefault(name, []).append(second - kill.when)
-                        self.times.setdefault(name, []).append(second - kill.when)
         if not job.lives:
             return slow
         over = getattr(job, "over", time.monotonic())
@@ -676,38 +678,62 @@ def summary(soak: Soak) -> dict[str, Any]:
             "joins_repeated": dict(totals.repeated),
             "averages_checked": totals.checked,
         }
-    found["kills"] = found.pop("faults")
-    found["next_step_seconds"] = {
-        name: sorted(round(each, 4) for each in times) for name, times in soak.times.items()
-    }
     found["paces"] = {name: dataclasses.asdict(pace) for name, pace in soak.paces.items()}
     return found
 
 
-def table(runs: Sequence[Mapping[str, Any]]) -> str:
-    """What some soaks have shown together, as text."""
-    kinds, special, moments, failed = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+def together(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns what some soaks have shown together, for JSON."""
+    sums = {name: Counter[str]() for name in ("kills", "special", "failures", "joins_repeated", "moments")}
+    kinds: dict[str, Counter[str]] = {}
     times: dict[str, list[float]] = {}
-    for run in runs:
-        for values in run["modes"].values():
-            kinds.update(values["faults"])
-            special.update(values["special"])
-            moments.update(values["moments"])
-            failed.update({name: values[name] for name in FAILURES})
-        for name, seconds in run["next_step_seconds"].items():
+    for kind, values in ((kind, values) for run in runs for kind, values in run["modes"].items()):
+        for name, of in (("kills", "faults"), ("special", "special"), ("moments", "moments")):
+            sums[name].update(values[of])
+        failures = {name: values[name] for name in FAILURES}
+        sums["failures"].update(failures)
+        sums["joins_repeated"].update(values["joins_repeated"])
+        kinds.setdefault(kind, Counter()).update(
+            {
+                "jobs": values["worlds"],
+                "kills": sum(values["faults"].values()),
+                "special": sum(values["special"].values()),
+                "joins": values["joins"],
+                "averages_checked": values["averages_checked"],
+                "failures": sum(failures.values()),
+            }
+        )
+        for name, seconds in values["next_step_seconds"].items():
             times.setdefault(name, []).extend(seconds)
-    lines = [f"kills: {kinds.total()}: {dict(kinds)}; special: {dict(special)}"]
-    lines.append(
-        f"joins: {sum(v['joins'] for run in runs for v in run['modes'].values())}; failures: {dict(failed)}"
-    )
-    for name, seconds in sorted(times.items()):
-        p50, p99 = (percentile(seconds, p) for p in (50, 99))
-        lines.append(f"next step, {name}: {len(seconds)} times, p50 {p50:.3f} s, p99 {p99:.3f} s")
-    for name in sorted({name for run in runs for name in run["paces"]}):
-        share = throughput([{"paces": {"": run["paces"][name]}} for run in runs if name in run["paces"]])
-        if share is not None:
-            lines.append(f"throughput, {name}: {100 * share:.1f} %")
-    lines.append(f"moments: {dict(moments)}")
+    load = [each for run in runs for each in run["load"]]
+    shares = {
+        name: throughput([{"paces": {"": run["paces"][name]}} for run in runs if name in run["paces"]])
+        for name in sorted({name for run in runs for name in run["paces"]})
+    }
+    return {
+        "seeds": [run["seed"] for run in runs],
+        "minutes": round(sum(run["minutes"] for run in runs), 1),
+        "load": [min(load, default=0.0), max(load, default=0.0)],
+        **{name: dict(counted) for name, counted in sums.items()},
+        "next_step_seconds": {
+            name: {"count": len(seconds), "p50": percentile(seconds, 50), "p99": percentile(seconds, 99)}
+            for name, seconds in sorted(times.items())
+        },
+        "throughput": {name: share and round(share, 4) for name, share in shares.items()},
+        "kinds": {kind: dict(counted) for kind, counted in kinds.items()},
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """The result of `together` as text."""
+    lines = [f"{sum(found['kills'].values())} kills in {found['minutes']} minutes, load {found['load']}"]
+    lines += [f"{name}: {found[name]}" for name in ("kills", "special", "failures", "moments")]
+    lines.append(f"joins: {sum(each['joins'] for each in found['kinds'].values())}")
+    for name, times in found["next_step_seconds"].items():
+        lines.append(
+            f"next step, {name}: {times['count']} times, p50 {times['p50']:.3f} s, p99 {times['p99']:.3f} s"
+        )
+    lines += [f"throughput, {name}: {share}" for name, share in found["throughput"].items()]
     return "\n".join(lines)
 
 
@@ -722,11 +748,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--silence", type=float, default=0.12, help="share of hosts that say nothing (default: 0.12)"
     )
+    parser.add_argument(
+        "--calm", nargs=2, type=float, default=CALM, metavar="SECONDS", help="without a kill, after joins"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the last words of jobs that failed")
     parser.add_argument("--json", type=Path, help="file to whose runs the result is added")
+    parser.add_argument(
+        "--total", type=Path, help="file for what all runs of the other file have shown together"
+    )
     options = parser.parse_args(arguments)
     leftovers.isolate()
-    soak = Soak(options.kinds, options.seed, options.kills, options.keep, options.silence)
+    soak = Soak(
+        options.kinds, options.seed, options.kills, options.keep, options.silence, tuple(options.calm)
+    )
     begin, load = time.monotonic(), []
     for number in itertools.count(options.first):
         # Few can be killed in a job that no process joins.
@@ -743,12 +777,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "minutes": round((time.monotonic() - begin) / 60, 1),
         "load": load,
     } | summary(soak)
-    print(table([found]))
+    print(table(together([found])))
     for totals in soak.totals.values():
         for problem in totals.problems[:20]:
             print(problem)
     if options.json is not None:
         append(options.json, found)
+        if options.total is not None:
+            runs = json.loads(options.json.read_text())["runs"]
+            options.total.write_text(json.dumps(together(runs), indent=1) + "\n")
     return int(found["failures"] > 0)
 
 
