@@ -132,7 +132,9 @@ class Standby:
         if (store := _connected(address)) is None:  # that rank may not know of the loss yet
             return False
         self._take(self._addresses.index(address), store)
-        _log.warning("the job's Store is now that of %s, as on the rank that answers processes that join", address)
+        _log.warning(
+            "the job's Store is now that of %s, as on the rank that answers processes that join", address
+        )
         return True
 
     def begin_use(self, epoch: int) -> None:

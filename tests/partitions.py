@@ -176,9 +176,7 @@ def run(cut: Cut, folder: Path) -> Outcome:
             with cut.begin(names):
                 _watch(job, outcome, begin, lambda: time.monotonic() >= begin + cut.seconds)
             end = time.monotonic() + (2 * cut.host_timeout if cut.is_short else STOPPED_WITHIN)
-            _watch(
-                job, outcome, begin, lambda: time.monotonic() >= end or (not cut.is_short and _is_settled(job))
-            )
+            _watch(job, outcome, begin, lambda: time.monotonic() >= end or _is_settled(job))
             outcome.go_on = sorted(job.members)
             _judge(job, outcome)
             if job.members:
@@ -259,11 +257,18 @@ def cuts(
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Returns a row for each cut."""
-    rows = ["| training | sides | dropped | for, s | go on | stop after, s | ended after, s | because | longest step, s | joined, s | |"]
-    rows += ["|---" * 11 + "|"]
+    names = ["training", "sides", "dropped", "for, s", "go on", "stop after, s", "ended after, s", "because"]
+    names += ["longest step, s", "joined, s", ""]
+    rows = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for each in outcomes:
         cut, times = each.cut, sorted(each.stopped.values())
-        cells = [cut.kind, f"{cut.first} + {HOSTS - cut.first}", cut.way, f"{cut.seconds:g}", _range(each.go_on)]
+        cells = [
+            cut.kind,
+            f"{cut.first} + {HOSTS - cut.first}",
+            cut.way,
+            f"{cut.seconds:g}",
+            _range(each.go_on),
+        ]
         cells += [f"{times[0]:g} to {times[-1]:g}" if times else ""]
         cells += [f"{each.ended:g}" if times else ""]
         cells += [", ".join(f"{name} ({ranks})" for name, ranks in each.reasons.items())]
@@ -274,7 +279,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def _range(ranks: Sequence[int]) -> str:
     whole = [*range(ranks[0], ranks[-1] + 1)] if ranks else []
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 and whole == [*ranks] else ", ".join(map(str, ranks))
+    return (
+        f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 and whole == [*ranks] else ", ".join(map(str, ranks))
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
