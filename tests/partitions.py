@@ -1,9 +1,9 @@
-"""Cuts the network between ranks on 8 emulated hosts while they train, and tells who goes on: `make partitions`, as root.
+"""Cuts the network between ranks on 8 emulated hosts while they train: who goes on? `make partitions`, as root.
 
     python tests/partitions.py --json partitions.json
 
-A rank is on each host, with a Store beside it, as `fog run --keep-going` has them. The hosts are in two data centers, and
-what drops packets is the line between these, in both directions or in one. When the line is back and those that stop
+A rank is on each host, with a Store beside it, as `fog run --keep-going` has them. The hosts are in two data centers,
+and what drops packets is the line between these, in both directions or in one. When the line is back and those that stop
 have stopped, a new process takes the number of each. What must hold:
 
 - one side goes on, as a whole: no two decisions of one epoch, and the ranks that live are those of the last one;
@@ -38,8 +38,8 @@ HOST_TIMEOUT = 4
 TIMEOUT = 30.0
 # The time that a rank sleeps in a step, so that eight of them leave the cores to what is measured.
 PAUSE = 0.05
-# Which packets are dropped: of both sides, those that the side of rank 0 sends, or those that it receives; or those that
-# rank 0 would receive from one host, which all others hear.
+# Which packets are dropped: of both sides, those that the side of rank 0 sends, or those that it receives; or those
+# that rank 0 would receive from one host, which all others hear.
 WAYS = {"both": ("egress", "ingress"), "sent": ("egress",), "received": ("ingress",), "pair": ()}
 KINDS = ("DecentralizedSGD", "DecentralizedSGD/patience", "AsynchronousGossip")
 # Why a rank stops, in the words of docs/membership.md and protocol.py.
@@ -47,7 +47,7 @@ REASONS = {
     "too few": r"this rank \d+ does not hear the ranks \[.*\], which may go on without it: .* too few to go on",
     "left out": r"this rank \d+ was declared lost in epoch \d+, and takes no part any more",
 }
-# In which a rank that stops has stopped: the silence, the pause before the first proposal, and the ranks that do not come.
+# In which a rank that stops has stopped: the silence, the pause before the first proposal, and those that do not come.
 STOPPED_WITHIN = TIMEOUT + 3 * HOST_TIMEOUT
 
 

@@ -1,4 +1,4 @@
-"""Jobs on eight emulated hosts whose network is cut in two for a while: one side goes on, and the others can join again.
+"""Jobs on eight emulated hosts whose network is cut in two for a while: one side goes on, the others can join again.
 
 `make partitions` has more cuts, and longer ones (tests/partitions.py).
 """
