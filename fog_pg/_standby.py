@@ -1,8 +1,9 @@
 """The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
 
-`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While a
-link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it uses, and
-all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While
+a link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it
+uses, and all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next
+one anew.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _log = logging.getLogger("fog_pg")
 # Above all keys, so that they have the same names in each of the servers.
 _PREFIX = "fog/job"
 # The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, with the list of a
-# process that has joined, whose host may be a new one, and with the address of the server in use, after what orders these.
+# process that has joined, whose host may be a new one, and with the address of the server in use, after what orders
+# these.
 _OWNER, _FOUND, _LIST, _USE = "owner", "found/{owner}", "list", "use"
 # The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
 # start its process may still import torch.
@@ -56,7 +58,7 @@ class Standby:
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
         self._addresses, self._at, self.store = addresses, at, store
         self.moves = 0
-        # What this process tells all servers if it answers joiners, those that know it, and when it tells the others again.
+        # What this process tells all servers if it answers joiners, those that know it, and when it tells others again.
         self._use, self._told, self._tell_at = "", set[str](), 0.0
         self._must_tell = False
         self._end = threading.Event()
@@ -244,7 +246,7 @@ def _claimed(address: str, owner: str) -> str:
 
 
 def _use_in(store: dist.Store) -> str:
-    """Returns what a server has been told about the one in use, "" if nothing; the largest such text is the last one."""
+    """Returns what a server has been told about the one in use, or ""; the largest such text is the last one."""
     return store.get(_USE).decode() if store.check([_USE]) else ""
 
 

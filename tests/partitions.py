@@ -3,8 +3,8 @@
     python tests/partitions.py --json partitions.json
 
 A rank is on each host, with a Store beside it, as `fog run --keep-going` has them. The hosts are in two data centers,
-and what drops packets is the line between these, in both directions or in one. When the line is back and those that stop
-have stopped, a new process takes the number of each. What must hold:
+and what drops packets is the line between these, in both directions or in one. When the line is back and those that
+stop have stopped, a new process takes the number of each. What must hold:
 
 - one side goes on, as a whole: no two decisions of one epoch, and the ranks that live are those of the last one;
 - the other ranks raise, and say why (`REASONS`);
