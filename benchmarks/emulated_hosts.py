@@ -117,8 +117,8 @@ def emulated_hosts(
         count: How many.
         rate: Limit of what each can send, and of what each can receive, in the words of tc: "400mbit".
         rates: The same of single hosts, by number, instead.
-        centers: Data centers that consecutive hosts are divided into, each with a bridge: how many, with equally many hosts
-            in each, or the number of hosts of each.
+        centers: Data centers that consecutive hosts are divided into, each with a bridge: how many, with equally many
+            hosts in each, or the number of hosts of each.
         between: Limit, each way, of the link from each center to the next.
         delay: Seconds that this link takes, each way. Netem, which not every kernel has, is not needed.
 

@@ -1,8 +1,9 @@
 """The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
 
-`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While a
-link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it uses, and
-all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While
+a link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it
+uses, and all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next
+one anew.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Standby:
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store, owner: str) -> None:
         self._addresses, self._at, self.store, self._owner = addresses, at, store, owner
         self.moves = 0
-        # What this process tells all servers if it answers joiners, those that know it, and when it tells the others again.
+        # What this process tells all servers if it answers joiners, those that know it, and when it tells others again.
         self._use, self._told, self._tell_at = "", set[str](), 0.0
         self._must_tell = False
         self._end = threading.Event()

@@ -1,10 +1,10 @@
-"""Cuts the network between ranks on 8 emulated hosts while they train, and tells who goes on: `make partitions`, as root.
+"""Cuts the network between ranks on 8 emulated hosts while they train: who goes on? `make partitions`, as root.
 
     python tests/partitions.py --json partitions.json
 
-A rank is on each host, with a Store beside it, as `fog run --keep-going` has them. The hosts are in two data centers, and
-what drops packets is the line between these, in both directions or in one. When the line is back and those that stop
-have stopped, a new process takes the number of each. What must hold:
+A rank is on each host, with a Store beside it, as `fog run --keep-going` has them. The hosts are in two data centers,
+and what drops packets is the line between these, in both directions or in one. When the line is back and those that
+stop have stopped, a new process takes the number of each. What must hold:
 
 - one side goes on, as a whole: no two decisions of one epoch, and the ranks that live are those of the last one;
 - the other ranks raise, and say why (`REASONS`);
@@ -38,8 +38,8 @@ HOST_TIMEOUT = 4
 TIMEOUT = 30.0
 # The time that a rank sleeps in a step, so that eight of them leave the cores to what is measured.
 PAUSE = 0.05
-# Which packets are dropped: of both sides, those that the side of rank 0 sends, or those that it receives; or those that
-# rank 0 would receive from one host, which all others hear.
+# Which packets are dropped: of both sides, those that the side of rank 0 sends, or those that it receives; or those
+# that rank 0 would receive from one host, which all others hear.
 WAYS = {"both": ("egress", "ingress"), "sent": ("egress",), "received": ("ingress",), "pair": ()}
 KINDS = ("DecentralizedSGD", "DecentralizedSGD/patience", "AsynchronousGossip")
 # Why a rank stops, in the words of docs/membership.md and protocol.py.
@@ -47,7 +47,7 @@ REASONS = {
     "too few": r"this rank \d+ does not hear the ranks \[.*\], which may go on without it: .* too few to go on",
     "left out": r"this rank \d+ was declared lost in epoch \d+, and takes no part any more",
 }
-# In which a rank that stops has stopped: the silence, the pause before the first proposal, and the ranks that do not come.
+# In which a rank that stops has stopped: the silence, the pause before the first proposal, and those that do not come.
 STOPPED_WITHIN = TIMEOUT + 3 * HOST_TIMEOUT
 
 
@@ -176,9 +176,7 @@ def run(cut: Cut, folder: Path) -> Outcome:
             with cut.begin(names):
                 _watch(job, outcome, begin, lambda: time.monotonic() >= begin + cut.seconds)
             end = time.monotonic() + (2 * cut.host_timeout if cut.is_short else STOPPED_WITHIN)
-            _watch(
-                job, outcome, begin, lambda: time.monotonic() >= end or (not cut.is_short and _is_settled(job))
-            )
+            _watch(job, outcome, begin, lambda: time.monotonic() >= end or _is_settled(job))
             outcome.go_on = sorted(job.members)
             _judge(job, outcome)
             if job.members:
@@ -259,11 +257,18 @@ def cuts(
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Returns a row for each cut."""
-    rows = ["| training | sides | dropped | for, s | go on | stop after, s | ended after, s | because | longest step, s | joined, s | |"]
-    rows += ["|---" * 11 + "|"]
+    names = ["training", "sides", "dropped", "for, s", "go on", "stop after, s", "ended after, s", "because"]
+    names += ["longest step, s", "joined, s", ""]
+    rows = ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     for each in outcomes:
         cut, times = each.cut, sorted(each.stopped.values())
-        cells = [cut.kind, f"{cut.first} + {HOSTS - cut.first}", cut.way, f"{cut.seconds:g}", _range(each.go_on)]
+        cells = [
+            cut.kind,
+            f"{cut.first} + {HOSTS - cut.first}",
+            cut.way,
+            f"{cut.seconds:g}",
+            _range(each.go_on),
+        ]
         cells += [f"{times[0]:g} to {times[-1]:g}" if times else ""]
         cells += [f"{each.ended:g}" if times else ""]
         cells += [", ".join(f"{name} ({ranks})" for name, ranks in each.reasons.items())]
@@ -274,7 +279,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 def _range(ranks: Sequence[int]) -> str:
     whole = [*range(ranks[0], ranks[-1] + 1)] if ranks else []
-    return f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 and whole == [*ranks] else ", ".join(map(str, ranks))
+    return (
+        f"{ranks[0]} to {ranks[-1]}" if len(ranks) > 1 and whole == [*ranks] else ", ".join(map(str, ranks))
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -608,7 +608,9 @@ def test_a_host_waits_for_another_one_that_was_never_started(tmp_path: Path) -> 
         words = ["-H", f"{address(0)}:1,{address(1)}:1", tmp_path / "script.py"]
         running = Job(words, 0, tmp_path / "log.txt", command, own)
         with started([running]):
-            running.wait_for(lambda output: f"waits for the Stores at {address(1)}:29600\n" in output, TIMEOUT)
+            running.wait_for(
+                lambda output: f"waits for the Stores at {address(1)}:29600\n" in output, TIMEOUT
+            )
             os.kill(running.pid, signal.SIGTERM)
             assert running.wait(TIMEOUT) == 128 + signal.SIGTERM
 

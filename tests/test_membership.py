@@ -463,7 +463,9 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
 
     def take(rank: int, actions: Sequence[Action]) -> None:
         mail.extend((rank, to, message) for to in members for message in told(actions, to))
-        formed.update({rank: each for each in actions if isinstance(each, Form)})
+        for each in actions:
+            if isinstance(each, Form):
+                formed[rank] = each
 
     settle()
     assert not formed
@@ -475,7 +477,9 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
         for rank, member in members.items():
             take(rank, member.tick(now))
     settle()
-    assert {rank: each.decision.members for rank, each in formed.items()} == dict.fromkeys(range(3), (0, 1, 2))
+    assert {rank: each.decision.members for rank, each in formed.items()} == dict.fromkeys(
+        range(3), (0, 1, 2)
+    )
 
 
 def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:

@@ -1,4 +1,4 @@
-"""Jobs on eight emulated hosts whose network is cut in two for a while: one side goes on, and the others can join again.
+"""Jobs on eight emulated hosts whose network is cut in two for a while: one side goes on, the others can join again.
 
 `make partitions` has more cuts, and longer ones (tests/partitions.py).
 """
@@ -22,7 +22,9 @@ MORE = [*partitions.cuts(KINDS, (LONG,), (7, 1), ("both", "sent", "received"))]
 MORE += [each for each in partitions.cuts(KINDS, (LONG,), (4,), ("pair",)) if each not in ALWAYS]
 
 
-@pytest.mark.parametrize("cut", [*ALWAYS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE)], ids=str)
+@pytest.mark.parametrize(
+    "cut", [*ALWAYS, *(pytest.param(each, marks=pytest.mark.long) for each in MORE)], ids=str
+)
 def test_a_network_that_is_cut(tmp_path: Path, cut: Cut) -> None:
     outcome = partitions.run(cut, tmp_path)
     assert outcome.problems == []
