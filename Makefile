@@ -17,7 +17,7 @@ JOBS ?= 2
 ALL_TESTS ?= test-long test-mpi test-rma test-tcp test-asan test-tsan test-frameworks test-notebooks conformance test-torch-2.11.0 test-torch-newest
 # The tests that must pass on every torch.
 CORE := $(addprefix tests/test_,$(addsuffix .py,collectives group_operations neighbor windows ops integration \
-	wrapped_optimizers training_frame c10d_reconfigure c10d_window errors faults bootstrap))
+	wrapped_optimizers training_frame c10d_reconfigure c10d_window errors exit faults bootstrap))
 # The files with checks of style, which `make lint` runs.
 STYLE := $(addprefix tests/test_,layers.py docs.py package.py)
 # The driver of PyTorch's own distributed suite, which is not part of this repository, and its number of ranks.

@@ -5,7 +5,6 @@ The wheel has an extension for each minor version of torch, in a folder each. Se
 
 import importlib.util
 import sys
-from pathlib import Path
 
 from fog_pg import _extension
 
