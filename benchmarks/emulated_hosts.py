@@ -107,7 +107,7 @@ def emulated_hosts(
     rate: str | None = None,
     *,
     rates: Mapping[int, str] | None = None,
-    centers: int = 1,
+    centers: int | Sequence[int] = 1,
     between: str | None = None,
     delay: float = 0.0,
 ) -> Iterator[list[str]]:
@@ -117,7 +117,8 @@ def emulated_hosts(
         count: How many.
         rate: Limit of what each can send, and of what each can receive, in the words of tc: "400mbit".
         rates: The same of single hosts, by number, instead.
-        centers: Data centers that consecutive hosts are divided into, equally many in each; each has a bridge.
+        centers: Data centers that consecutive hosts are divided into, each with a bridge: how many, with equally many
+            hosts in each, or the number of hosts of each.
         between: Limit, each way, of the link from each center to the next.
         delay: Seconds that this link takes, each way. Netem, which not every kernel has, is not needed.
 
@@ -125,14 +126,19 @@ def emulated_hosts(
         ValueError: Hosts cannot be divided so.
         Unavailable: They cannot be made here.
     """
-    if count < 1 or centers < 1 or count % centers:
-        raise ValueError(f"count must be a multiple of centers, got {count} hosts in {centers} centers")
+    if isinstance(centers, int):
+        if count < 1 or centers < 1 or count % centers:
+            raise ValueError(f"count must be a multiple of centers, got {count} hosts in {centers} centers")
+        centers = [count // centers] * centers
+    if sum(centers) != count or min(centers) < 1:
+        raise ValueError(f"centers must have {count} hosts together, and each at least one, got {centers}")
     if reason := missing(shaped=bool(rate or rates or between)):
         raise Unavailable(reason)
     remove_leftovers()
     prefix = f"fog-{os.getpid()}-{_start_of(os.getpid())}"
     names = [f"{prefix}-{number}" for number in range(count)]
-    switches = [f"{prefix}-switch{center}" for center in range(centers)]
+    switches = [f"{prefix}-switch{center}" for center in range(len(centers))]
+    switch_of = [switch for switch, hosts in zip(switches, centers, strict=True) for _ in range(hosts)]
     made = []
     stack = contextlib.ExitStack()
     try:
@@ -144,7 +150,7 @@ def emulated_hosts(
                 ip("-n", switch, "link", "add", "bridge", "type", "bridge")
                 ip("-n", switch, "link", "set", "bridge", "up")
             for number, name in enumerate(names):
-                switch, port = switches[number * centers // count], f"port{number}"
+                switch, port = switch_of[number], f"port{number}"
                 peer = ["peer", "name", INTERFACE, "netns", name]
                 ip("-n", switch, "link", "add", port, "type", "veth", *peer)
                 ip("-n", switch, "link", "set", port, "master", "bridge", "up")
@@ -236,6 +242,19 @@ def change_between(names: Sequence[str], rate: str) -> None:
     prefix = names[0].rsplit("-", 1)[0]
     for center, end in enumerate(("next0", "last0")):
         limit_rate(end, rate, namespace=f"{prefix}-switch{center}")
+
+
+def cut_between(
+    names: Sequence[str], directions: Sequence[str] = ("egress", "ingress")
+) -> contextlib.AbstractContextManager[None]:
+    """Drops all between the first data center of `emulated_hosts` and the next one in a block.
+
+    Args:
+        names: Of the hosts.
+        directions: "egress" for what the first one sends, "ingress" for what it receives.
+    """
+    switch = f"{names[0].rsplit('-', 1)[0]}-switch0"
+    return lossy_link("next0", 1.0, namespace=switch, directions=directions)
 
 
 def traffic(names: Sequence[str]) -> list[tuple[int, int]]:
@@ -335,16 +354,24 @@ def limit_rate(device: str, rate: str, *, namespace: str) -> None:
 
 
 @contextlib.contextmanager
-def lossy_link(device: str, loss: float, *, namespace: str, peer: str | None = None) -> Iterator[None]:
+def lossy_link(
+    device: str,
+    loss: float,
+    *,
+    namespace: str,
+    peer: str | None = None,
+    directions: Sequence[str] = ("egress", "ingress"),
+) -> Iterator[None]:
     """Drops a random part of the packets that a host's device sends and receives in a block, with no word to anybody.
 
     TCP gives up to 64 KiB to a device as one packet, which is then lost as a whole.
 
     Args:
         device: The network device.
-        loss: The probability, in each direction.
+        loss: The probability, in each of the directions.
         namespace: The host.
         peer: An IPv4 address: only packets to it and from it are dropped. By default all.
+        directions: "egress" for what the device sends, "ingress" for what it receives.
 
     Raises:
         Unavailable: The kernel cannot do it, or the device's packets are filtered already.
@@ -354,13 +381,13 @@ def lossy_link(device: str, loss: float, *, namespace: str, peer: str | None = N
         try:
             _output("tc", "-n", namespace, "qdisc", "add", "dev", device, "clsact")
             stack.callback(_forget, "tc", "-n", namespace, "qdisc", "delete", "dev", device, "clsact")
-            for direction, offset in (("egress", _DESTINATION), ("ingress", _SOURCE)):
-                program = _program(loss, other, offset)
+            for direction in directions:
+                program = _program(loss, other, _DESTINATION if direction == "egress" else _SOURCE)
                 words = ["filter", "add", "dev", device, direction, "bpf", "bytecode", program, "action"]
                 try:
                     _output("tc", "-n", namespace, *words, "drop")
                 except subprocess.CalledProcessError:
-                    if direction == "egress":
+                    if direction == directions[0]:
                         ip("-n", namespace, "link", "add", _SINK, "type", "bridge")
                         stack.callback(_forget, "ip", "-n", namespace, "link", "delete", _SINK)
                         ip("-n", namespace, "link", "set", _SINK, "up")

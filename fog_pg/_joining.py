@@ -25,8 +25,6 @@ _ENTRY = "fog/world/entry/{rank}"
 _SECRET = "fog/world/secret"
 # The hosts of the ranks at the start.
 _HOSTS = "fog/world/hosts"
-# Ranks say last that the job uses this Store, since when: the largest text is that of the Store used last.
-MARK = "fog/world/since"
 # No job has as many ranks: a reader of the Store asks for each of them.
 _MOST = dict.fromkeys(("size", "max_ranks"), 1 << 16)
 # Why nobody can join, if that is so.
@@ -121,6 +119,12 @@ def follow_store(moved: Callable[[], object]) -> None:
     standby.follow(move)
 
 
+def tell_store_again() -> None:
+    """Calls the function of `follow_store` soon, because this rank now answers joiners."""
+    if _standby is not None:
+        _standby.tell_again()
+
+
 def tell_stores() -> None:
     """Tells the ranks of the job that this process joins where its Stores are: its host may be a new one."""
     if _standby is not None:
@@ -177,14 +181,20 @@ def publish_secret(store: Store, secret: str) -> None:
     store.set(_SECRET, secret)
 
 
-def publish_hosts(store: Store, hosts: Sequence[int], epoch: int) -> None:
-    """Tells on which hosts the job's first ranks are or were, and that the job uses this Store from an epoch on.
+def publish_hosts(store: Store, hosts: Sequence[int], epoch: int, answers: bool) -> None:
+    """Tells on which hosts the job's first ranks are or were, and that this rank uses this Store from an epoch on.
 
     All else that processes need to join is told before.
+
+    Args:
+        store: The job's Store.
+        hosts: The host of each rank.
+        epoch: The epoch.
+        answers: Whether this rank answers processes that join: then the others go to its Store.
     """
     store.set(_HOSTS, json.dumps(list(hosts)))
-    moves = 0 if _standby is None else _standby.moves
-    store.set(MARK, f"{epoch:012d} {moves:012d}")
+    if _standby is not None:
+        _standby.begin_use(epoch, answers)
 
 
 def entry_of(store: Store, rank: int) -> str | None:

@@ -1,7 +1,9 @@
 """The Store of a job that may lose the host that serves it: one server on each host, of which one is in use.
 
-`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place, for all
-ranks alike. What a job has told a server is lost with it: who follows the job's Store tells the next one anew.
+`FOG_STORES` lists the servers. When the one in use is lost, the next one of the list that answers takes its place. While
+a link is cut, other ones may answer for other ranks. So the rank that answers joiners tells all servers which one it
+uses, and all others go there. What a job has told a server is lost with it: who follows the job's Store tells the next
+one anew.
 """
 
 from __future__ import annotations
@@ -21,21 +23,23 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from fog_pg import _store, environment
-from fog_pg._joining import MARK
 
 _log = logging.getLogger("fog_pg")
 
 # Above all keys, so that they have the same names in each of the servers.
 _PREFIX = "fog/job"
-# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, and with the list
-# of a process that has joined, whose host may be a new one.
-_OWNER, _FOUND, _LIST = "owner", "found/{owner}", "list"
+# The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, with the list of a
+# process that has joined, whose host may be a new one. The last two end with the address of a server, after what orders these
+# texts: that of the server itself, if ranks use it, and that which the rank that answers joiners uses.
+_OWNER, _FOUND, _LIST, _MARK, _USE = "owner", "found/{owner}", "list", "mark", "use"
 # The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
 # start its process may still import torch.
 _REACH_TIMEOUT = 3.0
 _ANSWER_TIMEOUT, _START_TIMEOUT = 5.0, 60.0
 # The pause between two requests that show whether the Store in use still answers, in seconds.
 _PERIOD = 0.5
+# The pause before servers that did not answer are told again which one is in use, in seconds.
+_TELL_PERIOD = 5.0
 
 
 class Standby:
@@ -55,16 +59,23 @@ class Standby:
     def __init__(self, addresses: Sequence[str], at: int, store: dist.Store, owner: str) -> None:
         self._addresses, self._at, self.store, self._owner = addresses, at, store, owner
         self.moves = 0
+        # What this process tells all servers if it answers joiners, those that know it, and when it tells others again.
+        self._use, self._told, self._tell_at = "", set[str](), 0.0
+        self._must_tell = False
         self._end = threading.Event()
         self._watcher: threading.Thread | None = None
 
     def follow(self, moved: Callable[[], object]) -> None:
-        """Calls a function whenever another Store is in use, from a thread that watches the Store until `end`."""
+        """Calls a function from a thread until `end`: whenever another Store is in use, and after `tell_again`."""
         self._watcher = threading.Thread(target=self._watch, args=(moved,), daemon=True)
         self._watcher.start()
         atexit.register(
             self.end
         )  # the end of the interpreter in a request of the thread would abort the process
+
+    def tell_again(self) -> None:
+        """Lets the thread call the function once more, although the same Store is in use."""
+        self._must_tell = True
 
     def end(self) -> None:
         """Ends the thread."""
@@ -75,8 +86,7 @@ class Standby:
     def _watch(self, moved: Callable[[], object]) -> None:
         while not self._end.wait(_PERIOD):
             try:
-                if self.move_if_lost():
-                    moved()
+                has_moved = self.move_if_lost()
             except RuntimeError as error:
                 if (
                     not threading.main_thread().is_alive()
@@ -84,6 +94,11 @@ class Standby:
                     return
                 _log.warning("processes cannot join any more: %s", error)
                 return
+            with contextlib.suppress(RuntimeError):  # it has just been lost
+                if has_moved or self._go_along() or self._must_tell:
+                    self._must_tell = False
+                    moved()
+                self._tell_use()
 
     def move_if_lost(self) -> bool:
         """Returns whether another Store is in use from now on, because the one in use does not answer.
@@ -99,13 +114,15 @@ class Standby:
             # The next one in order comes first, and the one in use last: there it may be that of a host that was replaced.
             found = [(at, store) for at, store in _answering(listed) if _take(store, self._owner)]
             found.sort(key=lambda each: (each[0] - self._at - 1) % len(listed))
+            if self._end.is_set():
+                return False
             if not found:
                 raise RuntimeError(
                     f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
                 ) from None
             # One that ranks use already, or still, as only the connection of this one was lost.
-            at, self.store = _last_used(found) or found[0]
-            self._at, self.moves = at, self.moves + 1
+            at, store = _last_used(listed, found) or found[0]
+            self._move(at, store)
             _log.warning(
                 "the job's Store is now that of %s: that of %s does not answer: %s",
                 listed[at],
@@ -113,6 +130,46 @@ class Standby:
                 str(error).partition("\n")[0],
             )
             return True
+
+    def _move(self, at: int, store: dist.Store) -> None:
+        self._at, self.store, self.moves = at, store, self.moves + 1
+
+    def _go_along(self) -> bool:
+        """Returns whether another Store is in use from now on: that of the rank that answers joiners."""
+        address = _address_in(_text(self.store, _USE))
+        if address == self._addresses[self._at] or address not in self._addresses:
+            return False
+        # That rank may not know yet that it is lost; and after that, there may be another one.
+        if (store := _connected(address)) is None or not _text(store, _MARK):
+            return False
+        self._move(self._addresses.index(address), store)
+        _log.warning("the job's Store is now that of %s, as on the rank that answers processes that join", address)
+        return True
+
+    def begin_use(self, epoch: int, answers: bool) -> None:
+        """Tells the server in use that this rank uses it from an epoch on.
+
+        Args:
+            epoch: The epoch.
+            answers: Whether this rank answers joiners: then a thread tells all servers which one that is.
+        """
+        use = f"{epoch:012d} {self.moves:012d} {self._addresses[self._at]}"
+        self.store.set(_MARK, use)
+        if answers:
+            self.store.set(_USE, use)
+            self._use, self._told, self._tell_at = use, {self._addresses[self._at]}, 0.0
+
+    def _tell_use(self) -> None:
+        untold = [address for address in self._addresses if address not in self._told]
+        if not self._use or not untold or time.monotonic() < self._tell_at:
+            return
+        use, told = self._use, self._told
+        self._tell_at = time.monotonic() + _TELL_PERIOD
+        with concurrent.futures.ThreadPoolExecutor(len(untold)) as pool:
+            for address, store in zip(untold, pool.map(_connected, untold), strict=True):
+                if store is not None:
+                    store.set(_USE, max(use, _text(store, _USE)))  # another rank may answer by now
+                    told.add(address)
 
     def tell_list(self) -> None:
         """Tells the others where the servers are, as this process, which joins them, has been told."""
@@ -172,10 +229,14 @@ def find() -> Standby | None:
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
-        used = _last_used(found)
+        named = _named(found)
+        if named and named not in listed:  # this process's list may be an older one
+            listed.append(named)
+            continue
+        used = _last_used(listed, found)
         if used is not None or time.monotonic() >= deadline:
             at, store = used or found[0]
-            owner = store.get(_OWNER).decode() if store.check([_OWNER]) else ""
+            owner = _text(store, _OWNER)
             # A host that was replaced has a new one. Until it is taken, hosts that start take it for that of a new job.
             for _, other in found:
                 _take(other, owner)
@@ -208,10 +269,23 @@ def _answering(addresses: Sequence[str]) -> list[tuple[int, dist.Store]]:
     return [(at, store) for at, store in enumerate(stores) if store is not None]
 
 
-def _last_used(stores: Sequence[tuple[int, dist.Store]]) -> tuple[int, dist.Store] | None:
-    """Returns that of some Stores, with their places, which the job has used last; None if it has used none."""
-    marks = {at: store.get(MARK) for at, store in stores if store.check([MARK])}
-    return max(stores, key=lambda each: marks.get(each[0], b"")) if marks else None
+def _last_used(
+    addresses: Sequence[str], stores: Sequence[tuple[int, dist.Store]]
+) -> tuple[int, dist.Store] | None:
+    """Returns the one of some Stores, with their places, that the rank that answers joiners uses, or other ranks used last.
+
+    None if no rank uses any of them.
+    """
+    used = [(at, store) for at, store in stores if _text(store, _MARK)]
+    if not used:
+        return None
+    of_answerer = (each for each in used if addresses[each[0]] == _named(stores))
+    return next(of_answerer, None) or max(used, key=lambda each: _text(each[1], _MARK))
+
+
+def _named(stores: Sequence[tuple[int, dist.Store]]) -> str:
+    """Returns the address that the rank that answers joiners told some Stores last, "" if none."""
+    return _address_in(max(_text(store, _USE) for _, store in stores))
 
 
 def _take(store: dist.Store, owner: str) -> bool:
@@ -219,6 +293,17 @@ def _take(store: dist.Store, owner: str) -> bool:
     with contextlib.suppress(RuntimeError):  # it has been lost meanwhile
         return store.compare_set(_OWNER, "", owner).decode() == owner
     return False
+
+
+def _text(store: dist.Store, key: str) -> str:
+    """Returns what a server has been told, "" if nothing, or if it is lost."""
+    with contextlib.suppress(RuntimeError):
+        return store.get(key).decode() if store.check([key]) else ""
+    return ""
+
+
+def _address_in(use: str) -> str:
+    return use.rpartition(" ")[2]
 
 
 def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | None:

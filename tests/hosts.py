@@ -27,6 +27,7 @@ from emulated_hosts import ACROSS as ACROSS
 from emulated_hosts import INTERFACE, Unavailable, address, ip, move_to_host
 from emulated_hosts import cut_link as cut_link
 from emulated_hosts import emulated_hosts as unskipped_hosts
+from emulated_hosts import inside as inside
 from emulated_hosts import limit_rate as limit_rate
 from emulated_hosts import lossy_link as lossy_link
 from emulated_hosts import slow_link as slow_link

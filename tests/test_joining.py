@@ -76,7 +76,7 @@ KINDS = [*IN_STEP, *OWN_PACE]
 
 def train(options: Mapping[str, Any]) -> None:
     """Trains as a rank of a `Job` until the test ends it; each event is a line of JSON."""
-    dist.init_process_group("fog", timeout=timedelta(seconds=60))
+    dist.init_process_group("fog", timeout=timedelta(seconds=options.get("timeout", 60)))
 
     def graph(size: int) -> nx.DiGraph:
         made = getattr(fogdist.topology, options.get("graph", "ring"))(size)
@@ -131,7 +131,8 @@ def train(options: Mapping[str, Any]) -> None:
         return called.round if kind == "wrapper" else optimizer.steps
 
     def say(event: str, **values: Any) -> None:
-        print(json.dumps({"rank": rank, "event": event, "step": count(), **values}), flush=True)
+        told = {"rank": rank, "event": event, "step": count(), "at": time.monotonic(), **values}
+        print(json.dumps(told), flush=True)
 
     def values() -> list[float]:
         with torch.no_grad():
@@ -156,7 +157,11 @@ def train(options: Mapping[str, Any]) -> None:
                 for parameter in model.parameters():
                     parameter.add_(torch.randn_like(parameter))
         before = values()
-        optimizer.step()
+        try:
+            optimizer.step()
+        except dist.DistBackendError:
+            say("raised")
+            raise
         losses.append(loss.item())
         if (
             part is not None
@@ -166,6 +171,8 @@ def train(options: Mapping[str, Any]) -> None:
         if now.epoch != known:
             known = now.epoch
             say("epoch", epoch=known, living=now.living, lost=sorted(now.lost))
+        if options.get("steps"):
+            say("step")
         if options.get("records"):
             say("record", epoch=known, before=before, after=values())
         if (folder / "cool").exists():  # from now on, the ranks only mix
@@ -173,7 +180,7 @@ def train(options: Mapping[str, Any]) -> None:
             cool += 1
             if cool == COOL_STEPS:
                 say("cooled", values=values())
-        time.sleep(0.01)
+        time.sleep(options.get("pause", 0.01))
     if options.get("settles"):
         optimizer.settle()
         say("settled", values=values())
@@ -219,6 +226,13 @@ def run_rank(options: Mapping[str, Any], host: str, fresh: bool, faults: Sequenc
     train(options)
 
 
+def open_store(served_at: str, host: str = "") -> dist.TCPStore:
+    """Serves a Store at an address, after this thread has moved to a host if one is named."""
+    if host:
+        move_to_host(host)
+    return dist.TCPStore(served_at, 0, is_master=True, wait_for_workers=False)
+
+
 class Job:
     """A job of ranks, whose Store is in this process.
 
@@ -242,12 +256,7 @@ class Job:
         self._processes: list[Any] = []
         self._address = address(0) if names else "127.0.0.1"
         with concurrent.futures.ThreadPoolExecutor(1) as another:  # the host is that of a thread
-            self._store = another.submit(self._open_store).result()
-
-    def _open_store(self) -> dist.TCPStore:
-        if self.names:
-            move_to_host(self.names[0])
-        return dist.TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            self._store = another.submit(open_store, self._address, names[0] if names else "").result()
 
     def start(
         self,
@@ -302,6 +311,9 @@ class Job:
     def kill(self, number: int, signal_: int = signal.SIGKILL) -> None:
         os.kill(self._processes[number].pid, signal_)
 
+    def is_alive(self, number: int) -> bool:
+        return bool(self._processes[number].is_alive())
+
     def status(self, number: int) -> int:
         """Returns how a process ended, once it has."""
         self._processes[number].join(TIMEOUT)
@@ -354,7 +366,7 @@ class Job:
 
     def train_on(self) -> None:
         """Checks that all members run."""
-        gone = [rank for rank, number in self.members.items() if not self._processes[number].is_alive()]
+        gone = [rank for rank, number in self.members.items() if not self.is_alive(number)]
         assert gone == [], self.report()
 
     def cool(self) -> None:
@@ -711,7 +723,8 @@ GARBAGE = ["garbage", "[1, 2]", '{"told": {"rank": 2}, "proof": 7}', "1", "", "[
 def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     """Each learns the reason, and training goes on. The job has its secret from the environment."""
     job = new_job(environment={"FOG_JOB_SECRET": "the secret of this job"})
-    job.refused(1, f"rank 1 {STILL_RUNS}")
+    for rank in (0, 1):  # the rank that answers is one of them
+        job.refused(rank, f"rank {rank} {STILL_RUNS}")
     job.lose(2)
     job.refused(2, status=3, writes=GARBAGE[0])
     job.refused(2, "it does not know the job's secret (FOG_JOB_SECRET)", environment=ANOTHER_SECRET)
@@ -733,6 +746,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
 def test_who_is_refused_on_several_hosts(new_job: Callable[..., Job]) -> None:
     """For the reasons that only hosts have; the others are those of one host."""
     job = new_job("hosts")
+    job.refused(0, f"rank 0 {STILL_RUNS}", host=FREE)
     job.lose(2)
     way = "FOG_BETWEEN_HOSTS is 'tcp' here, and 'auto' on the job's ranks"
     job.refused(2, way, environment={"FOG_BETWEEN_HOSTS": "tcp"})

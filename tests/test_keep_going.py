@@ -23,7 +23,7 @@ from fog_cli.hosts import Host
 from fog_cli.launchers import Job as Ranks
 from fog_cli.programs import agent
 from forked_programs import HOSTS, ForkedJob
-from hosts import INTERFACE, address, cut_link, emulated_hosts, move_to_host
+from hosts import INTERFACE, address, cut_link, emulated_hosts, inside, move_to_host
 from scripts import MARK, STUBBORN, WAITING, Job, started
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -345,6 +345,16 @@ def test_a_host_that_cannot_be_reached_ends_the_job(tmp_path: Path) -> None:
     ]
 
 
+def test_agents_try_the_stores_before_their_ranks_start(tmp_path: Path) -> None:
+    """The address that the user has given for the first host is wrong. torch would try it for half an hour."""
+    with hosts(tmp_path, 2) as (_, variables):
+        words = ["-np", "2", "-H", f"{address(0)}:1,{address(1)}:1", "-p", "22"]
+        status, output = finished(tmp_path, "print('starts')", words, **variables, MASTER_ADDR=address(7))
+    assert status == 1 and "starts" not in output, output
+    said = rf"fog run: the agent on {address(0)[:-1]}\d: the Store at {address(7)}:\d+ cannot be reached: "
+    assert re.search(said, output), output
+
+
 def test_a_first_host_that_cannot_be_reached_starts_nothing(tmp_path: Path) -> None:
     """It has the Store."""
     (tmp_path / "ssh").write_text("#!/bin/sh\nexit 255\n")
@@ -589,6 +599,22 @@ def test_an_order_to_end_ends_the_ranks_of_all_hosts(tmp_path: Path, number: int
             assert running.wait(TIMEOUT) == 128 + number
 
 
+def test_a_host_waits_for_another_one_that_was_never_started(tmp_path: Path) -> None:
+    """In interpreters that start anew: two threads of the agent must not import torch at the same time."""
+    (tmp_path / "script.py").touch()
+    with hosts(tmp_path, 2) as (names, variables):
+        command = [*inside(names[0]), sys.executable, *FOG, "-np", "2", "--only-host", "0"]
+        own = {**variables, "MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job"}
+        words = ["-H", f"{address(0)}:1,{address(1)}:1", tmp_path / "script.py"]
+        running = Job(words, 0, tmp_path / "log.txt", command, own)
+        with started([running]):
+            running.wait_for(
+                lambda output: f"waits for the Stores at {address(1)}:29600\n" in output, TIMEOUT
+            )
+            os.kill(running.pid, signal.SIGTERM)
+            assert running.wait(TIMEOUT) == 128 + signal.SIGTERM
+
+
 def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
     """Each host starts its own part of the job, in any order; that of the first host comes back as a new one."""
     own = {"MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job", "TORCHELASTIC_RUN_ID": "one"}
@@ -609,3 +635,18 @@ def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
                 assert again.wait(TIMEOUT) == 0, again.output
                 assert second.wait(TIMEOUT) == 0, second.output
     assert "fog run" not in again.output
+
+
+def test_new_agents_serve_their_stores_and_look_for_those_of_others_at_once(tmp_path: Path) -> None:
+    """Two threads of an agent import torch and fog_pg, which import each other."""
+    own = {"MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job", "TORCHELASTIC_RUN_ID": "one"}
+    (tmp_path / "script.py").touch()
+    with hosts(tmp_path, 2) as (names, variables):
+        placed = f"{address(0)}:1,{address(1)}:1"
+        jobs = []
+        for host, name in enumerate(names):
+            words = [*FOG, "-np", "2", "-H", placed, "--only-host", str(host), str(tmp_path / "script.py")]
+            launcher = ["ip", "netns", "exec", name, sys.executable]
+            jobs.append(Job(words, 0, tmp_path / f"{host}.txt", launcher, {**variables, **own}))
+        with started(jobs):
+            assert [job.wait(TIMEOUT) for job in jobs] == [0, 0], [job.output for job in jobs]

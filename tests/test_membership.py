@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,19 @@ from fogdist import algorithms, topology
 from fogdist.compression import Int8
 from fogdist.elastic import membership
 from fogdist.elastic.membership import Membership
-from fogdist.elastic.protocol import Decision, Form, Member, Poll, Request, decide
+from fogdist.elastic.protocol import (
+    Action,
+    Decision,
+    Fail,
+    Form,
+    Joiner,
+    Member,
+    Message,
+    Poll,
+    Request,
+    Send,
+    decide,
+)
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
@@ -371,6 +383,38 @@ def test_of_two_hosts_the_one_with_rank_0_goes_on_if_the_other_one_is_silent(
     assert "does not hear the ranks [0]" in second and "too few to go on" in second, second
 
 
+def hear_of_a_failure() -> str:
+    """Rank 0 counts rank 1 as lost, which still runs and is told so; rank 2 hears both. Returns the error of each."""
+    backend, x = fogdist.context.current().backend, torch.ones(1)
+    pids: list[int] = [0, 0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        error = error_of(lambda: dist.recv(x, 1))
+    elif dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)  # rank 0 continues it
+        error = error_of(lambda: [dist.send(x, 0) for _ in range(10**6)])
+    else:
+        backend.lost_after = 1.0
+        error_of(lambda: dist.recv(x, 1, group=pair))
+        assert backend.lost_ranks() == [1]
+        os.kill(pids[1], signal.SIGCONT)
+        error = error_of(lambda: dist.recv(x, 2))
+    backend.abort()  # as all ranks do that come to an agreement round
+    time.sleep(5.0)  # nobody's end is the reason
+    return error
+
+
+def test_who_comes_to_an_agreement_round_tells_all_that_hear_it(tmp_path: Path) -> None:
+    """Also if the reason was told to it alone, or if another rank has told it, whom not all believe."""
+    calls = [("join_fogdist", []), ("hear_of_a_failure", [])]
+    environment = {"FOG_BETWEEN_HOSTS": "tcp"}
+    found = run_on_hosts(tmp_path, [0, 1, 2], "test_membership", calls, timeout=30.0, environment=environment)
+    errors = [results[-1] for results in found]
+    assert "rank 2 reports" in errors[0] and "counts this rank as lost" in errors[1], errors
+    assert "rank 1 reports" in errors[2], errors
+
+
 def join_fogdist() -> None:
     fogdist.init()
 
@@ -390,6 +434,52 @@ class FakeCarrier:
         time.sleep(timeout)
         messages, self.arrived[self._rank] = self.arrived[self._rank], []
         return [(sender, json.loads(message)) for sender, message in messages]
+
+
+def told(actions: Sequence[Action], to: int) -> list[Message]:
+    """Returns the messages for a rank."""
+    return [each.message for each in actions if isinstance(each, Send) and each.to == to]
+
+
+def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_hear_it() -> None:
+    """Nothing reaches rank 3: it says that it does not hear ranks 1 and 2, and stops. Rank 1 knows that it has ended."""
+    first, second, third = (Member(rank, 4, 30.0, 6.0) for rank in range(3))
+    first.agree(0.0, {}, "")
+    deaf = Member(3, 4, 30.0, 6.0)
+    deaf.lost([], [1, 2])
+    for message in told(deaf.agree(0.0, {}, ""), 0):
+        first.receive(3, message)
+    assert told(first.tick(0.0), 1)[-1]["promised"] == (1, 0)
+    second.lost([3])
+    mail = [(1, 0, message) for message in told(second.agree(3.5, {}, ""), 0)]
+    mail += [(0, 1, message) for message in told(first.tick(3.5), 1)]
+    members, now = {0: first, 1: second}, 3.5
+    formed: dict[int, Form] = {}
+
+    def settle() -> None:
+        while mail:
+            sender, rank, message = mail.pop(0)
+            take(rank, members[rank].receive(sender, message))
+
+    def take(rank: int, actions: Sequence[Action]) -> None:
+        mail.extend((rank, to, message) for to in members for message in told(actions, to))
+        for each in actions:
+            if isinstance(each, Form):
+                formed[rank] = each
+
+    settle()
+    assert not formed
+    members[2] = third
+    take(2, third.agree(now, {}, ""))
+    while not formed and now < 20.0:
+        settle()
+        now += 0.5
+        for rank, member in members.items():
+            take(rank, member.tick(now))
+    settle()
+    assert {rank: each.decision.members for rank, each in formed.items()} == dict.fromkeys(
+        range(3), (0, 1, 2)
+    )
 
 
 def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:
@@ -425,6 +515,35 @@ def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:
     members[3].tick(0.2)
     second = exchange({3, 4}, told(3, members[3].tick(5.0), {3, 4}))
     assert {rank: form.decision.members for rank, form in second.items()} == {3: (2, 3, 4), 4: (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("knows", "says", "ended", "state", "reason"),
+    [
+        ([1], [], [0], "in", ""),
+        ([0], [], [], "admitted", ""),  # rank 1 may have decided otherwise
+        ([], [], [0, 1], "out", "all ranks that let it in have ended"),
+        ([0], [], [0, 1], "out", "all ranks that let it in have ended"),  # rank 1 may have let in others
+        ([], [1], [0], "out", "the others have gone on without it"),
+    ],
+)
+def test_a_joiner_is_in_with_a_rank_that_knows_its_decision(
+    knows: list[int], says: list[int], ended: list[int], state: str, reason: str
+) -> None:
+    """Whoever has let it in may have ended before the others heard of that: `knows` are told, `says` have decided anew."""
+    joiner, decision = Joiner(2, 30.0, 11.0), Decision({0: {}, 1: {}}, {2: JOIN})
+    joiner.admitted(0.0, 1, decision)
+    actions: list[Action] = []
+    for ranks, decided in ((knows, decision), (says, Decision({1: {}}, {}))):
+        for rank in ranks:
+            message = json.dumps({"epoch": 1, "decided": decided.to_values()})
+            actions += joiner.receive(rank, json.loads(message))
+    joiner.lost(ended)
+    actions += joiner.tick(0.1)
+    assert joiner.state == state
+    assert [each.reason for each in actions if isinstance(each, Fail)] == [
+        f"this process cannot join the job as rank 2: {reason}" for _ in range(bool(reason))
+    ]
 
 
 class FakeBackend:

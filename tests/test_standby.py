@@ -126,11 +126,31 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     standby.store.set("list", addresses[3])
     standby.renew_list()
     assert standby.moves == 3
-    standby.end()
     back.end()
     with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}: "):
         standby.move_if_lost()
+    standby.end()
     assert not moved.acquire(blocking=False)
+
+
+def test_a_process_that_ends_does_not_wait_for_all_silent_hosts(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers = [Server() for _ in range(4)]
+    standby = begin(*(server.address for server in servers))
+    tried = threading.Event()
+
+    def silent(_: str) -> None:
+        tried.set()
+        time.sleep(1.0)
+
+    monkeypatch.setattr(_standby, "_connected", silent)
+    standby.follow(lambda: None)
+    servers[0].end()
+    assert tried.wait(SOON)
+    started = time.monotonic()
+    standby.end()
+    assert time.monotonic() - started < 2.0
 
 
 def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
@@ -141,7 +161,7 @@ def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
     monkeypatch.setattr(_standby, "_connected", lambda address, *_: connected(address, 30.0))
     servers = [Server() for _ in range(3)]
     ranks = [begin(*(server.address for server in servers), rank=rank) for rank in range(3)]
-    ranks[0].store.set(_standby.MARK, "1")
+    ranks[0].begin_use(1, answers=False)
     servers[0].end()
     assert ranks[0].move_if_lost()
     servers[0] = Server(servers[0].port)
@@ -150,7 +170,7 @@ def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
     assert ranks[1].store.get("key") == b"second"
     servers[1].end()
     assert ranks[0].move_if_lost()
-    ranks[0].store.set(_standby.MARK, "2")
+    ranks[0].begin_use(2, answers=False)
     servers[1] = Server(servers[1].port)
     assert ranks[1].move_if_lost() and ranks[2].move_if_lost()
     ranks[0].store.set("key", "third")
@@ -161,40 +181,87 @@ def test_a_connection_that_is_lost_is_made_again(begin: Callable[..., _standby.S
     first, second = Server(), Server()
     standby = begin(first.address, second.address)
     standby.store.set("key", "value")
-    standby.store.set(_standby.MARK, "1")
+    standby.begin_use(1, answers=False)
     for connection in connections(standby.store):
         if connection.getpeername()[1] == first.port:
             connection.shutdown(socket.SHUT_RDWR)
     assert standby.move_if_lost() and standby.store.get("key") == b"value"
 
 
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_all_ranks_go_to_the_store_of_the_rank_that_answers(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has found another one, as after a cut; a server that did not answer is told later."""
+    monkeypatch.setattr(_standby, "_TELL_PERIOD", 0.1)
+    servers = [Server() for _ in range(4)]
+    addresses = [server.address for server in servers]
+    ranks = [begin(*addresses) for _ in range(3)]
+    calls = [threading.Semaphore(0) for _ in ranks]
+    for at, (rank, called) in enumerate(zip(ranks, calls, strict=True)):
+        rank._move(at, _standby._connected(addresses[at]))
+        rank.follow(called.release)
+    servers[3].end()
+    ranks[1].begin_use(5, answers=True)
+    for place in (0, 2):
+        assert calls[place].acquire(timeout=SOON)
+        ranks[place].store.set("key", str(place))
+        assert servers[1].store is not None and servers[1].store.get("fog/job/key") == str(place).encode()
+    again = Server(servers[3].port)
+    until(lambda: again.store is not None and again.store.check(["fog/job/use"]))
+    ranks[2].begin_use(4, answers=True)  # it answered in an earlier epoch
+    ranks[0].begin_use(6, answers=True)
+    ranks[0].tell_again()
+    assert calls[0].acquire(timeout=SOON)
+    until(lambda: again.store is not None and again.store.get("fog/job/use").startswith(b"000000000006"))
+    for rank in ranks:
+        rank.end()
+    assert not calls[1].acquire(blocking=False)
+
+
 def test_a_process_that_joins_finds_the_store_in_use(
     begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servers = [Server() for _ in range(4)]
-    begin(*(server.address for server in servers))
-    assert [_standby.is_of_a_job(server.address) for server in servers] == [True] * 4
+    addresses = [server.address for server in servers]
+    begin(*addresses)
+    assert [_standby.is_of_a_job(address) for address in addresses] == [True] * 4
     assert _standby.is_of_a_job(Server().address) is False
-    for server, since in zip(servers[:3], "132", strict=True):
+    for server, epoch, at in zip(servers[1:], "132", (2, 1, 0), strict=True):
         assert server.store is not None
-        server.store.set(f"fog/job/{_standby.MARK}", since)
-    for place, since in ((1, b"3"), (2, b"2")):  # the last one is lost
+        server.store.set("fog/job/use", f"{epoch} {addresses[at]}")
+    for server, mark in zip(servers, "123", strict=False):  # ranks use, or have used, the first three
+        assert server.store is not None
+        server.store.set("fog/job/mark", mark)
+    with monkeypatch.context() as older:
+        older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
         found = _standby.find()
-        assert found is not None and found.store.get(_standby.MARK) == since
+    assert found is not None and found.store.get("mark") == b"1"
+    for place, mark in ((1, b"2"), (2, b"3")):  # that of the rank that answers, and the one to which ranks moved last
+        found = _standby.find()
+        assert found is not None and found.store.get("mark") == mark
         assert _standby.is_of_a_job(servers[0].address)
         servers[place].end()
-        if place == 1:
-            servers[0].end()
-            servers[0] = Server(servers[0].port)  # its host has been replaced
+    servers[0].end()
+    servers[0] = Server(servers[0].port)  # its host has been replaced
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
     threading.Timer(
-        1.0, lambda: servers[3].store.set(f"fog/job/{_standby.MARK}", "4")
-    ).start()  # it moves there meanwhile
+        1.0, lambda: servers[3].store.set("fog/job/mark", "4")
+    ).start()  # ranks move there meanwhile
     found = _standby.find()
-    assert found is not None and found.store.get(_standby.MARK) == b"4"
+    assert found is not None and found.store.get("mark") == b"4"
+    servers[3].end()
+    found = _standby.find()  # nobody says where the job is
+    assert found is not None and not found.store.check(["mark"])
     for server in servers:
         server.end()
-    assert _standby.is_of_a_job(servers[0].address) is None
+    assert _standby.is_of_a_job(addresses[0]) is None
     with pytest.raises(RuntimeError, match="FOG_STORES: none of the job's Stores answers: 127.0.0.1:"):
         _standby.find()

@@ -224,6 +224,8 @@ class Supervisor:
         elif value["failure"]:  # it is done
             _say(f"the agent{self._on(number)}: {value['failure']}")
             self._first_status = self._first_status or 1
+            if not self._is_stopping:  # the ranks of other hosts would wait for those of this one
+                self._end_ranks()
 
     def _stop(self, number: int) -> None:
         """Sends the first signal to all ranks; a second one kills them."""

@@ -147,6 +147,11 @@ void Engine::abort(const std::shared_ptr<Group>& group, const std::string& reaso
   auto lock = lock_by(deadline_after(kLeaveTimeout));
   if (!group->closed) {
     fail(group, c10d::ErrorType::COMM_ERROR, reason);
+    if (transport_) { // it may have failed without news, or by those of a rank that others count as lost
+      auto& news = group->news ? *group->news : group->news.emplace(Group::News{group->rank, group->failure.reason, {}});
+      news.origin = group->rank;
+      spread_news(*group);
+    }
   }
   unlock_and_deliver(lock);
 }

@@ -19,8 +19,9 @@ namespace {
 
 // A machine with more addresses tells only the first ones.
 constexpr size_t kMostAddresses = 8;
-// Number of the system's keep-alive probes after a time of silence.
-constexpr int kProbes = 3;
+// Number of the system's keep-alive probes after a time of silence, where that has so many seconds. A cut that is shorter
+// than all of them ends no connection.
+constexpr int kProbes = 9;
 // Limit of moved descriptors, to keep the descriptor table small.
 constexpr rlim_t kHighDescriptor = 4096;
 
@@ -142,13 +143,14 @@ int moved_up(int fd, int size) {
 
 void keep_alive(int fd, int seconds) {
   const int on = 1;
-  const int interval = std::max(1, seconds * 2 / 11);
-  const int idle = seconds - kProbes * interval;
+  const int interval = std::max(1, seconds / 11);
+  const int probes = std::min(kProbes, seconds - 1);
+  const int idle = seconds - probes * interval;
   const unsigned milliseconds = 1000U * static_cast<unsigned>(seconds);
   setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof(on));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &idle, sizeof(idle));
   setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &interval, sizeof(interval));
-  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &kProbes, sizeof(kProbes));
+  setsockopt(fd, IPPROTO_TCP, TCP_KEEPCNT, &probes, sizeof(probes));
   setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &milliseconds, sizeof(milliseconds));
 }
 

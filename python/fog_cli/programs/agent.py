@@ -40,6 +40,8 @@ _MEMBER = "fog_member"
 _TELL_TIMEOUT = 10.0
 # The seconds in which `fog run` decides about a rank that has ended; then it is gone, with a host that says no more.
 _DECIDE_TIMEOUT = 30.0
+# The seconds that a host may take to accept a connection.
+_REACH_TIMEOUT = 5.0
 # The seconds that other hosts may take to start, and after which those that are missing are named.
 _START_TIMEOUT, _NAME_AFTER = 900.0, 8.0
 
@@ -173,10 +175,12 @@ class Agent:
 
     def _find_job(self, stores: list[str]) -> None:
         """Waits until the Stores of all hosts are there, or one is that of a job that runs already: the ranks then join."""
-        from fog_pg._standby import is_of_a_job
-
         deadline = time.monotonic() + _START_TIMEOUT
         named = time.monotonic() + _NAME_AFTER
+        if self._serving is not None:  # it imports torch, and two threads must not do so at the same time
+            self._serving.join()
+        from fog_pg._standby import is_of_a_job
+
         missing, runs = set(stores), False
         while missing and not runs:
             for address in sorted(missing):
@@ -192,6 +196,19 @@ class Agent:
                 return
             time.sleep(processes.INTERVAL)
         self._runs, self._stores = runs, stores
+        os.write(self._waker, b"\0")
+
+    def _reach(self, stores: list[str]) -> None:
+        """Lets the ranks start if this host reaches all Stores: torch would try that for half an hour."""
+        for address in stores:
+            host, _, port = address.rpartition(":")
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _REACH_TIMEOUT).close()
+            except OSError as error:
+                self._failure = f"the Store at {address} cannot be reached: {error}"
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+        self._stores = stores
         os.write(self._waker, b"\0")
 
     def _start(self, rank: int, restarts: int, joins: bool) -> None:
@@ -250,10 +267,8 @@ class Agent:
                 ranks = [rank.number for rank in self._living.values() if _is_member(rank.pid)]
                 self._tell(event="members", question=told["members"], ranks=ranks)
             elif "stores" in told:
-                if told["is_only"]:
-                    threading.Thread(target=self._find_job, args=(told["stores"],), daemon=True).start()
-                else:
-                    self._stores = told["stores"]
+                begin = self._find_job if told["is_only"] else self._reach
+                threading.Thread(target=begin, args=(told["stores"],), daemon=True).start()
             elif "start" in told:
                 if self._undecided.pop(told["start"], None) is not None:
                     self._plan(told["start"], told["restarts"], joins=True)

@@ -30,10 +30,13 @@ class Admission:
     Args:
         store: That of the first group.
         group: The id of the first group.
+
+    Attributes:
+        store: The same.
     """
 
     def __init__(self, store: dist.Store, group: int) -> None:
-        self._store, self._group = store, group
+        self.store, self._group = store, group
         extension = _extension.load()
         self._announced, self._is_there = extension.announced, extension.announce
         self._seen = self._epoch = 0
@@ -50,12 +53,12 @@ class Admission:
     def answers(self) -> bool:
         """Returns whether joiners know that this rank answers; before, another one may have done so."""
         return bool(
-            self._store.check([NONCE]) and self._store.get(NONCE).decode(errors="replace") == self._nonce
+            self.store.check([NONCE]) and self.store.get(NONCE).decode(errors="replace") == self._nonce
         )
 
     def publish_nonce(self) -> None:
         """Tells joiners the random number that their proofs must contain, on the rank that answers."""
-        self._store.set(NONCE, self._nonce)
+        self.store.set(NONCE, self._nonce)
 
     def leave_to_another(self, epoch: int) -> None:
         """Does nothing for joiners, because another rank answers in this epoch."""
@@ -79,7 +82,7 @@ class Admission:
             living: The ranks that a joiner must reach; this one is the first.
         """
         self._seen, self._epoch = self._announced(), epoch
-        last = self._store.add(COUNT, 0)
+        last = self.store.add(COUNT, 0)
         first = self._first()
         for ticket in range(first, last + 1):
             if ticket in self._over:
@@ -89,7 +92,7 @@ class Admission:
                 self._end_if_silent(ticket)
                 continue
             try:
-                text = self._store.get(key(ticket, "request")).decode(errors="replace")
+                text = self.store.get(key(ticket, "request")).decode(errors="replace")
                 request = request_from(self._group, ticket, text)
             except ValueError as error:
                 self._refuse(ticket, str(error))
@@ -118,7 +121,7 @@ class Admission:
             self._silent.pop(first, None)
             first += 1
         if first > before:
-            self._store.set(FIRST, str(first))
+            self.store.set(FIRST, str(first))
 
     def admit(self, request: Request, decision: Mapping[str, Any]) -> None:
         """Tells a joiner what the ranks have decided."""
@@ -150,26 +153,26 @@ class Admission:
     def _tell(self, request: Request, what: str, values: Mapping[str, Any]) -> None:
         """Tells a joiner values, with the proof that they come from the job."""
         text = signed(what, values, request.nonce, group=self._group, ticket=request.ticket)
-        self._store.set(key(request.ticket, what), text)
+        self.store.set(key(request.ticket, what), text)
 
     def _first(self) -> int:
         """Returns the first ticket that is not over."""
         with contextlib.suppress(ValueError):
-            return max(int(self._store.get(FIRST)), 1) if self._store.check([FIRST]) else 1
+            return max(int(self.store.get(FIRST)), 1) if self.store.check([FIRST]) else 1
         return 1
 
     def _refuse(self, ticket: int, reason: str) -> None:
         _log.warning("a process that wants to join (ticket %d) is refused: %s", ticket, reason)
-        self._store.set(key(ticket, "refused"), reason)
+        self.store.set(key(ticket, "refused"), reason)
         self._end(ticket)
 
     def _has(self, ticket: int, what: str) -> bool:
-        return bool(self._store.check([key(ticket, what)]))
+        return bool(self.store.check([key(ticket, what)]))
 
     def _end(self, ticket: int) -> None:
         """Ends a ticket; what the joiner has not read yet, it deletes itself."""
         self._over.add(ticket)
-        delete(self._store, ticket, "request", "answer", "ready")
+        delete(self.store, ticket, "request", "answer", "ready")
         self._close(ticket)
 
     def _end_if_silent(self, ticket: int) -> None:

@@ -151,7 +151,8 @@ class Joiner:
         return bool(self._extension.announce(entry)) if is_visible else self._calls.call(entry)
 
     def _others(self) -> list[str]:
-        return [entry for rank, entry in self._entries().items() if rank != self._rank]
+        # One that has this process's number may run, and be the rank that answers.
+        return [entry for entry in self._entries().values() if entry != self._entry]
 
     def _entries(self) -> dict[int, str]:
         return _joining.read_world(self._store, self.world.size).entries
