@@ -408,10 +408,13 @@ class Members:
         if before is not None and has_moved:
             before.leave_to_another(self.epoch)  # the tickets are lost with the old one
         if before is None or has_moved:
-            self._admission = Admission(store, self._whole().backend.id)
+            admission = Admission(store, self._whole().backend.id)
+        else:
+            admission = before
+        self._admission = admission
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
-            self._tell_joiners(self._admission)
+            self._tell_joiners(admission)
         elif has_moved:  # at its own pace, the rank that answers need not know yet that it does
             self._tell_job(answers=False)
 
