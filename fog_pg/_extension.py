@@ -34,24 +34,32 @@ def _minor(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _choose_build() -> None:
-    """Makes `fog_pg._C` the extension for this torch; a released wheel has one for each minor version (.ci/wheels.py)."""
-    import torch
+def folder_for_torch() -> Path:
+    """Returns the folder with the extension for this torch: a released wheel has one for each minor version (.ci/wheels.py).
 
-    import fog_pg
+    Raises:
+        ImportError: If the extension is not built, or for another torch.
+    """
+    import torch
 
     try:
         from fog_pg._build_info import TORCH_VERSIONS
     except ImportError as error:
         raise ImportError(f"fog_pg: the C++ extension is not built. {_REBUILD}") from error
-    if _minor(torch.__version__) not in map(_minor, TORCH_VERSIONS):
+    own = _minor(torch.__version__)
+    if own not in map(_minor, TORCH_VERSIONS):
+        advice = _REBUILD
+        if any(Path(__file__).parent.glob("torch-*")):  # in a released wheel, whose users have no sources
+            advice = (
+                f"To install a torch that it was built for: pip install 'torch=={_minor(TORCH_VERSIONS[-1])}.*'. A newer "
+                f"fogdist may be built for torch {own}, or build one: fog's sources say how in docs/install.md"
+            )
         raise ImportError(
             f"fog_pg: the C++ extension was built for torch {' and '.join(TORCH_VERSIONS)}, this is torch {torch.__version__}. "
-            f"C++ interfaces differ from one minor version to the next; install another torch, or a fog for this one. {_REBUILD}"
+            f"C++ interfaces differ from one minor version to the next. {advice}"
         )
-    folder = str(Path(__file__).with_name(f"torch-{_minor(torch.__version__)}"))
-    if os.path.isdir(folder) and folder not in fog_pg.__path__:
-        fog_pg.__path__.append(folder)
+    folder = Path(__file__).with_name(f"torch-{own}")
+    return folder if folder.is_dir() else folder.parent
 
 
 def _mpich_package_library() -> Path | None:
@@ -102,7 +110,7 @@ def load() -> ModuleType:
     """
     environment.check()
     sets_cpp_level = _logging.set_up()
-    _choose_build()
+    folder_for_torch()  # or an error
     # UCX, inside MPI, uses SIGHUP for its debug mode, so a rank would outlive its terminal. UCX reads this when loaded.
     os.environ.setdefault(environment.UCX_SIGNAL.name, "0")
     from fog_pg import _monitored_barrier, _nccl

@@ -181,14 +181,20 @@ def publish_secret(store: Store, secret: str) -> None:
     store.set(_SECRET, secret)
 
 
-def publish_hosts(store: Store, hosts: Sequence[int], epoch: int) -> None:
-    """Tells on which hosts the job's first ranks are or were, and that the job uses this Store from an epoch on.
+def publish_hosts(store: Store, hosts: Sequence[int], epoch: int, answers: bool) -> None:
+    """Tells on which hosts the job's first ranks are or were, and that this rank uses this Store from an epoch on.
 
     All else that processes need to join is told before.
+
+    Args:
+        store: The job's Store.
+        hosts: The host of each rank.
+        epoch: The epoch.
+        answers: Whether this rank answers processes that join: then the others go to its Store.
     """
     store.set(_HOSTS, json.dumps(list(hosts)))
     if _standby is not None:
-        _standby.begin_use(epoch)
+        _standby.begin_use(epoch, answers)
 
 
 def entry_of(store: Store, rank: int) -> str | None:

@@ -29,9 +29,9 @@ _log = logging.getLogger("fog_pg")
 # Above all keys, so that they have the same names in each of the servers.
 _PREFIX = "fog/job"
 # The keys with the name of the job that a server belongs to, with what rank 0 has found at the start, with the list of a
-# process that has joined, whose host may be a new one, and with the address of the server in use, after what orders
-# these.
-_OWNER, _FOUND, _LIST, _USE = "owner", "found/{owner}", "list", "use"
+# process that has joined, whose host may be a new one. The last two end with the address of a server, after what orders these
+# texts: that of the server itself, if ranks use it, and that which the rank that answers joiners uses.
+_OWNER, _FOUND, _LIST, _MARK, _USE = "owner", "found/{owner}", "list", "mark", "use"
 # The time that a host may take to accept a connection, in seconds, and the time in which a server must answer: at the
 # start its process may still import torch.
 _REACH_TIMEOUT = 3.0
@@ -49,14 +49,15 @@ class Standby:
         addresses: Of all servers, in the order of their use.
         at: The place of the one in use.
         store: Its Store.
+        owner: The name of the job, as in each of them.
 
     Attributes:
         store: That which is in use now.
         moves: How often it has become another one.
     """
 
-    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store) -> None:
-        self._addresses, self._at, self.store = addresses, at, store
+    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store, owner: str) -> None:
+        self._addresses, self._at, self.store, self._owner = addresses, at, store, owner
         self.moves = 0
         # What this process tells all servers if it answers joiners, those that know it, and when it tells others again.
         self._use, self._told, self._tell_at = "", set[str](), 0.0
@@ -87,6 +88,10 @@ class Standby:
             try:
                 has_moved = self.move_if_lost()
             except RuntimeError as error:
+                if (
+                    not threading.main_thread().is_alive()
+                ):  # the interpreter ends, and starts no threads any more
+                    return
                 _log.warning("processes cannot join any more: %s", error)
                 return
             with contextlib.suppress(RuntimeError):  # it has just been lost
@@ -106,44 +111,53 @@ class Standby:
             return False
         except RuntimeError as error:
             listed, before = self._addresses, self._addresses[self._at]
-            for step in range(len(listed)):  # first the same one: only the connection may be lost
-                if self._end.is_set():  # each host that is silent takes seconds
-                    return False
-                at = (self._at + step) % len(listed)
-                if (store := _connected(listed[at])) is not None:
-                    self._take(at, store)
-                    _log.warning(
-                        "the job's Store is now that of %s: that of %s does not answer: %s",
-                        listed[at],
-                        before,
-                        str(error).partition("\n")[0],
-                    )
-                    return True
-            raise RuntimeError(
-                f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
-            ) from None
+            # The next one in order comes first, and the one in use last: there it may be that of a host that was replaced.
+            found = [(at, store) for at, store in _answering(listed) if _take(store, self._owner)]
+            found.sort(key=lambda each: (each[0] - self._at - 1) % len(listed))
+            if self._end.is_set():
+                return False
+            if not found:
+                raise RuntimeError(
+                    f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
+                ) from None
+            # One that ranks use already, or still, as only the connection of this one was lost.
+            at, store = _last_used(listed, found) or found[0]
+            self._move(at, store)
+            _log.warning(
+                "the job's Store is now that of %s: that of %s does not answer: %s",
+                listed[at],
+                before,
+                str(error).partition("\n")[0],
+            )
+            return True
 
-    def _take(self, at: int, store: dist.Store) -> None:
+    def _move(self, at: int, store: dist.Store) -> None:
         self._at, self.store, self.moves = at, store, self.moves + 1
 
     def _go_along(self) -> bool:
         """Returns whether another Store is in use from now on: that of the rank that answers joiners."""
-        address = _address_in(_use_in(self.store))
+        address = _address_in(_text(self.store, _USE))
         if address == self._addresses[self._at] or address not in self._addresses:
             return False
-        if (store := _connected(address)) is None:  # that rank may not know of the loss yet
+        # That rank may not know yet that it is lost; and after that, there may be another one.
+        if (store := _connected(address)) is None or not _text(store, _MARK):
             return False
-        self._take(self._addresses.index(address), store)
-        _log.warning(
-            "the job's Store is now that of %s, as on the rank that answers processes that join", address
-        )
+        self._move(self._addresses.index(address), store)
+        _log.warning("the job's Store is now that of %s, as on the rank that answers processes that join", address)
         return True
 
-    def begin_use(self, epoch: int) -> None:
-        """Tells the servers that the job uses this one from an epoch on; a thread tells those on other hosts."""
+    def begin_use(self, epoch: int, answers: bool) -> None:
+        """Tells the server in use that this rank uses it from an epoch on.
+
+        Args:
+            epoch: The epoch.
+            answers: Whether this rank answers joiners: then a thread tells all servers which one that is.
+        """
         use = f"{epoch:012d} {self.moves:012d} {self._addresses[self._at]}"
-        self.store.set(_USE, use)
-        self._use, self._told, self._tell_at = use, {self._addresses[self._at]}, 0.0
+        self.store.set(_MARK, use)
+        if answers:
+            self.store.set(_USE, use)
+            self._use, self._told, self._tell_at = use, {self._addresses[self._at]}, 0.0
 
     def _tell_use(self) -> None:
         untold = [address for address in self._addresses if address not in self._told]
@@ -154,7 +168,7 @@ class Standby:
         with concurrent.futures.ThreadPoolExecutor(len(untold)) as pool:
             for address, store in zip(untold, pool.map(_connected, untold), strict=True):
                 if store is not None:
-                    store.set(_USE, max(use, _use_in(store)))  # another rank may answer by now
+                    store.set(_USE, max(use, _text(store, _USE)))  # another rank may answer by now
                     told.add(address)
 
     def tell_list(self) -> None:
@@ -197,7 +211,7 @@ def begin(store: dist.Store, rank: int) -> Standby | None:
             own.set(key, "; ".join(filter(None, found)))
     if problem := own.get(key).decode():
         raise RuntimeError(f"{environment.STORES.name}: {problem}")
-    return Standby(listed, 0, own)
+    return Standby(listed, 0, own, owner)
 
 
 def find() -> Standby | None:
@@ -211,20 +225,23 @@ def find() -> Standby | None:
     # The ranks may not know yet that the Store in use is lost.
     deadline = time.monotonic() + environment.HOST_TIMEOUT.get() + _ANSWER_TIMEOUT
     while True:
-        with concurrent.futures.ThreadPoolExecutor(len(listed)) as pool:
-            stores = list(pool.map(_connected, listed))
-        found = {listed[at]: (at, store) for at, store in enumerate(stores) if store is not None}
-        if not found:
+        if not (found := _answering(listed)):
             raise RuntimeError(
                 f"{environment.STORES.name}: none of the job's Stores answers: {', '.join(listed)}"
             )
-        in_use = _address_in(max(_use_in(store) for _, store in found.values()))
-        if in_use and in_use not in listed:  # this process's list may be an older one
-            listed.append(in_use)
-        elif in_use in found or time.monotonic() >= deadline:
-            return Standby(listed, *found.get(in_use, next(iter(found.values()))))
-        else:
-            time.sleep(_PERIOD)
+        named = _named(found)
+        if named and named not in listed:  # this process's list may be an older one
+            listed.append(named)
+            continue
+        used = _last_used(listed, found)
+        if used is not None or time.monotonic() >= deadline:
+            at, store = used or found[0]
+            owner = _text(store, _OWNER)
+            # A host that was replaced has a new one. Until it is taken, hosts that start take it for that of a new job.
+            for _, other in found:
+                _take(other, owner)
+            return Standby(listed, at, store, owner)
+        time.sleep(_PERIOD)
 
 
 def is_of_a_job(address: str) -> bool | None:
@@ -237,17 +254,52 @@ def _claimed(address: str, owner: str) -> str:
     """Takes a server for the job; returns why that is not possible, "" if it is."""
     if (store := _connected(address, _START_TIMEOUT)) is None:
         return f"the Store at {address} cannot be reached; is it started?"
-    before = store.compare_set(_OWNER, "", owner).decode()
-    if before == owner:
+    if _take(store, owner):
         return ""
+    before = store.get(_OWNER).decode()
     name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
     which = "the same name" if other == name else f"the name '{other}'"
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
 
 
-def _use_in(store: dist.Store) -> str:
-    """Returns what a server has been told about the one in use, or ""; the largest such text is the last one."""
-    return store.get(_USE).decode() if store.check([_USE]) else ""
+def _answering(addresses: Sequence[str]) -> list[tuple[int, dist.Store]]:
+    """Returns the Stores at these addresses that answer, with their places."""
+    with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
+        stores = list(pool.map(_connected, addresses))
+    return [(at, store) for at, store in enumerate(stores) if store is not None]
+
+
+def _last_used(
+    addresses: Sequence[str], stores: Sequence[tuple[int, dist.Store]]
+) -> tuple[int, dist.Store] | None:
+    """Returns the one of some Stores, with their places, that the rank that answers joiners uses, or other ranks used last.
+
+    None if no rank uses any of them.
+    """
+    used = [(at, store) for at, store in stores if _text(store, _MARK)]
+    if not used:
+        return None
+    of_answerer = (each for each in used if addresses[each[0]] == _named(stores))
+    return next(of_answerer, None) or max(used, key=lambda each: _text(each[1], _MARK))
+
+
+def _named(stores: Sequence[tuple[int, dist.Store]]) -> str:
+    """Returns the address that the rank that answers joiners told some Stores last, "" if none."""
+    return _address_in(max(_text(store, _USE) for _, store in stores))
+
+
+def _take(store: dist.Store, owner: str) -> bool:
+    """Takes a server for a job, if it belongs to none; returns whether it is that of this job."""
+    with contextlib.suppress(RuntimeError):  # it has been lost meanwhile
+        return store.compare_set(_OWNER, "", owner).decode() == owner
+    return False
+
+
+def _text(store: dist.Store, key: str) -> str:
+    """Returns what a server has been told, "" if nothing, or if it is lost."""
+    with contextlib.suppress(RuntimeError):
+        return store.get(key).decode() if store.check([key]) else ""
+    return ""
 
 
 def _address_in(use: str) -> str:

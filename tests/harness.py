@@ -32,6 +32,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -219,6 +220,9 @@ def _begin(log: str, environment: Mapping[str, str]) -> None:
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    # From Python 3.13 on, multiprocessing drops the exit functions of the process that it forks. Without this one torch's
+    # finalizers run when its modules are gone, with a traceback each.
+    atexit.register(weakref.finalize._exitfunc)
 
 
 def fork(

@@ -40,6 +40,8 @@ SETTLED = 120.0
 # More messages of one process in a round are without end.
 MOST_MESSAGES = 4000
 MOST_EPOCHS = 30
+# With these delays of messages, in seconds, an agreement round may take longer than a joiner waits.
+SLOWEST_DELAYS = (3.0,)
 # After so many rounds that let nobody in, the next one is so far away that a joiner's time may be over before.
 MOST_POSTPONED = 4
 
@@ -55,12 +57,14 @@ class Fault:
     Attributes:
         at: The time.
         kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
-            other for lost), "cut-here" (only it takes the others for lost), "split" (ranks below this one and the others
+            other for lost), "cut-here" (only it takes the others for lost), "fall" (it ends while it does what follows from
+            the next decision that it knows), "split" (ranks below this one and the others
             do not hear each other), "split-up" (the lower ranks do not hear the others), "split-down" (the others do not
             hear the lower ranks), "join", "join-badly" (it must be refused), "join-cut-off" (it does not reach a rank of
             another host) or "break" (a rank takes a joiner for ended).
         rank: Whose; the last process that has this number.
-        value: For how long a pause or a split lasts; at which object a process joins (0 or 1).
+        value: For how long a pause or a split lasts; at which object a process joins (0 or 1); after how many actions a rank
+            falls.
     """
 
     at: float
@@ -112,8 +116,8 @@ class History:
             random.random() < 0.5,
         )
         kinds = random.choices(
-            ("kill", "join", "join-badly", "join-cut-off", "break", "pause", "cut", "cut-here", "hang"),
-            (40, 45, 3, 3, 3, 10, 4, 3, 1),
+            ("kill", "fall", "join", "join-badly", "join-cut-off", "break", "pause", "cut", "cut-here", "hang"),
+            (30, 15, 45, 3, 3, 3, 10, 4, 3, 1),
             k=random.choice((1, 2, 2, 3, 3, 4, 5, 6)),
         )
         faults: list[Fault] = []
@@ -122,7 +126,11 @@ class History:
             rank = random.randrange(size + 1 if kind.startswith("join") and one_host else size)
             if faults and kind.startswith("join") and random.random() < 0.5:
                 rank = random.choice(faults).rank
-            value = random.choice((1.0, 1.0, 7.0, 15.0)) if kind == "pause" else float(random.random() < 0.2)
+            value = float(random.random() < 0.2)
+            if kind == "pause":
+                value = random.choice((1.0, 1.0, 7.0, 15.0))
+            elif kind == "fall":
+                value = float(random.randrange(6))
             faults.append(Fault(round(at, 3), kind, rank, value))
             at += random.choice((0.02, 0.3, 0.3, 3.0, 8.0)) * random.random()
         if not one_host and random.random() < 0.3:
@@ -149,7 +157,7 @@ class Process:
         self.joiner: Any = None
         self.phase = "computes"
         self.is_alive, self.died, self.told = True, 0.0, ""
-        self.paused, self.hangs = 0.0, False
+        self.paused, self.hangs, self.falls_after = 0.0, False, -1
         self.next, self.token = 0.0, 0
         self.actions: deque[Any] = deque()
         # As a member: the processes of its group, those that it takes for gone or watches, exchanges by object.
@@ -208,7 +216,7 @@ class World:
         self._count = 0
         self.processes: list[Process] = []
         self.loss = self.random.choice((0.0, 0.0, 0.05, 0.3))
-        self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), (3.0,)))
+        self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), SLOWEST_DELAYS))
         # Who does not hear whom: for a time, and for ever.
         self.walls: list[tuple[float, set[int], str]] = []
         self.cuts: set[tuple[int, int]] = set()
@@ -216,7 +224,8 @@ class World:
         self.nonce = -1
         self.entries: dict[int, int] = {}
         self.failed: set[str] = set()
-        # The epoch of each name, and who has begun which exchange of each group.
+        # The epoch of each name, and who has begun which exchange of each group: that is a name and processes, because a group
+        # may have ended with all its processes, and the others have decided anew.
         self.names: dict[str, int] = {}
         self.postponed: set[int] = set()
         self.first: dict[str, tuple[str, int]] = {}
@@ -363,6 +372,8 @@ class World:
         self._say(target, fault.kind)
         if fault.kind == "kill":
             self._die(target)
+        elif fault.kind == "fall":
+            target.falls_after = int(fault.value)
         elif fault.kind == "hang":
             target.hangs = True
             for each in self.processes:
@@ -448,7 +459,7 @@ class World:
         if not process.is_alive or lost.pid in process.ended:
             return
         if lost.pid not in process.silent:
-            if not lost.is_alive and self._is_blocked(lost, process):
+            if not lost.is_alive and not self.history.one_host and self._is_blocked(lost, process):
                 self._at(self.now + 0.5, self._learn, argument)
                 return
             process.ended.add(lost.pid)
@@ -505,19 +516,29 @@ class World:
             if not any(each.is_suspected for each in self.processes):
                 raise Violation(f"rank {process.rank} stops, although nobody is silent: {reason}")
         elif "do not hear" in reason or "does not hear" in reason or "gone on without it" in reason:
-            if not any(each.is_suspected or each.hangs or each.paused for each in self.processes):
+            # If ranks that have let it in have ended, the others may have decided anew.
+            has_lost = any(not self.processes[pid].is_alive for pid in process.pids.values())
+            if not has_lost and not any(
+                each.is_suspected or each.hangs or each.paused for each in self.processes
+            ):
                 raise Violation(f"a joiner is left alone after its admission: {reason}")
+        elif "that let it in have ended" in reason:
+            if any(self.processes[pid].is_alive for pid in process.pids.values()):
+                raise Violation(f"a joiner is left alone: {reason}")
         elif "did not come" in reason or "did not agree" in reason:
             hung = any(each.hangs for each in self.processes) or self._has_cut
             if not hung and not process.is_suspected and not any(each.paused for each in self.processes):
                 raise Violation(f"rank {process.rank} waits in vain: {reason}")
         elif "still runs" in reason:
             holders = [each for each in self.processes if each.rank == process.rank and each is not process]
-            age = self.now - self.tickets[process.ticket]["at"]
+            ticket = self.tickets[process.ticket]
+            then, age = ticket["refused at"], ticket["refused at"] - ticket["at"]
             runs = [
                 each
                 for each in holders
-                if each.is_alive or (self.now - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
+                if each.is_alive
+                or each.died >= then
+                or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
             ]
             if not runs:
                 raise Violation(f"the number of a lost rank is refused: {reason}")
@@ -532,8 +553,10 @@ class World:
                 raise Violation(f"a joiner is forgotten: {reason}")
         elif "does not reach" in reason and process.is_cut_off:
             pass
-        elif "had no answer" in reason and len(self.postponed) >= MOST_POSTPONED:
-            pass  # a known limit: ranks with patience were in exchanges of other objects each time
+        elif "had no answer" in reason and (
+            len(self.postponed) >= MOST_POSTPONED or self.delays == SLOWEST_DELAYS
+        ):
+            pass  # known limits: ranks were in exchanges of other objects each time; or messages take so long
         elif (
             "had no answer" in reason
             and not self._members()
@@ -627,7 +650,8 @@ class World:
         if process.begins_at not in ("", name):
             raise Violation(f"rank {process.rank} begins at {process.begins_at}, the others are at {name}")
         process.begins_at = ""
-        if process.has_failed or (self.history.pace == "own" and process.ranks_of(process.silent)):
+        is_out = self.history.one_host and process.ranks_of(process.expelled_by)
+        if process.has_failed or is_out or (self.history.pace == "own" and process.ranks_of(process.silent)):
             self._agree(process, ())
             return
         process.phase = "exchanges"
@@ -717,6 +741,12 @@ class World:
             raise Violation(f"rank {process.rank} forms two groups after one round")
 
     def _perform(self, process: Process, action: Any) -> None:
+        if process.falls_after >= 0 and process.member is not None and process.member.state == "decided":
+            process.falls_after -= 1
+            if process.falls_after < 0:
+                self._say(process, "falls")
+                self._die(process)
+                return
         getattr(self, f"_do_{type(action).__name__}")(process, action)
 
     def _do_Send(self, process: Process, action: Any) -> None:
@@ -741,7 +771,8 @@ class World:
     def _do_Form(self, process: Process, form: Any) -> None:
         decision, epoch = form.decision, form.epoch
         for other in self.processes:  # if all that have decided otherwise have ended, nobody knows
-            if other.is_alive and not other.expelled_by and other.lineage.get(epoch, decision) != decision:
+            knows = other.is_alive and other.member is not None and not other.expelled_by
+            if knows and other.lineage.get(epoch, decision) != decision:
                 raise Violation(
                     f"two decisions of epoch {epoch}: {other.lineage[epoch]} of process {other.pid}, and {decision}"
                 )
@@ -802,18 +833,19 @@ class World:
         process.pids = {rank: process.pids[rank] for rank in decision.living} | {
             rank: int(join.entry) for rank, join in decision.joins.items()
         }
-        process.name, process.has_failed = form.name, form.name in self.failed
+        process.name = f"{form.name} of {sorted(process.pids.items())}"
+        process.has_failed = process.name in self.failed
         process.watched &= set(process.pids.values())
         for rank in decision.joins:
             self._do_Watch(process, self.protocol.Watch((rank,)))
         if process.ranks_of(process.gone) and self.history.pace != "own":
-            self._fail_group(form.name, process)
+            self._fail_group(process.name, process)
         process.phase = "computes"
         self._fail_late(process)
         for pid in process.pids.values():
             if not self.processes[pid].is_alive and self._exchanges_with(process, self.processes[pid]):
                 self._notice(process, self.processes[pid])
-        self._say(process, f"is in {form.name} of {process.pids}")
+        self._say(process, f"is in {process.name}")
         self._wake(process, 0.1 * self.random.random())
 
     # --- answers to joiners ---
@@ -866,7 +898,7 @@ class World:
     def _do_Refuse(self, process: Process, action: Any) -> None:
         ticket = self.tickets[action.ticket]
         joiner = self.processes[int(ticket["request"].entry)]
-        ticket["refused"] = action.reason
+        ticket["refused"], ticket["refused at"] = action.reason, self.now
         self._end_ticket(process, action.ticket)
         self._wake(joiner, 0.02)
 

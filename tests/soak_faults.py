@@ -464,9 +464,9 @@ class _Faults(threading.Thread):
         rank, pid = fault.rank, self._world.pid(fault.rank)
         self._board.moment[rank] = moment
         deadline = time.monotonic() + MOMENT_SECONDS
-        while not _has_ended(pid) and time.monotonic() < deadline and not self._no_more.wait(0.002):
+        while not has_ended(pid) and time.monotonic() < deadline and not self._no_more.wait(0.002):
             pass
-        came = _has_ended(pid)
+        came = has_ended(pid)
         self.ended[rank] = float(self._board.died[rank]) if came else time.monotonic()
         if not came:
             fault.inject(pid)
@@ -487,7 +487,7 @@ class _Faults(threading.Thread):
                 time.sleep(fault.seconds)
 
 
-def _has_ended(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
     """Whether a process has ended; it may not have been waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"

@@ -314,6 +314,10 @@ class Reconfigured(Collectives):
         return members
 
 
+# Trainings that are over: as in a script, their windows stay until the process ends, and others may still put to them.
+_ended: list[Mode] = []
+
+
 def train(mode: type[Mode], path: str, host: str | None) -> Report:
     """Trains on a rank until the parent says that it is over; on a host of its own, if one is named."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -340,6 +344,7 @@ def train(mode: type[Mode], path: str, host: str | None) -> Report:
         if not board.count(rank) or is_over:
             break
     training.close()
+    _ended.append(training)
     return training.report
 
 

@@ -119,7 +119,7 @@ def test_what_has_weight_0_is_left_out() -> None:
 
 @on_ranks([2, 3])
 def test_one_group_of_messages_an_exchange() -> None:
-    """An exchange is one group of the delegate's messages, with one for each peer, and nothing else."""
+    """An exchange is one group of the delegate's messages, with one for each peer; of a long vector, one for each 32 MiB."""
     made: list[Any] = []
     fog, rank, size = new_backend(made=made), dist.get_rank(), dist.get_world_size()
     before, after = (rank - 1) % size, (rank + 1) % size
@@ -155,6 +155,14 @@ def test_one_group_of_messages_an_exchange() -> None:
         checks.equal(
             "list", seen(), [[("send", after, s) for s in sizes] + [("recv", before, s) for s in sizes]]
         )
+        outputs = result(fog.neighbor_allreduce([torch.ones(2**23 + 1, device=DEVICE), x, several[1]], ring))
+        rounds = [[2**25, 10], [16]]
+        expected = [
+            [(way, peer, (n,)) for way, peer in (("send", after), ("recv", before)) for n in sizes]
+            for sizes in rounds
+        ]
+        checks.equal("rounds", seen(), expected)
+        checks.equal("sums of rounds", [set(each.tolist()) for each in outputs], [{0.75}] * 3)
         result(fog.allgather_concat(x))
         others = [r for r in range(size) if r != rank]
         checks.equal(

@@ -180,3 +180,13 @@ def test_merge() -> None:
     tensor = torch.tensor([float(merged.rank() + 1)])
     merged.allreduce([tensor]).wait()
     assert tensor.item() == 6.0
+
+
+# Memory of an accelerator
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
+@on_ranks(1)
+def test_without_an_accelerator_no_backend_allocates_its_memory() -> None:
+    """FSDP2 asks this, also with a torch for GPUs on a machine without one."""
+    assert not dist.group.WORLD._get_backend(CPU).supports_tensor_alloc(CPU)  # type: ignore[union-attr]

@@ -174,6 +174,17 @@ MUTANTS: list[tuple[str, str, str]] = [
 ]
 
 
+# Defects that one history in ten thousand or less finds: as above, with such a history.
+RARE_MUTANTS: list[tuple[str, str, str, str]] = [
+    (
+        "a joiner takes another decision for its own",
+        'or Decision.from_values(message["decided"]) != self._decision',
+        "",
+        "25932:2:own:1:0.667/join/2/0:0.977/join/2/0:2.669/kill/0/0",
+    ),
+]
+
+
 def mutant_of(old: str, new: str) -> Any:
     """Returns the module of the protocol with another text."""
     path = Path(protocol.__file__)
@@ -195,6 +206,14 @@ def test_mutants_are_found(old: str, new: str) -> None:
         or any(violation_of_round(seed, mutant) for seed in range(MUTANT_ROUNDS))
         or first_failure(range(FIRST_HISTORIES, MUTANT_HISTORIES), mutant) is not None
     )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "history"), [mutant[1:] for mutant in RARE_MUTANTS], ids=[mutant[0] for mutant in RARE_MUTANTS]
+)
+def test_rare_mutants_are_found(old: str, new: str, history: str) -> None:
+    assert violation_of(History.of_text(history), mutant_of(old, new))
+    assert not violation_of(History.of_text(history))
 
 
 # What machines do: the machine, its state, the event, the next state, and whether there are actions.

@@ -635,3 +635,18 @@ def test_a_host_that_a_scheduler_replaces_joins_again(tmp_path: Path) -> None:
                 assert again.wait(TIMEOUT) == 0, again.output
                 assert second.wait(TIMEOUT) == 0, second.output
     assert "fog run" not in again.output
+
+
+def test_new_agents_serve_their_stores_and_look_for_those_of_others_at_once(tmp_path: Path) -> None:
+    """Two threads of an agent import torch and fog_pg, which import each other."""
+    own = {"MASTER_PORT": "29600", "FOG_JOB_SECRET": "the secret of this job", "TORCHELASTIC_RUN_ID": "one"}
+    (tmp_path / "script.py").touch()
+    with hosts(tmp_path, 2) as (names, variables):
+        placed = f"{address(0)}:1,{address(1)}:1"
+        jobs = []
+        for host, name in enumerate(names):
+            words = [*FOG, "-np", "2", "-H", placed, "--only-host", str(host), str(tmp_path / "script.py")]
+            launcher = ["ip", "netns", "exec", name, sys.executable]
+            jobs.append(Job(words, 0, tmp_path / f"{host}.txt", launcher, {**variables, **own}))
+        with started(jobs):
+            assert [job.wait(TIMEOUT) for job in jobs] == [0, 0], [job.output for job in jobs]

@@ -21,7 +21,19 @@ from fogdist import algorithms, topology
 from fogdist.compression import Int8
 from fogdist.elastic import membership
 from fogdist.elastic.membership import Membership
-from fogdist.elastic.protocol import Action, Decision, Form, Member, Message, Poll, Request, Send, decide
+from fogdist.elastic.protocol import (
+    Action,
+    Decision,
+    Fail,
+    Form,
+    Joiner,
+    Member,
+    Message,
+    Poll,
+    Request,
+    Send,
+    decide,
+)
 from harness import Outcome, World, error_of
 from hosts import run_on_hosts
 from torch import nn
@@ -503,6 +515,35 @@ def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:
     members[3].tick(0.2)
     second = exchange({3, 4}, told(3, members[3].tick(5.0), {3, 4}))
     assert {rank: form.decision.members for rank, form in second.items()} == {3: (2, 3, 4), 4: (2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("knows", "says", "ended", "state", "reason"),
+    [
+        ([1], [], [0], "in", ""),
+        ([0], [], [], "admitted", ""),  # rank 1 may have decided otherwise
+        ([], [], [0, 1], "out", "all ranks that let it in have ended"),
+        ([0], [], [0, 1], "out", "all ranks that let it in have ended"),  # rank 1 may have let in others
+        ([], [1], [0], "out", "the others have gone on without it"),
+    ],
+)
+def test_a_joiner_is_in_with_a_rank_that_knows_its_decision(
+    knows: list[int], says: list[int], ended: list[int], state: str, reason: str
+) -> None:
+    """Whoever has let it in may have ended before the others heard of that: `knows` are told, `says` have decided anew."""
+    joiner, decision = Joiner(2, 30.0, 11.0), Decision({0: {}, 1: {}}, {2: JOIN})
+    joiner.admitted(0.0, 1, decision)
+    actions: list[Action] = []
+    for ranks, decided in ((knows, decision), (says, Decision({1: {}}, {}))):
+        for rank in ranks:
+            message = json.dumps({"epoch": 1, "decided": decided.to_values()})
+            actions += joiner.receive(rank, json.loads(message))
+    joiner.lost(ended)
+    actions += joiner.tick(0.1)
+    assert joiner.state == state
+    assert [each.reason for each in actions if isinstance(each, Fail)] == [
+        f"this process cannot join the job as rank 2: {reason}" for _ in range(bool(reason))
+    ]
 
 
 class FakeBackend:

@@ -76,17 +76,17 @@ def on_a_port(first: int) -> None:
         now = scrape(exporter.port)
         grown = {key: value - begin.get(key, 0) for key, value in now.items()}
         assert grown["fog_steps_total",] == grown["fog_operations_total",] == 5
-        assert now["fog_link_bytes_total", "transmit", after] == 5 * 4000
-        assert now["fog_link_bytes_total", "receive", before] == 5 * 4000
+        assert now["fog_link_io_bytes_total", "transmit", after] == 5 * 4000
+        assert now["fog_link_io_bytes_total", "receive", before] == 5 * 4000
         assert now["fog_operation_failures_total",] == now["fog_membership_epoch",] == 0
-        assert rank != 1 or grown["fog_wait_seconds_total", "0"] > 0.1
+        assert rank != 1 or grown["fog_wait_time_seconds_total", "0"] > 0.1
         assert ("fog_consensus_distance",) not in now
         fogdist.consensus_distance(torch.full((1,), float(rank)))
         assert scrape(exporter.port)["fog_consensus_distance",] == pytest.approx((2 / 3) ** 0.5)
         # The peers of another group have their ranks of the job, and its bytes stay when it has ended.
         group = dist.new_group([1, 2], backend="fog")
         if rank:
-            sent = ("fog_link_bytes_total", "transmit", str(3 - rank))
+            sent = ("fog_link_io_bytes_total", "transmit", str(3 - rank))
             bytes_before = scrape(exporter.port).get(sent, 0)
             fogdist.pair_gossip(torch.ones(250), 2 - rank, group=group)
             assert scrape(exporter.port)[sent] == bytes_before + 1000

@@ -226,7 +226,7 @@ def test_a_package_that_was_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
         ImportError,
         match="the C\\+\\+ extension is not built. To build it for the torch that is installed: pip install",
     ):
-        _extension._choose_build()
+        _extension.folder_for_torch()
 
 
 # --- another user of MPI ------------------------------------------------------------------------------------

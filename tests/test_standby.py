@@ -120,6 +120,7 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     assert moved.acquire(timeout=SOON) and servers[3].store is not None
     standby.store.set("key", "fourth")
     assert servers[3].store.get("fog/job/key") == b"fourth" and not back.store.check(["fog/job/key"])
+    assert _standby.is_of_a_job(back.address)  # hosts that start now join it
     servers[3].end()
     assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
     standby.store.set("list", addresses[3])
@@ -152,10 +153,35 @@ def test_a_process_that_ends_does_not_wait_for_all_silent_hosts(
     assert time.monotonic() - started < 2.0
 
 
+def test_ranks_that_notice_a_loss_at_other_times_move_to_the_same_store(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host of the lost one, and that of the next one after it, have been replaced before the last rank looks."""
+    connected = _standby._connected
+    monkeypatch.setattr(_standby, "_connected", lambda address, *_: connected(address, 30.0))
+    servers = [Server() for _ in range(3)]
+    ranks = [begin(*(server.address for server in servers), rank=rank) for rank in range(3)]
+    ranks[0].begin_use(1, answers=False)
+    servers[0].end()
+    assert ranks[0].move_if_lost()
+    servers[0] = Server(servers[0].port)
+    assert ranks[1].move_if_lost()
+    ranks[0].store.set("key", "second")
+    assert ranks[1].store.get("key") == b"second"
+    servers[1].end()
+    assert ranks[0].move_if_lost()
+    ranks[0].begin_use(2, answers=False)
+    servers[1] = Server(servers[1].port)
+    assert ranks[1].move_if_lost() and ranks[2].move_if_lost()
+    ranks[0].store.set("key", "third")
+    assert ranks[1].store.get("key") == ranks[2].store.get("key") == b"third"
+
+
 def test_a_connection_that_is_lost_is_made_again(begin: Callable[..., _standby.Standby]) -> None:
     first, second = Server(), Server()
     standby = begin(first.address, second.address)
     standby.store.set("key", "value")
+    standby.begin_use(1, answers=False)
     for connection in connections(standby.store):
         if connection.getpeername()[1] == first.port:
             connection.shutdown(socket.SHUT_RDWR)
@@ -179,18 +205,18 @@ def test_all_ranks_go_to_the_store_of_the_rank_that_answers(
     ranks = [begin(*addresses) for _ in range(3)]
     calls = [threading.Semaphore(0) for _ in ranks]
     for at, (rank, called) in enumerate(zip(ranks, calls, strict=True)):
-        rank._take(at, _standby._connected(addresses[at]))
+        rank._move(at, _standby._connected(addresses[at]))
         rank.follow(called.release)
     servers[3].end()
-    ranks[1].begin_use(5)
+    ranks[1].begin_use(5, answers=True)
     for place in (0, 2):
         assert calls[place].acquire(timeout=SOON)
         ranks[place].store.set("key", str(place))
         assert servers[1].store is not None and servers[1].store.get("fog/job/key") == str(place).encode()
     again = Server(servers[3].port)
     until(lambda: again.store is not None and again.store.check(["fog/job/use"]))
-    ranks[2].begin_use(4)  # it answered in an earlier epoch
-    ranks[0].begin_use(6)
+    ranks[2].begin_use(4, answers=True)  # it answered in an earlier epoch
+    ranks[0].begin_use(6, answers=True)
     ranks[0].tell_again()
     assert calls[0].acquire(timeout=SOON)
     until(lambda: again.store is not None and again.store.get("fog/job/use").startswith(b"000000000006"))
@@ -210,25 +236,30 @@ def test_a_process_that_joins_finds_the_store_in_use(
     for server, epoch, at in zip(servers[1:], "132", (2, 1, 0), strict=True):
         assert server.store is not None
         server.store.set("fog/job/use", f"{epoch} {addresses[at]}")
-    found = _standby.find()
-    assert found is not None and found.store.check(["use"]) and found.store.get("use").startswith(b"1")
+    for server, mark in zip(servers, "123", strict=False):  # ranks use, or have used, the first three
+        assert server.store is not None
+        server.store.set("fog/job/mark", mark)
     with monkeypatch.context() as older:
         older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
         found = _standby.find()
-    assert found is not None and servers[0].store is not None
-    found.store.set("key", "value")
-    assert servers[0].store.check(["fog/job/key"])
+    assert found is not None and found.store.get("mark") == b"1"
+    for place, mark in ((1, b"2"), (2, b"3")):  # that of the rank that answers, and the one to which ranks moved last
+        found = _standby.find()
+        assert found is not None and found.store.get("mark") == mark
+        assert _standby.is_of_a_job(servers[0].address)
+        servers[place].end()
+    servers[0].end()
+    servers[0] = Server(servers[0].port)  # its host has been replaced
     monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
     monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", 0.0)
-    servers[1].end()  # that in use
     threading.Timer(
-        1.0, lambda: servers[3].store.set("fog/job/use", f"4 {addresses[3]}")
-    ).start()  # it moves there meanwhile
+        1.0, lambda: servers[3].store.set("fog/job/mark", "4")
+    ).start()  # ranks move there meanwhile
     found = _standby.find()
-    assert found is not None and found.store.get("use").startswith(b"4")
+    assert found is not None and found.store.get("mark") == b"4"
     servers[3].end()
     found = _standby.find()  # nobody says where the job is
-    assert found is not None and not found.store.check(["use"])
+    assert found is not None and not found.store.check(["mark"])
     for server in servers:
         server.end()
     assert _standby.is_of_a_job(addresses[0]) is None

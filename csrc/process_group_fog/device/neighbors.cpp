@@ -24,6 +24,10 @@ namespace {
 // All messages between two ranks have this tag; they are matched by their order.
 constexpr int kTag = 0;
 
+// The most bytes of a vector that a round of an exchange sums. A longer one, such as a whole model in one list, goes in
+// rounds that reuse the memory of what is received; else the allocator would keep as many vectors as there are sources.
+constexpr int64_t kRoundBytes = int64_t{32} << 20;
+
 // Contiguous memory for the tensors of one dtype in a list: their own memory if they are contiguous already.
 class Flat {
  public:
@@ -153,6 +157,22 @@ void Neighbors::exchange(const Messages& sends, const Messages& receives, Works&
 }
 
 void Neighbors::mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
+  bool is_last = false;
+  for (int64_t round = 0; !is_last; ++round) {
+    is_last = true;
+    std::vector<Mix> parts;
+    for (const auto& [own, out] : mixes) {
+      const auto longest = kRoundBytes / static_cast<int64_t>(own.element_size());
+      const auto begin = std::min(round * longest, own.numel());
+      const auto length = std::min(longest, own.numel() - begin);
+      parts.push_back({own.narrow(0, begin, length), out.narrow(0, begin, length)});
+      is_last = is_last && begin + length == own.numel();
+    }
+    mix_round(parts, plan, rank_of, works);
+  }
+}
+
+void Neighbors::mix_round(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works) {
   // A weight of 0 means no edge, so not even a NaN may have an effect: the tensors with weight 0 get the last rows, and
   // only the rows before them are summed.
   auto sources = plan.sources();

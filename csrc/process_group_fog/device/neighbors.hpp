@@ -89,6 +89,7 @@ class Neighbors {
   // Exchanges and sums; `rank_of` maps a number in the plan to a rank.
   using RankOf = std::function<int(int)>;
   void mix(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
+  void mix_round(const std::vector<Mix>& mixes, const NeighborPlan& plan, const RankOf& rank_of, Works& works);
 
   const BackendPtr delegate_;
   const std::shared_ptr<DelegateGate> gate_;

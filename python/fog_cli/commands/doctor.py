@@ -19,10 +19,6 @@ Each line is ok, note (one host works, something else may not) or bad. The exit 
 host works, else 1.
 """
 
-_REBUILD = (
-    "install a fog for this torch, or build it in the folder of fog's sources: pip install --no-build-isolation "
-    "--force-reinstall --no-deps ."
-)
 _MPI_ADVICE = (
     "pip install 'mpich>=5', or name your site's MPI with the standard ABI in FOG_MPI_LIBRARY. "
     "Only RMA between hosts needs MPI, and mpiexec without a Store's address"
@@ -34,8 +30,8 @@ _RMA_ADVICE = (
 )
 _ADVICE = {
     "torch": "install torch 2.11 or later: https://pytorch.org/get-started/locally/",
-    "fog": _REBUILD,
-    "extension": f"unset FOG_MPI_LIBRARY if it is set, else {_REBUILD}",
+    "fog": "build it in the folder of fog's sources: pip install --no-build-isolation --force-reinstall --no-deps .",
+    "extension": "unset FOG_MPI_LIBRARY if it is set; else the error says what to install",
     "unknown variables": "fog knows no such variables; a typing error? docs/environment.md lists them",
     "MPI library": _MPI_ADVICE,
     "MPI": _MPI_ADVICE,

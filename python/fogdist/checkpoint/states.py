@@ -32,8 +32,8 @@ def check_arguments(model: Module, optimizer: Optimizer | None) -> None:
     for name, parameter in model.named_parameters():
         if is_sharded(parameter):
             raise TypeError(
-                f"model must have ordinary parameters, got the DTensor {name!r}; torch.distributed.checkpoint saves "
-                "shards itself"
+                f"model must have ordinary parameters, got the DTensor {name!r}; save shards by "
+                "torch.distributed.checkpoint, each replica under a name of its own: docs/howto/sharded_models.md"
             )
 
 

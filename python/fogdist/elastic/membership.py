@@ -403,26 +403,33 @@ class Members:
 
     def _enter_store(self) -> None:
         """Tells the job's Store, which may be a new one, what this rank has to tell."""
-        store = self._joining_store()
-        if self._admission is None or self._admission.store is not store:
-            if self._admission is not None:
-                self._admission.leave_to_another(self.epoch)  # the tickets are lost with the old one
+        store, before = self._joining_store(), self._admission
+        has_moved = before is not None and before.store is not store
+        if before is not None and has_moved:
+            before.leave_to_another(self.epoch)  # the tickets are lost with the old one
+        if before is None or has_moved:
             self._admission = Admission(store, self._whole().backend.id)
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
             self._tell_joiners(self._admission)
+        elif has_moved:  # at its own pace, the rank that answers need not know yet that it does
+            self._tell_job(answers=False)
 
     def _tell_joiners(self, admission: Admission) -> None:
         """Tells the Store what the rank that answers joiners has to tell, unless that has been done."""
         if admission.answers():
             return
-        store = self._joining_store()
         admission.publish_nonce()
+        self._tell_job(answers=True)
+
+    def _tell_job(self, answers: bool) -> None:
+        """Tells the Store what processes that join need to know of the job, and whether this rank answers them."""
+        store = self._joining_store()
         if not environment.JOB_SECRET.is_set():
             _joining.publish_secret(store, _extension.load().job_secret())
         for name, items in self._told.items():
             publish_object(store, name, items)
-        _joining.publish_hosts(store, self._whole().backend.hosts, self.epoch)
+        _joining.publish_hosts(store, self._whole().backend.hosts, self.epoch, answers)
 
     def _publish(self, rank: int, entry: str, epoch: int) -> None:
         first = self._whole()

@@ -33,7 +33,8 @@ _NO_BALLOT = (0, -1)
 # Messages are repeated after this time, in seconds. A rank proposes when nothing was decided for a multiple of the second.
 _REPEAT = 0.25
 _TURN = 0.5
-# Where messages go in one direction only, ranks notice it one by one: the first proposal waits so long for the last of them.
+# Where messages go in one direction only, ranks notice it one by one: while they tell different things, the first proposal
+# waits so long for the last of them.
 _SETTLE = 2.0
 # A round to let a process in that has to be postponed is repeated after 2, 4, 8 ... exchanges, and at most so many.
 _MOST_PAUSES = 64
@@ -295,7 +296,7 @@ class Member:
         # When this rank looked at the time last, repeats its messages, and proposes: None before all have come.
         self._looked = self._repeat = 0.0
         self._turn: float | None = None
-        self._left_out: set[int] = set()  # as of the turn
+        self._left_out: tuple[set[int], bool] = set(), False  # as of the turn, and whether all tell the same
         self._stood_still = False
         # Joiners that are ready, of several for one rank the first, and when those that may be too early were first seen.
         self._ready: dict[int, Request] = {}
@@ -414,9 +415,9 @@ class Member:
             )
         if missing:
             self._turn = None
-        elif self._turn is None or silent != self._left_out:
-            self._left_out = silent
-            self._turn = now + _TURN * self._place() + (_SETTLE if silent & self._views.keys() else 0.0)
+        elif self._turn is None or (silent, self._is_disputed(silent)) != self._left_out:
+            self._left_out = silent, self._is_disputed(silent)
+            self._turn = now + _TURN * self._place() + (_SETTLE if self._left_out[1] else 0.0)
         actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
         if self._turn is not None and now >= self._turn:
             number = max(view.promised[0] for view in self._views.values()) + 1
@@ -454,6 +455,15 @@ class Member:
             if not counts:
                 return silent
             silent.add(max(counts, key=lambda rank: (counts[rank], rank)))
+
+    def _is_disputed(self, silent: set[int]) -> bool:
+        """Returns whether ranks have come that are to be left out, or ranks that stay do not hear others than these."""
+        views = self._came()
+        return not silent.isdisjoint(views) or any(
+            (view.silent | view.ended) - self._own.ended != silent
+            for rank, view in views.items()
+            if rank not in silent
+        )
 
     def _reach(self) -> set[int]:
         """Returns the ranks that can agree with this one: it hears them, or one does that it hears."""
@@ -499,13 +509,13 @@ class Member:
         views = self._came()
         if ballot[1] == self.rank and own.accepted != ballot:
             promised = {rank: view for rank, view in views.items() if view.promised == ballot}
-            if self._is_quorum(promised.keys()):
-                last = max(promised.values(), key=lambda view: view.accepted)
-                # If others are silent than when the ballot began, those that were left out may only be late.
-                if last.accepted > _NO_BALLOT or self._silent() == self._left_out:
-                    own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
-                    own.accepted = ballot
-                    actions += self._tell(self.living)
+            last = max(promised.values(), key=lambda view: view.accepted, default=own)
+            # Ranks may have come, or have told more, since this one began to propose; then it waits for its turn anew.
+            may_propose = last.accepted > _NO_BALLOT or self._silent() == self._left_out[0]
+            if may_propose and self._is_quorum(promised.keys()):
+                own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
+                own.accepted = ballot
+                actions += self._tell(self.living)
         accepted = {rank for rank, view in views.items() if view.accepted == own.accepted > _NO_BALLOT}
         if self._is_quorum(accepted):
             actions += self._decided(own.value)
@@ -667,8 +677,9 @@ class Joiner:
         self.state = "asking"
         self._rank, self._timeout, self._reach = rank, timeout, reach
         self._begin = self._asked = self._repeat = 0.0
-        # The epoch with which it joins, and the ranks that may not know that yet.
-        self._epoch, self._unsure = 0, set[int]()
+        # The decision by which it joins, the ranks that may not know it yet, and those that have said that they do.
+        self._epoch, self._decision = 0, Decision({}, {})
+        self._unsure, self._sure = set[int](), set[int]()
 
     def start(self, now: float) -> list[Action]:
         """The program comes to its first exchange."""
@@ -725,24 +736,31 @@ class Joiner:
         return [TakeTicket(), Ask()]
 
     def admitted(self, now: float, epoch: int, decision: Decision) -> list[Action]:
-        """A rank has told it the decision with which it joins. If ranks did not know that, they might decide otherwise."""
-        self.state, self._epoch, self._unsure = "admitted", epoch, set(decision.living)
+        """A rank has told it the decision with which it joins.
+
+        A majority of the ranks has made that, and may have ended since. If it was not known to the others, these have decided
+        anew. So each rank that is left must say that it knows this decision, and there must be one.
+        """
+        self.state, self._epoch, self._decision = "admitted", epoch, decision
+        self._unsure = set(decision.living)
         self._asked = self._repeat = now
         return self.tick(now)
 
     def receive(self, sender: int, message: Message) -> list[Action]:
         """A message has come."""
-        if self.state != "admitted" or "decided" not in message:
+        if self.state != "admitted" or "decided" not in message or message["epoch"] < self._epoch:
             return []
-        if message["epoch"] > self._epoch:
+        if message["epoch"] > self._epoch or Decision.from_values(message["decided"]) != self._decision:
             return self._fail("the others have gone on without it")
-        if message["epoch"] == self._epoch:
+        if sender in self._unsure:
             self._unsure.discard(sender)
+            self._sure.add(sender)
         return []
 
     def lost(self, ended: Collection[int]) -> list[Action]:
         """The system has reported that ranks have ended."""
         self._unsure -= set(ended)
+        self._sure -= set(ended)
         return []
 
     def tick(self, now: float) -> list[Action]:
@@ -750,6 +768,8 @@ class Joiner:
         if self.state != "admitted":
             return []
         if not self._unsure:
+            if not self._sure:
+                return self._fail("all ranks that let it in have ended")
             self.state = "in"
             return []
         if now >= self._asked + self._reach:
