@@ -143,7 +143,9 @@ class Standby:
         if (store := _connected(address)) is None or not _text(store, _MARK):
             return False
         self._move(self._addresses.index(address), store)
-        _log.warning("the job's Store is now that of %s, as on the rank that answers processes that join", address)
+        _log.warning(
+            "the job's Store is now that of %s, as on the rank that answers processes that join", address
+        )
         return True
 
     def begin_use(self, epoch: int, answers: bool) -> None:

@@ -116,7 +116,18 @@ class History:
             random.random() < 0.5,
         )
         kinds = random.choices(
-            ("kill", "fall", "join", "join-badly", "join-cut-off", "break", "pause", "cut", "cut-here", "hang"),
+            (
+                "kill",
+                "fall",
+                "join",
+                "join-badly",
+                "join-cut-off",
+                "break",
+                "pause",
+                "cut",
+                "cut-here",
+                "hang",
+            ),
             (30, 15, 45, 3, 3, 3, 10, 4, 3, 1),
             k=random.choice((1, 2, 2, 3, 3, 4, 5, 6)),
         )

@@ -209,7 +209,9 @@ def test_mutants_are_found(old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "history"), [mutant[1:] for mutant in RARE_MUTANTS], ids=[mutant[0] for mutant in RARE_MUTANTS]
+    ("old", "new", "history"),
+    [mutant[1:] for mutant in RARE_MUTANTS],
+    ids=[mutant[0] for mutant in RARE_MUTANTS],
 )
 def test_rare_mutants_are_found(old: str, new: str, history: str) -> None:
     assert violation_of(History.of_text(history), mutant_of(old, new))

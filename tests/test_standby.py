@@ -243,7 +243,10 @@ def test_a_process_that_joins_finds_the_store_in_use(
         older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
         found = _standby.find()
     assert found is not None and found.store.get("mark") == b"1"
-    for place, mark in ((1, b"2"), (2, b"3")):  # that of the rank that answers, and the one to which ranks moved last
+    for place, mark in (
+        (1, b"2"),
+        (2, b"3"),
+    ):  # that of the rank that answers, and the one to which ranks moved last
         found = _standby.find()
         assert found is not None and found.store.get("mark") == mark
         assert _standby.is_of_a_job(servers[0].address)
