@@ -71,13 +71,13 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "a proposer takes what was accepted first",
-        "last = max(promised.values(), key=lambda view: view.accepted)",
-        "last = next(iter(promised.values()))",
+        "last = max(promised.values(), key=lambda view: view.accepted, default=own)",
+        "last = next(iter(promised.values()), own)",
     ),
     (
         "a proposer needs no promise",
-        "if self._is_quorum(promised.keys()):\n                last",
-        "if promised:\n                last",
+        "if may_propose and self._is_quorum(promised.keys()):",
+        "if may_propose and promised:",
     ),
     ("a proposal is a decision", "if self._is_quorum(accepted):", "if accepted:"),
     (

@@ -607,11 +607,11 @@ class Member:
         )
         if obstacle:
             return [Refuse(ticket, obstacle)]
-        if runs or rank == self.rank:
+        if runs:
             return [still_runs]
         if rank in self.living:
             # It may have ended just now. Of a rank of another host, this shows when nothing comes from there.
-            if now > self._early.setdefault(ticket, now) + self._doubt:
+            if rank == self.rank or now > self._early.setdefault(ticket, now) + self._doubt:
                 return [still_runs]
             self.waits = True
             return [Watch((rank,))]
