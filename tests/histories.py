@@ -327,6 +327,10 @@ class World:
                 return True
         return False
 
+    def _hears(self, one: Process, other: Process) -> bool:
+        """Returns whether a process has an answer from another one."""
+        return other.is_alive and not self._is_blocked(one, other) and not self._is_blocked(other, one)
+
     def _send(self, source: Process, target: Process, message: Any, is_answer: bool = False) -> None:
         if not self._is_blocked(source, target) and self.random.random() >= self.loss:
             for _ in range(1 + (self.random.random() < 0.1)):
@@ -991,10 +995,10 @@ class World:
             and self.processes[giver].is_alive
             and process.ticket in self.processes[giver].copies
         )
-        dead = [pid for pid in living if not self.processes[pid].is_alive]
+        left = [pid for pid in living if not self._hears(process, self.processes[pid])]
         if process.is_cut_off:
-            dead += living[:1]
-        unreached = "" if self.history.one_host else ", ".join(f"process {pid}" for pid in dead)
+            left += living[:1]
+        unreached = "" if self.history.one_host else ", ".join(f"process {pid}" for pid in left)
         actions = self._call(
             process,
             process.joiner,
