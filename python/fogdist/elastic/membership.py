@@ -408,10 +408,10 @@ class Members:
         if before is not None and has_moved:
             before.leave_to_another(self.epoch)  # the tickets are lost with the old one
         if before is None or has_moved:
-            self._admission = Admission(store, self._whole().backend.id)
+            before = self._admission = Admission(store, self._whole().backend.id)
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
-            self._tell_joiners(self._admission)
+            self._tell_joiners(before)
         elif has_moved:  # at its own pace, the rank that answers need not know yet that it does
             self._tell_job(answers=False)
 
