@@ -728,7 +728,7 @@ def test_who_is_refused(new_job: Callable[..., Job]) -> None:
     job.lose(2)
     job.refused(2, status=3, writes=GARBAGE[0])
     job.refused(2, "it does not know the job's secret (FOG_JOB_SECRET)", environment=ANOTHER_SECRET)
-    assert job.log(0).count("ticket 2) is refused: its request is not complete") == 1, job.report()
+    assert job.log(0).count("ticket 3) is refused: its request is not complete") == 1, job.report()
     unknown = "does not know the job's secret: set FOG_JOB_SECRET as for the other ranks"
     job.refused(2, unknown, environment={"FOG_JOB_SECRET": ""})  # the Store does not have it
     size = f"WORLD_SIZE: got 5; allowed for a process that joins this job is {RANKS}, as at its start"
