@@ -407,10 +407,7 @@ class Members:
         has_moved = before is not None and before.store is not store
         if before is not None and has_moved:
             before.leave_to_another(self.epoch)  # the tickets are lost with the old one
-        if before is None or has_moved:
-            admission = Admission(store, self._whole().backend.id)
-        else:
-            admission = before
+        admission = Admission(store, self._whole().backend.id) if before is None or has_moved else before
         self._admission = admission
         self._publish(self._whole().rank, _extension.load().own_entry(), self.epoch)
         if self.context.rank == 0:
