@@ -532,8 +532,9 @@ class World:
                 raise Violation(f"rank {process.rank} stops, although nobody is silent: {reason}")
         elif "do not hear" in reason or "does not hear" in reason or "gone on without it" in reason:
             # If ranks that have let it in have ended, the others may have decided anew.
-            has_lost = any(not self.processes[pid].is_alive for pid in process.pids.values())
-            if not has_lost and not any(
+            has_ended = any(not self.processes[pid].is_alive for pid in process.pids.values())
+            is_late = has_ended and "gone on without it" in reason
+            if not is_late and not any(
                 each.is_suspected or each.hangs or each.paused for each in self.processes
             ):
                 raise Violation(f"a joiner is left alone after its admission: {reason}")
