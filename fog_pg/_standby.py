@@ -47,7 +47,7 @@ class Standby:
 
     Args:
         addresses: Of all servers, in the order of their use.
-        at: The place of the one in use.
+        address: That of the one in use.
         store: Its Store.
         owner: The name of the job, as in each of them.
 
@@ -56,8 +56,8 @@ class Standby:
         moves: How often it has become another one.
     """
 
-    def __init__(self, addresses: Sequence[str], at: int, store: dist.Store, owner: str) -> None:
-        self._addresses, self._at, self.store, self._owner = addresses, at, store, owner
+    def __init__(self, addresses: Sequence[str], address: str, store: dist.Store, owner: str) -> None:
+        self._addresses, self._address, self.store, self._owner = addresses, address, store, owner
         self.moves = 0
         # What this process tells all servers if it answers joiners, those that know it, and when it tells others again.
         self._use, self._told, self._tell_at = "", set[str](), 0.0
@@ -94,11 +94,14 @@ class Standby:
                     return
                 _log.warning("processes cannot join any more: %s", error)
                 return
-            with contextlib.suppress(RuntimeError):  # it has just been lost
-                if has_moved or self._go_along() or self._must_tell:
-                    self._must_tell = False
+            must_tell, self._must_tell = has_moved or self._must_tell, False
+            try:
+                must_tell = must_tell or self._go_along()
+                if must_tell:
                     moved()
                 self._tell_use()
+            except RuntimeError:  # it has just been lost, or its connection
+                self._must_tell |= must_tell
 
     def move_if_lost(self) -> bool:
         """Returns whether another Store is in use from now on, because the one in use does not answer.
@@ -110,10 +113,11 @@ class Standby:
             self.store.check([_OWNER])
             return False
         except RuntimeError as error:
-            listed, before = self._addresses, self._addresses[self._at]
+            listed, before = self._addresses, self._address
             # The next one in order comes first, and the one in use last: there it may be that of a host that was replaced.
-            found = [(at, store) for at, store in _answering(listed) if _take(store, self._owner)]
-            found.sort(key=lambda each: (each[0] - self._at - 1) % len(listed))
+            place = listed.index(before) + 1
+            found = _answering([*listed[place:], *listed[:place]])
+            found = [(address, store) for address, store in found if _take(store, self._owner)]
             if self._end.is_set():
                 return False
             if not found:
@@ -121,28 +125,28 @@ class Standby:
                     f"none of the job's Stores answers ({environment.STORES.name}): {', '.join(listed)}: {error}"
                 ) from None
             # One that ranks use already, or still, as only the connection of this one was lost.
-            at, store = _last_used(listed, found) or found[0]
-            self._move(at, store)
+            address, store = _last_used(found) or found[0]
+            self._move(address, store)
             _log.warning(
                 "the job's Store is now that of %s: that of %s does not answer: %s",
-                listed[at],
+                address,
                 before,
                 str(error).partition("\n")[0],
             )
             return True
 
-    def _move(self, at: int, store: dist.Store) -> None:
-        self._at, self.store, self.moves = at, store, self.moves + 1
+    def _move(self, address: str, store: dist.Store) -> None:
+        self._address, self.store, self.moves = address, store, self.moves + 1
 
     def _go_along(self) -> bool:
         """Returns whether another Store is in use from now on: that of the rank that answers joiners."""
         address = _address_in(_text(self.store, _USE))
-        if address == self._addresses[self._at] or address not in self._addresses:
+        if address == self._address or address not in self._addresses:
             return False
         # That rank may not know yet that it is lost; and after that, there may be another one.
         if (store := _connected(address)) is None or not _text(store, _MARK):
             return False
-        self._move(self._addresses.index(address), store)
+        self._move(address, store)
         _log.warning(
             "the job's Store is now that of %s, as on the rank that answers processes that join", address
         )
@@ -155,11 +159,11 @@ class Standby:
             epoch: The epoch.
             answers: Whether this rank answers joiners: then a thread tells all servers which one that is.
         """
-        use = f"{epoch:012d} {self.moves:012d} {self._addresses[self._at]}"
+        use = f"{epoch:012d} {self.moves:012d} {self._address}"
         self.store.set(_MARK, use)
         if answers:
             self.store.set(_USE, use)
-            self._use, self._told, self._tell_at = use, {self._addresses[self._at]}, 0.0
+            self._use, self._told, self._tell_at = use, {self._address}, 0.0
 
     def _tell_use(self) -> None:
         untold = [address for address in self._addresses if address not in self._told]
@@ -170,7 +174,7 @@ class Standby:
         with concurrent.futures.ThreadPoolExecutor(len(untold)) as pool:
             for address, store in zip(untold, pool.map(_connected, untold), strict=True):
                 if store is not None:
-                    store.set(_USE, max(use, _text(store, _USE)))  # another rank may answer by now
+                    _tell(store, use)
                     told.add(address)
 
     def tell_list(self) -> None:
@@ -178,9 +182,10 @@ class Standby:
         self.store.set(_LIST, ",".join(self._addresses))
 
     def renew_list(self) -> None:
-        """Takes the list of a process that joins."""
+        """Takes the list of a process that joins, which may know new hosts, and may not know all others."""
         if self.store.check([_LIST]):
-            self._addresses = self.store.get(_LIST).decode().split(",")
+            told = self.store.get(_LIST).decode().split(",")
+            self._addresses = list(dict.fromkeys((*told, *self._addresses)))
 
 
 def addresses() -> list[str]:
@@ -213,7 +218,7 @@ def begin(store: dist.Store, rank: int) -> Standby | None:
             own.set(key, "; ".join(filter(None, found)))
     if problem := own.get(key).decode():
         raise RuntimeError(f"{environment.STORES.name}: {problem}")
-    return Standby(listed, 0, own, owner)
+    return Standby(listed, listed[0], own, owner)
 
 
 def find() -> Standby | None:
@@ -235,14 +240,15 @@ def find() -> Standby | None:
         if named and named not in listed:  # this process's list may be an older one
             listed.append(named)
             continue
-        used = _last_used(listed, found)
+        used = _last_used(found)
         if used is not None or time.monotonic() >= deadline:
-            at, store = used or found[0]
-            owner = _text(store, _OWNER)
+            address, store = used or found[0]
+            owner, use = _text(store, _OWNER), max(_text(each, _USE) for _, each in found)
             # A host that was replaced has a new one. Until it is taken, hosts that start take it for that of a new job.
-            for _, other in found:
-                _take(other, owner)
-            return Standby(listed, at, store, owner)
+            for _, other in found if owner else []:
+                if _take(other, owner) and use:
+                    _tell(other, use)
+            return Standby(listed, address, store, owner)
         time.sleep(_PERIOD)
 
 
@@ -264,30 +270,38 @@ def _claimed(address: str, owner: str) -> str:
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
 
 
-def _answering(addresses: Sequence[str]) -> list[tuple[int, dist.Store]]:
-    """Returns the Stores at these addresses that answer, with their places."""
+def _answering(addresses: Sequence[str]) -> list[tuple[str, dist.Store]]:
+    """Returns the Stores at these addresses that answer, with their addresses, in this order."""
     with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
         stores = list(pool.map(_connected, addresses))
-    return [(at, store) for at, store in enumerate(stores) if store is not None]
+    return [
+        (address, store) for address, store in zip(addresses, stores, strict=True) if store is not None
+    ]
 
 
-def _last_used(
-    addresses: Sequence[str], stores: Sequence[tuple[int, dist.Store]]
-) -> tuple[int, dist.Store] | None:
-    """Returns the one of some Stores, with their places, that the rank that answers joiners uses, or other ranks used last.
+def _last_used(stores: Sequence[tuple[str, dist.Store]]) -> tuple[str, dist.Store] | None:
+    """Returns which of some Stores, with their addresses, the rank that answers joiners uses, or other ranks used last.
 
     None if no rank uses any of them.
     """
-    used = [(at, store) for at, store in stores if _text(store, _MARK)]
-    if not used:
-        return None
-    of_answerer = (each for each in used if addresses[each[0]] == _named(stores))
-    return next(of_answerer, None) or max(used, key=lambda each: _text(each[1], _MARK))
+    used = {address: (address, store) for address, store in stores if _text(store, _MARK)}
+    last = max(used.values(), key=lambda each: _text(each[1], _MARK), default=None)
+    return used.get(_named(stores), last)
 
 
-def _named(stores: Sequence[tuple[int, dist.Store]]) -> str:
+def _named(stores: Sequence[tuple[str, dist.Store]]) -> str:
     """Returns the address that the rank that answers joiners told some Stores last, "" if none."""
     return _address_in(max(_text(store, _USE) for _, store in stores))
+
+
+def _tell(store: dist.Store, use: str) -> None:
+    """Tells a server which one is in use, unless it knows that of a later rank that answers joiners."""
+    before = _text(store, _USE)
+    while before < use:
+        after = store.compare_set(_USE, before, use).decode()
+        if after == before:  # it has been lost
+            return
+        before = after
 
 
 def _take(store: dist.Store, owner: str) -> bool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 # Of <netinet/tcp.h>, for Python 3.10.
 _TCP_USER_TIMEOUT = 18
 # Probes of an idle connection before it counts as broken.
-_PROBES = 3
+_PROBES = 9
 
 
 def connections(store: dist.Store) -> Iterator[socket.socket]:
@@ -58,11 +58,11 @@ def watch_silence(connection: socket.socket, seconds: int) -> None:
         connection: Over TCP.
         seconds: At least 4.
     """
-    interval = max(1, seconds * 2 // 11)
+    interval, probes = max(1, seconds // 11), min(_PROBES, seconds - 1)
     options = {
-        socket.TCP_KEEPIDLE: seconds - _PROBES * interval,
+        socket.TCP_KEEPIDLE: seconds - probes * interval,
         socket.TCP_KEEPINTVL: interval,
-        socket.TCP_KEEPCNT: _PROBES,
+        socket.TCP_KEEPCNT: probes,
         _TCP_USER_TIMEOUT: 1000 * seconds,
     }
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -176,6 +176,7 @@ class Process:
         self.ended: set[int] = set()
         self.silent: set[int] = set()
         self.expelled_by: set[int] = set()
+        self.declared: set[int] = set()
         self.watched: set[int] = set()
         self.name, self.has_failed, self.is_new = "", False, False
         self.completed = {"a": 0, "b": 0}
@@ -396,7 +397,7 @@ class World:
         elif fault.kind == "break":
             target.is_broken = target.member is None and not self.history.one_host
         elif fault.kind == "pause":
-            target.paused = self.now + fault.value
+            target.paused = max(target.paused, self.now + fault.value)
             if fault.value > SILENCE:
                 self._at(self.now + SILENCE, self._suspect, (target, False))
         else:
@@ -433,6 +434,7 @@ class World:
             self.history.one_host
         ):  # that one learns of it before it does anything else: it is as good as ended
             lost.expelled_by.add(one.pid)
+            one.declared.add(lost.pid)
         else:
             one.silent.add(lost.pid)
             self._at(self.now + 0.5 * self.random.random(), self._declare_lost, (lost, one))
@@ -748,7 +750,8 @@ class World:
         self._wake(process, 0.1 + 0.2 * self.random.random())
         process.actions.extend(self._tell_losses(process))
         for by in process.ranks_of(process.expelled_by):
-            process.actions.extend(self._call(process, member, "expelled", by))
+            is_mutual = process.pids[by] in process.declared
+            process.actions.extend(self._call(process, member, "expelled", by, is_mutual))
         mailbox, process.mailbox = process.mailbox, []
         for sender, message in mailbox:
             process.actions.extend(self._call(process, member, "receive", sender, message))

@@ -71,8 +71,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "a proposer takes what was accepted first",
-        "last = max(promised.values(), key=lambda view: view.accepted, default=own)",
-        "last = next(iter(promised.values()), own)",
+        "last = max(promised.values(), key=lambda view: view.accepted)",
+        "last = next(iter(promised.values()))",
     ),
     (
         "a proposer needs no promise",
@@ -82,8 +82,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ("a proposal is a decision", "if self._is_quorum(accepted):", "if accepted:"),
     (
         "a ballot has two values",
-        "number, self.rank\n            self._wait",
-        "number, 0\n            self._wait",
+        "(number, self.rank), silent",
+        "(number, 0), silent",
     ),
     (
         "an acceptor forgets what it has promised",

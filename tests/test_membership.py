@@ -483,6 +483,25 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
     )
 
 
+def test_a_ballot_that_began_before_ranks_told_of_silence_decides_nothing() -> None:
+    """It left nobody out. What is told since then may be half of it, so the next ballot waits for its turn."""
+    proposer, others = Member(0, 4, 30.0, 6.0), [Member(rank, 4, 30.0, 6.0) for rank in range(1, 4)]
+    proposer.agree(0.0, {}, "", [JOIN])
+    for other in others:
+        for message in told(other.agree(0.0, {}, ""), 0):
+            proposer.receive(other.rank, message)
+    ballot = told(proposer.tick(0.01), 1)[-1]
+    assert ballot["promised"] == (1, 0)
+    promises = [(other.rank, told(other.receive(0, ballot), 0)[-1]) for other in others]
+    others[1].lost([], [3])
+    half = {**promises[1][1], "silent": [3]}
+    assert not any(isinstance(each, Form) for each in proposer.receive(2, half))
+    proposer.tick(0.02)
+    actions = proposer.receive(*promises[0])
+    assert told(actions, 1) == [] or told(actions, 1)[-1]["value"] is None
+    assert told(proposer.tick(2.5), 1)[-1]["promised"][0] > 1
+
+
 def test_what_ranks_have_said_that_have_ended_does_not_count() -> None:
     """A majority decides and ends before the others hear of that. These decide anew, and then the first decision comes."""
     members = {rank: Member(rank, 5, 30.0, 13.0) for rank in range(5)}

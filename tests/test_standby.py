@@ -9,9 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch.distributed as dist
+from fogdist.elastic.tickets import _objects, publish_object
 
 from fog_pg import _standby, environment
 from fog_pg._store import connections
@@ -127,7 +129,7 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     standby.renew_list()
     assert standby.moves == 3
     back.end()
-    with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}: "):
+    with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}, {addresses[0]}, "):
         standby.move_if_lost()
     standby.end()
     assert not moved.acquire(blocking=False)
@@ -205,7 +207,7 @@ def test_all_ranks_go_to_the_store_of_the_rank_that_answers(
     ranks = [begin(*addresses) for _ in range(3)]
     calls = [threading.Semaphore(0) for _ in ranks]
     for at, (rank, called) in enumerate(zip(ranks, calls, strict=True)):
-        rank._move(at, _standby._connected(addresses[at]))
+        rank._move(addresses[at], _standby._connected(addresses[at]))
         rank.follow(called.release)
     servers[3].end()
     ranks[1].begin_use(5, answers=True)
@@ -223,6 +225,53 @@ def test_all_ranks_go_to_the_store_of_the_rank_that_answers(
     for rank in ranks:
         rank.end()
     assert not calls[1].acquire(blocking=False)
+
+
+def test_a_list_that_lacks_hosts_or_has_another_order_moves_nobody(
+    begin: Callable[..., _standby.Standby],
+) -> None:
+    servers = [Server() for _ in range(3)]
+    addresses = [server.address for server in servers]
+    standby = begin(*addresses)
+    standby._move(addresses[2], _standby._connected(addresses[2]))
+    standby.begin_use(1, answers=True)
+    for told in (addresses[0], ",".join(reversed(addresses))):
+        standby.store.set("list", told)
+        standby.renew_list()
+        assert not standby._go_along() and standby.moves == 1
+        assert {*standby._addresses} == {*addresses}
+    servers[2].end()
+    assert standby.move_if_lost()
+
+
+class SlowStore(dist.HashStore):
+    """After its first read of a key, another rank is faster."""
+
+    is_first = True
+
+    def get(self, key: str) -> bytes:
+        value = super().get(key)
+        if self.is_first:
+            self.is_first = False
+            publish_object(self, "another", ["b"])
+        return value
+
+
+def test_ranks_that_tell_objects_at_the_same_time_lose_none() -> None:
+    store = SlowStore()
+    for name in ("first", "second"):
+        publish_object(store, name, ["a"])
+    assert _objects(store) == {"first": ["a"], "second": ["a"], "another": ["b"]}
+
+
+def test_a_server_that_belongs_to_no_job_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.setenv("FOG_STORES", server.address)
+    monkeypatch.setenv("FOG_HOST_TIMEOUT", "4")
+    monkeypatch.setattr(_standby, "_ANSWER_TIMEOUT", -4.0)
+    monkeypatch.setattr(_standby, "_connected", partial(_standby._connected, timeout=SOON))
+    assert _standby.find() is not None
+    assert _standby.is_of_a_job(server.address) is False
 
 
 def test_a_process_that_joins_finds_the_store_in_use(

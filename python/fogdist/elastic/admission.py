@@ -33,10 +33,12 @@ class Admission:
 
     Attributes:
         store: The same.
+        told_epoch: The epoch of which this rank has told the Store that it answers joiners; -1 for none.
     """
 
     def __init__(self, store: dist.Store, group: int) -> None:
         self.store, self._group = store, group
+        self.told_epoch = -1
         extension = _extension.load()
         self._announced, self._is_there = extension.announced, extension.announce
         self._seen = self._epoch = 0

@@ -293,8 +293,9 @@ class Members:
             actions = protocol.lost(*self._lost())
             messages = carrier.receive(pause)
             actions += [action for message in messages for action in protocol.receive(*message)]
+            counted = self._on_this_host(self.context.backend.silent_ranks())
             for rank in self._on_this_host(self.context.backend.expelling_ranks()):
-                actions += protocol.expelled(rank)
+                actions += protocol.expelled(rank, rank in counted)
             actions += protocol.tick(time.monotonic())
             pause = _FIRST_PAUSE if messages else min(2 * pause, _LAST_PAUSE)
 
@@ -417,10 +418,12 @@ class Members:
 
     def _tell_joiners(self, admission: Admission) -> None:
         """Tells the Store what the rank that answers joiners has to tell, unless that has been done."""
-        if admission.answers():
+        if admission.answers() and admission.told_epoch == self.epoch:
             return
+        epoch = self.epoch
         admission.publish_nonce()
         self._tell_job(answers=True)
+        admission.told_epoch = epoch
 
     def _tell_job(self, answers: bool) -> None:
         """Tells the Store what processes that join need to know of the job, and whether this rank answers them."""

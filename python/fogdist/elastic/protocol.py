@@ -290,13 +290,16 @@ class Member:
         # What each rank has told for the next epoch; an acceptor must not forget it within the epoch.
         self._own = _View()
         self._views = {rank: self._own}
+        self._mutual = set[int]()  # ranks of this host that take this one for lost, as it does them
         self._later: dict[int, Message] = {}  # of the ranks that are in a later round already
         self._has_no_change = False  # that is the decision of this epoch
         self._failure, self._deadline, self._has_called = "", 0.0, False
         # When this rank looked at the time last, repeats its messages, and proposes: None before all have come.
         self._looked = self._repeat = 0.0
         self._turn: float | None = None
-        self._left_out: tuple[set[int], bool] = set(), False  # as of the turn, and whether all tell the same
+        # Who is silent, and whether ranks tell different things, as of the turn; and who was when the ballot began.
+        self._left_out: tuple[set[int], bool] = set(), False
+        self._without = set[int]()
         self._stood_still = False
         # Joiners that are ready, of several for one rank the first, and when those that may be too early were first seen.
         self._ready: dict[int, Request] = {}
@@ -325,11 +328,17 @@ class Member:
             return []
         return self._tell(self.living) + self._advance()
 
-    def expelled(self, by: int) -> list[Action]:
-        """Another rank of this host counts this one as lost, which is as good as its end: it relies on that."""
-        own = self._own
-        # Of two that take each other for lost, the lower one goes on.
-        if self.state != "in a round" or (by in own.ended and self.rank < by):
+    def expelled(self, by: int, is_mutual: bool) -> list[Action]:
+        """Another rank of this host counts this one as lost, which is as good as its end: it relies on that.
+
+        Args:
+            by: That rank.
+            is_mutual: Whether this rank itself counts that one as lost, whose process may go on. Of the two, the lower one
+                does. That others have told it is not enough: the other rank does not know that.
+        """
+        if is_mutual:
+            self._mutual.add(by)
+        if self.state != "in a round" or (by in self._mutual and self.rank < by):
             return []
         self.state = "out"
         return [Fail(f"this rank {self.rank} was declared lost by rank {by}, and takes no part any more")]
@@ -421,7 +430,7 @@ class Member:
         actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
         if self._turn is not None and now >= self._turn:
             number = max(view.promised[0] for view in self._views.values()) + 1
-            own.promised = number, self.rank
+            own.promised, self._without = (number, self.rank), silent
             self._wait_for_turn(now)
             actions += self._tell(self.living)
             actions += self._advance()
@@ -509,9 +518,9 @@ class Member:
         views = self._came()
         if ballot[1] == self.rank and own.accepted != ballot:
             promised = {rank: view for rank, view in views.items() if view.promised == ballot}
-            last = max(promised.values(), key=lambda view: view.accepted, default=own)
-            # Ranks may have come, or have told more, since this one began to propose; then it waits for its turn anew.
-            may_propose = last.accepted > _NO_BALLOT or self._silent() == self._left_out[0]
+            last = max(promised.values(), key=lambda view: view.accepted)
+            # Ranks may have come, or have told more, since the ballot began: the next one is for what they tell now.
+            may_propose = last.accepted > _NO_BALLOT or self._silent() == self._without
             if may_propose and self._is_quorum(promised.keys()):
                 own.value = last.value if last.accepted > _NO_BALLOT else self._proposal()
                 own.accepted = ballot
@@ -561,6 +570,7 @@ class Member:
         self.state, self._first = "settled", min(form.decision.living)
         self._own = _View()
         self._views = {self.rank: self._own}
+        self._mutual.clear()
         if form.decision.silent:
             # By then they have noticed that too. Nobody else must join before: if the ranks of this epoch ended, they might
             # go on with what is left of the last one.
