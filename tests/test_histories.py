@@ -87,8 +87,8 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     (
         "an acceptor forgets what it has promised",
-        "self._own = _View()\n        self._views = {self.rank: self._own}\n        if form",
-        "self._views = {self.rank: self._own}\n        if form",
+        "self._own = _View()\n        self._views = {self.rank: self._own}\n        self._mutual",
+        "self._views = {self.rank: self._own}\n        self._mutual",
     ),
     ("one rank that is missing is not waited for", "        if missing:", "        if len(missing) > 1:"),
     (
@@ -181,12 +181,6 @@ RARE_MUTANTS: list[tuple[str, str, str, str]] = [
         "",
         "25932:2:own:1:0.667/join/2/0:0.977/join/2/0:2.669/kill/0/0",
     ),
-    (
-        "a rank outside of the decision goes on",
-        "if self.rank not in decision.living:",
-        "if 0:",
-        "7400:5:in-step:1:0.48/cut/2/0:1.897/kill/4/1:2.159/join/3/0",
-    ),
 ]
 
 
@@ -241,7 +235,6 @@ TRANSITIONS = """
     Member: in a round -receive-> in a round !
     Member: in a round -receive-> decided !
     Member: in a round -receive decided-> decided !
-    Member: in a round -receive decided-> out !
     Member: in a round -tick-> in a round !
     Member: in a round -tick-> decided !
     Member: in a round -tick-> settled !
@@ -276,8 +269,6 @@ def test_no_history_breaks_a_promise() -> None:
     if failure is not None:
         small = shrunk(failure)
         pytest.fail(f"{violation_of(failure)}; {command(small)}: {violation_of(small)}")
-    for *_, history in RARE_MUTANTS:  # they make a rare transition, too
-        assert not violation_of(History.of_text(history), coverage=coverage)
     made = {
         f"{machine}: {before} -{event}-> {after}{' !' if kinds else ''}"
         for machine, before, event, after, kinds in coverage

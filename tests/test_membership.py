@@ -483,6 +483,19 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
     )
 
 
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_rank_outside_of_a_decision_is_out(epoch: int) -> None:
+    """Also if it has missed one: it does not know the ranks of the later one."""
+    member = Member(2, 3, 30.0, 6.0)
+    member.agree(0.0, {}, "")
+    decided = Decision({0: {}, 1: {}}, {}, (2,)).to_values()
+    actions = member.receive(0, json.loads(json.dumps({"epoch": epoch, "decided": decided})))
+    assert [each.reason for each in actions if isinstance(each, Fail)] == [
+        f"this rank 2 was declared lost in epoch {epoch}, and takes no part any more"
+    ]
+    assert member.state == "out" and not any(isinstance(each, Form) for each in actions)
+
+
 def test_a_ballot_that_began_before_ranks_told_of_silence_decides_nothing() -> None:
     """It left nobody out. What is told since then may be half of it, so the next ballot waits for its turn."""
     proposer, others = Member(0, 4, 30.0, 6.0), [Member(rank, 4, 30.0, 6.0) for rank in range(1, 4)]
