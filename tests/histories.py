@@ -437,6 +437,7 @@ class World:
             one.declared.add(lost.pid)
         else:
             one.silent.add(lost.pid)
+            lost.is_suspected = True  # a third rank that hears both may go on with either
             self._at(self.now + 0.5 * self.random.random(), self._declare_lost, (lost, one))
         self._learn((one, lost))
 
