@@ -84,6 +84,7 @@ class Standby:
             self._watcher.join()
 
     def _watch(self, moved: Callable[[], object]) -> None:
+        has_warned = False
         while not self._end.wait(_PERIOD):
             try:
                 has_moved = self.move_if_lost()
@@ -92,8 +93,11 @@ class Standby:
                     not threading.main_thread().is_alive()
                 ):  # the interpreter ends, and starts no threads any more
                     return
-                _log.warning("processes cannot join any more: %s", error)
-                return
+                if not has_warned:
+                    _log.warning("processes cannot join until one answers: %s", error)
+                has_warned = True
+                continue
+            has_warned = False
             must_tell, self._must_tell = has_moved or self._must_tell, False
             try:
                 must_tell = must_tell or self._go_along()
@@ -274,9 +278,7 @@ def _answering(addresses: Sequence[str]) -> list[tuple[str, dist.Store]]:
     """Returns the Stores at these addresses that answer, with their addresses, in this order."""
     with concurrent.futures.ThreadPoolExecutor(len(addresses)) as pool:
         stores = list(pool.map(_connected, addresses))
-    return [
-        (address, store) for address, store in zip(addresses, stores, strict=True) if store is not None
-    ]
+    return [(address, store) for address, store in zip(addresses, stores, strict=True) if store is not None]
 
 
 def _last_used(stores: Sequence[tuple[str, dist.Store]]) -> tuple[str, dist.Store] | None:

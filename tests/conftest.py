@@ -31,7 +31,10 @@ SHARE = 60.0
 MORE = {
     "test_joining.py": (120.0, "jobs of processes that come and go, some of them interpreters of their own"),
     "test_histories.py": (160.0, "thousands of histories, and mutants of the protocol that they must find"),
-    "test_keep_going.py": (200.0, "jobs on emulated hosts, whose agents and ranks are interpreters of their own"),
+    "test_keep_going.py": (
+        200.0,
+        "jobs on emulated hosts, whose agents and ranks are interpreters of their own",
+    ),
     "test_examples.py": (80.0, "scripts that train, as users start them"),
     "test_tcp.py": (80.0, "connections that are added, cut and paced, which takes seconds each"),
     "test_on_loss.py": (120.0, "about 90 worlds that lose ranks, of every kind"),

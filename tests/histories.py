@@ -573,7 +573,8 @@ class World:
         elif "does not reach" in reason and process.is_cut_off:
             pass
         elif "had no answer" in reason and (
-            len(self.postponed) >= MOST_POSTPONED or self.delays == SLOWEST_DELAYS
+            len(self.postponed) >= MOST_POSTPONED
+            or (self.delays == SLOWEST_DELAYS and any(each.phase == "agrees" for each in self._members()))
         ):
             pass  # known limits: ranks were in exchanges of other objects each time; or messages take so long
         elif (

@@ -152,7 +152,7 @@ class Rank:
             living = sum(2**each for each in now.living)
             made = int(board.steps[rank])
             standby = _joining._standby
-            board.store[rank] = 0 if standby is None else standby._at
+            board.store[rank] = 0 if standby is None else standby._addresses.index(standby._address)
             board.records[rank, made] = (time.monotonic(), step, (epoch, now.epoch), before, after, living)
             board.process[rank] = os.getpid()
             self.is_member = True

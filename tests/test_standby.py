@@ -129,7 +129,9 @@ def test_the_next_store_that_answers_takes_over(begin: Callable[..., _standby.St
     standby.renew_list()
     assert standby.moves == 3
     back.end()
-    with pytest.raises(RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}, {addresses[0]}, "):
+    with pytest.raises(
+        RuntimeError, match=f"none of the job's Stores answers .*: {addresses[3]}, {addresses[0]}, "
+    ):
         standby.move_if_lost()
     standby.end()
     assert not moved.acquire(blocking=False)
@@ -225,6 +227,18 @@ def test_all_ranks_go_to_the_store_of_the_rank_that_answers(
     for rank in ranks:
         rank.end()
     assert not calls[1].acquire(blocking=False)
+
+
+def test_a_store_is_used_again_after_none_has_answered(begin: Callable[..., _standby.Standby]) -> None:
+    server, moved = Server(), threading.Semaphore(0)
+    standby = begin(server.address)
+    standby.follow(moved.release)
+    server.end()
+    assert not moved.acquire(timeout=2.0)
+    back = Server(server.port)
+    assert moved.acquire(timeout=SOON) and not standby.store.check(["key"])
+    standby.end()
+    back.end()
 
 
 def test_a_list_that_lacks_hosts_or_has_another_order_moves_nobody(

@@ -116,7 +116,9 @@ class Participant:
             torch.distributed.DistBackendError: As `reconfigure`.
         """
         # Usually the group has failed. If not, the ranks that do not know of the loss learn of it by this.
-        self._members.context.backend.abort()
+        context = self._members.context
+        if not context.is_joining:  # its first group is none of the job's
+            context.backend.abort()
         self._members.agree(failure)
 
     def tell_of_change(self, decision: Decision) -> None:
