@@ -193,7 +193,7 @@ class Process:
         self.copies: set[int] = set()
         # As a joiner.
         self.ticket, self.asked, self.at, self.is_bad = 0, (0, 0), "a", False
-        self.begins_at = ""
+        self.begins_at, self.began_at = "", 0  # the object, and the epoch when it came
         self.form: Any = None
         self.is_anyone_left = True
         self.is_cut_off = self.is_broken = False
@@ -370,7 +370,7 @@ class World:
             process.is_bad = fault.kind == "join-badly"
             process.at = "b" if fault.value and self.history.pace != "own" else "a"
             process.is_cut_off = fault.kind == "join-cut-off" and not self.history.one_host
-            process.phase = "asks"
+            process.phase, process.began_at = "asks", self._epoch()
             self._say(process, fault.kind)
             process.actions.extend(self._call(process, process.joiner, "start", self._time(process)))
             self._wake(process, 0.01)
@@ -574,7 +574,7 @@ class World:
             pass
         elif "had no answer" in reason and (
             len(self.postponed) >= MOST_POSTPONED
-            or (self.delays == SLOWEST_DELAYS and any(each.phase == "agrees" for each in self._members()))
+            or (self.delays == SLOWEST_DELAYS and (self._epoch() > process.began_at + 1 or self._agree_now()))
         ):
             pass  # known limits: ranks were in exchanges of other objects each time; or messages take so long
         elif (
@@ -598,6 +598,13 @@ class World:
 
     def _members(self) -> list[Process]:
         return [each for each in self.processes if each.is_alive and each.member is not None]
+
+    def _epoch(self) -> int:
+        """Returns the last epoch."""
+        return max((each.member.membership.epoch for each in self._members()), default=0)
+
+    def _agree_now(self) -> bool:
+        return any(each.phase == "agrees" for each in self._members())
 
     def _is_settled(self) -> bool:
         """Whether all that live are members of one group and have made an exchange since the last call."""
