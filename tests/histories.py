@@ -197,7 +197,7 @@ class Process:
         self.form: Any = None
         self.is_anyone_left = True
         self.is_cut_off = self.is_broken = False
-        self.is_suspected = self.was_cut = False
+        self.is_suspected = self.is_doubted = self.was_cut = False
 
     @property
     def gone(self) -> set[int]:
@@ -437,7 +437,7 @@ class World:
             one.declared.add(lost.pid)
         else:
             one.silent.add(lost.pid)
-            lost.is_suspected = True  # a third rank that hears both may go on with either
+            lost.is_doubted = True  # a third rank that hears both may go on with either
             self._at(self.now + 0.5 * self.random.random(), self._declare_lost, (lost, one))
         self._learn((one, lost))
 
@@ -528,7 +528,7 @@ class World:
 
     def _check_reason(self, process: Process, reason: str) -> None:
         if "declared lost" in reason:
-            if not process.is_suspected and not self._has_cut:
+            if not (process.is_suspected or process.is_doubted or self._has_cut):
                 raise Violation(f"rank {process.rank}, which is well, is expelled: {reason}")
         elif "too few to go on" in reason:
             if not any(each.is_suspected for each in self.processes):
@@ -565,7 +565,7 @@ class World:
             if not process.is_bad:
                 raise Violation(f"a joiner is refused: {reason}")
         elif "no rank of the job is left" in reason:
-            if self._members():
+            if any(not each.is_suspected for each in self._members()):  # the others may have been left out
                 raise Violation(f"a joiner believes that nobody is left: {reason}")
         elif "has taken it for ended" in reason:
             if not process.is_broken:
@@ -827,8 +827,8 @@ class World:
             raise Violation("the epochs have no end")
         for rank, pid in process.pids.items():
             old = self.processes[pid]
-            is_well = old.is_alive and not old.is_suspected and not old.hangs and not self._has_cut
-            if is_well and rank not in decision.living:
+            is_doubted = old.is_suspected or old.is_doubted or old.hangs or self._has_cut
+            if old.is_alive and not is_doubted and rank not in decision.living:
                 raise Violation(f"rank {rank}, which is well, is expelled by epoch {epoch}")
         if both := decision.living.keys() & decision.joins.keys():
             raise Violation(f"two processes have the numbers {sorted(both)}")

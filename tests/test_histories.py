@@ -98,7 +98,6 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     ("nobody watches the others", "[Watch(tuple(rank for rank in self.living if rank != self.rank))]", "[]"),
     ("the round has no end", "if now >= self._deadline:", "if now < 0:"),
-    ("too few ranks wait for ever", "if self._is_cut_off():", "if 0:"),
     ("messages are not repeated", "elif now >= self._repeat:", "elif 0:"),
     ("one rank only proposes", "_TURN * self._place()", "1e9 * self._place()"),
     (
