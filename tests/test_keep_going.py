@@ -646,7 +646,7 @@ def test_new_agents_serve_their_stores_and_look_for_those_of_others_at_once(tmp_
         jobs = []
         for host, name in enumerate(names):
             words = [*FOG, "-np", "2", "-H", placed, "--only-host", str(host), str(tmp_path / "script.py")]
-            launcher = ["ip", "netns", "exec", name, sys.executable]
+            launcher = [*inside(name), sys.executable]
             jobs.append(Job(words, 0, tmp_path / f"{host}.txt", launcher, {**variables, **own}))
         with started(jobs):
             assert [job.wait(TIMEOUT) for job in jobs] == [0, 0], [job.output for job in jobs]

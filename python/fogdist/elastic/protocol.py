@@ -422,11 +422,12 @@ class Member:
                 else f"the ranks of the group did not agree within {self._timeout:g} s on who is left: of "
                 f"{len(members)} ranks, this rank {self.rank} hears {sorted(own.heard)}; after: {self._failure}"
             )
+        left_out = silent, self._is_disputed(silent)
         if missing:
             self._turn = None
-        elif self._turn is None or (silent, self._is_disputed(silent)) != self._left_out:
-            self._left_out = silent, self._is_disputed(silent)
-            self._turn = now + _TURN * self._place() + (_SETTLE if self._left_out[1] else 0.0)
+        elif self._turn is None or left_out != self._left_out:
+            self._left_out = left_out
+            self._turn = now + _TURN * self._place() + (_SETTLE if left_out[1] else 0.0)
         actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
         if self._turn is not None and now >= self._turn:
             number = max(view.promised[0] for view in self._views.values()) + 1

@@ -80,9 +80,8 @@ def opened(text: str, purpose: str, *nonces: str, group: int, ticket: int) -> di
 def publish_object(store: dist.Store, name: str, items: Sequence[str]) -> None:
     """Tells the Store what a joiner's object of this name must be like."""
     before = store.get(_OBJECTS).decode() if store.check([_OBJECTS]) else ""
-    while (objects := json.loads(before or "{}")).get(name) != list(
-        items
-    ):  # other ranks tell theirs meanwhile
+    # Other ranks may tell theirs meanwhile.
+    while (objects := json.loads(before or "{}")).get(name) != list(items):
         before = store.compare_set(_OBJECTS, before, json.dumps({**objects, name: list(items)})).decode()
 
 
