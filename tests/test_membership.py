@@ -170,14 +170,16 @@ def test_reconfigure_gives_a_smaller_group(new_world: Callable[..., World]) -> N
 
 
 def reconfigure_after_a_disagreement() -> tuple[str, str, str]:
-    fogdist.init()
     x = torch.ones(2 + dist.get_rank())
     raised = error_of(lambda: dist.all_reduce(x))
     return raised, error_of(fogdist.reconfigure), error_of(lambda: dist.all_reduce(x))
 
 
 def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None:
-    for outcome in new_world(3, timeout=TIMEOUT).run_raw(reconfigure_after_a_disagreement):
+    world = new_world(3, timeout=TIMEOUT)
+    # All have begun before the failure, of which a rank may hear while it still waits for others in its first operation.
+    world.run(fogdist.init)
+    for outcome in world.run_raw(reconfigure_after_a_disagreement):
         assert outcome.state == "returned", str(outcome)
         raised, refused, later = outcome.value
         # Which of the three notices first is chance.
@@ -577,6 +579,20 @@ def test_a_joiner_is_in_with_a_rank_that_knows_its_decision(
     assert [each.reason for each in actions if isinstance(each, Fail)] == [
         f"this process cannot join the job as rank 2: {reason}" for _ in range(bool(reason))
     ]
+
+
+def test_a_joiner_that_has_waited_for_an_answer_has_time_to_reach_all_ranks() -> None:
+    """The ranks agreed on a loss meanwhile, for longer than it may take to reach them."""
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    for now, unreached in ((14.0, "rank 1"), (24.9, "rank 1"), (24.95, ""), (25.0, "rank 1"), (29.9, "rank 0")):
+        assert not any(isinstance(each, Fail) for each in joiner.loaded(now, bool(unreached), unreached, ""))
+    (fail,) = joiner.loaded(30.0, True, "rank 0", "")
+    assert isinstance(fail, Fail) and "does not reach rank 0" in str(fail.reason)
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    assert not any(isinstance(each, Fail) for each in joiner.loaded(14.0, True, "rank 1", ""))
+    assert any(isinstance(each, Fail) for each in joiner.loaded(25.0, True, "rank 1", ""))
 
 
 class FakeBackend:
