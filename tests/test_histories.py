@@ -180,6 +180,12 @@ RARE_MUTANTS: list[tuple[str, str, str, str]] = [
         "",
         "25932:2:own:1:0.667/join/2/0:0.977/join/2/0:2.669/kill/0/0",
     ),
+    (
+        "a joiner that has waited for an answer has no time to reach all ranks",
+        "min(self._unreached_since, now) if",
+        "self._begin if",
+        "0:7:patience:0:1.209/kill/0/0:1.228/join/0/0:6.83/kill/1/0:11.679/split/6/4.5",
+    ),
 ]
 
 

@@ -581,6 +581,26 @@ def test_a_joiner_is_in_with_a_rank_that_knows_its_decision(
     ]
 
 
+def test_a_joiner_that_has_waited_for_an_answer_has_time_to_reach_all_ranks() -> None:
+    """The ranks agreed on a loss meanwhile, for longer than it may take to reach them."""
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    for now, unreached in (
+        (14.0, "rank 1"),
+        (24.9, "rank 1"),
+        (24.95, ""),
+        (25.0, "rank 1"),
+        (29.9, "rank 0"),
+    ):
+        assert not any(isinstance(each, Fail) for each in joiner.loaded(now, bool(unreached), unreached, ""))
+    (fail,) = joiner.loaded(30.0, True, "rank 0", "")
+    assert isinstance(fail, Fail) and "does not reach rank 0" in str(fail.reason)
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    assert not any(isinstance(each, Fail) for each in joiner.loaded(14.0, True, "rank 1", ""))
+    assert any(isinstance(each, Fail) for each in joiner.loaded(25.0, True, "rank 1", ""))
+
+
 class FakeBackend:
     """The backend of a rank in an agreement round without processes; it knows from the beginning who is lost, or silent."""
 
