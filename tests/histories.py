@@ -57,14 +57,14 @@ class Fault:
     Attributes:
         at: The time.
         kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
-            other for lost), "cut-here" (only it takes the others for lost), "fall" (it ends while it does what follows from
+            other for lost), "cut-here" (only it takes the others for lost), "part" (it and another one do so), "fall" (it ends while it does what follows from
             the next decision that it knows), "split" (ranks below this one and the others
             do not hear each other), "split-up" (the lower ranks do not hear the others), "split-down" (the others do not
             hear the lower ranks), "join", "join-badly" (it must be refused), "join-cut-off" (it does not reach a rank of
             another host) or "break" (a rank takes a joiner for ended).
         rank: Whose; the last process that has this number.
         value: For how long a pause or a split lasts; at which object a process joins (0 or 1); after how many actions a rank
-            falls.
+            falls; the rank of the other one.
     """
 
     at: float
@@ -155,7 +155,10 @@ class History:
             for _ in range(random.choice((0, 0, 1, 3, 5))):  # while the ranks notice it
                 kind, noticed = random.choice(("kill", "kill", "join")), begin + SILENCE + random.random()
                 faults.append(Fault(round(noticed, 3), kind, random.randrange(size)))
-            faults.sort(key=lambda fault: fault.at)
+        if random.random() < 0.1:
+            ranks = random.randrange(size), float(random.randrange(size))
+            faults.append(Fault(round(random.uniform(0.0, at), 3), "part", *ranks))
+        faults.sort(key=lambda fault: fault.at)
         return cls(seed, size, pace, one_host, tuple(faults))
 
 
@@ -400,6 +403,11 @@ class World:
             target.paused = max(target.paused, self.now + fault.value)
             if fault.value > SILENCE:
                 self._at(self.now + SILENCE, self._suspect, (target, False))
+        elif fault.kind == "part":
+            other = self._holder(int(fault.value))
+            if other is not None and other is not target:
+                target.is_suspected = other.is_suspected = True
+                self._at(self.now + SILENCE, self._declare_lost, (target, other))
         else:
             self._at(self.now + SILENCE, self._suspect, (target, True))
             if fault.kind == "cut":
@@ -545,8 +553,8 @@ class World:
             if any(self.processes[pid].is_alive for pid in process.pids.values()):
                 raise Violation(f"a joiner is left alone: {reason}")
         elif "did not come" in reason or "did not agree" in reason:
-            hung = any(each.hangs for each in self.processes) or self._has_cut
-            if not hung and not process.is_suspected and not any(each.paused for each in self.processes):
+            # Who is cut off says that too few are left.
+            if not self._has_cut and not any(each.hangs or each.paused for each in self.processes):
                 raise Violation(f"rank {process.rank} waits in vain: {reason}")
         elif "still runs" in reason:
             holders = [each for each in self.processes if each.rank == process.rank and each is not process]

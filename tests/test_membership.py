@@ -485,6 +485,29 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
     )
 
 
+def test_ballots_of_a_rank_that_hears_too_few_do_not_hold_up_the_others() -> None:
+    """Ranks 0 and 1 are cut off, and 2 and 3 do not hear each other: rank 4 only has promises of three of five."""
+    members, formed = {rank: Member(rank, 5, 30.0, 6.0) for rank in (2, 3, 4)}, dict[int, Form]()
+    mail: list[tuple[int, int, Message]] = []
+
+    def take(rank: int, actions: Sequence[Action]) -> None:
+        hears = members.keys() if rank == 4 else {4}
+        mail.extend((rank, to, message) for to in hears for message in told(actions, to))
+        formed.update({rank: each for each in actions if isinstance(each, Form)})
+
+    for rank, silent in ((2, [0, 1, 3]), (3, [0, 1, 2]), (4, [0, 1])):
+        members[rank].lost([], silent)
+        take(rank, members[rank].agree(0.0, {}, ""))
+    for number in range(100):
+        while mail:
+            sender, to, message = mail.pop(0)
+            take(to, members[to].receive(sender, message))
+        for rank, member in members.items():
+            take(rank, member.tick(0.1 * number))
+    assert {rank: form.decision.members for rank, form in formed.items()} == dict.fromkeys((2, 4), (2, 4))
+    assert members[3].state == "out"
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_rank_outside_of_a_decision_is_out(epoch: int) -> None:
     """Also if it has missed one: it does not know the ranks of the later one."""

@@ -504,8 +504,12 @@ class Member:
         return not self._stood_still and {*ranks} | ended >= {*self.membership.living}
 
     def _place(self) -> int:
-        """Returns which rank this one is of those that may propose; the first does so at once."""
-        stay = sorted(self._came().keys() - self._silent())
+        """Returns which rank this one is of those that may propose; the first does so at once.
+
+        That is one that hears most: others may not hear enough for a quorum, and their ballots would hold up its own.
+        """
+        views = self._came()
+        stay = sorted(views.keys() - self._silent(), key=lambda rank: (len(views[rank].silent), rank))
         return stay.index(self.rank) if self.rank in stay else len(self.membership.living)
 
     def _wait_for_turn(self, now: float) -> None:
