@@ -243,6 +243,7 @@ class World:
         # may have ended with all its processes, and the others have decided anew.
         self.names: dict[str, int] = {}
         self.postponed: set[int] = set()
+        self.silenced: dict[tuple[int, tuple[int, ...]], float] = {}  # when an epoch left out silent ranks
         self.first: dict[str, tuple[str, int]] = {}
         self.begun: dict[str, dict[int, tuple[str, int]]] = collections.defaultdict(dict)
         for rank in range(history.size):
@@ -436,6 +437,9 @@ class World:
         one, lost = argument
         if not one.is_alive or one.member is None or lost.pid in one.gone | one.expelled_by:
             return
+        if one.paused > self.now and one.phase == "agrees":  # it sees first who has ended meanwhile
+            self._at(one.paused + 0.5 * self.random.random(), self._declare_lost, argument)
+            return
         self._say(one, f"takes process {lost.pid} for lost")
         self.cuts |= {(one.pid, lost.pid), (lost.pid, one.pid)}
         if (
@@ -535,6 +539,8 @@ class World:
         self._die(process)
 
     def _check_reason(self, process: Process, reason: str) -> None:
+        if self._goes_on(process):
+            raise Violation(f"rank {process.rank} of the side that goes on ends: {reason}")
         if "declared lost" in reason:
             if not (process.is_suspected or process.is_doubted or self._has_cut):
                 raise Violation(f"rank {process.rank}, which is well, is expelled: {reason}")
@@ -554,7 +560,7 @@ class World:
                 raise Violation(f"a joiner is left alone: {reason}")
         elif "did not come" in reason or "did not agree" in reason:
             # Who is cut off says that too few are left.
-            if not self._has_cut and not any(each.hangs or each.paused for each in self.processes):
+            if not any(each.hangs for each in self.processes):
                 raise Violation(f"rank {process.rank} waits in vain: {reason}")
         elif "still runs" in reason:
             holders = [each for each in self.processes if each.rank == process.rank and each is not process]
@@ -637,6 +643,12 @@ class World:
         """Whether a job of this history goes on: all that happens to it is one split."""
         kinds = [fault.kind for fault in self.history.faults]
         return all(kind.startswith(("join", "split")) for kind in kinds) and len(self.walls) <= 1
+
+    def _goes_on(self, process: Process) -> bool:
+        """Whether all that happens is one split, and this rank is on the larger side, of two halves on the lower one."""
+        size, lower = self.history.size, self.walls[0][1] if self.walls else set[int]()
+        on_lower = 2 * len(lower & {*range(size)}) >= size
+        return process.pid < size and self._should_live() and on_lower == (process.pid in lower)
 
     # --- what processes do ---
 
@@ -838,10 +850,17 @@ class World:
             is_doubted = old.is_suspected or old.is_doubted or old.hangs or self._has_cut
             if old.is_alive and not is_doubted and rank not in decision.living:
                 raise Violation(f"rank {rank}, which is well, is expelled by epoch {epoch}")
+            stay = [self.processes[process.pids[each]] for each in decision.living]
+            if rank in decision.silent and not any(pid in each.gone for each in stay):
+                raise Violation(f"epoch {epoch} leaves out rank {rank}, which all hear that stay")
         if both := decision.living.keys() & decision.joins.keys():
             raise Violation(f"two processes have the numbers {sorted(both)}")
         process.answer = epoch, {"epoch": epoch, "decided": decision.to_values()}
         process.lineage = {**process.lineage, epoch: decision}
+        for each, earlier in process.lineage.items():
+            begin = self.silenced.setdefault((each, earlier.members), self.now) if earlier.silent else -DOUBT
+            if decision.joins and self.now < begin + 0.97 * DOUBT:
+                raise Violation(f"a process joins too early after epoch {each} has left out silent ranks")
         process.actions.clear()
         process.actions.extend(
             _Admit(join, form, process.lineage, process.pids) for join in decision.joins.values()

@@ -60,6 +60,17 @@ MUTANTS: list[tuple[str, str, str]] = [
         "self._own.ended.update(silent)",
     ),
     (
+        "both of two ranks that do not hear each other are left out",
+        "for teller, view in views.items() if teller not in silent for",
+        "for teller, view in views.items() for",
+    ),
+    (
+        "ranks that notice silence one by one are not waited for",
+        "(_SETTLE if left_out[1] else 0.0)",
+        "0.0",
+    ),
+    ("processes join before silent ranks have noticed", "self._closed_until = now + self._doubt", "pass"),
+    (
         "a value is accepted in an earlier ballot than the promised one",
         "if view.accepted >= own.promised and view.accepted > own.accepted:",
         "if view.accepted > own.accepted:",
@@ -98,6 +109,7 @@ MUTANTS: list[tuple[str, str, str]] = [
     ),
     ("nobody watches the others", "[Watch(tuple(rank for rank in self.living if rank != self.rank))]", "[]"),
     ("the round has no end", "if now >= self._deadline:", "if now < 0:"),
+    ("too few ranks wait for ever", "if self._is_cut_off():", "if 0:"),
     ("messages are not repeated", "elif now >= self._repeat:", "elif 0:"),
     ("one rank only proposes", "_TURN * self._place()", "1e9 * self._place()"),
     (
@@ -186,6 +198,30 @@ RARE_MUTANTS: list[tuple[str, str, str, str]] = [
         "self._begin if",
         "0:7:patience:0:1.209/kill/0/0:1.228/join/0/0:6.83/kill/1/0:11.679/split/6/4.5",
     ),
+    (
+        "a rank that hears too few proposes first",
+        "key=lambda rank: (len(views[rank].silent), rank))",
+        ")",
+        "298:8:own:0:2.368/split-down/4/60:2.566/join/1/0:2.837/part/0/2",
+    ),
+    (
+        "processes join while silent ranks are left out",
+        "can_join = not silent and",
+        "can_join =",
+        "461:5:patience:0:0.577/join/3/0:0.607/join/3/1:0.613/kill/0/0:0.68/join/0/0:2.128/split/4/4.5:6.949/join/1/0",
+    ),
+    (
+        "a rank that has missed a decision waits for it",
+        'if "decided" in message and message["epoch"] > epoch and',
+        "if 0 and",
+        "579:5:patience:0:0/part/1/2:4.55/pause/2/3.9:6.97/kill/4/0",
+    ),
+    (
+        "a joiner is in although nobody has said that it knows that",
+        "if not self._sure:",
+        "if 0:",
+        "24:3:in-step:1:0.3/join/3/0:0.35/join/4/0:1.38/pause/2/1:1.67/fall/2/0:1.7/fall/0/5:1.8/kill/1/7",
+    ),
 ]
 
 
@@ -240,6 +276,7 @@ TRANSITIONS = """
     Member: in a round -receive-> in a round !
     Member: in a round -receive-> decided !
     Member: in a round -receive decided-> decided !
+    Member: in a round -receive decided-> out !
     Member: in a round -tick-> in a round !
     Member: in a round -tick-> decided !
     Member: in a round -tick-> settled !
