@@ -57,11 +57,11 @@ class Fault:
     Attributes:
         at: The time.
         kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
-            other for lost), "cut-here" (only it takes the others for lost), "part" (it and another one do so), "fall" (it ends while it does what follows from
-            the next decision that it knows), "split" (ranks below this one and the others
-            do not hear each other), "split-up" (the lower ranks do not hear the others), "split-down" (the others do not
-            hear the lower ranks), "join", "join-badly" (it must be refused), "join-cut-off" (it does not reach a rank of
-            another host) or "break" (a rank takes a joiner for ended).
+            other for lost), "cut-here" (only it takes the others for lost), "part" (it and another one take each other for
+            lost), "fall" (it ends while it does what follows from the next decision that it knows), "split" (ranks below
+            this one and the others do not hear each other), "split-up" (the lower ranks do not hear the others),
+            "split-down" (the others do not hear the lower ranks), "join", "join-badly" (it must be refused),
+            "join-cut-off" (it does not reach a rank of another host) or "break" (a rank takes a joiner for ended).
         rank: Whose; the last process that has this number.
         value: For how long a pause or a split lasts; at which object a process joins (0 or 1); after how many actions a rank
             falls; the rank of the other one.
@@ -435,10 +435,13 @@ class World:
     def _declare_lost(self, argument: tuple[Process, Process]) -> None:
         """A process takes another one for lost that may go on."""
         one, lost = argument
-        if not one.is_alive or one.member is None or lost.pid in one.gone | one.expelled_by:
+        is_cut = (one.pid, lost.pid) in self.cuts  # a joiner notices that when it is in
+        if not one.is_alive or (one.member is None and not is_cut) or lost.pid in one.gone | one.expelled_by:
             return
-        if one.paused > self.now and one.phase == "agrees":  # it sees first who has ended meanwhile
-            self._at(one.paused + 0.5 * self.random.random(), self._declare_lost, argument)
+        if one.member is None or (one.paused > self.now and one.phase == "agrees"):
+            # Of a pause, it sees first who has ended meanwhile.
+            later = max(one.paused, self.now) + 0.5 * self.random.random()
+            self._at(later, self._declare_lost, argument)
             return
         self._say(one, f"takes process {lost.pid} for lost")
         self.cuts |= {(one.pid, lost.pid), (lost.pid, one.pid)}
@@ -627,8 +630,6 @@ class World:
             self._quiet_since = None
             return False
         members = [each for each in members if not each.hangs]  # the others may wait for it, or have ended
-        if not members and len({each.rank for each in self.history.faults}) and self._should_live():
-            raise Violation(f"the job is lost: {self._described()}")
         before = self._quiet_since
         self._quiet_since = {each.pid: each.exchanges for each in members}
         if (
@@ -639,16 +640,13 @@ class World:
             return False
         return all(count > before[pid] for pid, count in self._quiet_since.items())
 
-    def _should_live(self) -> bool:
-        """Whether a job of this history goes on: all that happens to it is one split."""
-        kinds = [fault.kind for fault in self.history.faults]
-        return all(kind.startswith(("join", "split")) for kind in kinds) and len(self.walls) <= 1
-
     def _goes_on(self, process: Process) -> bool:
-        """Whether all that happens is one split, and this rank is on the larger side, of two halves on the lower one."""
-        size, lower = self.history.size, self.walls[0][1] if self.walls else set[int]()
-        on_lower = 2 * len(lower & {*range(size)}) >= size
-        return process.pid < size and self._should_live() and on_lower == (process.pid in lower)
+        """Whether all that happens is one split at most, and this rank is on the larger side, of two halves the lower one."""
+        kinds = [fault.kind.partition("-")[0] for fault in self.history.faults]
+        if {*kinds} - {"join", "split"} or kinds.count("split") > 1 or process.pid >= self.history.size:
+            return False
+        lower = self.walls[0][1] & {*range(self.history.size)} if self.walls else set[int]()
+        return (2 * len(lower) >= self.history.size) == (process.pid in lower)
 
     # --- what processes do ---
 

@@ -485,27 +485,48 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
     )
 
 
-def test_ballots_of_a_rank_that_hears_too_few_do_not_hold_up_the_others() -> None:
-    """Ranks 0 and 1 are cut off, and 2 and 3 do not hear each other: rank 4 only has promises of three of five."""
-    members, formed = {rank: Member(rank, 5, 30.0, 6.0) for rank in (2, 3, 4)}, dict[int, Form]()
+def members_of(
+    silent: dict[int, list[int]], ended: Sequence[int] = (), stands_still: float = 0.0
+) -> dict[int, tuple[int, ...]]:
+    """Returns the members of the epoch that ranks of five decide on, by rank.
+
+    Args:
+        silent: Whom each of the ranks does not hear.
+        ended: Who has ended, as these ranks notice after some time.
+        stands_still: For how long they do nothing, before that.
+    """
+    members, formed = {rank: Member(rank, 5, 30.0, 6.0) for rank in silent}, dict[int, tuple[int, ...]]()
     mail: list[tuple[int, int, Message]] = []
 
     def take(rank: int, actions: Sequence[Action]) -> None:
-        hears = members.keys() if rank == 4 else {4}
+        hears = silent.keys() - silent[rank]
         mail.extend((rank, to, message) for to in hears for message in told(actions, to))
-        formed.update({rank: each for each in actions if isinstance(each, Form)})
+        formed.update({rank: each.decision.members for each in actions if isinstance(each, Form)})
 
-    for rank, silent in ((2, [0, 1, 3]), (3, [0, 1, 2]), (4, [0, 1])):
-        members[rank].lost([], silent)
-        take(rank, members[rank].agree(0.0, {}, ""))
+    for rank, member in members.items():
+        member.lost([], silent[rank])
+        take(rank, member.agree(0.0, {}, ""))
     for number in range(100):
+        for rank, member in members.items():
+            take(rank, member.tick(0.1 * number + stands_still))
+            take(rank, member.lost(ended))
         while mail:
             sender, to, message = mail.pop(0)
             take(to, members[to].receive(sender, message))
-        for rank, member in members.items():
-            take(rank, member.tick(0.1 * number))
-    assert {rank: form.decision.members for rank, form in formed.items()} == dict.fromkeys((2, 4), (2, 4))
-    assert members[3].state == "out"
+    return formed
+
+
+def test_ballots_of_a_rank_that_hears_too_few_do_not_hold_up_the_others() -> None:
+    """Ranks 0 and 1 are cut off, and 2 and 3 do not hear each other: rank 4 only has promises of three of five."""
+    assert members_of({2: [0, 1, 3], 3: [0, 1, 2], 4: [0, 1]}) == {2: (2, 4), 4: (2, 4)}
+
+
+@pytest.mark.parametrize(("stands_still", "expected"), [(0.0, {3: (3, 4), 4: (3, 4)}), (7.0, {})])
+def test_ranks_that_have_stood_still_do_not_go_on_because_all_others_have_ended(
+    stands_still: float, expected: dict[int, tuple[int, ...]]
+) -> None:
+    """These may have let a process in meanwhile."""
+    assert members_of({3: [], 4: []}, [0, 1, 2], stands_still) == expected
 
 
 @pytest.mark.parametrize("epoch", [1, 2])
