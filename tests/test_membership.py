@@ -501,7 +501,9 @@ def members_of(
     def take(rank: int, actions: Sequence[Action]) -> None:
         hears = silent.keys() - silent[rank]
         mail.extend((rank, to, message) for to in hears for message in told(actions, to))
-        formed.update({rank: each.decision.members for each in actions if isinstance(each, Form)})
+        for each in actions:
+            if isinstance(each, Form):
+                formed[rank] = each.decision.members
 
     for rank, member in members.items():
         member.lost([], silent[rank])
