@@ -234,6 +234,7 @@ class World:
         self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), SLOWEST_DELAYS))
         # Who does not hear whom: for a time, and for ever.
         self.walls: list[tuple[float, set[int], str]] = []
+        self.unreported: set[int] = set()  # whose end was not reported at once, because of a cut
         self.cuts: set[tuple[int, int]] = set()
         self.tickets: dict[int, dict[str, Any]] = {}
         self.nonce = -1
@@ -494,6 +495,7 @@ class World:
         if lost.pid not in process.silent:
             if not lost.is_alive and not self.history.one_host and self._is_blocked(lost, process):
                 self._at(self.now + 0.5, self._learn, argument)
+                self.unreported.add(lost.pid)
                 return
             process.ended.add(lost.pid)
         if lost.pid in process.pids.values():
@@ -574,6 +576,7 @@ class World:
                 for each in holders
                 if each.is_alive
                 or each.died >= then
+                or each.pid in self.unreported
                 or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
             ]
             if not runs:
