@@ -57,14 +57,14 @@ class Fault:
     Attributes:
         at: The time.
         kind: "kill", "hang" (it does nothing any more, and nobody notices), "pause", "cut" (it and the others take each
-            other for lost), "cut-here" (only it takes the others for lost), "fall" (it ends while it does what follows from
-            the next decision that it knows), "split" (ranks below this one and the others
-            do not hear each other), "split-up" (the lower ranks do not hear the others), "split-down" (the others do not
-            hear the lower ranks), "join", "join-badly" (it must be refused), "join-cut-off" (it does not reach a rank of
-            another host) or "break" (a rank takes a joiner for ended).
+            other for lost), "cut-here" (only it takes the others for lost), "part" (it and another one take each other for
+            lost), "fall" (it ends while it does what follows from the next decision that it knows), "split" (ranks below
+            this one and the others do not hear each other), "split-up" (the lower ranks do not hear the others),
+            "split-down" (the others do not hear the lower ranks), "join", "join-badly" (it must be refused),
+            "join-cut-off" (it does not reach a rank of another host) or "break" (a rank takes a joiner for ended).
         rank: Whose; the last process that has this number.
         value: For how long a pause or a split lasts; at which object a process joins (0 or 1); after how many actions a rank
-            falls.
+            falls; the rank of the other one.
     """
 
     at: float
@@ -155,7 +155,10 @@ class History:
             for _ in range(random.choice((0, 0, 1, 3, 5))):  # while the ranks notice it
                 kind, noticed = random.choice(("kill", "kill", "join")), begin + SILENCE + random.random()
                 faults.append(Fault(round(noticed, 3), kind, random.randrange(size)))
-            faults.sort(key=lambda fault: fault.at)
+        if random.random() < 0.1:
+            ranks = random.randrange(size), float(random.randrange(size))
+            faults.append(Fault(round(random.uniform(0.0, at), 3), "part", *ranks))
+        faults.sort(key=lambda fault: fault.at)
         return cls(seed, size, pace, one_host, tuple(faults))
 
 
@@ -231,6 +234,7 @@ class World:
         self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), SLOWEST_DELAYS))
         # Who does not hear whom: for a time, and for ever.
         self.walls: list[tuple[float, set[int], str]] = []
+        self.unreported: set[int] = set()  # whose end was not reported at once, because of a cut
         self.cuts: set[tuple[int, int]] = set()
         self.tickets: dict[int, dict[str, Any]] = {}
         self.nonce = -1
@@ -240,6 +244,7 @@ class World:
         # may have ended with all its processes, and the others have decided anew.
         self.names: dict[str, int] = {}
         self.postponed: set[int] = set()
+        self.silenced: dict[tuple[int, tuple[int, ...]], float] = {}  # when an epoch left out silent ranks
         self.first: dict[str, tuple[str, int]] = {}
         self.begun: dict[str, dict[int, tuple[str, int]]] = collections.defaultdict(dict)
         for rank in range(history.size):
@@ -400,6 +405,11 @@ class World:
             target.paused = max(target.paused, self.now + fault.value)
             if fault.value > SILENCE:
                 self._at(self.now + SILENCE, self._suspect, (target, False))
+        elif fault.kind == "part":
+            other = self._holder(int(fault.value))
+            if other is not None and other is not target:
+                target.is_suspected = other.is_suspected = True
+                self._at(self.now + SILENCE, self._declare_lost, (target, other))
         else:
             self._at(self.now + SILENCE, self._suspect, (target, True))
             if fault.kind == "cut":
@@ -426,7 +436,13 @@ class World:
     def _declare_lost(self, argument: tuple[Process, Process]) -> None:
         """A process takes another one for lost that may go on."""
         one, lost = argument
-        if not one.is_alive or one.member is None or lost.pid in one.gone | one.expelled_by:
+        is_cut = (one.pid, lost.pid) in self.cuts  # a joiner notices that when it is in
+        if not one.is_alive or (one.member is None and not is_cut) or lost.pid in one.gone | one.expelled_by:
+            return
+        if one.member is None or (one.paused > self.now and one.phase == "agrees"):
+            # Of a pause, it sees first who has ended meanwhile.
+            later = max(one.paused, self.now) + 0.5 * self.random.random()
+            self._at(later, self._declare_lost, argument)
             return
         self._say(one, f"takes process {lost.pid} for lost")
         self.cuts |= {(one.pid, lost.pid), (lost.pid, one.pid)}
@@ -479,6 +495,7 @@ class World:
         if lost.pid not in process.silent:
             if not lost.is_alive and not self.history.one_host and self._is_blocked(lost, process):
                 self._at(self.now + 0.5, self._learn, argument)
+                self.unreported.add(lost.pid)
                 return
             process.ended.add(lost.pid)
         if lost.pid in process.pids.values():
@@ -527,6 +544,8 @@ class World:
         self._die(process)
 
     def _check_reason(self, process: Process, reason: str) -> None:
+        if self._goes_on(process):
+            raise Violation(f"rank {process.rank} of the side that goes on ends: {reason}")
         if "declared lost" in reason:
             if not (process.is_suspected or process.is_doubted or self._has_cut):
                 raise Violation(f"rank {process.rank}, which is well, is expelled: {reason}")
@@ -545,8 +564,8 @@ class World:
             if any(self.processes[pid].is_alive for pid in process.pids.values()):
                 raise Violation(f"a joiner is left alone: {reason}")
         elif "did not come" in reason or "did not agree" in reason:
-            hung = any(each.hangs for each in self.processes) or self._has_cut
-            if not hung and not process.is_suspected and not any(each.paused for each in self.processes):
+            # Who is cut off says that too few are left.
+            if not any(each.hangs for each in self.processes):
                 raise Violation(f"rank {process.rank} waits in vain: {reason}")
         elif "still runs" in reason:
             holders = [each for each in self.processes if each.rank == process.rank and each is not process]
@@ -557,6 +576,7 @@ class World:
                 for each in holders
                 if each.is_alive
                 or each.died >= then
+                or each.pid in self.unreported
                 or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
             ]
             if not runs:
@@ -613,8 +633,6 @@ class World:
             self._quiet_since = None
             return False
         members = [each for each in members if not each.hangs]  # the others may wait for it, or have ended
-        if not members and len({each.rank for each in self.history.faults}) and self._should_live():
-            raise Violation(f"the job is lost: {self._described()}")
         before = self._quiet_since
         self._quiet_since = {each.pid: each.exchanges for each in members}
         if (
@@ -625,10 +643,13 @@ class World:
             return False
         return all(count > before[pid] for pid, count in self._quiet_since.items())
 
-    def _should_live(self) -> bool:
-        """Whether a job of this history goes on: all that happens to it is one split."""
-        kinds = [fault.kind for fault in self.history.faults]
-        return all(kind.startswith(("join", "split")) for kind in kinds) and len(self.walls) <= 1
+    def _goes_on(self, process: Process) -> bool:
+        """Whether all that happens is one split at most, and this rank is on the larger side, of two halves the lower one."""
+        kinds = [fault.kind.partition("-")[0] for fault in self.history.faults]
+        if {*kinds} - {"join", "split"} or kinds.count("split") > 1 or process.pid >= self.history.size:
+            return False
+        lower = self.walls[0][1] & {*range(self.history.size)} if self.walls else set[int]()
+        return (2 * len(lower) >= self.history.size) == (process.pid in lower)
 
     # --- what processes do ---
 
@@ -830,10 +851,17 @@ class World:
             is_doubted = old.is_suspected or old.is_doubted or old.hangs or self._has_cut
             if old.is_alive and not is_doubted and rank not in decision.living:
                 raise Violation(f"rank {rank}, which is well, is expelled by epoch {epoch}")
+            stay = [self.processes[process.pids[each]] for each in decision.living]
+            if rank in decision.silent and not any(pid in each.gone for each in stay):
+                raise Violation(f"epoch {epoch} leaves out rank {rank}, which all hear that stay")
         if both := decision.living.keys() & decision.joins.keys():
             raise Violation(f"two processes have the numbers {sorted(both)}")
         process.answer = epoch, {"epoch": epoch, "decided": decision.to_values()}
         process.lineage = {**process.lineage, epoch: decision}
+        for each, earlier in process.lineage.items():
+            begin = self.silenced.setdefault((each, earlier.members), self.now) if earlier.silent else -DOUBT
+            if decision.joins and self.now < begin + 0.97 * DOUBT:
+                raise Violation(f"a process joins too early after epoch {each} has left out silent ranks")
         process.actions.clear()
         process.actions.extend(
             _Admit(join, form, process.lineage, process.pids) for join in decision.joins.values()

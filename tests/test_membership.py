@@ -170,14 +170,16 @@ def test_reconfigure_gives_a_smaller_group(new_world: Callable[..., World]) -> N
 
 
 def reconfigure_after_a_disagreement() -> tuple[str, str, str]:
-    fogdist.init()
     x = torch.ones(2 + dist.get_rank())
     raised = error_of(lambda: dist.all_reduce(x))
     return raised, error_of(fogdist.reconfigure), error_of(lambda: dist.all_reduce(x))
 
 
 def test_a_failure_without_a_loss_stays(new_world: Callable[..., World]) -> None:
-    for outcome in new_world(3, timeout=TIMEOUT).run_raw(reconfigure_after_a_disagreement):
+    world = new_world(3, timeout=TIMEOUT)
+    # All have begun before the failure, of which a rank may hear while it still waits for others in its first operation.
+    world.run(fogdist.init)
+    for outcome in world.run_raw(reconfigure_after_a_disagreement):
         assert outcome.state == "returned", str(outcome)
         raised, refused, later = outcome.value
         # Which of the three notices first is chance.
@@ -483,6 +485,52 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
     )
 
 
+def members_of(
+    silent: dict[int, list[int]], ended: Sequence[int] = (), stands_still: float = 0.0
+) -> dict[int, tuple[int, ...]]:
+    """Returns the members of the epoch that ranks of five decide on, by rank.
+
+    Args:
+        silent: Whom each of the ranks does not hear.
+        ended: Who has ended, as these ranks notice after some time.
+        stands_still: For how long they do nothing, before that.
+    """
+    members, formed = {rank: Member(rank, 5, 30.0, 6.0) for rank in silent}, dict[int, tuple[int, ...]]()
+    mail: list[tuple[int, int, Message]] = []
+
+    def take(rank: int, actions: Sequence[Action]) -> None:
+        hears = silent.keys() - silent[rank]
+        mail.extend((rank, to, message) for to in hears for message in told(actions, to))
+        for each in actions:
+            if isinstance(each, Form):
+                formed[rank] = each.decision.members
+
+    for rank, member in members.items():
+        member.lost([], silent[rank])
+        take(rank, member.agree(0.0, {}, ""))
+    for number in range(100):
+        for rank, member in members.items():
+            take(rank, member.tick(0.1 * number + stands_still))
+            take(rank, member.lost(ended))
+        while mail:
+            sender, to, message = mail.pop(0)
+            take(to, members[to].receive(sender, message))
+    return formed
+
+
+def test_ballots_of_a_rank_that_hears_too_few_do_not_hold_up_the_others() -> None:
+    """Ranks 0 and 1 are cut off, and 2 and 3 do not hear each other: rank 4 only has promises of three of five."""
+    assert members_of({2: [0, 1, 3], 3: [0, 1, 2], 4: [0, 1]}) == {2: (2, 4), 4: (2, 4)}
+
+
+@pytest.mark.parametrize(("stands_still", "expected"), [(0.0, {3: (3, 4), 4: (3, 4)}), (7.0, {})])
+def test_ranks_that_have_stood_still_do_not_go_on_because_all_others_have_ended(
+    stands_still: float, expected: dict[int, tuple[int, ...]]
+) -> None:
+    """These may have let a process in meanwhile."""
+    assert members_of({3: [], 4: []}, [0, 1, 2], stands_still) == expected
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_rank_outside_of_a_decision_is_out(epoch: int) -> None:
     """Also if it has missed one: it does not know the ranks of the later one."""
@@ -577,6 +625,26 @@ def test_a_joiner_is_in_with_a_rank_that_knows_its_decision(
     assert [each.reason for each in actions if isinstance(each, Fail)] == [
         f"this process cannot join the job as rank 2: {reason}" for _ in range(bool(reason))
     ]
+
+
+def test_a_joiner_that_has_waited_for_an_answer_has_time_to_reach_all_ranks() -> None:
+    """The ranks agreed on a loss meanwhile, for longer than it may take to reach them."""
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    for now, unreached in (
+        (14.0, "rank 1"),
+        (24.9, "rank 1"),
+        (24.95, ""),
+        (25.0, "rank 1"),
+        (29.9, "rank 0"),
+    ):
+        assert not any(isinstance(each, Fail) for each in joiner.loaded(now, bool(unreached), unreached, ""))
+    (fail,) = joiner.loaded(30.0, True, "rank 0", "")
+    assert isinstance(fail, Fail) and "does not reach rank 0" in str(fail.reason)
+    joiner = Joiner(2, 30.0, 11.0)
+    joiner.start(0.0)
+    assert not any(isinstance(each, Fail) for each in joiner.loaded(14.0, True, "rank 1", ""))
+    assert any(isinstance(each, Fail) for each in joiner.loaded(25.0, True, "rank 1", ""))
 
 
 class FakeBackend:

@@ -504,8 +504,12 @@ class Member:
         return not self._stood_still and {*ranks} | ended >= {*self.membership.living}
 
     def _place(self) -> int:
-        """Returns which rank this one is of those that may propose; the first does so at once."""
-        stay = sorted(self._came().keys() - self._silent())
+        """Returns which rank this one is of those that may propose; the first does so at once.
+
+        That is one that hears most: others may not hear enough for a quorum, and their ballots would hold up its own.
+        """
+        views = self._came()
+        stay = sorted(views.keys() - self._silent(), key=lambda rank: (len(views[rank].silent), rank))
         return stay.index(self.rank) if self.rank in stay else len(self.membership.living)
 
     def _wait_for_turn(self, now: float) -> None:
@@ -688,6 +692,7 @@ class Joiner:
         self.state = "asking"
         self._rank, self._timeout, self._reach = rank, timeout, reach
         self._begin = self._asked = self._repeat = 0.0
+        self._unreached_since = float("inf")
         # The decision by which it joins, the ranks that may not know it yet, and those that have said that they do.
         self._epoch, self._decision = 0, Decision({}, {})
         self._unsure, self._sure = set[int](), set[int]()
@@ -738,9 +743,11 @@ class Joiner:
         if has_state and not unreached:
             self.state, self._asked = "ready", now
             return []
-        if unreached and now >= self._begin + self._reach:
+        self._unreached_since = min(self._unreached_since, now) if unreached else float("inf")
+        is_late = now >= self._begin + self._timeout
+        if unreached and (is_late or now >= self._unreached_since + self._reach):
             return self._fail(f"it does not reach {unreached} over TCP")
-        if now >= self._begin + self._timeout:
+        if is_late:
             return self._fail(f"no state came within {self._timeout:g} s; {failure}")
         # Ranks may be lost meanwhile, so those that have not answered are asked for anew.
         self._asked = now
