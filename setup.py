@@ -223,6 +223,9 @@ def extension() -> Extension:
     if IS_FOR_ANY_TORCH:
         return Extension("fog_pg._C", sources)
     include_mpi, compile_mpi, link_mpi = mpi_flags()
+    # Compilers name a header's folder with links resolved, or without, whichever is shorter.
+    packages = Path(torch.__file__).parent.parent
+    folders = dict.fromkeys((ROOT, packages, packages.resolve()))
     if SANITIZE == "coverage":  # a process that skips the end of C++ calls this instead, see tests/harness.py
         link_mpi.append("-Wl,-u,__gcov_dump")
     return CppExtension(
@@ -240,8 +243,7 @@ def extension() -> Extension:
                 "-ffp-contract=off",  # gives the same bits on every CPU
                 "-fvisibility=hidden",
                 # Messages and symbols name no folder of the machine that builds.
-                f"-ffile-prefix-map={ROOT}/=",
-                f"-ffile-prefix-map={Path(torch.__file__).parent.parent}/=",
+                *(f"-ffile-prefix-map={folder}/=" for folder in folders),
                 *compile_mpi,
                 *sanitizer_flags(),
             ]

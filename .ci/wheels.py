@@ -37,6 +37,8 @@ VERSION = {"SETUPTOOLS_SCM_OVERRIDES_FOR_FOGDIST": '{local_scheme = "no-local-ve
 LIBRARIES = re.compile(
     r"lib(c10|torch|torch_cpu|torch_python|stdc\+\+|gcc_s|m|c|pthread|dl|rt)\.so[.\d]*|ld-linux-.*"
 )
+# The sources of fog and torch's headers, each with the folder that it was in: setup.py leaves that out of messages.
+FOLDERS = re.compile(rb"/[^\0\n\"]*?/(?:csrc/process_group_fog|torch/include)(?=/)")
 PROGRAM = """
 import fogdist
 import torch
@@ -143,8 +145,7 @@ def faults_of(extension: Path) -> list[str]:
         for kind, name in re.findall(r"\((NEEDED|RPATH|RUNPATH)\).*\[(.*)\]", dynamic)
         if kind != "NEEDED" or not LIBRARIES.fullmatch(name)
     ]
-    content = extension.read_bytes()
-    return faults + [str(folder) for folder in (ROOT / "csrc", FOLDER) if str(folder).encode() in content]
+    return faults + sorted({found.decode() for found in FOLDERS.findall(extension.read_bytes())})
 
 
 def check(wheel: Path) -> None:

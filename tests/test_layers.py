@@ -1,4 +1,4 @@
-"""Checks the includes of the C++ files: each layer includes only layers below it, and only their interfaces."""
+"""Checks the C++ files: each layer includes only interfaces of layers below it; no file is long; addresses are clear."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 pytestmark = pytest.mark.style
 
 SOURCES = Path(__file__).resolve().parent.parent / "csrc" / "process_group_fog"
+# The address of a method, as bindings take it.
+ADDRESS = re.compile(r"&(\w+)::(\w+)[,)]")
 INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 MOST_LINES = 900
 
@@ -99,3 +101,22 @@ def test_the_table_names_nothing_that_is_not_there() -> None:
 def test_no_file_is_long() -> None:
     long = {file: len((SOURCES / file).read_text().splitlines()) for file in sources()}
     assert {file: lines for file, lines in long.items() if lines > MOST_LINES} == {}
+
+
+def test_a_method_whose_address_is_taken_has_one_declaration() -> None:
+    """A second one that is compiled for other versions of torch only would make the address ambiguous there."""
+    texts = {file: (SOURCES / file).read_text() for file in sources()}
+    classes = [
+        found
+        for file, text in texts.items()
+        if file.endswith(".hpp")
+        for found in re.findall(r"^class (\w+)[^;\n]*\{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL)
+    ]
+    taken = {address for text in texts.values() for address in ADDRESS.findall(text)}
+    counts = {
+        (name, method): len(re.findall(rf"^  \w[^(\n]* [&*]?{method}\(", body, re.MULTILINE))
+        for name, body in classes
+        for method in {method for kind, method in taken if kind == name}
+    }
+    assert counts["ProcessGroupFog", "hosts"] == 1
+    assert {address: count for address, count in counts.items() if count > 1} == {}

@@ -284,7 +284,8 @@ def test_the_extension_needs_no_library_of_cuda_and_names_no_folder_of_its_build
     [
         (["-Wl,--no-as-needed", "libcudart.so"], "libcudart.so.99"),
         (["-Wl,-rpath,/somewhere"], "/somewhere"),
-        ([f'-DNAME="{ROOT}/csrc/file.cpp"'], f"{ROOT}/csrc"),
+        (['-DNAME="/home/me/csrc/process_group_fog/file.cpp"'], "/home/me/csrc/process_group_fog"),
+        (['-DNAME="fault at /home/me/torch/include/c10/file.h"'], "/home/me/torch/include"),
     ],
 )
 def test_a_release_has_no_extension_that_runs_on_some_machines_only(

@@ -312,7 +312,7 @@ class ProcessGroupFog : public c10d::Backend {
 #ifdef C10D_BACKEND_HAS_RECONFIGURE
   void await_reconfiguration();
   void check_reconfigures(const char* op) const;
-  std::vector<int> world_ranks(const c10d::ReconfigureOptions& given) const;
+  std::vector<int> ranks_of_handles(const c10d::ReconfigureOptions& given) const;
   std::shared_ptr<Group> exchange_group(std::shared_ptr<Group> group);
 #endif
   std::shared_ptr<DeviceBackends> make_device_backends(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);

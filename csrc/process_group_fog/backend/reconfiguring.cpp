@@ -51,7 +51,7 @@ c10d::ReconfigureHandle ProcessGroupFog::get_reconfigure_handle() const {
   return c10::str(prefix_of(*world_), world_->rank);
 }
 
-std::vector<int> ProcessGroupFog::world_ranks(const c10d::ReconfigureOptions& given) const {
+std::vector<int> ProcessGroupFog::ranks_of_handles(const c10d::ReconfigureOptions& given) const {
   std::vector<int> ranks;
   if (const auto* ordered = std::get_if<std::vector<c10d::ReconfigureHandle>>(&given.handles)) {
     for (const auto& handle : *ordered) {
@@ -80,7 +80,7 @@ std::shared_ptr<Group> ProcessGroupFog::exchange_group(std::shared_ptr<Group> gr
 
 c10::intrusive_ptr<c10d::Work> ProcessGroupFog::reconfigure(const c10d::ReconfigureOptions& given) {
   check_reconfigures("reconfigure");
-  const auto ranks = world_ranks(given);
+  const auto ranks = ranks_of_handles(given);
   TORCH_CHECK_WITH(
       DistBackendError, used_uuids_.insert(given.uuid).second, "fog: reconfigure: uuid: got ", given.uuid,
       ", which was already used with group '", world_->name, "'; allowed is a number that was not");
