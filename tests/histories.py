@@ -676,6 +676,13 @@ class World:
         ended, silent = process.ranks_of(process.ended), process.ranks_of(process.silent)
         return self._call(process, process.member, "lost", ended, silent)
 
+    def _tell_expulsions(self, process: Process) -> list[Any]:
+        actions: list[Any] = []
+        for by in process.ranks_of(process.expelled_by):
+            is_mutual = process.pids[by] in process.declared
+            actions += self._call(process, process.member, "expelled", by, is_mutual)
+        return actions
+
     def _object(self, process: Process) -> str:
         """Returns the object of the next exchange: they take turns, but at the ranks' own pace there is one."""
         return "b" if self.history.pace != "own" and process.completed["a"] > process.completed["b"] else "a"
@@ -780,9 +787,7 @@ class World:
         member = process.member
         self._wake(process, 0.1 + 0.2 * self.random.random())
         process.actions.extend(self._tell_losses(process))
-        for by in process.ranks_of(process.expelled_by):
-            is_mutual = process.pids[by] in process.declared
-            process.actions.extend(self._call(process, member, "expelled", by, is_mutual))
+        process.actions.extend(self._tell_expulsions(process))
         mailbox, process.mailbox = process.mailbox, []
         for sender, message in mailbox:
             process.actions.extend(self._call(process, member, "receive", sender, message))
@@ -819,6 +824,10 @@ class World:
         self._end(process, action.reason)
 
     def _do_Form(self, process: Process, form: Any) -> None:
+        if process.phase == "agrees" and (fails := self._tell_expulsions(process)):
+            process.actions.clear()  # it has stood still since it decided
+            process.actions.extend(fails)
+            return
         decision, epoch = form.decision, form.epoch
         for other in self.processes:  # if all that have decided otherwise have ended, nobody knows
             knows = other.is_alive and other.member is not None and not other.expelled_by

@@ -206,6 +206,12 @@ RARE_MUTANTS: list[tuple[str, str, str, str]] = [
         "0:7:patience:0:1.209/kill/0/0:1.228/join/0/0:6.83/kill/1/0:11.679/split/6/4.5",
     ),
     (
+        "a rank that was declared lost while it stood still makes the group that it had decided on",
+        'if self.state not in ("in a round", "decided") or',
+        'if self.state != "in a round" or',
+        "1000790141:2:in-step:1:0.218/join/2/0:2.681/join/2/0:4.117/join/2/0:4.133/pause/0/7:4.224/join/2/1",
+    ),
+    (
         "a rank that has missed a decision waits for it",
         'if "decided" in message and message["epoch"] > epoch and',
         "if 0 and",

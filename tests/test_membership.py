@@ -728,6 +728,20 @@ def agree_in(
     return {r: objects["a"]["completed"] for r, objects in decision.living.items()}
 
 
+def test_a_rank_that_stood_still_after_a_decision_looks_whether_it_was_declared_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others of its host may have decided without it meanwhile, as after its end."""
+    members = members_of_fake(monkeypatch, 0, 3, [2], [])
+    backend = members.context.backend
+    monkeypatch.setattr(backend, "hosts", [0, 0, 0])
+    monkeypatch.setattr(backend, "expelling_ranks", lambda: [1] * (members._protocol.state == "decided"))
+    told = {"epoch": 1, "decided": Decision({0: {}, 1: {}}, {}).to_values()}
+    FakeCarrier.arrived = {0: [(1, json.dumps(told))], 1: []}
+    with pytest.raises(dist.DistBackendError, match="rank 0 was declared lost by rank 1"):
+        members._agreed(dist.DistBackendError("the first error"), ())
+
+
 def test_of_two_halves_that_do_not_hear_each_other_the_one_with_the_lowest_rank_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

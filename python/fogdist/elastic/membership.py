@@ -282,6 +282,8 @@ class Members:
                     case Send(rank, message):
                         carrier.send(rank, message)
                     case Form():
+                        for fail in self._expelled():
+                            raise dist.DistBackendError(fail.reason) from failure
                         return action
                     case Fail(None):
                         carrier.answer({"epoch": protocol.membership.epoch + 1, "decided": None})
@@ -290,12 +292,9 @@ class Members:
                         raise dist.DistBackendError(reason) from failure
                     case Watch(ranks):
                         self._watch(ranks)
-            actions = protocol.lost(*self._lost())
+            actions = [*protocol.lost(*self._lost()), *self._expelled()]
             messages = carrier.receive(pause)
             actions += [action for message in messages for action in protocol.receive(*message)]
-            counted = self._on_this_host(self.context.backend.silent_ranks())
-            for rank in self._on_this_host(self.context.backend.expelling_ranks()):
-                actions += protocol.expelled(rank, rank in counted)
             actions += protocol.tick(time.monotonic())
             pause = _FIRST_PAUSE if messages else min(2 * pause, _LAST_PAUSE)
 
@@ -311,6 +310,12 @@ class Members:
         silent = {*backend.silent_ranks()}.union(backend.expelling_ranks())
         silent = self._ranks_at(silent).difference(self._on_this_host(silent), self._unconnected)
         return lost - silent, silent
+
+    def _expelled(self) -> list[Fail]:
+        """Tells the protocol which ranks of this host count this one as lost."""
+        counted = self._on_this_host(self.context.backend.silent_ranks())
+        expelling = self._on_this_host(self.context.backend.expelling_ranks())
+        return [fail for rank in expelling for fail in self._protocol.expelled(rank, rank in counted)]
 
     def _ranks_at(self, places: Collection[int]) -> set[int]:
         return {self.membership.living[place] for place in places}

@@ -328,8 +328,10 @@ class Member:
             return []
         return self._tell(self.living) + self._advance()
 
-    def expelled(self, by: int, is_mutual: bool) -> list[Action]:
+    def expelled(self, by: int, is_mutual: bool) -> list[Fail]:
         """Another rank of this host counts this one as lost, which is as good as its end: it relies on that.
+
+        So this is also called before the group of a decision is made: this rank may have stood still since it has decided.
 
         Args:
             by: That rank.
@@ -338,7 +340,7 @@ class Member:
         """
         if is_mutual:
             self._mutual.add(by)
-        if self.state != "in a round" or (by in self._mutual and self.rank < by):
+        if self.state not in ("in a round", "decided") or (by in self._mutual and self.rank < by):
             return []
         self.state = "out"
         return [Fail(f"this rank {self.rank} was declared lost by rank {by}, and takes no part any more")]
