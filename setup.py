@@ -151,6 +151,10 @@ class BuildFog(BuildExtension):
             flags[:0] = [f"-isystem{folder}" for folder in include_paths()]
             if header := self.precompile(extension.include_dirs, flags):
                 flags[:0] = ["-include", str(header)]
+        if IS_WHEEL:  # a Python with a shared library names its own folder, which other machines lack
+            for linker in ("linker_so", "linker_so_cxx"):
+                words = getattr(self.compiler, linker, [])
+                setattr(self.compiler, linker, [word for word in words if not word.startswith("-Wl,-rpath")])
         super().build_extensions()
         check_standard_library(Path(self.get_ext_fullpath(extension.name)))
 

@@ -258,6 +258,8 @@ def train(kind: str, variation: str, step_of: Callable[[Training, int], None]) -
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # torch compiles on Python 3.13.0 too.
+        warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)
         with distributed(kind, base, given) as (called, optimizer):
             is_itself = compiled is not None and called is model
             run = Training(kind, rank, model, compiled if is_itself else called, optimizer, scaler)
