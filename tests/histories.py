@@ -156,8 +156,9 @@ class History:
                 kind, noticed = random.choice(("kill", "kill", "join")), begin + SILENCE + random.random()
                 faults.append(Fault(round(noticed, 3), kind, random.randrange(size)))
         if random.random() < 0.1:
-            ranks = random.randrange(size), float(random.randrange(size))
-            faults.append(Fault(round(random.uniform(0.0, at), 3), "part", *ranks))
+            for _ in range(random.choice((1, 1, 2, 3))):
+                ranks = random.randrange(size), float(random.randrange(size))
+                faults.append(Fault(round(random.uniform(0.0, at), 3), "part", *ranks))
         faults.sort(key=lambda fault: fault.at)
         return cls(seed, size, pace, one_host, tuple(faults))
 
@@ -234,7 +235,7 @@ class World:
         self.delays = self.random.choice(((0.01,), (0.01, 0.01, 0.01, 0.1), (0.01, 1.0), SLOWEST_DELAYS))
         # Who does not hear whom: for a time, and for ever.
         self.walls: list[tuple[float, set[int], str]] = []
-        self.unreported: set[int] = set()  # whose end was not reported at once, because of a cut
+        self.unreported: dict[int, float] = {}  # until when an end was not reported, because of a cut
         self.cuts: set[tuple[int, int]] = set()
         self.tickets: dict[int, dict[str, Any]] = {}
         self.nonce = -1
@@ -495,7 +496,7 @@ class World:
         if lost.pid not in process.silent:
             if not lost.is_alive and not self.history.one_host and self._is_blocked(lost, process):
                 self._at(self.now + 0.5, self._learn, argument)
-                self.unreported.add(lost.pid)
+                self.unreported[lost.pid] = self.now + 0.5
                 return
             process.ended.add(lost.pid)
         if lost.pid in process.pids.values():
@@ -576,7 +577,7 @@ class World:
                 for each in holders
                 if each.is_alive
                 or each.died >= then
-                or each.pid in self.unreported
+                or then < self.unreported.get(each.pid, 0.0) + DOUBT
                 or (then - each.died < DOUBT and (age >= DOUBT or self.history.one_host))
             ]
             if not runs:
@@ -600,7 +601,9 @@ class World:
         elif (
             "had no answer" in reason
             and not self._members()
-            and not any(each.hangs for each in self.processes)  # one that joins may have been let in
+            and not any(
+                each.hangs and each.member is None for each in self.processes
+            )  # it may have been let in
             and self.now > TIMEOUT / 2 + max(each.died for each in self.processes if each.member is not None)
         ):
             raise Violation(f"a joiner waits although nobody is left: {reason}")

@@ -148,7 +148,6 @@ MUTANTS: list[tuple[str, str, str]] = [
         "return [TakeTicket(), Ask()]\n\n    def admitted",
         "return [Ask()]\n\n    def admitted",
     ),
-    ("a rank that hears too few proposes first", "key=lambda rank: (len(views[rank].silent), rank))", ")"),
     ("processes join while silent ranks are left out", "can_join = not silent and", "can_join ="),
     (
         "the lowest rank is not watched",
@@ -204,6 +203,12 @@ RARE_MUTANTS: list[tuple[str, str, str, str]] = [
         "min(self._unreached_since, now) if",
         "self._begin if",
         "0:7:patience:0:1.209/kill/0/0:1.228/join/0/0:6.83/kill/1/0:11.679/split/6/4.5",
+    ),
+    (
+        "a rank that hears too few holds up the others",
+        "now >= self._turn and self._may_decide(own):",
+        "now >= self._turn:",
+        "0:5:in-step:0:0/part/2/3:0.1/part/4/0:0.2/part/4/1:5/kill/0/0:5.1/kill/1/0",
     ),
     (
         "a rank that was declared lost while it stood still makes the group that it had decided on",

@@ -488,22 +488,23 @@ def test_a_rank_that_is_late_is_waited_for_although_one_that_has_ended_did_not_h
 def members_of(
     silent: dict[int, list[int]], ended: Sequence[int] = (), stands_still: float = 0.0
 ) -> dict[int, tuple[int, ...]]:
-    """Returns the members of the epoch that ranks of five decide on, by rank.
+    """Returns the members of the epoch that ranks decide on, by rank; none for a rank that raises.
 
     Args:
         silent: Whom each of the ranks does not hear.
         ended: Who has ended, as these ranks notice after some time.
         stands_still: For how long they do nothing, before that.
     """
-    members, formed = {rank: Member(rank, 5, 30.0, 6.0) for rank in silent}, dict[int, tuple[int, ...]]()
+    members = {rank: Member(rank, 1 + max(silent), 30.0, 6.0) for rank in silent}
+    formed: dict[int, tuple[int, ...]] = {}
     mail: list[tuple[int, int, Message]] = []
 
     def take(rank: int, actions: Sequence[Action]) -> None:
         hears = silent.keys() - silent[rank]
         mail.extend((rank, to, message) for to in hears for message in told(actions, to))
         for each in actions:
-            if isinstance(each, Form):
-                formed[rank] = each.decision.members
+            if isinstance(each, (Form, Fail)):
+                formed[rank] = each.decision.members if isinstance(each, Form) else ()
 
     for rank, member in members.items():
         member.lost([], silent[rank])
@@ -520,7 +521,20 @@ def members_of(
 
 def test_ballots_of_a_rank_that_hears_too_few_do_not_hold_up_the_others() -> None:
     """Ranks 0 and 1 are cut off, and 2 and 3 do not hear each other: rank 4 only has promises of three of five."""
-    assert members_of({2: [0, 1, 3], 3: [0, 1, 2], 4: [0, 1]}) == {2: (2, 4), 4: (2, 4)}
+    assert members_of({2: [0, 1, 3], 3: [0, 1, 2], 4: [0, 1]}) == {2: (2, 4), 3: (), 4: (2, 4)}
+
+
+@pytest.mark.parametrize(
+    "hears",
+    [
+        {rank: {(rank + step) % 7 for step in (1, 6)} for rank in range(7)},
+        {0: {1}, 1: {0}, 2: {3, 4}, 3: {2, 5}, 4: {2, 5}, 5: {3, 4}},
+    ],
+)
+def test_ranks_of_which_none_hears_a_quorum_raise_at_once(hears: dict[int, set[int]]) -> None:
+    """Through others, each would reach a majority."""
+    silent = {rank: sorted(hears.keys() - others - {rank}) for rank, others in hears.items()}
+    assert members_of(silent) == dict.fromkeys(hears, ())
 
 
 @pytest.mark.parametrize(("stands_still", "expected"), [(0.0, {3: (3, 4), 4: (3, 4)}), (7.0, {})])
@@ -636,10 +650,10 @@ def test_a_joiner_that_has_waited_for_an_answer_has_time_to_reach_all_ranks() ->
         (24.9, "rank 1"),
         (24.95, ""),
         (25.0, "rank 1"),
-        (29.9, "rank 0"),
+        (35.9, "rank 0"),
     ):
         assert not any(isinstance(each, Fail) for each in joiner.loaded(now, bool(unreached), unreached, ""))
-    (fail,) = joiner.loaded(30.0, True, "rank 0", "")
+    (fail,) = joiner.loaded(36.0, True, "rank 0", "")
     assert isinstance(fail, Fail) and "does not reach rank 0" in str(fail.reason)
     joiner = Joiner(2, 30.0, 11.0)
     joiner.start(0.0)
@@ -826,3 +840,32 @@ def refuse() -> None:
 
 def test_what_it_refuses(new_world: Callable[..., World]) -> None:
     new_world(2).run(refuse)
+
+
+def test_all_that_are_left_decide_only_if_each_has_said_that_the_others_have_ended() -> None:
+    """Rank 4 has not: the word of ranks 0 to 2, that they have decided otherwise, may be on its way to it."""
+    members = {rank: Member(rank, 5, 30.0, 13.0) for rank in range(5)}
+
+    def answers(sender: int, actions: Sequence[Action], ranks: Sequence[int]) -> list[Action]:
+        """Takes what a rank tells these ranks, and takes back what they answer; returns what follows."""
+        return [
+            each
+            for rank in ranks
+            for message in told(actions, rank)
+            for answer in told(members[rank].receive(sender, message), sender)
+            for each in members[sender].receive(rank, answer)
+        ]
+
+    def is_decided(actions: Sequence[Action]) -> bool:
+        return any(isinstance(each, Form) for each in actions)
+
+    for rank, member in members.items():
+        answers(rank, member.agree(0.0, {}, "", [JOIN]), [each for each in members if each != rank])
+    members[3].tick(0.0)
+    proposal = answers(3, members[3].tick(1.6), [2, 4])
+    assert any(message["accepted"] == (1, 3) for message in told(proposal, 4))
+    # Its proposal comes to rank 4 only, and then the others end.
+    assert not is_decided(answers(3, proposal, [4]))
+    end = members[3].lost([0, 1, 2])
+    assert not is_decided(end)
+    assert is_decided(answers(3, end, [4]))

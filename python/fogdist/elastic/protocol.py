@@ -431,7 +431,7 @@ class Member:
             self._left_out = left_out
             self._turn = now + _TURN * self._place() + (_SETTLE if left_out[1] else 0.0)
         actions: list[Action] = [Watch(tuple(rank for rank in self.living if rank != self.rank))]
-        if self._turn is not None and now >= self._turn:
+        if self._turn is not None and now >= self._turn and self._may_decide(own):
             number = max(view.promised[0] for view in self._views.values()) + 1
             own.promised, self._without = (number, self.rank), silent
             self._wait_for_turn(now)
@@ -489,10 +489,17 @@ class Member:
             return False
         own, reach = self._own, self._reach()
         is_complete = all(rank in self._views for rank in self.living)
+        heard = [view for rank, view in self._came().items() if rank not in own.silent]
+        if is_complete and not any(map(self._may_decide, heard)):  # who decides hears this rank
+            return True
         may_all = reach | own.ended >= {*self.membership.living} and not (
             self._stood_still and len(reach) == 1
         )
         return is_complete and not self._is_majority(reach) and not may_all
+
+    def _may_decide(self, view: _View) -> bool:
+        """Returns whether those that a rank hears, which has told this, are a quorum; no other ballot is ever accepted."""
+        return self._is_majority({*self.membership.living} - view.silent - view.ended) or not view.silent
 
     def _is_majority(self, ranks: Collection[int]) -> bool:
         twice, size = 2 * len(ranks), len(self.membership.living)
@@ -506,12 +513,8 @@ class Member:
         return not self._stood_still and {*ranks} | ended >= {*self.membership.living}
 
     def _place(self) -> int:
-        """Returns which rank this one is of those that may propose; the first does so at once.
-
-        That is one that hears most: others may not hear enough for a quorum, and their ballots would hold up its own.
-        """
-        views = self._came()
-        stay = sorted(views.keys() - self._silent(), key=lambda rank: (len(views[rank].silent), rank))
+        """Returns which rank this one is of those that may propose; the first does so at once."""
+        stay = sorted(self._came().keys() - self._silent())
         return stay.index(self.rank) if self.rank in stay else len(self.membership.living)
 
     def _wait_for_turn(self, now: float) -> None:
@@ -746,10 +749,9 @@ class Joiner:
             self.state, self._asked = "ready", now
             return []
         self._unreached_since = min(self._unreached_since, now) if unreached else float("inf")
-        is_late = now >= self._begin + self._timeout
-        if unreached and (is_late or now >= self._unreached_since + self._reach):
+        if unreached and now >= self._unreached_since + self._reach:
             return self._fail(f"it does not reach {unreached} over TCP")
-        if is_late:
+        if not unreached and now >= self._begin + self._timeout:
             return self._fail(f"no state came within {self._timeout:g} s; {failure}")
         # Ranks may be lost meanwhile, so those that have not answered are asked for anew.
         self._asked = now
