@@ -131,11 +131,6 @@ def tell_stores() -> None:
         _standby.tell_list()
 
 
-def successor_of_store() -> str:
-    """Returns the address of the Store to which the ranks of the job that this process joins have gone; "" if they have not."""
-    return "" if _standby is None else _standby.successor()
-
-
 def renew_stores() -> None:
     """Takes what `tell_stores` of a process that joins has told."""
     if _standby is not None:

@@ -181,12 +181,6 @@ class Standby:
                     _tell(store, use)
                     told.add(address)
 
-    def successor(self) -> str:
-        """Returns the address of the Store that ranks use instead of this process's, as far as others know; "" if none."""
-        named = _named(_answering(self._addresses))
-        # One that does not answer here may be this one under another name.
-        return "" if named in ("", self._address) or _connected(named) is None else named
-
     def tell_list(self) -> None:
         """Tells the others where the servers are, as this process, which joins them, has been told."""
         self.store.set(_LIST, ",".join(self._addresses))

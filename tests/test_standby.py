@@ -305,10 +305,7 @@ def test_a_process_that_joins_finds_the_store_in_use(
     with monkeypatch.context() as older:
         older.setenv("FOG_STORES", addresses[3])  # a list without the one in use
         found = _standby.find()
-    assert found is not None and found.store.get("mark") == b"1" and not found.successor()
-    assert servers[3].store is not None
-    servers[3].store.set("fog/job/use", f"4 {addresses[1]}")
-    assert found.successor() == addresses[1]  # the ranks go there before this process has joined
+    assert found is not None and found.store.get("mark") == b"1"
     # That of the rank that answers, and the one to which ranks moved last.
     for place, mark in ((1, b"2"), (2, b"3")):
         found = _standby.find()

@@ -25,8 +25,6 @@ _log = logging.getLogger("fogdist")
 # The pauses between two reads of the Store by a joiner, in seconds, and between two samples of the ranks' processes.
 _PAUSE = 2e-3
 _LIFE_PAUSE = 0.5
-# The pause between two questions to all Stores of the job whether its ranks have lost the one in use, in seconds.
-_STORES_PAUSE = 5.0
 # How long ranks of other hosts may take to hear a joiner, before it asks anew which ranks are left.
 _REACH_TIMEOUT = 3.0
 # A joiner that has waited so long for an answer says so.
@@ -161,7 +159,7 @@ class Joiner:
 
     def _await(self, what: str) -> str:
         """Waits for a value of the ticket."""
-        begin = looked = looked_at_stores = time.monotonic()
+        begin = looked = time.monotonic()
         has_warned = False
         while not self._store.check([key(self._ticket, what)]):
             if self._store.check([key(self._ticket, "refused")]):
@@ -174,12 +172,6 @@ class Joiner:
                         now, is_anyone_left=self._is_anyone_left, is_forgotten=self._is_forgotten(what)
                     )
                 )
-            if now >= looked_at_stores + _STORES_PAUSE:
-                if successor := _joining.successor_of_store():
-                    raise self._error(
-                        f"its ranks have gone to the Store at {successor}, while this process used that of before"
-                    )
-                looked_at_stores = time.monotonic()
             if now >= begin + _WARN_AFTER and not has_warned:
                 has_warned = True
                 _log.warning(
