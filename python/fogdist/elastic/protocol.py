@@ -412,6 +412,8 @@ class Member:
         missing = [rank for rank in members if rank not in self._views.keys() | own.ended | silent]
         if self._is_cut_off():
             reach = self._reach()
+            if self._is_majority(reach):  # through others, of which none hears enough either
+                reach = {*self.living}
             return self._fail(
                 f"this rank {self.rank} does not hear the ranks {sorted({*members} - reach - own.ended)}, which may go on "
                 f"without it: with it there are {len(reach)} of {len(members)} ranks, too few to go on; after: {self._failure}"
