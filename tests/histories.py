@@ -789,8 +789,8 @@ class World:
     def _agrees(self, process: Process) -> None:
         member = process.member
         self._wake(process, 0.1 + 0.2 * self.random.random())
-        process.actions.extend(self._tell_losses(process))
         process.actions.extend(self._tell_expulsions(process))
+        process.actions.extend(self._tell_losses(process))
         mailbox, process.mailbox = process.mailbox, []
         for sender, message in mailbox:
             process.actions.extend(self._call(process, member, "receive", sender, message))

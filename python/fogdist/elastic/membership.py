@@ -292,7 +292,8 @@ class Members:
                         raise dist.DistBackendError(reason) from failure
                     case Watch(ranks):
                         self._watch(ranks)
-            actions = [*protocol.lost(*self._lost()), *self._expelled()]
+            # In this order: it may have stood still, and all others may have gone on without it and ended.
+            actions = [*self._expelled(), *protocol.lost(*self._lost())]
             messages = carrier.receive(pause)
             actions += [action for message in messages for action in protocol.receive(*message)]
             actions += protocol.tick(time.monotonic())
