@@ -601,9 +601,8 @@ class World:
         elif (
             "had no answer" in reason
             and not self._members()
-            and not any(
-                each.hangs and each.member is None for each in self.processes
-            )  # it may have been let in
+            # One that hangs may have been let in.
+            and not any(each.hangs and each.member is None for each in self.processes)
             and self.now > TIMEOUT / 2 + max(each.died for each in self.processes if each.member is not None)
         ):
             raise Violation(f"a joiner waits although nobody is left: {reason}")
