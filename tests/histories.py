@@ -452,6 +452,7 @@ class World:
         ):  # that one learns of it before it does anything else: it is as good as ended
             lost.expelled_by.add(one.pid)
             one.declared.add(lost.pid)
+            self._at(self.now + 0.1, self._hear_of_failure, (lost, lost.name))
         else:
             one.silent.add(lost.pid)
             lost.is_doubted = True  # a third rank that hears both may go on with either

@@ -558,6 +558,22 @@ def test_a_rank_outside_of_a_decision_is_out(epoch: int) -> None:
     assert member.state == "out" and not any(isinstance(each, Form) for each in actions)
 
 
+def test_ranks_stop_at_once_if_one_has_seen_end_what_the_other_takes_for_silent() -> None:
+    """Rank 2 may propose, as it hears all that have not ended; but rank 1 never counts rank 0 as ended, so nobody decides."""
+    members = {rank: Member(rank, 5, 30.0, 6.0) for rank in (1, 2)}
+    members[1].lost([3, 4], [0])
+    members[2].lost([0, 3, 4])
+    (second,) = told(members[2].agree(0.0, {}, ""), 1)
+    members[1].agree(0.0, {}, "")
+    for message in told(members[1].receive(2, second), 2):
+        members[2].receive(1, message)
+    (fail,) = members[1].tick(0.1)
+    assert isinstance(fail, Fail) and "does not hear the ranks [0]" in str(fail.reason)
+    assert members[2].state == "in a round"  # it goes on alone if the system reports that rank 1 has ended
+    members[2].lost([1])
+    assert any(isinstance(each, Form) for each in members[2].tick(0.2))
+
+
 def test_a_ballot_that_began_before_ranks_told_of_silence_decides_nothing() -> None:
     """It left nobody out. What is told since then may be half of it, so the next ballot waits for its turn."""
     proposer, others = Member(0, 4, 30.0, 6.0), [Member(rank, 4, 30.0, 6.0) for rank in range(1, 4)]

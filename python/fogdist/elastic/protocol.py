@@ -487,17 +487,15 @@ class Member:
 
     def _is_cut_off(self) -> bool:
         """Returns whether there is no quorum, whatever comes: all that this rank hears have come."""
-        if self._is_majority(self.living):
+        if self._is_majority(self.living) or any(rank not in self._views for rank in self.living):
             return False
-        own, reach = self._own, self._reach()
-        is_complete = all(rank in self._views for rank in self.living)
-        heard = [view for rank, view in self._came().items() if rank not in own.silent]
-        if is_complete and not any(map(self._may_decide, heard)):  # who decides hears this rank
+        heard = [view for rank, view in self._came().items() if rank not in self._own.silent]
+        if not any(map(self._may_decide, heard)):  # nobody proposes; who decides hears this rank
             return True
-        may_all = reach | own.ended >= {*self.membership.living} and not (
-            self._stood_still and len(reach) == 1
-        )
-        return is_complete and not self._is_majority(reach) and not may_all
+        # Nobody can agree with enough others: one takes for silent what another one has seen end, or this rank stood still.
+        reach = self._reach()
+        may_all = reach | self._own.ended >= {*self.membership.living}
+        return not self._is_majority(reach) and (not may_all or (self._stood_still and len(reach) == 1))
 
     def _may_decide(self, view: _View) -> bool:
         """Returns whether those that a rank hears, which has told this, are a quorum; no other ballot is ever accepted."""
