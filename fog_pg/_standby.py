@@ -329,9 +329,11 @@ def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | N
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     with contextlib.suppress(OSError, RuntimeError):
-        socket.create_connection((host, int(port)), _REACH_TIMEOUT).close()
+        with socket.create_connection((host, int(port)), _REACH_TIMEOUT) as connection:
+            number = socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
         limit = timedelta(seconds=timeout)
-        store = dist.TCPStore(host, int(port), is_master=False, timeout=limit, wait_for_workers=False)
+        with _store.answer_within(timeout, number, int(port)):
+            store = dist.TCPStore(number, int(port), is_master=False, timeout=limit, wait_for_workers=False)
         _store.limit_silence(store, environment.HOST_TIMEOUT.get())
         return dist.PrefixStore(_PREFIX, store)
     return None

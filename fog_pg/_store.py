@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -26,15 +27,37 @@ def connections(store: dist.Store) -> Iterator[socket.socket]:
 
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):
-        return
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as connection:
-                if _is_of(connection, store.port):
-                    yield connection
+    if isinstance(store, dist.TCPStore):
+        yield from _connections_of(store.port)
+
+
+@contextlib.contextmanager
+def answer_within(seconds: float, host: str, port: int) -> Iterator[None]:
+    """Breaks the connections that are made to a server meanwhile, when this time is over.
+
+    torch waits without an end for the first answer of a server that accepts a connection and says nothing.
+
+    Args:
+        seconds: The time.
+        host: The server's address, as a number.
+        port: The server's.
+    """
+    before = {connection.getsockname() for connection in _connections_of(port)}
+
+    def end() -> None:
+        for connection in _connections_of(port):
+            with contextlib.suppress(OSError):  # it has just ended
+                is_its = connection.getpeername()[0].removeprefix("::ffff:") == host
+                if is_its and connection.getsockname() not in before:
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def limit_silence(store: dist.Store, seconds: int) -> None:
@@ -68,6 +91,16 @@ def watch_silence(connection: socket.socket, seconds: int) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _connections_of(port: int) -> Iterator[socket.socket]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile, or not connected
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                if _is_of(connection, port):
+                    yield connection
 
 
 def _is_of(connection: socket.socket, port: int) -> bool:

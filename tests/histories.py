@@ -440,7 +440,12 @@ class World:
         is_cut = (one.pid, lost.pid) in self.cuts  # a joiner notices that when it is in
         if not one.is_alive or (one.member is None and not is_cut) or lost.pid in one.gone | one.expelled_by:
             return
-        if one.member is None or (one.paused > self.now and one.phase == "agrees"):
+        knows = not self.history.one_host or lost.pid in one.pids.values()
+        if not knows and (
+            lost.member is not None or not lost.is_alive
+        ):  # on one host, it looks after its group
+            return
+        if one.member is None or not knows or (one.paused > self.now and one.phase == "agrees"):
             # Of a pause, it sees first who has ended meanwhile.
             later = max(one.paused, self.now) + 0.5 * self.random.random()
             self._at(later, self._declare_lost, argument)
@@ -452,7 +457,8 @@ class World:
         ):  # that one learns of it before it does anything else: it is as good as ended
             lost.expelled_by.add(one.pid)
             one.declared.add(lost.pid)
-            self._at(self.now + 0.1, self._hear_of_failure, (lost, lost.name))
+            if one.pid in lost.pids.values():  # its group is one after that of the other, or the same
+                self._at(self.now + 0.1, self._hear_of_failure, (lost, lost.name))
         else:
             one.silent.add(lost.pid)
             lost.is_doubted = True  # a third rank that hears both may go on with either

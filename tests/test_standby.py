@@ -86,6 +86,20 @@ def test_a_standby_that_is_not_there_is_named_on_all_ranks(
     assert time.monotonic() - started < SOON
 
 
+def test_a_server_that_accepts_and_does_not_answer_is_named(
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another service may do. Connections that were there before stay."""
+    monkeypatch.setattr(_standby, "_START_TIMEOUT", 1.0)
+    first = Server()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = silent.getsockname()
+        with socket.create_connection(place) as before:
+            with pytest.raises(RuntimeError, match=f"the Store at 127.0.0.1:{place[1]} cannot be reached"):
+                begin(first.address, f"127.0.0.1:{place[1]}")
+            assert before.getpeername() == place
+
+
 def test_a_store_of_another_job_is_named(begin: Callable[..., _standby.Standby]) -> None:
     servers = [Server(), Server(), Server()]
     begin(servers[0].address, servers[1].address)
