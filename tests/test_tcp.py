@@ -585,6 +585,26 @@ def test_a_peer_of_several_connections_is_lost(tmp_path: Path, how: str) -> None
     assert "rank 0 " in error and reason in error, error
 
 
+def wait_for_a_killed_rank() -> str:
+    """Rank 0 ends while rank 1 sleeps."""
+    exchange_with_all()
+    _C.emulate(longest_sleep=timedelta(hours=1))
+    if dist.get_rank() == 0:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = error_of(lambda: dist.recv(torch.zeros(3), 0))
+    _C.emulate()
+    return error
+
+
+def test_the_end_of_a_process_of_another_host_is_noticed_at_once(tmp_path: Path) -> None:
+    """Regression: until its sleep ended, a rank did not take note of what its sockets had found out."""
+    calls = [("wait_for_a_killed_rank", [])]
+    found = run_on_hosts(tmp_path, [0, 1], __name__, calls, killed=[0], finalizing=None)
+    (error,) = found[1]
+    assert "rank 0 " in error and "was lost: its process ended" in error, error
+
+
 def ask_for_more() -> list[bytes]:
     """Rank 1 makes additional connections to rank 0 by hand, and does not use them.
 

@@ -32,8 +32,8 @@ constexpr auto kPatience = std::chrono::seconds(5);
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
 constexpr size_t kLongestRound = 3;
 // Between an attempt that has failed and the next one.
-constexpr auto kPause = std::chrono::milliseconds(20);
-constexpr auto kLookInterval = std::chrono::milliseconds(5);
+constexpr auto kPause = std::chrono::milliseconds(2);
+constexpr auto kLookInterval = std::chrono::milliseconds(2);
 // The accepted sockets whose other side has not proved who it is, and at most an eighth of the descriptors; the oldest gives way.
 constexpr rlim_t kMostUnproven = 256;
 // How long it may take to find out why a connection has ended. Then its process may still run, but messages may be lost,

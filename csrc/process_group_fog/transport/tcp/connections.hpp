@@ -165,9 +165,10 @@ class Connections {
     return !trying_.empty() || !unproven_.empty();
   }
 
-  // Returns whether news may come that does not ring the bell.
+  // Returns whether news may come that does not ring the bell: it is soon time for another attempt to connect, or for
+  // take_ended().
   bool must_poll() const {
-    return is_used() && !ringer_.load()->works();
+    return is_used() && (!ringer_.load()->works() || !trying_.empty() || !ended_.empty());
   }
 
   // --- any thread ---
