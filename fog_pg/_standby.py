@@ -264,11 +264,11 @@ def is_of_a_job(address: str) -> bool | None:
 
 def _claimed(address: str, owner: str) -> str:
     """Takes a server for the job; returns why that is not possible, "" if it is."""
-    if (store := _connected(address, _START_TIMEOUT)) is None:
-        return f"the Store at {address} cannot be reached; is it started?"
-    if _take(store, owner):
+    store = _connected(address, _START_TIMEOUT)
+    if store is not None and _take(store, owner):
         return ""
-    before = store.get(_OWNER).decode()
+    if store is None or not (before := _text(store, _OWNER)):
+        return f"the Store at {address} cannot be reached; is it started?"
     name, other = owner.rpartition(" ")[0], before.rpartition(" ")[0]
     which = "the same name" if other == name else f"the name '{other}'"
     return f"the Store at {address} belongs to another job, of {which}; this job's name is '{name}'"
@@ -330,7 +330,8 @@ def _connected(address: str, timeout: float = _ANSWER_TIMEOUT) -> dist.Store | N
     host = host.strip("[]")
     with contextlib.suppress(OSError, RuntimeError):
         with socket.create_connection((host, int(port)), _REACH_TIMEOUT) as connection:
-            number = socket.getnameinfo(connection.getpeername(), socket.NI_NUMERICHOST)[0]
+            numeric = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+            number = socket.getnameinfo(connection.getpeername(), numeric)[0]
         limit = timedelta(seconds=timeout)
         with _store.answer_within(timeout, number, int(port)):
             store = dist.TCPStore(number, int(port), is_master=False, timeout=limit, wait_for_workers=False)

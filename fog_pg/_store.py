@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 _TCP_USER_TIMEOUT = 18
 # Probes of an idle connection before it counts as broken.
 _PROBES = 9
+# The pause before connections of a server that does not answer are broken again, in seconds.
+_BREAK_PAUSE = 0.1
 
 
 def connections(store: dist.Store) -> Iterator[socket.socket]:
     """Yields the connections to a TCPStore, or to one below a PrefixStore, and those of clients if it is served here.
 
-    For another Store there are none. Each is closed after its turn, which does not end the connection.
+    For another Store there are none. They are as in `_connections_of`.
     """
     import torch.distributed as dist
 
@@ -33,9 +35,10 @@ def connections(store: dist.Store) -> Iterator[socket.socket]:
 
 @contextlib.contextmanager
 def answer_within(seconds: float, host: str, port: int) -> Iterator[None]:
-    """Breaks the connections that are made to a server meanwhile, when this time is over.
+    """Breaks the connections that this process makes to a server meanwhile, from this time on.
 
-    torch waits without an end for the first answer of a server that accepts a connection and says nothing.
+    torch waits without an end for the first answer of a server that accepts a connection and says nothing. When its own
+    time is over, it makes no further one.
 
     Args:
         seconds: The time.
@@ -43,21 +46,29 @@ def answer_within(seconds: float, host: str, port: int) -> Iterator[None]:
         port: The server's.
     """
     before = {connection.getsockname() for connection in _connections_of(port)}
+    done = threading.Event()
+
+    def is_new(connection: socket.socket) -> bool:
+        at, at_port = connection.getpeername()[:2]
+        is_its = (_plain(at), at_port) == (_plain(host), port)
+        return is_its and connection.getsockname() not in before
 
     def end() -> None:
-        for connection in _connections_of(port):
-            with contextlib.suppress(OSError):  # it has just ended
-                is_its = connection.getpeername()[0].removeprefix("::ffff:") == host
-                if is_its and connection.getsockname() not in before:
-                    connection.shutdown(socket.SHUT_RDWR)
+        pause = seconds
+        while not done.wait(pause):
+            pause = _BREAK_PAUSE
+            with contextlib.suppress(OSError):  # no descriptor is left, or a connection has just ended
+                for connection in _connections_of(port):
+                    if is_new(connection):
+                        connection.shutdown(socket.SHUT_RDWR)
 
-    timer = threading.Timer(seconds, end)
-    timer.daemon = True
-    timer.start()
+    thread = threading.Thread(target=end, daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()
+        thread.join()
 
 
 def limit_silence(store: dist.Store, seconds: int) -> None:
@@ -93,7 +104,13 @@ def watch_silence(connection: socket.socket, seconds: int) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
+def _plain(address: str) -> str:
+    """Returns an address without what says that it is one of IPv4, or on which link it is."""
+    return address.removeprefix("::ffff:").partition("%")[0]
+
+
 def _connections_of(port: int) -> Iterator[socket.socket]:
+    """Yields the connections of this process with a port; each is closed after its turn, which does not end it."""
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

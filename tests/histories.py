@@ -441,9 +441,8 @@ class World:
         if not one.is_alive or (one.member is None and not is_cut) or lost.pid in one.gone | one.expelled_by:
             return
         knows = not self.history.one_host or lost.pid in one.pids.values()
-        if not knows and (
-            lost.member is not None or not lost.is_alive
-        ):  # on one host, it looks after its group
+        # On one host, a member looks after its group.
+        if not knows and one.member is not None and (lost.member is not None or not lost.is_alive):
             return
         if one.member is None or not knows or (one.paused > self.now and one.phase == "agrees"):
             # Of a pause, it sees first who has ended meanwhile.

@@ -5,6 +5,8 @@ tests/test_keep_going.py has hosts that are lost while ranks train.
 
 from __future__ import annotations
 
+import contextlib
+import re
 import socket
 import threading
 import time
@@ -86,18 +88,33 @@ def test_a_standby_that_is_not_there_is_named_on_all_ranks(
     assert time.monotonic() - started < SOON
 
 
+def close_all(listener: socket.socket, seconds: float) -> None:
+    """Accepts connections and closes them, for some time."""
+    listener.settimeout(0.05)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(TimeoutError):
+            listener.accept()[0].close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::ffff:127.0.0.1]"])
+@pytest.mark.parametrize("closes", [0.0, 0.8])
 def test_a_server_that_accepts_and_does_not_answer_is_named(
-    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch
+    begin: Callable[..., _standby.Standby], monkeypatch: pytest.MonkeyPatch, host: str, closes: float
 ) -> None:
-    """As another service may do. Connections that were there before stay."""
+    """As another service may do, or one that begins just now. Connections that were there before stay."""
     monkeypatch.setattr(_standby, "_START_TIMEOUT", 1.0)
     first = Server()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         place = silent.getsockname()
+        closing = threading.Thread(target=close_all, args=(silent, closes))
         with socket.create_connection(place) as before:
-            with pytest.raises(RuntimeError, match=f"the Store at 127.0.0.1:{place[1]} cannot be reached"):
-                begin(first.address, f"127.0.0.1:{place[1]}")
+            closing.start()
+            address = f"{host}:{place[1]}"
+            with pytest.raises(RuntimeError, match=f"the Store at {re.escape(address)} cannot be reached"):
+                begin(first.address, address)
             assert before.getpeername() == place
+        closing.join()
 
 
 def test_a_store_of_another_job_is_named(begin: Callable[..., _standby.Standby]) -> None:

@@ -492,7 +492,8 @@ class Member:
         heard = [view for rank, view in self._came().items() if rank not in self._own.silent]
         if not any(map(self._may_decide, heard)):  # nobody proposes; who decides hears this rank
             return True
-        # Nobody can agree with enough others: one takes for silent what another one has seen end, or this rank stood still.
+        # Who may propose does not know of all ends yet, or has seen end what this rank takes for silent; or this one stood
+        # still.
         reach = self._reach()
         may_all = reach | self._own.ended >= {*self.membership.living}
         return not self._is_majority(reach) and (not may_all or (self._stood_still and len(reach) == 1))

@@ -31,8 +31,9 @@ constexpr auto kPatience = std::chrono::seconds(5);
 // An address may take this long to answer in the first round, and longer in each further round.
 constexpr auto kFirstPatience = std::chrono::milliseconds(250);
 constexpr size_t kLongestRound = 3;
-// Between an attempt that has failed and the next one.
+// Between an attempt that has failed and the next one; twice as long after each round, up to 128 ms.
 constexpr auto kPause = std::chrono::milliseconds(2);
+constexpr size_t kLongestPause = 6; // rounds
 constexpr auto kLookInterval = std::chrono::milliseconds(2);
 // The accepted sockets whose other side has not proved who it is, and at most an eighth of the descriptors; the oldest gives way.
 constexpr rlim_t kMostUnproven = 256;
@@ -453,7 +454,7 @@ void Connections::accept_all() {
       if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED) { // no descriptors: look again later
         epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listener_, nullptr);
         listens_ = false;
-        next_look_ = Clock::now() + 10 * kLookInterval;
+        next_look_ = Clock::now() + 25 * kLookInterval;
       }
       return;
     }
@@ -507,7 +508,7 @@ void Connections::try_later(Peer& peer) {
     peer.place = 0;
     ++peer.rounds;
   }
-  peer.again = Clock::now() + kPause * (1 << std::min(peer.rounds, kLongestRound));
+  peer.again = Clock::now() + kPause * (1 << std::min(peer.rounds, kLongestPause));
 }
 
 Connections::Socket* Connections::take(int fd, State state, PeerId peer) {

@@ -10,6 +10,7 @@
 // its welcome on, for as long as the other one lets it be, and may get nothing by it.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
@@ -168,7 +169,7 @@ class Connections {
   // Returns whether news may come that does not ring the bell: it is soon time for another attempt to connect, or for
   // take_ended().
   bool must_poll() const {
-    return is_used() && (!ringer_.load()->works() || !trying_.empty() || !ended_.empty());
+    return is_used() && (!ringer_.load()->works() || waits_to_try() || !ended_.empty());
   }
 
   // --- any thread ---
@@ -265,6 +266,13 @@ class Connections {
     return ringer_.load(std::memory_order_relaxed) != nullptr;
   }
   void use();
+  // Returns whether it is only a matter of time until it tries to connect.
+  bool waits_to_try() const {
+    return std::any_of(trying_.begin(), trying_.end(), [this](PeerId number) {
+      const auto& peer = peers_.at(number);
+      return peer.own == nullptr && peer.accepted == nullptr;
+    });
+  }
 
   Socket* take(int fd, State state, PeerId peer);
   void drop(Socket& socket);
