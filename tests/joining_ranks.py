@@ -41,6 +41,9 @@ FIRST_TARGET = 10.0
 RATE, RATE_OF_ADAM = 0.05, 0.01
 # The last steps of a training only mix.
 COOL_STEPS = 80
+# In these kinds ranks may be many steps apart: none learns any more as soon as the end is known, because the last one has
+# nobody to mix with.
+AT_OWN_PACE = {"AsynchronousGossip", "WinPut", "wrapper/async"}
 # After so many steps, all ranks take the mean of all, in the kind that does so.
 AVERAGE_STEPS = 25
 TIMEOUT = 40.0
@@ -161,7 +164,7 @@ class Rank:
                 board.records["after"][rank, made] = model.both(whole)
             is_last = not board.count(rank)
             over = board.over[0]
-            if over and step >= over - COOL_STEPS:
+            if over and (step >= over - COOL_STEPS or self._kind in AT_OWN_PACE):
                 for group in optimizer.param_groups:  # a process that joins has others then
                     group["lr"] = 0.0
             if is_last or (over and step >= over):
