@@ -562,7 +562,7 @@ class World:
         elif "do not hear" in reason or "does not hear" in reason or "gone on without it" in reason:
             # If ranks that have let it in have ended, the others may have decided anew.
             has_ended = any(not self.processes[pid].is_alive for pid in process.pids.values())
-            is_late = has_ended and "gone on without it" in reason
+            is_late = (has_ended and "gone on without it" in reason) or self.delays == SLOWEST_DELAYS
             if not is_late and not any(
                 each.is_suspected or each.hangs or each.paused for each in self.processes
             ):
