@@ -31,7 +31,7 @@ constexpr auto kDoze = std::chrono::milliseconds(1);
 constexpr auto kAskingAgain = std::chrono::microseconds(5);
 constexpr int kAsked = 500;
 constexpr int kAskedOversubscribed = 5;
-constexpr int kYields = 500; // before the first sleep, if no bell would end the sleep
+constexpr int kYields = 500; // before the first sleep, if news may come without a bell
 constexpr auto kNapWithBell = std::chrono::microseconds(100);
 constexpr auto kNap = std::chrono::microseconds(20);
 constexpr auto kAnswerTime = std::chrono::milliseconds(20);
@@ -242,7 +242,7 @@ void Engine::drive_once(const std::atomic<bool>& done) {
   const int most = oversubscribed_ ? kAskedOversubscribed : kAsked;
   if (!done.load() && asked > most) {
     without_python_lock([&] {
-      if (must_poll_.load() && asked <= most + kYields) { // nothing would end a sleep
+      if (must_poll_.load() && asked <= most + kYields) { // not all news would end a sleep
         sched_yield();
       } else {
         sleep_until_news(done, must_poll_.load() ? kNap : kNapWithBell);

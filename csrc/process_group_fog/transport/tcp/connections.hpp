@@ -166,8 +166,8 @@ class Connections {
     return !trying_.empty() || !unproven_.empty();
   }
 
-  // Returns whether news may come that does not ring the bell: it is soon time for another attempt to connect, or for
-  // take_ended().
+  // Returns whether the bell alone does not tell of all news: nothing rings it, it is soon time for another attempt to
+  // connect, or take_ended() has something to tell.
   bool must_poll() const {
     return is_used() && (!ringer_.load()->works() || waits_to_try() || !ended_.empty());
   }
